@@ -2,11 +2,11 @@
 #
 #   docker build -t simpletune .
 #   docker run --gpus all -e HF_TOKEN -v "$PWD/data:/simpletune/data/sources" -v "$PWD/runs:/simpletune/runs" \
-#     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/system/hub" simpletune \
+#     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/hub" simpletune \
 #     ./train.sh configs/sd3_medium_lora_r16_int8.json data.path=data/my_pictures
 #
 # Pictures over HTTP (docs/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/runs:/simpletune/runs" \
-#   -v "$PWD/hub:/simpletune/system/hub" simpletune .venv/bin/simpletune serve --host 0.0.0.0
+#   -v "$PWD/hub:/simpletune/hub" simpletune .venv/bin/simpletune serve --host 0.0.0.0
 #
 # The host needs driver 580 or newer and the NVIDIA Container Toolkit. For an older driver, use a CUDA 12 image and the
 # index of its torch builds (see README): --build-arg CUDA_IMAGE=... --build-arg SIMPLETUNE_TORCH_INDEX=...
@@ -20,7 +20,7 @@ RUN apt-get update \
 
 WORKDIR /simpletune
 ARG SIMPLETUNE_TORCH_INDEX=
-ENV HF_HOME=/simpletune/system/hub PYTHONUNBUFFERED=1
+ENV HF_HOME=/simpletune/hub PYTHONUNBUFFERED=1
 
 # The packages first: a change of the code alone does not install them again.
 COPY pyproject.toml LICENSE ./

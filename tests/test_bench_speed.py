@@ -54,10 +54,10 @@ def test_a_row_that_fails_does_not_end_the_grid(monkeypatch: pytest.MonkeyPatch,
 
 def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A fresh machine has neither the weights nor a licence, and random weights need none."""
-    from simpletune.system.hub import fetch
+    from simpletune.system import hub
 
-    monkeypatch.setattr(fetch, "fetch", lambda parts: pytest.fail(f"fetched {parts}"))
-    monkeypatch.setattr(fetch, "listing", lambda repository: pytest.fail(f"listed {repository}"))
+    monkeypatch.setattr(hub, "fetch", lambda parts: pytest.fail(f"fetched {parts}"))
+    monkeypatch.setattr(hub, "listing", lambda repository: pytest.fail(f"listed {repository}"))
     for row in speed_rows.grid().values():
         config = speed.config_of(row.overrides)
         assert config.model.known_config() and config.model.text_tokens > 0 and Path(config.data.path).is_dir()

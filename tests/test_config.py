@@ -22,11 +22,10 @@ from pydantic import ValidationError
 
 from simpletune.apps.cli import main as cli_main
 from simpletune.apps.cli.main import main
-from simpletune.config.load import read_config, validate
+from simpletune.config.load import read_config, read_saved, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.data.demo import SHIPPED
 from simpletune.system.options import ConfigError, Option, UserError, first_lines, join_names, option_classes
 

@@ -17,9 +17,9 @@ from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.partial import Partial
 from simpletune.apps.cli.arguments import finite, tile
 from simpletune.apps.cli.main import main
-from simpletune.config.checkpoints import Checkpoint
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
+from simpletune.config.schema import Checkpoint
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.option import SD15
 from simpletune.runs.folder import SCORES

@@ -29,12 +29,19 @@ from tiny_encoders import write_clip
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.evaluate.encoders.loading import find_encoder
-from simpletune.system.hub import download as hub_download
-from simpletune.system.hub import fetch as ours
-from simpletune.system.hub.errors import explain_hub_errors
-from simpletune.system.hub.fetch import HubPart, fetch, in_cache, is_hub_name, needed, part_folder
-from simpletune.system.hub.files import data_set_folder
-from simpletune.system.hub.repository import HubFile, Repository
+from simpletune.system import hub as ours
+from simpletune.system.hub import (
+    HubFile,
+    HubPart,
+    Repository,
+    data_set_folder,
+    explain_hub_errors,
+    fetch,
+    in_cache,
+    is_hub_name,
+    needed,
+    part_folder,
+)
 from simpletune.system.options import UserError
 
 NAME = "owner/tiny-sd3"
@@ -63,7 +70,7 @@ def hub(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
-        monkeypatch.setattr(hub_download, "PAUSE", 0.0)
+        monkeypatch.setattr(ours, "PAUSE", 0.0)
         for module in (file_download, _http):
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         forget()
@@ -159,7 +166,7 @@ def assert_no_weights_in_cache() -> None:
 def test_resumes_after_a_cut_without_fetching_anything_twice(hub: FakeHub, run, monkeypatch) -> None:
     (handler,) = logging.getLogger("huggingface_hub").handlers
     monkeypatch.setattr(handler, "stream", io.StringIO())
-    monkeypatch.setattr(hub_download, "MB", 1000)
+    monkeypatch.setattr(ours, "MB", 1000)
     hub.cut_at, hub.cuts = 1000, 3
     code, said = run()
     assert code == 0
@@ -195,13 +202,13 @@ def test_tries_again_where_huggingface_hub_does_not(status: int | str, hub: Fake
     hub.failure = Failure(status, on="weights", method="GET", times=2)
     code, said = run()
     assert code == 0
-    assert f"attempt 3 of {hub_download.TRIES}" in said
+    assert f"attempt 3 of {ours.TRIES}" in said
 
     shutil.rmtree(constants.HF_HUB_CACHE)
     hub.requests.clear()
     hub.failure = Failure(status, on="weights", method="GET")
     assert run()[0] == 2
-    assert len(fetched_weights(hub)) == hub_download.TRIES
+    assert len(fetched_weights(hub)) == ours.TRIES
     assert_no_weights_in_cache()
 
 
@@ -509,15 +516,15 @@ def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
     counted: list[None] = []
     with XetDownloadProgressReporter(
         reconstruction_desc=WEIGHTS,
-        total=3 * hub_download.MB,
+        total=3 * ours.MB,
         log_level=logging.WARNING,
-        tqdm_class=hub_download._progress_bar(lambda: counted.append(None)),
+        tqdm_class=ours._progress_bar(lambda: counted.append(None)),
     ) as reporter:
         for done in (0.5, 1.5, 3.0):
-            size = int(done * hub_download.MB)
+            size = int(done * ours.MB)
             reporter.update_progress(
                 SimpleNamespace(
-                    total_bytes=3 * hub_download.MB,
+                    total_bytes=3 * ours.MB,
                     total_bytes_completed=size,
                     total_transfer_bytes_completed=size // 2,  # it is compressed
                     total_bytes_completion_rate=1.0,

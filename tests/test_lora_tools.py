@@ -27,7 +27,7 @@ from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras
 from simpletune.adapters.files.base_reader import BaseReader, locate_denoiser
 from simpletune.adapters.files.extract import extract
 from simpletune.adapters.files.factors import resize_update
-from simpletune.adapters.files.mix import METHODS, Recipe, mix
+from simpletune.adapters.files.mix import METHODS, PRUNING, Recipe, _mix_by_peft, mix
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
@@ -347,6 +347,17 @@ def test_every_method_mixes_and_repeats_itself(method: str) -> None:
         assert results[0][name].delta().norm() > 0
 
 
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in PRUNING])
+def test_mixing_without_peft_gives_its_bits(method: str) -> None:
+    torch.manual_seed(0)
+    a, b = (LoraUpdate(torch.randn(3, 20).half(), torch.randn(30, 3).half(), scale) for scale in (0.7, 2.3))
+    for parts in ([(a, 0.7), (b, -0.45)], [(a, -0.6)]):
+        recipe = Recipe(method, rank=2 if method == "svd" else None)
+        mine = mix([({"l": update}, weight) for update, weight in parts], recipe)["l"]
+        theirs = _mix_by_peft("l", parts, recipe)
+        assert torch.equal(mine.down, theirs.down) and torch.equal(mine.up, theirs.up) and mine.scale == theirs.scale
+
+
 def test_mix_says_which_methods_take_different_ranks(files, tmp_path) -> None:
     words = ["mix", str(files["kohya"]), str(files["other"]), "--out", str(tmp_path / "x.safetensors")]
     assert main([*words, "--method", "linear"]) == 2
@@ -495,6 +506,30 @@ def test_inspect_imports_no_torch(files: dict[str, Path]) -> None:
         "print([name for name in ('torch', 'peft', 'diffusers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, files["kohya"]], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_verbs_import_torch_but_none_of_the_libraries_around_it(files, pipeline: Path, tmp_path: Path) -> None:
+    """PEFT imports transformers, and with bitsandbytes seconds of torch's compiler: more than all of a verb's work."""
+    lora, other, base, merged = str(files["kohya"]), str(files["other"]), str(pipeline), str(tmp_path / "merged")
+    verbs = [
+        ["export", lora, "--format", "comfy", "--out", str(tmp_path / "export.safetensors")],
+        ["resize", lora, "--rank", "2", "--out", str(tmp_path / "resize.safetensors")],
+        *(
+            ["mix", lora, other, "--method", how, "--out", str(tmp_path / f"{how}.safetensors")]
+            for how in ("cat", "svd")
+        ),
+        ["merge", lora, "--base", base, "--out", merged],
+        ["extract", base, merged, "--rank", "2", "--out", str(tmp_path / "extract.safetensors")],
+    ]
+    code = (
+        "import json, sys; from simpletune.apps.cli.main import main\n"
+        "for words in json.loads(sys.argv[1]): assert main(words) == 0, words\n"
+        "heavy = ('accelerate', 'bitsandbytes', 'diffusers', 'peft', 'transformers', 'torch._dynamo')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(verbs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 

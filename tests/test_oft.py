@@ -12,9 +12,10 @@ from reference import dora_oft
 from test_dora import IN, OUT, frozen, weight_of, weighted
 from torch import Tensor
 
+from simpletune.adapters.methods.formulas import triangle_of, turn, upper
 from simpletune.adapters.methods.layers import all_layers, innermost_layer
 from simpletune.adapters.methods.oft import Oft
-from simpletune.adapters.methods.oft_layer import OftLayer, triangle_of, turn, upper
+from simpletune.adapters.methods.oft_layer import OftLayer
 from simpletune.engine.quant.plain import FP32
 from simpletune.system.options import Problem
 

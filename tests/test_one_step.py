@@ -25,7 +25,7 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """``file::function`` of the package by their first call between the ends of the third and the fourth update of the
     demo, without functions inside functions. What follows the update in a step stands last."""
     place = tmp_path_factory.mktemp("step")
-    folders = [f"output.{name}={place}/{name}" for name in ("runs", "profiles")]
+    folders = [f"output.{name}={place}/{name}" for name in ("runs", "profiles", "cache")]
     short = [
         "train.steps=5",
         "schedule.warmup_steps=0",

@@ -18,8 +18,7 @@ from zipfile import ZipFile
 import pytest
 
 from simpletune.apps.cli.main import main
-from simpletune.config.load import read_config, read_json
-from simpletune.config.shipped import FOLDER, shipped_names
+from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_names
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +83,7 @@ def test_an_unpacked_wheel_reads_its_configurations(wheel: Path, tmp_path: Path)
 
 
 def test_every_shipped_configuration_has_a_name() -> None:
-    assert FOLDER.resolve() == ROOT / "configs"
+    assert SHIPPED_FOLDER.resolve() == ROOT / "configs"
     assert "demo" in shipped_names() and "schema" not in shipped_names()
     for name in shipped_names():
         by_name, _ = read_config(Path(name), needs_data=False, needs_model=False)

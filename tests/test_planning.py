@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from simpletune.apps.cli.main import main
+from simpletune.config.check import may_recompute_alone
 from simpletune.config.load import read_config
-from simpletune.config.rules.recompute import may_recompute_alone
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate

@@ -14,7 +14,7 @@ import torch
 from simpletune.commands.train.prepare import prepare_only
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.config.resolve import checked_folders
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import run_estimate as forecasting
@@ -178,7 +178,7 @@ def test_the_users_prices_come_before_the_shipped_ones(
 
 def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_path: Path) -> None:
     tiny_config["output"]["cache"] = str(tmp_path)
-    config = checked_folders(validate(tiny_config, "x"))
+    config = resolve_folders(validate(tiny_config, "x"))
     plan = plan_data(config).plan
     before = DataCounts.to_prepare(config, plan)
     assert (

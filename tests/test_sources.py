@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
-from simpletune.config.load import validate
+from simpletune.config.family_defaults import with_family
+from simpletune.config.load import read_saved, validate
 from simpletune.config.overrides import merge
-from simpletune.config.rules.family import with_family
-from simpletune.config.stored_configs import read_saved
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import SampleDraw, drop_rejected, make_samples
 from simpletune.data.sources.folder import Folder

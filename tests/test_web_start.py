@@ -20,17 +20,16 @@ from web_pages import open_pages
 from simpletune.apps.cli.main import main
 from simpletune.apps.web import live, processes, queue
 from simpletune.apps.web.form import presets
-from simpletune.apps.web.form.edit import StartingConfig, apply_edits, changes, complete, get_at, overrides
+from simpletune.apps.web.form.edit import StartingConfig, apply_edits, changes, get_at, overrides
 from simpletune.apps.web.form.fields import HIDDEN, sections_of
 from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest
-from simpletune.config.load import read_config, read_json, validate
+from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
-from simpletune.config.shipped import shipped_names
 from simpletune.system.gpus import find_card
-from simpletune.system.options import ConfigError, option_classes
+from simpletune.system.options import ConfigError, documented, option_classes
 
 
 class Form(HTMLParser):
@@ -106,13 +105,13 @@ def change(client: TestClient, values: dict[str, str], **new: str) -> tuple[str,
 
 
 def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
-    def documented(option: type, prefix: str = "") -> dict[str, str]:
+    def help_of(option: type, prefix: str = "") -> dict[str, str]:
         found = {}
-        for name, info in option.model_fields.items():
+        for name, info in documented(option).items():
             key = info.alias or name
             inner = option_classes(info.annotation)
             if len(inner) == 1:
-                found |= documented(inner[0], f"{prefix}{key}.")
+                found |= help_of(inner[0], f"{prefix}{key}.")
             elif not inner and key not in HIDDEN:
                 found[prefix + key] = " ".join((info.description or "").split())
         return found
@@ -120,7 +119,7 @@ def test_every_field_of_the_schema_is_in_the_form_with_its_help() -> None:
     optional = {"ema": {}, "validation": {"early_stop": {}}, "text": {"embeddings": {}, "lora": {}}}
     data = complete({"name": "x", "data": {"path": ""}, **optional})
     shown = {each.path: each.help for section in sections_of(data) for each in section.fields()}
-    expected = documented(TrainConfig)
+    expected = help_of(TrainConfig)
     assert len(expected) > 50 and expected.items() <= shown.items()
     assert all(shown.values())
 

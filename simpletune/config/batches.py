@@ -49,12 +49,7 @@ def batch_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def process_rules(train: Train, processes: int) -> Iterator[Problem]:
-    """Report what a number of processes cannot do.
-
-    Args:
-        train: options with a batch size other than auto.
-        processes: how many will train.
-    """
+    """Report what a number of processes cannot do with a batch size other than auto."""
     micros = train.accumulation
     if processes > micros:
         size = train.micro_batch
@@ -87,12 +82,7 @@ def with_batch(config: TrainConfig, batch_size: int) -> TrainConfig:
 
 
 def kept_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
-    """Replace ``batch_size: auto`` by the number that the run chose when it first started.
-
-    Args:
-        config: configuration of the run.
-        saved: the configuration of its checkpoint, if there is one.
-    """
+    """Replace ``batch_size: auto`` by the number that the run chose when it first started and a checkpoint saved."""
     before = ((saved or {}).get("train") or {}).get("batch_size")
     return with_batch(config, before) if config.train.batch_size == "auto" and isinstance(before, int) else config
 
@@ -106,13 +96,8 @@ def of_process(config: TrainConfig, processes: int) -> TrainConfig:
 
 
 def sizes_of(global_batch: int, processes: int) -> list[int]:
-    """List the possible micro-batch sizes, ascending: every process gets at least one micro-batch, and all get equally
-    many if possible.
-
-    Args:
-        global_batch: pictures in a step.
-        processes: number of processes that compute it.
-    """
+    """List the possible micro-batch sizes of a step of ``global_batch`` pictures, ascending: every process gets at
+    least one micro-batch, and all get equally many if possible."""
     dealt = [size for size in divisors(global_batch) if global_batch // size >= processes]
     return [size for size in dealt if global_batch // size % processes == 0] or dealt or [1]
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simpletune.adapters.text.option import Embeddings, TextLora
+from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.batches import batch_rules
-from simpletune.config.rules.adapter import adapter_rules
-from simpletune.config.rules.family import family_rules
-from simpletune.config.rules.fsdp import fsdp_rules
-from simpletune.config.rules.optimizer import optimizer_rules
-from simpletune.config.rules.recompute import recompute_rules
-from simpletune.config.rules.stream import stream_rules
-from simpletune.config.rules.text import text_rules
+from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
+from simpletune.data.sources.multi_source import field_of, source_rules
+from simpletune.engine.optim.schedule import Constant
+from simpletune.models.families import family_of
 from simpletune.system.options import Problem, plural
 
 
@@ -31,20 +30,20 @@ def config_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{config.adapter.method} trains and exports the whole model. Use memory.modulation resident, or "
             "adapter.method lora",
         )
-    yield from family_rules(config)
-    yield from adapter_rules(config)
-    yield from optimizer_rules(config)
-    yield from text_rules(config)
+    yield from _family_rules(config)
+    yield from _adapter_rules(config)
+    yield from _optimizer_rules(config)
+    yield from _text_rules(config)
     yield from config.prior.rules(config.adapter, config.data, config.memory)
     yield from _fp16_rules(config)
-    yield from _streaming_rules(config)
+    yield from _offload_rules(config)
     yield from config.memory.rules()
-    yield from recompute_rules(config)
+    yield from _recompute_rules(config)
     yield from config.precision.rules()
     yield from _in_backward_rules(config)
     yield from batch_rules(config)
-    yield from stream_rules(config)
-    yield from fsdp_rules(config)
+    yield from _stream_rules(config)
+    yield from _fsdp_rules(config)
     yield from config.checkpoint.rules()
     yield from config.output.rules()
     if config.train.steps is not None and config.train.epochs is not None:
@@ -61,8 +60,173 @@ def config_rules(config: TrainConfig) -> Iterator[Problem]:
             yield Problem(f"validation.{side}", f"{getattr(config.validation, side)} is over 4096 px. Use less")
 
 
+def _family_rules(config: TrainConfig) -> Iterator[Problem]:
+    """A base of another family, an objective that its models were not trained with, sizes that they cannot process."""
+    model, name = config.model, config.objective.name
+    other = family_of(model.pretrained)
+    if other is not None and other.family != model.family:
+        yield Problem(
+            "model.pretrained",
+            f"{model.pretrained} is a model of {other.title}. Set model.family to {other.family}, or name an "
+            f"{model.title} model",
+        )
+    if name != model.objective:
+        yield Problem(
+            "objective.name",
+            f"{name}, but {model.title} models are trained with {model.objective}. Leave it out, or use "
+            f"{model.objective}",
+        )
+    yield from config.objective.rules()
+    for resolution in sorted({source.resolution for source in config.data.members}):
+        yield from config.objective.density_rules(resolution)
+    yield from source_rules(config.data)
+    sides: dict[str, int | None] = {
+        field_of(config.data, index, "resolution"): source.resolution
+        for index, source in enumerate(config.data.members)
+    }
+    sides |= {f"validation.{side}": getattr(config.validation, side) for side in ("width", "height")}
+    for path, side in sides.items():
+        if side is not None and side % model.multiple:
+            low = side // model.multiple * model.multiple
+            near = f"{low} or {low + model.multiple}" if low else str(model.multiple)
+            yield Problem(path, f"{side} is not a multiple of {model.multiple}, which {model.title} needs. Use {near}")
+
+
+def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
+    """What the training method requires of the model and the optimizer."""
+    if config.adapter.needs_contexts and config.model.lora[0].names.contexts is None:
+        yield Problem(
+            "adapter.method",
+            f"{config.adapter.method} changes what the attention to the prompt reads, but in {config.model.title} one "
+            "attention reads prompt and picture together. Use adapter.method lora with adapter.targets "
+            '["attn.add_k_proj", "attn.add_v_proj"], which changes the same keys and values',
+        )
+    if getattr(config.adapter, "b_lr_ratio", 1) != 1 and not config.optimizer.steps_in_backward:
+        yield Problem(
+            "adapter.b_lr_ratio",
+            f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients. Use b_lr_ratio 1, "
+            "or another optimizer",
+        )
+    if getattr(config.adapter, "max_norm", None) is not None and config.optimizer.averages:
+        yield Problem(
+            "adapter.max_norm",
+            f"optimizer.name {config.optimizer.name} averages the weights, and the limit would not hold for their "
+            "average. Use max_norm null, or another optimizer",
+        )
+
+
+def _optimizer_rules(config: TrainConfig) -> Iterator[Problem]:
+    """The optimizer's own rules, and no schedule or EMA beside one that averages the weights itself."""
+    yield from config.optimizer.rules()
+    if not config.optimizer.averages:
+        return
+    name = config.optimizer.name
+    if not isinstance(config.schedule, Constant):
+        yield Problem(
+            "schedule.name",
+            f"{config.schedule.name} lowers the learning rate, but optimizer.name {name} averages the weights instead. "
+            "Use constant",
+        )
+    if config.ema is not None:
+        yield Problem("ema", f"optimizer.name {name} averages the weights itself. Use ema null, or another optimizer")
+
+
+def _text_rules(config: TrainConfig) -> Iterator[Problem]:
+    """What trains nothing, and methods, levers and optimizers that the text side cannot be combined with."""
+    text, adapter = config.text, config.adapter
+    if not text.trains:
+        if not adapter.trains:
+            yield Problem(
+                "adapter.method",
+                "none leaves the denoiser frozen, and text trains nothing either. Set text.embeddings or text.lora, or "
+                "use adapter.method lora",
+            )
+        return
+    if adapter.trains_base:
+        part = "embeddings" if text.embeddings is not None else "lora"
+        yield Problem(
+            f"text.{part}",
+            f"adapter.method {adapter.method} trains and exports the whole denoiser, whose folder holds no text side. "
+            "Use adapter.method lora, or text without embeddings and lora",
+        )
+    resident = text.resident(config.model.clip_encoders)
+    if resident and config.memory.modulation == "plan":
+        what = "text.lora" if text.lora is not None else "text.embeddings.place input"
+        yield Problem(
+            "memory.modulation",
+            f"plan computes modulations ahead from cached prompts, but {what} changes the pooled prompt in every step. "
+            "Use memory.modulation resident, or text.embeddings.place output alone",
+        )
+    if text.embeddings is not None:
+        yield from _embedding_rules(config, text.embeddings)
+    if text.lora is not None:
+        yield from _lora_rules(config, text.lora)
+    for part in ("embeddings", "lora"):
+        option = getattr(text, part)
+        rate = None if option is None else option.learning_rate
+        if rate not in (None, config.optimizer.lr) and not config.optimizer.steps_in_backward:
+            yield Problem(
+                f"text.{part}.learning_rate",
+                f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients. Use null, or "
+                "another optimizer",
+            )
+
+
+def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Problem]:
+    """What stopping, the norm and prior preservation require of new embeddings."""
+    alone = not config.adapter.trains and config.text.lora is None
+    if option.stop_at < 1 and alone:
+        yield Problem(
+            "text.embeddings.stop_at",
+            f"{option.stop_at:g}, but nothing else trains after that. Use stop_at 1 with fewer steps, or train a LoRA "
+            "too (adapter.method lora)",
+        )
+    if option.stop_at < 1 and config.optimizer.averages:
+        yield Problem(
+            "text.embeddings.stop_at",
+            f"optimizer.name {config.optimizer.name} trains other values than the average that it exports, so stopped "
+            "embeddings would differ from the result's. Use stop_at 1, or another optimizer",
+        )
+    if option.stop_at < 1 and not config.optimizer.steps_in_backward:
+        yield Problem(
+            "text.embeddings.stop_at",
+            f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients, of stopped "
+            "embeddings too. Use stop_at 1, or another optimizer",
+        )
+    if option.place == "input" and option.keep_norm and config.optimizer.averages:
+        yield Problem(
+            "text.embeddings.keep_norm",
+            f"optimizer.name {config.optimizer.name} averages the vectors, and their average would not keep the norm. "
+            "Use keep_norm false, or another optimizer",
+        )
+    prompt = getattr(config.prior, "prompt", None)
+    if prompt is not None and occurs(prompt, option.token):
+        yield Problem(
+            "prior.prompt",
+            f"{prompt!r} has the token {option.token}, whose embeddings are to change. Name the class without it",
+        )
+
+
+def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
+    """Which encoders there are, and whether the result's file can hold their updates."""
+    known = config.model.clip_encoders
+    for name in dict.fromkeys(option.encoders or ()):
+        if name not in known:
+            t5 = "T5 is not trained: its 9.5 GB would stay on the device. " if name == "t5" else ""
+            yield Problem(
+                "text.lora.encoders",
+                f"{name!r} is not a CLIP encoder of {config.model.title}. {t5}Use {', '.join(known)}, or null for all",
+            )
+    if not (config.adapter.holds_lora or config.adapter.trains_base):
+        yield Problem(
+            "text.lora",
+            f"the file of adapter.method {config.adapter.method} is not a LoRA's, so the text "
+            "encoders' LoRA cannot join it. Use adapter.method lora, dora or none, or text.lora null",
+        )
+
+
 def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what fp16 products require."""
+    """What fp16 products require."""
     if config.precision.settled != "fp16":
         return
     if config.adapter.trains_base and config.precision.trainable and config.precision.bytes_per_weight < 4:
@@ -79,8 +243,8 @@ def _fp16_rules(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def _streaming_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check what block offload requires."""
+def _offload_rules(config: TrainConfig) -> Iterator[Problem]:
+    """What block offload requires."""
     if config.memory.resident_blocks is None:
         return
     if config.adapter.trains_base and not config.memory.optimizer_in_backward:
@@ -97,8 +261,55 @@ def _streaming_rules(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
+    """Which parts of blocks cannot be kept or recomputed separately."""
+    memory = config.memory
+    keeps = memory.keep_attention not in ("auto", "none")
+    if keeps and config.speed.attention == "math":
+        yield Problem(
+            "memory.keep_attention",
+            f"{memory.keep_attention} keeps what an attention kernel returns, and speed.attention math has none. Use "
+            "speed.attention auto, or keep_attention none",
+        )
+    if keeps and config.speed.compile:
+        yield Problem(
+            "memory.keep_attention",
+            f"{memory.keep_attention} with speed.compile: a compiled block does not show its attention. Use "
+            "keep_attention none, or speed.compile false",
+        )
+    value: object
+    if memory.checkpointing == "feed_forward":  # feed-forward networks are recomputed separately
+        field, value, instead = "checkpointing", memory.checkpointing, "checkpointing all"
+    elif memory.feed_forward not in ("auto", "block"):
+        field, value, instead = "feed_forward", memory.feed_forward, "feed_forward block"
+    else:
+        return
+    if config.speed.compile:
+        yield Problem(
+            f"memory.{field}",
+            f"{value} with speed.compile: a compiled block is recomputed as a whole. Use {instead}, or "
+            "speed.compile false",
+        )
+    if config.precision.settled == "fp16":
+        yield Problem(
+            f"memory.{field}",
+            f"{value} with products in fp16: a block that overflows uses wider weights during its passes, which a "
+            f"network recomputed separately would miss. Use {instead}, or precision.compute bf16",
+        )
+
+
+def may_recompute_alone(config: TrainConfig) -> bool:
+    """Whether recomputing feed-forward networks separately saves time, because nothing needs their outputs again; for
+    a known model and resolved demo names."""
+    if not config.model.ends_with_feed_forward or config.speed.compile or config.precision.settled == "fp16":
+        return False
+    if config.adapter.trains_base or config.text.resident(config.model.clip_encoders):
+        return False
+    return not config.trained_modulation(config.model.known_shapes())
+
+
 def _in_backward_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Report options that need all gradients at once if the backward pass frees each after its update."""
+    """What needs all gradients at once, if the backward pass frees each after its update."""
     if not config.memory.optimizer_in_backward:
         return
     if config.train.clip_norm is not None and config.train.clip == "global":
@@ -124,4 +335,103 @@ def _in_backward_rules(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "memory.optimizer_in_backward",
             f"optimizer.name {config.optimizer.name} needs all gradients at once. Use another optimizer, or false",
+        )
+
+
+def _stream_rules(config: TrainConfig) -> Iterator[Problem]:
+    """What needs all pictures or captions before the first step, when rows are streamed instead of listed."""
+    if not config.data.streamed:
+        return
+    if config.train.batch_size == "auto":
+        yield Problem(
+            "train.batch_size",
+            "auto may change after pictures were encoded, which would change the rows of a stream that the run uses. "
+            "Use a number; simpletune estimate says what fits",
+        )
+    split = config.validation.split
+    if split is not None and split < 1:
+        yield Problem(
+            "validation.split",
+            f"{split:g} would hold out a share of a stream by the bytes of all its pictures, which are not read. Use a "
+            "whole number of pictures, such as 64",
+        )
+    if config.text.trains:
+        yield Problem(
+            "text",
+            "training the text side reads every caption before the first step, but a stream's are only read when "
+            "they are needed. Use data.source table or folder, or text without embeddings and lora",
+        )
+    if isinstance(config.prior, ClassPictures):
+        yield Problem(
+            "prior.method",
+            f"{config.prior.method} adds a source of class pictures, and a stream does not mix with other sources. Use "
+            "another prior.method, or data.source table",
+        )
+
+
+def _fsdp_rules(config: TrainConfig) -> Iterator[Problem]:
+    """What does not work when each process holds only a part of the weights."""
+    memory, train, none = config.memory, config.train, "or train.fsdp none"
+    if train.fsdp == "none":
+        return
+    if not config.adapter.supports_fsdp:
+        yield Problem(
+            "train.fsdp",
+            f"full divides what trains, and adapter.method {config.adapter.method} trains little beside a frozen "
+            "base, of which each process keeps a whole copy: quantised, that takes the least memory. Use none, or "
+            "adapter.method full",
+        )
+    if not config.model.supports_fsdp:
+        yield Problem(
+            "train.fsdp",
+            f"full divides a transformer block by block, and {config.model.title} models are not transformers. Use "
+            "none",
+        )
+    if config.optimizer.no_fsdp_reason is not None:
+        yield Problem(
+            "optimizer.name",
+            f"{config.optimizer.name} {config.optimizer.no_fsdp_reason}, but train.fsdp full gives it a part of "
+            f"each parameter. Use adamw, adamw8bit or adamw_bf16, {none}",
+        )
+    if memory.resident_blocks is not None:
+        yield Problem(
+            "memory.resident_blocks",
+            f"{memory.resident_blocks} offloads blocks whose weights each process holds whole, but train.fsdp full "
+            f"gathers them from all processes. Use null, {none}",
+        )
+    if memory.optimizer_in_backward:
+        yield Problem(
+            "memory.optimizer_in_backward",
+            "true updates each parameter on its own, but train.fsdp full sums the gradients of a whole block. Use "
+            f"false, {none}",
+        )
+    if train.reduce == "exact":
+        yield Problem(
+            "train.reduce",
+            "exact sums whole gradients in each process, but train.fsdp full leaves it only a part of them. Use "
+            f"fast, {none}",
+        )
+    if train.batch_size == "auto":
+        yield Problem(
+            "train.batch_size",
+            "auto tries out a micro-batch, but with train.fsdp full a process that runs out of memory in it "
+            f"would leave the others waiting for its weights. Use a number, {none}",
+        )
+    if config.speed.compile:
+        yield Problem(
+            "speed.compile",
+            f"true compiles blocks whose weights stay where they are, but train.fsdp full gathers them for each "
+            f"pass. Use false, {none}",
+        )
+    if config.text.trains:
+        yield Problem(
+            "text",
+            "the text side trains whole in each process, but train.fsdp full divides all that trains. Use neither "
+            f"text.lora nor text.embeddings, {none}",
+        )
+    if config.precision.settled == "fp16":
+        yield Problem(
+            "precision.compute",
+            "fp16 undoes a step by what each process sees overflow, but with train.fsdp full it sees a part of the "
+            f"gradients. Use bf16 or fp32, {none}",
         )

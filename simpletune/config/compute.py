@@ -13,16 +13,10 @@ from simpletune.system.options import ConfigError, Json, UserError
 Capability = tuple[int, int]
 
 
-def has_bf16(capability: Capability | None) -> bool:
-    """Tell whether a device computes in bf16; None means the CPU, which does."""
-    return capability is None or capability >= BF16_FROM
-
-
 def settle_compute(config: TrainConfig, capability: Capability | None, before: str | None = None) -> TrainConfig:
     """Replace ``compute: auto``, and print the choice unless it is bf16; return other configurations unchanged.
 
     Args:
-        config: configuration of the run.
         capability: CUDA compute capability of the device; None: the CPU.
         before: the type chosen when the run first started, which a resumed run keeps.
 
@@ -32,18 +26,19 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
     """
     if config.precision.compute != "auto":
         return config
-    chosen = config.precision.auto_compute(has_bf16(capability))
+    has_bf16 = capability is None or capability >= BF16_FROM
+    chosen = config.precision.auto_compute(has_bf16)
     settled = _with(config, chosen)
     kept = kept_compute(config, before)
     if kept.precision.compute not in ("auto", chosen):
-        if before == "bf16" and not has_bf16(capability):
+        if before == "bf16" and not has_bf16:
             raise UserError(
                 f"--resume: the run was started with precision.compute bf16, which {_device(capability)} lacks. "
                 "Continue on a card of sm_80 or newer, or start a new run under another name"
             )
         say(f"compute {before} as before (auto would be {chosen} on this device; a new run under another name uses it)")
         return kept
-    if not has_bf16(capability):
+    if not has_bf16:
         say(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
     problems = list(config_rules(settled))
     if problems:
@@ -54,10 +49,11 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
 def compute_to_generate(config: TrainConfig, capability: Capability | None) -> TrainConfig:
     """Replace ``compute`` for inference: auto by what the device supports, and bf16 on a card that lacks it."""
     compute = config.precision.compute
-    if compute != "auto" and (compute != "bf16" or has_bf16(capability)):
+    has_bf16 = capability is None or capability >= BF16_FROM
+    if compute != "auto" and (compute != "bf16" or has_bf16):
         return config
-    chosen = config.precision.auto_compute(has_bf16(capability))
-    if not has_bf16(capability):
+    chosen = config.precision.auto_compute(has_bf16)
+    if not has_bf16:
         say(f"compute {chosen} ({_device(capability)} has no bf16)")
     return _with(config, chosen)
 

@@ -13,7 +13,17 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.system import strict_json
-from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, tag_values, union_of
+from simpletune.system.options import (
+    Json,
+    Option,
+    Problem,
+    documented,
+    item_of,
+    member_for,
+    option_classes,
+    tag_values,
+    union_of,
+)
 from simpletune.system.strict_json import JsonError
 
 Complaint = Mapping[str, Any]
@@ -74,20 +84,17 @@ NEEDS = {
 
 
 def problems_of(error: ValidationError, data: Json, root: type[Option], most: int = SUGGESTED) -> list[Problem]:
-    """List the problems of one validation; several errors about one value become one problem.
+    """List the problems of validating ``data`` as a ``root``; several errors about one value become one problem.
 
-    Args:
-        error: raised by validating ``data`` as a ``root``.
-        data: validated JSON.
-        root: validated option class.
-        most: number of problems that get our own message; the rest keep Pydantic's, because suggestions are slow.
+    Only the first ``most`` get our own message, because suggestions are slow.
     """
     by_path: dict[str, list[Complaint]] = defaultdict(list)
     fields: dict[str, tuple[type[Option], FieldInfo | None]] = {}
     for item in error.errors(include_url=False):
         path, owner, field = find_field(item["loc"], data, root)
         if item["type"] == "union_tag_invalid":
-            path = f"{path}.{_plain(item['ctx']['discriminator'])}"
+            tag = item["ctx"]["discriminator"].strip("'")
+            path = f"{path}.{tag}"
         by_path[path].append(item)
         fields[path] = (owner, field)
     worded = set(islice(by_path, most))
@@ -110,7 +117,7 @@ def find_field(
         key = rest.pop(0)
         if option is not None:
             names = {f.alias or n: n for n, f in option.model_fields.items()}
-            owner, field = option, option.model_fields.get(names.get(str(key), str(key)))
+            owner, field = option, documented(option).get(names.get(str(key), str(key)))
             path.append(str(key))
             data = data.get(key) if isinstance(data, Mapping) else None
             if field is None:
@@ -135,10 +142,12 @@ def _message(
     kinds = {item["type"] for item in items}
     item = items[0]
     if "extra_forbidden" in kinds:
-        return f"unknown field.{other_field(path, [f.alias or n for n, f in owner.model_fields.items()], root)}"
+        return f"unknown field.{other_field(path, owner, root)}"
     if "missing" in kinds:
-        described = f": {field_summary(field)}" if field is not None else ""
-        return f"is required{described}. Add it"
+        if field is None:
+            return "is required. Add it"
+        sentence = " ".join((field.description or "").split()).split(". ")[0].rstrip(".")
+        return f"is required: {sentence[:1].lower()}{sentence[1:]}. Add it"
     if "union_tag_invalid" in kinds:
         tags = [tag.strip(" '") for tag in item["ctx"]["expected_tags"].split(",")]
         return f"unknown value {show(item['ctx']['tag'])}.{did_you_mean(str(item['ctx']['tag']), tags)}"
@@ -149,7 +158,14 @@ def _message(
         return str(item["ctx"]["error"])
     needs = list(dict.fromkeys(_need(each) for each in items))
     value = item["input"]
-    remedy = _number_remedy(item) or _remedy(value, kinds, needs)
+    if item["type"] in ("string_too_long", "too_long"):
+        remedy = f" It has {len(value)}"
+    elif item["type"] == "multiple_of" and isinstance(value, int):
+        multiple = item["ctx"]["multiple_of"]
+        below = value - value % multiple
+        remedy = f" Use {below} or {below + multiple}"
+    else:
+        remedy = _remedy(value, kinds, needs)
     return f"{show(value)} does not fit. It must be {' or '.join(needs)}.{remedy}"
 
 
@@ -165,18 +181,6 @@ def _need(item: Complaint) -> str:
     if item["type"] in NEEDS:
         return NEEDS[item["type"]].format(**item.get("ctx", {}))
     return item["msg"][0].lower() + item["msg"][1:]
-
-
-def _number_remedy(item: Complaint) -> str:
-    """Suggest the nearest multiples, or state the actual length."""
-    value = item["input"]
-    if item["type"] in ("string_too_long", "too_long"):
-        return f" It has {len(value)}"
-    if item["type"] == "multiple_of" and isinstance(value, int):
-        multiple = item["ctx"]["multiple_of"]
-        below = value - value % multiple
-        return f" Use {below} or {below + multiple}"
-    return ""
 
 
 def _remedy(value: object, kinds: set[str], needs: list[str]) -> str:
@@ -206,16 +210,11 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}"
 
 
-def other_field(path: str, known: list[str], root: type[Option]) -> str:
-    """Suggest a field for an unknown one: of the same section, by another trainer's name, or of another section.
-
-    Args:
-        path: dotted path of the unknown field.
-        known: fields of its section.
-        root: option class with all sections.
-    """
+def other_field(path: str, owner: type[Option], root: type[Option]) -> str:
+    """Suggest a field for an unknown one: of its ``owner``, by another trainer's name, or of another section of the
+    ``root``."""
     word = path.rpartition(".")[2]
-    near = did_you_mean(word, known)
+    near = did_you_mean(word, [field.alias or name for name, field in owner.model_fields.items()])
     if "Did you mean" in near:
         return near
     if word in ELSEWHERE:
@@ -244,14 +243,3 @@ def show(value: object) -> str:
             text = f"{text[: SHOWN - 3]}..."
             break
     return text.encode(errors="backslashreplace").decode()
-
-
-def _plain(name: str) -> str:
-    return name.strip("'")
-
-
-def field_summary(field: FieldInfo) -> str:
-    """Return the first sentence of a field's documentation, without its capital and full stop."""
-    text = " ".join((field.description or "").split())
-    sentence = text.split(". ")[0].rstrip(".")
-    return sentence[0].lower() + sentence[1:] if sentence else ""

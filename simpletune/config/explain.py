@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from simpletune.adapters.text.option import result_names
 from simpletune.adapters.text.sizes import text_parameters
-from simpletune.config.prior import NoPrior, describe
+from simpletune.config.modulation import auto_modulation
+from simpletune.config.prior import BasePrediction, ClassPictures
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.config.validation_schedule import ON_TRAINING
@@ -15,7 +16,7 @@ from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.sources import is_single_file
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import plural
 
 HIGH_LR_FULL = 1e-4
@@ -56,20 +57,29 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
     yield from (("data", _source(member)) for member in config.data.members)
-    if not isinstance(config.prior, NoPrior):
-        yield "prior", describe(config.prior)
+    prior = config.prior
+    if isinstance(prior, ClassPictures):
+        yield "prior", f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
+    elif isinstance(prior, BasePrediction):
+        where = "the sources for regularization" if prior.prompt is None else repr(prior.prompt)
+        yield "prior", f"the base's own predictions for {where}, weight {prior.weight:g}"
     files = result_names(config.name, config.adapter, config.text, config.model.denoiser)
-    yield "saves", f"{' and '.join(str(run_folder(config) / file) for file in files)}, {_checkpoints(config)}"
+    every, kept = config.checkpoint.every, config.checkpoint.in_words()
+    when = f"every {plural(every, 'step')} and at the end" if every else "at the end"
+    results = " and ".join(str(run_folder(config) / file) for file in files)
+    yield "saves", f"{results}, checkpoints {when} ({kept})"
     if (url := run_url(config)) is not None:
         yield "uploads", f"every checkpoint and all other files to {url}"
     yield "evaluates", _evaluates(config)
     drawn = "no pictures (validation.prompts is empty)"
     drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")
-    yield "shows", f"{drawn}; {_trackers(config)}"
+    board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
+    wandb = config.tracking.wandb
+    synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
+    yield "shows", f"{drawn}; {board}{synced}"
 
 
 def _source(source: Source) -> str:
-    """Describe one source of pictures."""
     captions = f"prompt {source.prompt!r}" if source.prompt else "captions"
     parts = [f"{source.path} ({source.source})", captions, f"{source.resolution} px in {source.aspect}"]
     parts += [f"{source.repeats} times an epoch"] if source.repeats > 1 else []
@@ -114,7 +124,9 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         yield f"in tiles of {memory.feed_forward} tokens"
     if memory.offload_checkpoint_inputs:
         yield "offloads their inputs to the host"
-    if memory.modulation == "plan" or _may_plan(config):
+    shapes = _shapes(config) if memory.modulation == "auto" else None
+    may_plan = shapes is not None and auto_modulation(config, config.device == "cpu", shapes)[0] == "plan"
+    if memory.modulation == "plan" or may_plan:
         where = "" if memory.modulation == "plan" else " on a GPU"
         yield f"plans modulations {plural(memory.modulation_window, 'step')} ahead{where}"
     if memory.resident_blocks is not None:
@@ -123,29 +135,6 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         yield "updates weights during the backward pass"
     if memory.vae_tile is not None:
         yield f"runs the autoencoder in tiles of {memory.vae_tile} px"
-
-
-def _may_plan(config: TrainConfig) -> bool:
-    """Tell whether ``memory.modulation: auto`` selects the plan on a GPU."""
-    shapes = _shapes(config)
-    if config.memory.modulation != "auto" or config.device == "cpu" or config.adapter.trains_base or shapes is None:
-        return False
-    if config.text.resident(config.model.clip_encoders):
-        return False
-    return not config.trained_modulation(shapes)
-
-
-def _trackers(config: TrainConfig) -> str:
-    """Describe where a run's metrics are shown."""
-    board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
-    wandb = config.tracking.wandb
-    return board if wandb == "disabled" else f"{board}; wandb ({wandb}), project {config.tracking.wandb_project}"
-
-
-def _checkpoints(config: TrainConfig) -> str:
-    every = config.checkpoint.every
-    when = f"every {plural(every, 'step')} and at the end" if every else "at the end"
-    return f"checkpoints {when} ({config.checkpoint.in_words()})"
 
 
 def _shapes(config: TrainConfig) -> dict[str, Shape] | None:

@@ -1,8 +1,9 @@
-"""Read a TrainConfig from a JSON file and overrides; report all problems at once."""
+"""Find, read and validate a configuration: a JSON file, a shipped one by name, or one stored with a result."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from pydantic.fields import FieldInfo
 
 from simpletune.config.check import config_rules
 from simpletune.config.error_text import problems_of
+from simpletune.config.family_defaults import with_family, with_objective
 from simpletune.config.overrides import merge
-from simpletune.config.rules.family import with_family
+from simpletune.config.resolve import file_problems
 from simpletune.config.schema import TrainConfig
-from simpletune.config.shipped import find_config, missing_config
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.system import strict_json
 from simpletune.system.options import (
@@ -28,10 +29,28 @@ from simpletune.system.options import (
     member_for,
     union_of,
 )
+from simpletune.system.package import PACKAGE
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 
+SHIPPED_FOLDER = PACKAGE / "configs"
+"""Link to ``configs/`` in a checkout; folder in an installed package."""
 REPAIRS = 3  # removing one wrong value can make another wrong, such as the fields of an unknown tag
+_SECRET = (
+    "contains a token or a password, but the configuration is copied into checkpoints, results and reports. Remove it, "
+    "and set HF_TOKEN or WANDB_API_KEY in the environment"
+)
+
+
+def shipped_names() -> list[str]:
+    """List the names of the shipped configurations: file names without ``.json``."""
+    return sorted(file.stem for file in SHIPPED_FOLDER.glob("*.json") if file.name != "schema.json")
+
+
+def find_config(file: Path) -> Path:
+    """Return the shipped file if ``file`` is its name and no file of the current folder has it, else ``file``."""
+    is_name = file.name == str(file) and file.name in shipped_names()
+    return SHIPPED_FOLDER / f"{file.name}.json" if is_name and (file.is_dir() or not file.exists()) else file
 
 
 def read_config(
@@ -52,24 +71,23 @@ def read_config(
         ConfigError: with every problem found.
         UserError: the file does not exist or is not a JSON object.
     """
-    data = read_json(file)
-    merged, notices, problems = merge(data, overrides or [])
+    merged, notices, problems = merge(read_json(file), overrides or [])
     return validate(merged, str(file), problems, needs_data, needs_model), notices
 
 
 def read_json(file: Path) -> Json:
-    """Read a JSON object with ``strict_json``.
-
-    Args:
-        file: a JSON file, or the name of a shipped configuration.
-
-    Raises:
-        UserError: with line and column of the mistake.
-    """
+    """Read the JSON object of a file or a shipped configuration; a mistake is a ``UserError`` with line and column."""
     try:
         data = strict_json.read(find_config(file))
     except FileNotFoundError:
-        raise UserError(missing_config(file)) from None
+        names = shipped_names()
+        meant = {**{name: name for name in names}, **{near.stem: str(near) for near in file.parent.glob("*.json")}}
+        near = difflib.get_close_matches(file.stem, meant, n=1)
+        hint = f" Did you mean {meant[near[0]]}?" if near else ""
+        raise UserError(
+            f"{file} does not exist.{hint} Give the path of a JSON file or the name of a shipped configuration: "
+            f"{', '.join(names)}"
+        ) from None
     except IsADirectoryError:
         raise UserError(f"{file} is a folder. Name a configuration in it, such as {file}/NAME.json") from None
     except OSError as error:
@@ -82,14 +100,32 @@ def read_json(file: Path) -> Json:
             "Check for missing or extra commas, single quotes and comments"
         ) from None
     if not isinstance(data, dict):
-        raise UserError(f"{file}: contains {describe(data)}, but a configuration is a JSON object {{...}}")
+        kinds = {list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+        kind = kinds.get(type(data), "null")
+        raise UserError(f"{file}: contains {kind}, but a configuration is a JSON object {{...}}")
     return data
 
 
-def describe(value: object) -> str:
-    """Describe the type of a JSON value."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
+def read_saved(text: str | bytes) -> TrainConfig:
+    """Read a complete configuration that a run, a checkpoint or a LoRA file stores, possibly by an older version.
+
+    Accepts an ``objective`` without a name, from before there were several.
+
+    Raises:
+        pydantic.ValidationError: the text is not JSON, or not a configuration of this version.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return TrainConfig.model_validate_json(text)  # validation reports what is wrong
+    return TrainConfig.model_validate_json(json.dumps(with_objective(data) if isinstance(data, dict) else data))
+
+
+def complete(data: Json) -> Json:
+    """Fill in what the family, the profile and the unions' tags determine."""
+    method = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
+    data = with_profile(with_family(data), bool(getattr(method, "trains_base", False)))
+    return with_default_tags(TrainConfig, data)
 
 
 def with_default_tags(option: type[Option], data: Json) -> Json:
@@ -122,13 +158,10 @@ def validate(
 ) -> TrainConfig:
     """Validate once, strictly, in JSON mode, and then check the rules between fields.
 
-    The rules run without the invalid fields, so that all problems are reported at once.
-
-    Raises:
-        ConfigError: with every problem found.
+    The rules run without the invalid fields, so that all problems are reported at once in one ``ConfigError``.
     """
     found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
-    data = with_default_tags(TrainConfig, with_profile(with_family(data), _trains_base(data)))
+    data = complete(data)
     config = _attempt(data, found)
     unheard = list(found)
     for _ in range(REPAIRS):
@@ -138,31 +171,12 @@ def validate(
         bad = {problem.path for problem in found}
         found += [problem for problem in config_rules(config) if problem.path not in bad]
         bad = {problem.path for problem in found}
-        absent = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
-        found += [problem for problem in _checks_of_files(config, bad) if not problem.path.startswith(absent)]
+        missing = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
+        skipped = (*missing, *(f"{path}." for path in bad))
+        found += [each for each in file_problems(config) if each.path not in bad and not each.path.startswith(skipped)]
     if found or config is None:
         raise ConfigError(found, source)
     return config
-
-
-_SECRET = (
-    "contains a token or a password, but the configuration is copied into checkpoints, results and reports. Remove it, "
-    "and set HF_TOKEN or WANDB_API_KEY in the environment"
-)
-
-
-def _trains_base(data: Json) -> bool:
-    """Tell whether the JSON's adapter trains base weights."""
-    member = member_for(TrainConfig.model_fields["adapter"], data.get("adapter", {}))
-    return bool(getattr(member, "trains_base", False))
-
-
-def _checks_of_files(config: TrainConfig, bad: set[str]) -> list[Problem]:
-    """Check folders and shapes without torch and without the network."""
-    from simpletune.config.resolve import file_problems
-
-    found = [problem for problem in file_problems(config) if problem.path not in bad]
-    return [problem for problem in found if not any(problem.path.startswith(f"{path}.") for path in bad)]
 
 
 def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.model_config import Shape
 from simpletune.system.console import say
 from simpletune.system.options import join_names
 
@@ -22,21 +23,22 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
     if config.memory.modulation != "auto":
         return config
     if not config.model.has_modulation:
-        return config.model_copy(update={"memory": config.memory.model_copy(update={"modulation": "resident"})})
-    kind, why = _chosen(config, on_host)
-    if before is not None and before in get_args(Settled):
-        kind, why = before, "as before"
-    say(f"memory  modulation {kind} (auto: {why})")
+        kind = "resident"
+    else:
+        kind, why = auto_modulation(config, on_host)
+        if before is not None and before in get_args(Settled):
+            kind, why = before, "as before"
+        say(f"memory  modulation {kind} (auto: {why})")
     return config.model_copy(update={"memory": config.memory.model_copy(update={"modulation": kind})})
 
 
-def _chosen(config: TrainConfig, on_host: bool) -> tuple[str, str]:
-    """Return the choice and its reason."""
+def auto_modulation(config: TrainConfig, on_host: bool, shapes: dict[str, Shape] | None = None) -> tuple[str, str]:
+    """Return what auto means, and why; ``shapes`` are the base's, read from its folder if not given."""
     if config.adapter.trains_base:
         return "resident", f"adapter.method {config.adapter.method} trains it"
     if config.text.resident(config.model.clip_encoders):
         return "resident", "the text encoders change the pooled prompt in every step"
-    trained = config.trained_modulation(config.model.known_shapes())
+    trained = config.trained_modulation(config.model.known_shapes() if shapes is None else shapes)
     if trained:
         return "resident", f"adapter.targets trains {join_names(trained, 1)}"
     if on_host:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from simpletune.config.error_text import did_you_mean, other_field
-from simpletune.config.rules.family import with_objective
+from simpletune.config.family_defaults import with_objective
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.system import strict_json
 from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, union_of
@@ -20,11 +20,7 @@ BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracki
 
 
 def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
-    """Apply overrides to the file's JSON.
-
-    Returns:
-        The merged JSON, notices, and problems of overrides that cannot be applied.
-    """
+    """Return the file's JSON with overrides applied, notices, and problems of those that cannot be applied."""
     merged, notices, problems = copy.deepcopy(data), [], []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -33,8 +29,10 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
             continue
         for place in _places(merged, path):
             notices += _override(merged, place, text, problems)
-    if _speaks_of_another_job(data, merged):
-        del merged["about"]
+    if "about" in data and merged["about"] == data["about"]:
+        others = [key for key in merged if key not in BESIDE_THE_JOB]
+        if any(_described(data, key) != _described(merged, key) for key in others):
+            del merged["about"]  # it describes another job
     return merged, notices, problems
 
 
@@ -46,13 +44,6 @@ def _places(merged: Json, path: str) -> list[str]:
     if not isinstance(sources, list) or rest.partition(".")[0] in ("", "source", "sources"):
         return [path]
     return [f"data.sources.{index}.{rest}" for index in range(len(sources))]
-
-
-def _speaks_of_another_job(data: Json, merged: Json) -> bool:
-    """Tell whether overrides changed what ``about`` describes, but not ``about`` itself."""
-    if "about" not in data or merged["about"] != data["about"]:
-        return False
-    return any(_described(data, key) != _described(merged, key) for key in merged if key not in BESIDE_THE_JOB)
 
 
 def _described(data: Json, section: str) -> object:
@@ -69,6 +60,7 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     section, parts = merged, path.split(".")
     if parts[0] == "objective":
         merged |= with_objective(merged)
+    parent: FieldInfo | None = None  # the field of the last section
     steps = iter(parts[:-1])
     for part in steps:
         field = option.model_fields.get(part) if option else None
@@ -80,19 +72,18 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
                 return []
             field, child = item, child[int(number)]
         if field is None or not option_classes(field.annotation) or not isinstance(child, dict):
-            known = _known(option)
+            known = [each.alias or name for name, each in option.model_fields.items()] if option else []
             problems.append(Problem(path, f"{part} is not a section.{did_you_mean(part, known)}"))
             return []
         if item is None:
             section[part] = child
-        option, section = member_for(field, child), child
+        parent, option, section = field, member_for(field, child), child
     leaf = parts[-1]
     field = option.model_fields.get(leaf) if option else None
     if field is None and option is not None:
-        problems.append(Problem(path, f"unknown field.{other_field(path, _known(option), TrainConfig)}"))
+        problems.append(Problem(path, f"unknown field.{other_field(path, option, TrainConfig)}"))
         return []
     section[leaf] = parse_value(field, text)
-    parent = _field_at(parts[:-1], merged)
     union = union_of(parent) if parent is not None else None
     member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
     if member is not None:
@@ -103,25 +94,6 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
         if dropped:
             return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]
     return []
-
-
-def _field_at(parts: list[str], merged: Json) -> FieldInfo | None:
-    """Return the field at a path of sections."""
-    option: type[Option] | None = TrainConfig
-    field: FieldInfo | None = None
-    section: object = merged
-    for part in parts:
-        if isinstance(section, list):
-            field, section = item_of(field), section[int(part)]
-        else:
-            field = option.model_fields.get(part) if option else None
-            section = section.get(part, {}) if isinstance(section, dict) else {}
-        option = member_for(field, section) if field and not isinstance(section, list) else None
-    return field
-
-
-def _known(option: type[Option] | None) -> list[str]:
-    return [field.alias or name for name, field in option.model_fields.items()] if option else []
 
 
 def parse_value(field: FieldInfo | None, text: str) -> object:

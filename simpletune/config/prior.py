@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.system.options import Option, Problem, plural
+from simpletune.system.options import Option, Problem
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods import Adapter
@@ -28,11 +28,7 @@ class PriorOption(Option):
     """Whether a training step also computes the base's predictions, with the adapter off."""
 
     def class_prompt(self, caption: str) -> str:
-        """Return the prompt of the class for a picture with this caption.
-
-        Raises:
-            TypeError: there is none.
-        """
+        """Return the prompt of the class for a picture with this caption; ``TypeError`` if there is none."""
         raise TypeError(f"{self.method} has no class prompt")
 
     @property
@@ -68,6 +64,28 @@ class NamedClass(PriorOption):
         known = self.trigger is not None and self.trigger in caption
         return caption.replace(self.trigger or "", self.prompt) if known else self.prompt
 
+    def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
+        """Refuse a class prompt that also names the subject: it cannot both change and stay."""
+        if self.prompt is None:
+            if self.trigger is not None:
+                yield Problem(
+                    "prior.trigger", f"{self.trigger!r} is replaced by prior.prompt, which is null. Name the class"
+                )
+            return
+        of_subject = {source.prompt for source in data.members if not source.regularization} - {None}
+        if self.prompt in of_subject:
+            yield Problem(
+                "prior.prompt",
+                f"{self.prompt!r} is also the prompt of the pictures to learn. Name the class without the subject's "
+                "rare word",
+            )
+        if self.trigger is not None and self.trigger in self.prompt:
+            yield Problem(
+                "prior.trigger",
+                f"{self.trigger!r} is in prior.prompt {self.prompt!r}, so the class would be that of the subject "
+                "alone. Name the class without it",
+            )
+
 
 class NoPrior(PriorOption):
     """Train on sources with ``regularization`` as on all others."""
@@ -99,17 +117,14 @@ class BasePrediction(NamedClass):
 
     @property
     def second_pass(self) -> bool:
-        """Whether there is a prompt for a second pass."""
         return self.prompt is not None
 
     @property
     def factor(self) -> float:
-        """The configured weight."""
         return self.weight
 
     @property
     def outside(self) -> float:
-        """The configured weight outside of masks."""
         return self.outside_mask
 
     def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
@@ -137,7 +152,7 @@ class BasePrediction(NamedClass):
                 "the second pass accumulates gradients, but memory.optimizer_in_backward keeps none. Use "
                 "optimizer_in_backward false, or prior.method class_pictures",
             )
-        yield from prompt_rules(self, data)
+        yield from super().rules(adapter, data, memory)
 
 
 class ClassPictures(NamedClass):
@@ -163,42 +178,5 @@ class ClassPictures(NamedClass):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the first class picture; each next one has the next seed."""
 
-    def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
-        """Refuse the subject's own prompt."""
-        yield from prompt_rules(self, data)
-
 
 Prior = Annotated[NoPrior | BasePrediction | ClassPictures, Field(discriminator="method")]
-
-
-def prompt_rules(prior: NamedClass, data: Data) -> Iterator[Problem]:
-    """Refuse a class prompt that also names the subject: it cannot both change and stay."""
-    if prior.prompt is None:
-        if prior.trigger is not None:
-            yield Problem(
-                "prior.trigger", f"{prior.trigger!r} is replaced by prior.prompt, which is null. Name the class"
-            )
-        return
-    of_subject = {source.prompt for source in data.members if not source.regularization} - {None}
-    if prior.prompt in of_subject:
-        yield Problem(
-            "prior.prompt",
-            f"{prior.prompt!r} is also the prompt of the pictures to learn. Name the class without the subject's rare "
-            "word",
-        )
-    if prior.trigger is not None and prior.trigger in prior.prompt:
-        yield Problem(
-            "prior.trigger",
-            f"{prior.trigger!r} is in prior.prompt {prior.prompt!r}, so the class would be that of the subject alone. "
-            "Name the class without it",
-        )
-
-
-def describe(prior: NoPrior | BasePrediction | ClassPictures) -> str:
-    """Describe the prior in words."""
-    if isinstance(prior, ClassPictures):
-        return f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
-    if isinstance(prior, BasePrediction):
-        where = "the sources for regularization" if prior.prompt is None else repr(prior.prompt)
-        return f"the base's own predictions for {where}, weight {prior.weight:g}"
-    return "none"

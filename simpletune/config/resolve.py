@@ -14,17 +14,20 @@ DATA_DEMOS = ["demo:pictures", "demo:subject"]
 
 
 def file_problems(config: TrainConfig) -> list[Problem]:
-    """List missing folders and conflicts with the model's shapes; build and download nothing."""
+    """List missing folders and conflicts with the model's shapes, without torch; build and download nothing."""
     found: list[Problem] = []
     paths: list[Path | None] = []
     for index, source in enumerate(config.data.members):
-        if source.path.startswith(DEMO):
-            found += _demo_problems(field_of(config.data, index, "path"), source.path, DATA_DEMOS)
-        paths.append(None if source.path.startswith(DEMO) else Path(source.path))
+        is_demo = source.path.startswith(DEMO)
+        if is_demo and source.path not in DATA_DEMOS:
+            remedy = f"Use {' or '.join(DATA_DEMOS)}"
+            found.append(Problem(field_of(config.data, index, "path"), f"unknown demo {source.path}. {remedy}"))
+        paths.append(None if is_demo else Path(source.path))
     found += source_problems(config.data, paths)
-    unknown = [p for part in _demo_parts(config) for p in _demo_problems(f"model.{part[0]}", part[1], MODEL_DEMOS)]
+    unknown = [(part, name) for part, name in _demo_parts(config) if name not in MODEL_DEMOS]
     if unknown:
-        return found + unknown
+        known = " or ".join(MODEL_DEMOS)
+        return found + [Problem(f"model.{part}", f"unknown demo {name}. Use {known}") for part, name in unknown]
     if config.is_demo:
         return found + list(config.shape_rules(config.model.shapes_of(transformer_config())))
     config = resolve_model_folder(config)
@@ -43,26 +46,19 @@ def file_problems(config: TrainConfig) -> list[Problem]:
                 f"the {config.model.denoiser}'s config.json lacks {error}. Name an {config.model.title} model",
             ),
         ]
-    return found + (list(config.shape_rules(dict(shapes))) if shapes else []) + _schedule_problems(config)
-
-
-def _schedule_problems(config: TrainConfig) -> list[Problem]:
-    """List conflicts of the objective with the model's noise schedule, if that is known without a download."""
+    found += config.shape_rules(dict(shapes)) if shapes else []
     try:
-        known = config.model.is_schedule_known()
-        return list(config.objective.problems(config.model.scheduler_config)) if known else []
+        if config.model.is_schedule_known():  # without a download
+            found += list(config.objective.problems(config.model.scheduler_config))
     except UserError as error:
-        return [Problem("model.pretrained", str(error))]
+        found.append(Problem("model.pretrained", str(error)))
+    return found
 
 
 def require_model_rules(config: TrainConfig) -> None:
     """Check rules that need the model's shapes and schedule, which ``check`` may not know before the download.
 
-    Args:
-        config: configuration with folders resolved.
-
-    Raises:
-        ConfigError: with every problem found.
+    The configuration's folders are resolved. All problems are raised as one ``ConfigError``.
     """
     problems = list(config.shape_rules(config.model.known_shapes()))
     problems += config.objective.problems(config.model.scheduler_config)
@@ -70,34 +66,12 @@ def require_model_rules(config: TrainConfig) -> None:
         raise ConfigError(problems)
 
 
-def _demo_problems(path: str, name: str, known: list[str]) -> list[Problem]:
-    if name in known:
-        return []
-    return [Problem(path, f"unknown demo {name}. Use {' or '.join(known)}")]
-
-
 def resolve_folders(config: TrainConfig) -> TrainConfig:
-    """Replace ``demo:`` names by folders, which are created on first use, and download the model from the hub.
-
-    Everything is downloaded here, before any other work.
-
-    Raises:
-        UserError: the download fails or does not fit on the disk.
-    """
+    """Replace ``demo:`` names by folders, which are created on first use, and download the model from the hub, all of
+    it before any other work; a ``UserError`` says why it fails or does not fit on the disk."""
     config = resolve_data_folder(resolve_model_folder(config))
     config.model.fetch()
     return config
-
-
-def checked_folders(config: TrainConfig) -> TrainConfig:
-    """Resolve folders, and check the rules that need the model.
-
-    Raises:
-        UserError: a download failed, or a rule is broken.
-    """
-    resolved = resolve_folders(config)
-    require_model_rules(resolved)
-    return resolved
 
 
 def resolve_data_folder(config: TrainConfig) -> TrainConfig:

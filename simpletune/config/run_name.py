@@ -10,12 +10,7 @@ RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  
 
 
 def run_name(text: str, default: str = "imported") -> str:
-    """Return the closest name that ``TrainConfig.name`` accepts.
-
-    Args:
-        text: any text, such as the name of a folder.
-        default: the name to use if no character of the text is valid.
-    """
+    """Return the closest name to a text that ``TrainConfig.name`` accepts; ``default`` if no character is valid."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", plain).strip("._-")[:LONGEST].rstrip("._-")
     if not name:

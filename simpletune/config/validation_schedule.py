@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
-    from simpletune.config.schema import TrainConfig
-    from simpletune.config.validation import Validation
-    from simpletune.data.plan import Plan
+    from simpletune.config.schema import TrainConfig, Validation
     from simpletune.data.samples import SampleDraw
 
 LEAST, MOST = 4, 16  # range of samples of an automatic evaluation
@@ -24,27 +22,11 @@ ON_TRAINING = "loss on training pictures at fixed noise"
 
 
 def loss_name(seen: int, held_out: int) -> str:
-    """Return the name that users see.
-
-    Args:
-        seen: number of held-out pictures that the loss is computed on.
-        held_out: number of held-out pictures; 0 without a split.
-    """
+    """Name the loss for users, computed on ``seen`` of the ``held_out`` pictures (0 without a split)."""
     if not held_out:
         return ON_TRAINING
     of = f"{seen:,} of " if seen < held_out else ""
     return f"validation loss ({of}{plural(held_out, 'held-out picture')})"
-
-
-def describe_validation(plan: Plan, count: int) -> Json:
-    """Return the fields that describe the validation loss in the run's files.
-
-    Args:
-        plan: the plan of the run.
-        count: ``validation.loss_samples``.
-    """
-    held_out = len(plan.held_out)
-    return {"eval_loss_is": loss_name(min(count, held_out), held_out), "held_out_pictures": held_out}
 
 
 def drift_prompts(option: Validation) -> list[str]:
@@ -55,12 +37,7 @@ def drift_prompts(option: Validation) -> list[str]:
 
 
 def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[SampleDraw]]:
-    """Return the draws of each group of prompts (captions, class, unrelated), with the same latents, levels and noise.
-
-    Args:
-        option: provides the prompts.
-        draws: draws of the validation loss.
-    """
+    """Return the draws of the validation loss for each group of prompts, with the same latents, levels and noise."""
     groups = {TRAINED: draws}
     if option.class_prompt is not None:
         groups[CLASS] = [replace(draw, caption=option.class_prompt) for draw in draws]
@@ -83,17 +60,11 @@ def is_validation_due(config: TrainConfig, step: int) -> bool:
 
 @dataclass(frozen=True)
 class ValidationSchedule:
-    """Extent of a run's evaluations.
+    """Extent of a run's evaluations."""
 
-    Args:
-        samples: (picture, noise level, noise) samples of an evaluation; 0: no evaluation.
-        times: number of evaluations in the run.
-        share: share of the run's forward passes, counted in samples.
-    """
-
-    samples: int
-    times: int
-    share: float
+    samples: int  # (picture, noise level, noise) of an evaluation; 0: no evaluation
+    times: int  # evaluations in the run
+    share: float  # of the run's forward passes, counted in samples
 
     def in_words(self) -> str:
         """Describe the evaluation, and note if it takes more than its share."""
@@ -108,11 +79,9 @@ def choose_validation_samples(
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
     Args:
-        config: configuration of the run.
         samples_per_step: mean number of samples that a step trains on.
-        steps: number of steps of the run.
-        before: the number chosen when the run first started; a resumed run keeps it, because losses are paired only
-            then.
+        steps: of the run.
+        before: the number chosen at the run's first start; a resumed run keeps it, because losses are paired only then.
     """
     option = config.validation
     periods = (option.every or steps, config.checkpoint.every or steps)
@@ -137,8 +106,3 @@ def drift_group(name: str) -> str:
 def drift_words(drift: Json) -> str:
     """Describe the drift: how much predictions changed, in percent of the base's."""
     return ", ".join(f"{100 * value:.3g}% for {drift_group(group)}" for group, value in drift.items())
-
-
-def scalar_name(plan: Plan) -> str:
-    """Return the name in trackers, where runs with and without a split must not share a curve."""
-    return "validation_loss" if plan.held_out else "training_loss_fixed_noise"

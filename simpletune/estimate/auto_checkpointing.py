@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from simpletune.config.rules.recompute import may_recompute_alone
+from simpletune.config.check import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
 from simpletune.engine.memory.kernel_workspace import cublas_workspace

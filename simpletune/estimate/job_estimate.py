@@ -33,7 +33,7 @@ from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.gpus import Card
-from simpletune.system.hub.fetch import in_cache
+from simpletune.system.hub import in_cache
 from simpletune.system.options import Json, UserError
 
 VERSION = 6  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations

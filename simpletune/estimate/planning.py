@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from simpletune.config.rules.recompute import may_recompute_alone
+from simpletune.config.check import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace

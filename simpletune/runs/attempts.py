@@ -32,7 +32,7 @@ Ended = Literal["finished", "stopped", "failed", "killed"]
 class Attempt(BaseModel):
     """What the process of one start or resume did."""
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     started: AwareDatetime
     """Start time of the process."""
@@ -60,9 +60,6 @@ class Attempt(BaseModel):
         return self.ended or "no end recorded"
 
 
-_ROWS = TypeAdapter(list[Attempt])
-
-
 def read_attempts(folder: Path) -> list[Attempt]:
     """Read the attempts of a run, oldest first; empty if there is no record.
 
@@ -70,7 +67,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
         ValueError: the file is damaged.
     """
     file = folder / ATTEMPTS
-    return _ROWS.validate_json(file.read_bytes()) if file.exists() else []
+    return TypeAdapter(list[Attempt]).validate_json(file.read_bytes()) if file.exists() else []
 
 
 def attempts_of(folder: Path) -> list[Attempt]:
@@ -115,7 +112,7 @@ def close_killed(folder: Path) -> None:
 
 
 def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
-    write_json(folder / ATTEMPTS, _ROWS.dump_python(list(attempts), mode="json"))
+    write_json(folder / ATTEMPTS, [attempt.model_dump(mode="json") for attempt in attempts])
 
 
 def total_seconds(attempts: Iterable[Attempt]) -> float:

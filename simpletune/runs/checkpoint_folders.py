@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.config.checkpoints import Checkpoint
+from simpletune.config.schema import Checkpoint
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import INDEX_SUFFIX

@@ -9,7 +9,6 @@ from simpletune.runs.folder import PREDICTED
 from simpletune.runs.repair import NUMBER, read_own
 from simpletune.system.console import duration
 from simpletune.system.options import Json
-from simpletune.system.prices import cost_of_picture
 
 
 def beside_measured(folder: Path, summary: Json) -> Json | None:
@@ -37,6 +36,8 @@ def beside_measured(folder: Path, summary: Json) -> Json | None:
     found |= {"stages": stages, "seconds": whole}
     price = time.get("price")
     if price is not None:
+        from simpletune.system.prices import cost_of_picture
+
         # Starting the process costs money, too.
         costs = (
             cost_of_picture(seconds, price["per_hour"]) for seconds in (whole["predicted"], summary["seconds_total"])

@@ -23,7 +23,7 @@ from simpletune.models.shared.family_facts import Licence
 from simpletune.runs.best_checkpoint import LAST
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:

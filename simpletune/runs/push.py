@@ -12,7 +12,7 @@ from simpletune.runs.folder import CONFIG
 from simpletune.runs.model_card import CARD, GRID, for_repository, model_card_text, shareable
 from simpletune.runs.weights_names import CheckpointRef, WeightsRef, find_in_run, find_run, run_config
 from simpletune.system.console import say
-from simpletune.system.hub.fetch import HUB_NAME
+from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import UserError
 
 Upload = dict[str, Path | bytes]

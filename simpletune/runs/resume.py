@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from pydantic import ValidationError
 
+from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.runs.checkpoint import SavedState
 from simpletune.system.options import Json, UserError
 

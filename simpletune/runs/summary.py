@@ -39,7 +39,7 @@ from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, join_names, plural
 from simpletune.system.safetensors_file import WeightReader
-from simpletune.system.stage_timer import largest_peak, round_figure, stages_as_json
+from simpletune.system.stage_timer import peak_of_stages, round_figure, stages_as_json
 
 
 def summarise(
@@ -124,7 +124,7 @@ def _peaks(attempts: Sequence[Attempt]) -> Json:
     """Time and memory by stage, and the largest peaks."""
     stages = merged_stages(attempts)
     peaks = ("peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib")
-    return {peak: round_figure(largest_peak(stages, peak)) for peak in peaks} | {"stages": stages_as_json(stages)}
+    return {peak: round_figure(peak_of_stages(stages, peak)) for peak in peaks} | {"stages": stages_as_json(stages)}
 
 
 def _first_and_final(losses: list[float]) -> Json:

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from simpletune.adapters.files.describe import find_weight_file
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
+from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.models.families import DENOISERS, denoiser_in
 from simpletune.runs.best_checkpoint import best_step, choose_best
 from simpletune.runs.checkpoint_folders import (
@@ -31,7 +31,7 @@ from simpletune.runs.checkpoint_folders import (
     saved_file,
 )
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import UserError, join_names
 
 LATEST, BEST = "latest", "best"
@@ -232,7 +232,7 @@ def _find(name: str) -> WeightsRef:
     if path.is_dir():
         return _of_folder(path)
     if is_hub_name(name) and not path.parent.is_dir():  # runs/typo is not on the hub
-        from simpletune.system.hub.files import repository_file
+        from simpletune.system.hub import repository_file
 
         return WeightsRef(name, lora=repository_file(name, LORA_FILE))
     raise UserError(f"{name} does not exist. Give {FORMS}")

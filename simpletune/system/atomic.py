@@ -24,17 +24,12 @@ _SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d+)\.part$")
 
 
 def _machine() -> str:
-    """Return a short name of this machine or container, because process IDs are unique only within one."""
+    """A short name of this machine or container, because process IDs are unique only within one."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 
 
 def temporary_path(target: Path, shared: bool = False) -> Path:
-    """Return the temporary path of a target.
-
-    Args:
-        target: file or folder.
-        shared: other processes may write the same target at the same time.
-    """
+    """Return the temporary path of a target; ``shared``: other processes may write it at the same time."""
     writer = f".{_machine()}-{os.getpid()}" if shared else ""
     return target.with_name(f".{target.name}{writer}.part")
 
@@ -63,27 +58,33 @@ def atomic_folder(folder: Path, what: str | None = None, needed: int | None = No
     """Yield a temporary folder to fill; it replaces ``folder`` when the block succeeds.
 
     Args:
-        folder: target; an older folder is removed after the rename.
+        folder: target; an older folder is removed last, and restored if the rename fails.
         what: activity, for the message if the disk is full.
         needed: bytes needed, for the same message.
 
     Raises:
         DiskFull: the disk is full; the target is unchanged.
     """
-    part = temporary_path(folder)
+    part, old = temporary_path(folder), folder.with_name(f".{folder.name}.old.part")
     remove(part)
     with room_for(what or f"writing {folder.name}/", folder.parent, needed, lambda: remove(part)):
         part.mkdir(parents=True)
         yield part
-        replace_folder(part, folder)
+        remove(old)
+        if folder.exists():
+            os.replace(folder, old)
+        try:
+            os.replace(part, folder)
+        except OSError:
+            if old.exists():
+                os.replace(old, folder)
+            raise
+        remove(old)
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Create a folder like ``atomic_folder``, but never replace content; safe for concurrent processes.
-
-    Args:
-        folder: target, which must not exist or must be an empty folder.
 
     Raises:
         FileExistsError: the folder is not empty, now or when the content is ready.
@@ -116,27 +117,8 @@ def write_json(file: Path, value: Any, shared: bool = False) -> None:
     write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n", shared)
 
 
-def replace_folder(part: Path, folder: Path) -> None:
-    """Replace a folder by a finished one; the older one is removed last, and restored if the rename fails."""
-    old = folder.with_name(f".{folder.name}.old.part")
-    remove(old)
-    if folder.exists():
-        os.replace(folder, old)
-    try:
-        os.replace(part, folder)
-    except OSError:
-        if old.exists():
-            os.replace(old, folder)
-        raise
-    remove(old)
-
-
 def quarantine(place: Path) -> Path:
-    """Rename a damaged file or folder to ``NAME.damaged`` for inspection, replacing an older one.
-
-    Returns:
-        The new path.
-    """
+    """Rename a damaged file or folder to ``NAME.damaged`` for inspection, replacing an older one; return that path."""
     damaged = place.with_name(f"{place.name}.damaged")
     remove(damaged)
     os.replace(place, damaged)

@@ -9,25 +9,20 @@ SAMPLED_CHUNKS, CHUNK = 64, 65536
 
 
 def sha256_of(file: Path) -> str:
-    """Compute the SHA-256 of a whole file, in hexadecimal."""
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def fingerprint_of_range(file: Path, about: str, start: int, end: int) -> str:
-    """Compute a fingerprint of the bytes from ``start`` to ``end`` of a file from 64 chunks of 64 KiB, so that 10 GB
-    take no longer than 10 MB.
-
-    Args:
-        about: other content of the fingerprint, such as names, types and shapes.
-    """
+    """Compute a fingerprint of the bytes from ``start`` to ``end`` of a file from samples, and of text about them, such
+    as names, types and shapes."""
     digest = hashlib.sha256(f"{about}:{end - start}".encode())
     hash_samples(digest, file, start, end)
     return digest.hexdigest()[:16]
 
 
 def hash_samples(digest: hashlib._Hash, file: Path, start: int, end: int) -> None:
-    """Add evenly spaced chunks from a range of a file to a digest."""
+    """Add 64 evenly spaced chunks of 64 KiB from a range of a file to a digest: 10 GB take no longer than 10 MB."""
     size = end - start
     with open(file, "rb") as handle:
         for number in range(SAMPLED_CHUNKS):

@@ -55,28 +55,20 @@ def silent() -> Iterator[None]:
 
 
 class _Stage:
-    """Show the progress of a stage: a bar in a terminal, else a plain line from time to time.
-
-    Args:
-        total: number of items; None if unknown.
-        shown: time of the last line by ``time.perf_counter``.
-    """
+    """Show the progress of a stage of ``total`` items (None if unknown): a bar in a terminal, else a plain line from
+    time to time, the first one an interval after ``start`` by ``time.perf_counter``."""
 
     bars: ClassVar[Progress | None] = None  # bars of all active stages, at the bottom of the terminal
 
-    def __init__(self, total: int | None, shown: float = float("-inf")):
+    def __init__(self, total: int | None, start: float = float("-inf")):
         self.live = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._total, self._shown = total, shown
-        self._line = ""
+        self.due = start + (LIVE_EVERY if self.live else PLAIN_EVERY)  # time of the next line
+        self._total, self._line = total, ""
         self._bar: TaskID | None = None
-
-    def is_due(self, now: float) -> bool:
-        """Return whether another line is due."""
-        return now - self._shown >= (LIVE_EVERY if self.live else PLAIN_EVERY)
 
     def show(self, now: float, done: int, line: str) -> None:
         """Update the bar and its line, or print the line."""
-        self._shown, self._line = now, line
+        self.due, self._line = now + (LIVE_EVERY if self.live else PLAIN_EVERY), line
         if not self.live:
             say(line)
         elif not _SILENT and is_first_process():
@@ -86,11 +78,7 @@ class _Stage:
             _Stage.bars.update(self._bar, completed=done, description=line, refresh=True)
 
     def end(self, keep: bool = False) -> None:
-        """Remove the bar, if any.
-
-        Args:
-            keep: leave the last line.
-        """
+        """Remove the bar, if any; ``keep``: leave its last line."""
         if self._bar is None or _Stage.bars is None:
             return
         _Stage.bars.remove_task(self._bar)
@@ -123,13 +111,8 @@ def _start_bars() -> Progress:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Show progress with rate and time left; yield a thread-safe function that counts one item.
-
-    Args:
-        what: name of the stage.
-        total: number of items.
-        unit: plural noun of the items.
-    """
+    """Show progress with rate and time left; yield a thread-safe function that counts one of ``total`` items, whose
+    plural noun is ``unit``."""
     start = time.perf_counter()
     one = unit.removesuffix("s")
     done, lock, stage = 0, threading.Lock(), _Stage(total, start)
@@ -139,7 +122,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
         with lock:
             done += 1
             now = time.perf_counter()
-            if done < total and stage.is_due(now):
+            if done < total and now >= stage.due:
                 rate = done / (now - start)
                 left = duration((total - done) / rate)
                 stage.show(now, done, f"{what}: {done}/{plural(total, one, unit)}, {rate:.1f}/s, {left} left")
@@ -153,12 +136,7 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def counting(what: str, unit: str) -> Iterator[Callable[[str], None]]:
-    """Show progress of work whose total is unknown; yield a function that counts one item.
-
-    Args:
-        what: name of the work.
-        unit: plural noun of the items.
-    """
+    """Show progress of work whose total is unknown; yield a function that counts one item and takes its name."""
     start = time.perf_counter()
     done, stage = 0, _Stage(None, start)
 
@@ -166,7 +144,7 @@ def counting(what: str, unit: str) -> Iterator[Callable[[str], None]]:
         nonlocal done
         done += 1
         now = time.perf_counter()
-        if stage.is_due(now):
+        if now >= stage.due:
             stage.show(now, done, f"{what}: {done} {unit} in {duration(now - start)}, the last {last}")
 
     try:
@@ -231,34 +209,26 @@ class TrainingProgress:
         self.took.setdefault(name, []).append(time.perf_counter() - began)
 
     def update(self, step: int, loss: float, seconds: float) -> None:
-        """Show a finished step.
-
-        Args:
-            step: number of finished steps.
-            loss: loss of the step.
-            seconds: seconds of the step.
-        """
+        """Show that ``step`` steps are finished; loss and seconds are those of the last one."""
         self.loss = loss if self.loss is None else 0.9 * self.loss + 0.1 * loss
         if step == self._warm + 1:
             self._recent.clear()  # caches and allocators were filling
         self._recent.append(seconds)
         now, final = time.perf_counter(), step == self.steps
-        if final or self._stage.is_due(now):
-            self._stage.show(now, step, self._text(step, self.loss))
-        if final:
-            self._stage.end(keep=True)
-
-    def _text(self, step: int, loss: float) -> str:
-        """Format a step's line, the least important part last, because a narrow terminal cuts it off."""
+        if not final and now < self._stage.due:
+            return
         pace = sum(self._recent) / len(self._recent)
-        parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {loss:.4f}", f"{pace:.3g} s/step"]
-        if step < self.steps:
+        # The least important part is last, because a narrow terminal cuts it off.
+        parts = [f"train   step {step:>{self._width},}/{self.steps:,}", f"loss {self.loss:.4f}", f"{pace:.3g} s/step"]
+        if not final:
             parts.append(f"{duration(self.left(step, pace))} left")
         parts += [f"{self.samples / pace:.3g} samples/s" if pace else "", self.memory()]
         every = self.every.get("validate")
-        if self.look and every and step < self.steps:
+        if self.look and every and not final:
             parts.append(f"{self.look} at {min((step // every + 1) * every, self.steps):,}")
-        return "  ".join(part for part in parts if part)
+        self._stage.show(now, step, "  ".join(part for part in parts if part))
+        if final:
+            self._stage.end(keep=True)
 
     def left(self, step: int, pace: float) -> float:
         """Estimate the seconds left for steps and interruptions, from their mean durations so far."""

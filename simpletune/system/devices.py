@@ -36,7 +36,7 @@ def prepare_environment() -> None:
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version from nvidia-smi, or None."""
+    """The NVIDIA driver's version from nvidia-smi, or None."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
@@ -47,15 +47,12 @@ def driver_version() -> str | None:
 
 
 def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device, str]:
-    """Choose the device and describe the reason.
+    """Choose the device and describe the reason; a ``UserError`` says why no GPU is usable.
 
     Args:
         asked: auto, cuda or cpu.
         compute: data type of matmuls: bf16, fp16, fp32, or auto for what the device can do.
-        is_demo: the model is the bundled demo model.
-
-    Raises:
-        UserError: no GPU is usable, and the CPU was not requested.
+        is_demo: the model is the bundled demo model, which the CPU may train unasked.
     """
     import torch
 
@@ -66,7 +63,11 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
         _require_known_card(
             (major, minor), torch.cuda.get_arch_list(), f"{torch.__version__}, CUDA {torch.version.cuda}"
         )
-        _require_compute_type(compute, (major, minor), torch.cuda.get_device_name())
+        if compute == "bf16" and (major, minor) < BF16_FROM:  # torch would emulate it many times slower
+            raise UserError(
+                f"precision.compute: bf16 needs a card of sm_80 or newer, but {torch.cuda.get_device_name()} is "
+                f"{sm((major, minor))}. Use precision.compute=auto or fp16"
+            )
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         return torch.device("cuda", torch.cuda.current_device()), (
             f"{torch.cuda.get_device_name()} ({sm((major, minor))}, {gib:.1f} GiB)"
@@ -94,28 +95,16 @@ def sm(capability: Sequence[int]) -> str:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Return the CUDA compute capability of a device; None for the CPU."""
+    """The CUDA compute capability of a device; None for the CPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def _require_compute_type(compute: str, capability: tuple[int, int], name: str) -> None:
-    """Refuse bf16 on cards that lack it, because torch would emulate it many times slower."""
-    if compute == "bf16" and capability < BF16_FROM:
-        raise UserError(
-            f"precision.compute: bf16 needs a card of sm_80 or newer, but {name} is {sm(capability)}. "
-            "Use precision.compute=auto or fp16"
-        )
-
-
 def _require_known_card(capability: tuple[int, int], built_for: list[str], build: str) -> None:
     """Check that torch was built for the card: for its major version, but not a newer one, or with usable PTX.
 
-    Args:
-        capability: CUDA compute capability of the card.
-        built_for: ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty if unknown.
-        build: torch's version, for the message.
+    ``built_for`` is ``torch.cuda.get_arch_list()``: ``sm_80``, ``sm_90a``, ``compute_90``, ...; empty if unknown.
     """
     known = []
     for entry in built_for:

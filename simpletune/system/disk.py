@@ -33,7 +33,7 @@ def format_bytes(size: float) -> str:
 
 
 def existing(path: Path) -> Path:
-    """Return the path or its nearest existing parent."""
+    """The path or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -41,7 +41,7 @@ def existing(path: Path) -> Path:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of a path, which need not exist."""
+    """The free bytes on the disk of a path, which need not exist."""
     return shutil.disk_usage(existing(path)).free
 
 
@@ -77,13 +77,9 @@ def room_for(
         kind = reason_full(error) if isinstance(error, Exception) else None
         if kind is None:
             raise
-        raise full(what, place, kind, needed, free) from None
-
-
-def full(what: str, place: Path, kind: str, needed: int | None, free: int) -> DiskFull:
-    """Build the error for a full disk."""
-    wanted = "" if needed is None else f"{format_bytes(needed)} were needed, "
-    return DiskFull(
-        f"the disk of {existing(place)} {kind} while {what}: {wanted}{format_bytes(free)} were free. Finished files "
-        "are intact. Free some space, then continue with --resume latest, or start again if there is no checkpoint yet"
-    )
+        wanted = "" if needed is None else f"{format_bytes(needed)} were needed, "
+        raise DiskFull(
+            f"the disk of {existing(place)} {kind} while {what}: {wanted}{format_bytes(free)} were free. Finished "
+            "files are intact. Free some space, then continue with --resume latest, or start again if there is no "
+            "checkpoint yet"
+        ) from None

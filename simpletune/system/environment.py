@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,6 @@ LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "opti
 
 
 def describe_machine() -> dict[str, str]:
-    """Describe hardware and versions."""
     import torch
 
     if torch.cuda.is_available():
@@ -21,16 +19,11 @@ def describe_machine() -> dict[str, str]:
     else:
         threads = torch.get_num_threads()
         device = f"{plural(threads, 'CPU thread')} ({cpu_name()})"
-    return {"device": device, "python": platform.python_version(), "versions": _versions()}
-
-
-@functools.cache
-def _versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return {"device": device, "python": platform.python_version(), "versions": versions}
 
 
 def cpu_name() -> str:
-    """Name the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

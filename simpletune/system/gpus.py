@@ -17,45 +17,26 @@ LINK_3, LINK_4, LINK_5 = 12.0, 24.0, 48.0  # GB/s in one direction over 16 lanes
 
 @dataclass(frozen=True)
 class Card:
-    """Describe a card by its data sheet.
-
-    Args:
-        name: short name.
-        gib: nominal memory.
-        capability: CUDA compute capability.
-        tflops: dense bf16 throughput with fp32 accumulation (fp16 without bf16 support); None if unknown.
-        bandwidth: memory bandwidth in GB/s; None if unknown.
-        link: bandwidth to the host in GB/s.
-        found: share of ``gib`` that torch reports.
-        fp32_tflops: fp32 throughput outside of the tensor cores; None if unknown.
-        multiprocessors: how many the card has; None if unknown.
-    """
+    """A card by its data sheet; None: unknown."""
 
     name: str
-    gib: float
-    capability: tuple[int, int]
-    tflops: float | None = None
-    bandwidth: float | None = None
-    link: float = LINK_4
-    found: float = FOUND
-    fp32_tflops: float | None = None
+    gib: float  # nominal memory
+    capability: tuple[int, int]  # CUDA compute capability
+    tflops: float | None = None  # dense bf16 throughput with fp32 accumulation (fp16 without bf16 support)
+    bandwidth: float | None = None  # of the memory, in GB/s
+    link: float = LINK_4  # bandwidth to the host in GB/s
+    found: float = FOUND  # share of ``gib`` that torch reports
+    fp32_tflops: float | None = None  # throughput outside of the tensor cores
     multiprocessors: int | None = None
 
     @property
-    def driver(self) -> str:
-        """Return a pattern that matches CUDA's name for the card; cards that differ only in memory share one."""
-        words = re.findall(r"[A-Z]+\d*|\d+|[a-z]+", self.name.partition("-")[0])
-        model = re.sub(r"(RTX)(\d)", r"\1 ?\2", "".join(words)).replace("Ti", " ?Ti")
-        return rf"\b{model}\b(?! ?(?:Ti|SUPER|Super|Laptop|D|Ada|NVL|PCIe)\b)"
-
-    @property
     def bytes(self) -> int:
-        """Return the memory that torch reports (``torch.cuda.get_device_properties().total_memory``)."""
+        """The memory that torch reports (``torch.cuda.get_device_properties().total_memory``)."""
         return int(self.gib * self.found * GIB)
 
     @property
     def has_bf16(self) -> bool:
-        """Tell whether the tensor cores support bf16."""
+        """Whether the tensor cores support bf16."""
         return self.capability >= BF16_FROM
 
 
@@ -119,7 +100,6 @@ def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> 
     Args:
         name: CUDA's name, such as ``NVIDIA GeForce RTX 4090``.
         total: memory in bytes that torch reports.
-        capability: CUDA compute capability.
     """
     like = min(cards_like(name), key=lambda card: abs(card.bytes - total), default=None)
     gib = total / GIB
@@ -129,8 +109,14 @@ def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> 
 
 
 def cards_like(name: str) -> list[Card]:
-    """List the cards of the table that match CUDA's device name."""
-    return [card for card in CARDS if re.search(card.driver, name)]
+    """List the cards of the table that match CUDA's device name; those that differ only in memory share one."""
+    found = []
+    for card in CARDS:
+        words = re.findall(r"[A-Z]+\d*|\d+|[a-z]+", card.name.partition("-")[0])
+        model = re.sub(r"(RTX)(\d)", r"\1 ?\2", "".join(words)).replace("Ti", " ?Ti")
+        if re.search(rf"\b{model}\b(?! ?(?:Ti|SUPER|Super|Laptop|D|Ada|NVL|PCIe)\b)", name):
+            found.append(card)
+    return found
 
 
 def peak_tflops(device: str) -> float | None:

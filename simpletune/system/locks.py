@@ -24,12 +24,8 @@ UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on
 def exclusive(folder: Path, remedy: str = "or give this run another name: name=...") -> Iterator[None]:
     """Lock a folder exclusively within this context, with the file ``.NAME.lock`` next to it.
 
-    Args:
-        folder: folder, which need not exist and may be renamed meanwhile.
-        remedy: follows "Wait for its end or stop it" in the message.
-
-    Raises:
-        UserError: another process holds the lock.
+    The folder need not exist and may be renamed meanwhile. If another process holds the lock, the error ends with
+    "Wait for its end or stop it" and the remedy.
     """
     file = _lock_beside(folder)
     try:
@@ -69,12 +65,7 @@ def _lock_beside(folder: Path) -> Path:
 
 @contextmanager
 def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
-    """Lock a file exclusively within this context; wait for other processes.
-
-    Args:
-        file: lock file; created if missing.
-        waiting: line to print before waiting.
-    """
+    """Lock a file, created if missing, exclusively within this context; print ``waiting`` before waiting for others."""
     lock = _acquire(file, waiting)
     try:
         yield
@@ -83,7 +74,7 @@ def wait_for_lock(file: Path, waiting: str) -> Iterator[None]:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the lock file of a cache folder ``CACHE/KIND/KEY``."""
+    """The lock file of a cache folder ``CACHE/KIND/KEY``."""
     return folder.parent.parent / ".locks" / f"{folder.parent.name}-{folder.name}.lock"
 
 
@@ -92,14 +83,12 @@ class Ranges:
 
     The locks belong to the open file (``F_OFD_SETLK``), so they exclude threads and forked processes too, work over
     NFS, and end with the process. If the file system supports no locks, every lock succeeds and a warning is printed.
-
-    Args:
-        file: lock file; created if missing, and left behind.
+    The lock file is created if missing, and left behind.
     """
 
     def __init__(self, file: Path):
-        self.file, self.sure = file, True
-        """``sure``: false once a lock has succeeded without excluding anyone."""
+        self.file = file
+        self.sure = True  # false once a lock has succeeded without excluding anyone
         self._handle: int | None = None
 
     def __enter__(self) -> Ranges:
@@ -117,15 +106,9 @@ class Ranges:
 
     @contextmanager
     def held(self, first: int, last: int, wait: bool = False) -> Iterator[bool]:
-        """Lock the keys from ``first`` to ``last``, both included, within this context.
+        """Lock the keys from ``first`` (at least 0) to ``last`` (below 2 ** 62), both included, within this context.
 
-        Args:
-            first: at least 0.
-            last: below 2 ** 62.
-            wait: wait for processes that hold a part of the range.
-
-        Yields:
-            Whether they are locked; always true if ``wait`` is set.
+        Yields whether they are locked: always, if it may wait for processes that hold a part of the range.
         """
         if self._handle is None:
             yield True
@@ -155,12 +138,7 @@ class Ranges:
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:
     """Acquire a lock; if the file system does not support locks, warn once and return the lock unacquired.
 
-    Args:
-        file: lock file; created if missing.
-        waiting: line to print before waiting for another process; None: do not wait.
-
-    Raises:
-        Timeout: another process holds the lock, and ``waiting`` is None.
+    Without a line to print before waiting, ``Timeout`` says that another process holds it.
     """
     # filelock's fallback on ENOSYS, a soft lock, would outlive a killed process.
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)

@@ -45,11 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """List the files that an index names, which must be in its own folder.
-
-    Raises:
-        UserError: the index is damaged or names other files.
-    """
+    """List the files that an index names, which must be in its own folder."""
     try:
         found: Any = strict_json.read(index, INDEX_BYTES, INDEX_VALUES)
         names = sorted(set(found["weight_map"].values()))
@@ -65,10 +61,7 @@ def _shards(index: Path) -> list[Path]:
 
 @lru_cache(maxsize=32)
 def fingerprint(folder: Path) -> str:
-    """Compute a fingerprint of a model folder from its configs and samples of its weight files.
-
-    Samples 64 chunks of 64 KiB per file, so that 10 GB take no longer than 10 MB.
-    """
+    """Compute a fingerprint of a model folder from its configs and samples of its weight files."""
     digest = hashlib.sha256()
     for config in sorted(folder.glob("*.json")):
         if not config.name.endswith(".index.json"):
@@ -83,11 +76,8 @@ def fingerprint(folder: Path) -> str:
 def write_model_folder(
     model: nn.Module, folder: Path, metadata: dict[str, str], instead: Mapping[str, Tensor] | None = None
 ) -> Path:
-    """Write a diffusers model as a folder for ``from_pretrained``: config.json and one safetensors file.
-
-    Args:
-        instead: tensors that replace the model's own of the same names.
-    """
+    """Write a diffusers model as a folder for ``from_pretrained``: config.json and one safetensors file, in which
+    ``instead`` replaces the model's own tensors of the same names."""
     with atomic_folder(folder) as part:
         model.save_config(part)  # type: ignore[operator]
         write_safetensors({**model.state_dict(), **(instead or {})}, part / f"{NAMES[0]}.safetensors", metadata)

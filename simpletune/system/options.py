@@ -6,14 +6,23 @@ owns its fields, defaults and documentation, and builds its component. Imports n
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import textwrap
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 Json = dict[str, Any]
 """A JSON object."""
@@ -21,11 +30,39 @@ Json = dict[str, Any]
 
 class Option(BaseModel):
     """Base of all options: frozen and strict, without unknown fields, NaN or infinity. The string below a field
-    documents it."""
+    documents it (``documented``)."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Pydantic's JSON schema, with the fields' documentation."""
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found).get("properties", {})
+        for name, field in documented(cls).items():
+            if field.description is not None:
+                properties[field.alias or name].setdefault("description", field.description)
+        return found
+
+
+@functools.cache
+def documented(option: type[Option]) -> dict[str, FieldInfo]:
+    """Return an option's fields, with their documentation as ``description``.
+
+    Pydantic's own ``use_attribute_docstrings`` reads every class's source whenever it is imported, which is a third of
+    the time of ``check``.
+    """
+    texts: dict[str, str] = {}
+    for owner in reversed(option.__mro__[: option.__mro__.index(Option)]):
+        texts = {name: text for name, text in texts.items() if name not in owner.__annotations__}  # declared again
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
+        for field, text in pairwise(body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as said)):
+                    texts[name] = inspect.cleandoc(said)
+    for name, field in option.model_fields.items():
+        field.description = field.description or texts.get(name)
+    return option.model_fields
 
 
 SHOWN = 16  # problems on a screen
@@ -33,26 +70,19 @@ SHOWN = 16  # problems on a screen
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe one problem of a configuration.
+    """One problem of a configuration."""
 
-    Args:
-        path: dotted path of the field without union tags (``adapter.rank``); empty for the whole file.
-        message: value, rule and remedy in one or two sentences.
-    """
-
-    path: str
-    message: str
+    path: str  # dotted, without union tags (``adapter.rank``); empty for the whole file
+    message: str  # value, rule and remedy in one or two sentences
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
 class UserError(Exception):
-    """Report a mistake that the user can fix; printed without a traceback.
+    """Report a mistake that the user can fix: what is wrong, the rule, and the remedy; printed without a traceback.
 
-    Args:
-        message: what is wrong, the rule, and the remedy.
-        code: the exit code of the command line (2 for configuration and input).
+    ``code`` is the exit code of the command line (2 for configuration and input).
     """
 
     def __init__(self, message: str, code: int = 2):
@@ -71,13 +101,7 @@ class ConfigError(UserError):
 
 
 def plural(count: int, one: str, many: str = "") -> str:
-    """Format a count with its noun: ``1 picture``, ``2 pictures``.
-
-    Args:
-        count: number of items.
-        one: singular noun.
-        many: plural noun, if it is not the singular plus s.
-    """
+    """Format a count with its noun: ``1 picture``, ``2 pictures``; ``many`` if it is not the singular plus s."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
@@ -94,10 +118,10 @@ def first_lines(lines: Sequence[str], most: int) -> list[str]:
 
 @dataclass(frozen=True)
 class DiscriminatedUnion:
-    """Describe the discriminated union of an annotation: the tag's field name and the members by tag value."""
+    """The discriminated union of an annotation."""
 
-    tag: str
-    members: dict[str, type[Option]]
+    tag: str  # name of the tag's field
+    members: dict[str, type[Option]]  # by tag value; the first is the default
     default: str
 
 
@@ -131,7 +155,7 @@ def item_of(field: FieldInfo | None) -> FieldInfo | None:
 
 
 def union_of(field: FieldInfo) -> DiscriminatedUnion | None:
-    """Return the discriminated union of a field, or None. The first member is the default."""
+    """Return the discriminated union of a field, or None."""
     if not isinstance(field.discriminator, str):
         return None
     return _union(cast(Hashable, field.annotation), field.discriminator)
@@ -139,7 +163,7 @@ def union_of(field: FieldInfo) -> DiscriminatedUnion | None:
 
 @functools.cache
 def _union(annotation: Hashable, tag: str) -> DiscriminatedUnion:
-    """Return the union of an annotation; cached, because checking one configuration needs unions about 40 times."""
+    # Cached, because checking one configuration needs unions about 40 times.
     classes = option_classes(annotation)
     members = {value: option for option in classes for value in tag_values(option, tag)}
     return DiscriminatedUnion(tag, members, next(iter(members)))

@@ -39,35 +39,21 @@ class Price(Option):
 Prices = dict[str, Price]
 """Prices by name, in the order of their columns."""
 
-
 SHIPPED = ASSETS / "prices.json"
 
 
 def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
-    """Return prices by lower-case card name; a user's file overrides the prices that ship with this package.
-
-    Args:
-        file: the file given on the command line.
-        configured: ``output.prices``, used if no file is given.
-
-    Raises:
-        UserError: the file cannot be used.
-    """
+    """Return prices by lower-case card name; a user's file (of the command line, else ``output.prices``) overrides the
+    prices that ship with this package."""
     given = read_prices(file) if file else read_prices(Path(configured), "output.prices") if configured else {}
     both = [read_prices(SHIPPED), given]
     return {name.lower(): price for prices in both for name, price in prices.items()}
 
 
 def card_price(card: Card, configured: str | None = None, file: Path | None = None) -> Price | None:
-    """Return the price of a card; None if unknown.
+    """Return the price of a card as ``of_cards`` has it; None if unknown.
 
-    Args:
-        card: a card of the table; or one by the driver's name, whose nearest card of the table by memory counts.
-        configured: ``output.prices``, whose prices override the shipped ones.
-        file: the file given on the command line, which comes before ``configured``.
-
-    Raises:
-        UserError: the file cannot be used.
+    For a card by the driver's name, the nearest card of the table by memory counts.
     """
     prices, names = of_cards(file, configured), [card.name]
     if card.name not in {each.name for each in CARDS}:
@@ -77,11 +63,7 @@ def card_price(card: Card, configured: str | None = None, file: Path | None = No
 
 
 def read_prices(file: Path, option: str = "--prices") -> Prices:
-    """Read a file of prices.
-
-    Args:
-        file: the file.
-        option: the option that names the file, for messages.
+    """Read a file of prices, which messages call by the option that names it.
 
     Raises:
         UserError: it cannot be read, or a price lacks its date or source.
@@ -99,10 +81,6 @@ def read_prices(file: Path, option: str = "--prices") -> Prices:
 
 
 def cost_of_picture(seconds: float, per_hour: float) -> float:
-    """Compute seconds x price per hour / 3600, in the price's currency.
-
-    Args:
-        seconds: time of one picture: that of a batch divided by its number of pictures.
-        per_hour: price of the machine.
-    """
+    """Compute the cost of a picture that takes so many seconds, a batch's divided by its number of pictures, in the
+    currency of the machine's price."""
     return seconds * per_hour / 3600

@@ -6,7 +6,7 @@ import os
 
 
 def is_first_process() -> bool:
-    """Return whether this process prints and writes for all; true for a single process.
+    """Whether this process prints and writes for all; true for a single process.
 
     For code without an ``Accelerator``; agrees with its ``is_main_process``, because launchers set ``RANK``.
     """
@@ -14,39 +14,25 @@ def is_first_process() -> bool:
 
 
 def process_number() -> int:
-    """Return this process's rank among those that train together."""
+    """This process's rank among those that train together."""
     return int(os.environ.get("RANK", "0"))
 
 
 def processes() -> int:
-    """Return how many processes train together, as set by the launcher."""
+    """How many processes train together, as set by the launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def processes_here() -> int:
-    """Return how many of them run on this machine, as set by the launcher; 1 if it is not set."""
+    """How many of them run on this machine, as set by the launcher; 1 if it is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-class Progressed:
-    """Count what this process has done, so that others can tell a long task from a hang.
+class WorkDone:
+    """What this process has done, so that others can tell a long task from a hang."""
 
-    Attributes:
-        count: pieces of work: pictures, prompts, denoising steps, training steps.
-        trains: a training step was finished.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.trains = 0, False
-
-    def __call__(self, trains: bool = False) -> None:
-        """Count one piece of work.
-
-        Args:
-            trains: it was a training step.
-        """
-        self.count += 1
-        self.trains |= trains
+    count = 0  # pieces of work: pictures, prompts, denoising steps, training steps
+    trains = False  # a training step was finished
 
 
-progressed = Progressed()
+progressed = WorkDone()

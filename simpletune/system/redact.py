@@ -24,28 +24,23 @@ def secrets_in_environment() -> list[str]:
     return sorted((value for value in found if not os.path.exists(value)), key=len, reverse=True)
 
 
-def redact(text: str) -> str:
-    """Remove tokens and passwords from a text."""
-    return _redact(text, secrets_in_environment())
-
-
-def secret_paths(value: Any) -> Iterator[str]:
-    """Yield the paths of strings in a JSON value that contain a token or a password."""
-    return _secret_paths(value, "", secrets_in_environment())  # called once, because it reads the whole environment
-
-
-def _redact(text: str, secrets: Sequence[str]) -> str:
-    for secret in secrets:
+def redact(text: str, secrets: Sequence[str] | None = None) -> str:
+    """Remove tokens and passwords from a text; ``secrets`` are those of the environment, unless already listed."""
+    for secret in secrets_in_environment() if secrets is None else secrets:
         text = text.replace(secret, HIDDEN)
     return SHAPES.sub(HIDDEN, text)
 
 
-def _secret_paths(value: Any, path: str, secrets: Sequence[str]) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _secret_paths(child, f"{path}.{key}" if path else str(key), secrets)
-    elif isinstance(value, list):
-        for number, child in enumerate(value):
-            yield from _secret_paths(child, f"{path}.{number}", secrets)
-    elif isinstance(value, str) and _redact(value, secrets) != value:
-        yield path
+def secret_paths(value: Any) -> Iterator[str]:
+    """Yield the paths of strings in a JSON value that contain a token or a password."""
+    secrets = secrets_in_environment()  # once, because it reads the whole environment
+
+    def paths(value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, dict | list):
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, child in children:
+                yield from paths(child, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, str) and redact(value, secrets) != value:
+            yield path
+
+    return paths(value, "")

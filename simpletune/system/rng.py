@@ -21,12 +21,8 @@ def random_key(seed: int, *parts: int | str) -> int:
 
 
 def stream(seed: int, *parts: int | str) -> Generator:
-    """Create a stream of random numbers for one key (Philox, Salmon et al. 2011).
-
-    Args:
-        seed: the run's seed (``train.seed``).
-        parts: purpose and index of the draw, as in ``stream(seed, "noise", step, micro, index)``.
-    """
+    """Create a stream of random numbers for one key (Philox, Salmon et al. 2011): the run's seed, and purpose and index
+    of the draw, as in ``stream(seed, "noise", step, micro, index)``."""
     from numpy.random import Generator, Philox
 
     return Generator(Philox(key=random_key(seed, *parts)))

@@ -21,21 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SafetensorsType:
-    """Describe a data type of the format.
+    """A data type of the format."""
 
-    Args:
-        bytes: bytes per number.
-        torch: name of the type in torch.
-        struct: code in ``struct``, or None; BF16 has the code of F32, whose upper half it is.
-        exponent: exponent bits of a floating-point type; a number is non-finite if all are set.
-        magnitude: bits of a floating-point type without the sign.
-    """
-
-    bytes: int
-    torch: str
-    struct: str | None = None
-    exponent: int = 0
-    magnitude: int = 0
+    bytes: int  # per number
+    torch: str  # name of the type in torch
+    struct: str | None = None  # code in ``struct``; BF16 has the code of F32, whose upper half it is
+    exponent: int = 0  # exponent bits of a floating-point type; a number is non-finite if all are set
+    magnitude: int = 0  # bits of a floating-point type without the sign
 
 
 NO_HASH = f"0x{'0' * 64}"
@@ -65,11 +57,7 @@ def bytes_per_number(kind: str) -> int:
 
 
 def require_safetensors(file: Path) -> None:
-    """Refuse missing files and files in other formats, above all pickles.
-
-    Raises:
-        UserError: names the format.
-    """
+    """Refuse missing files and files in other formats, above all pickles; a ``UserError`` names the format."""
     if not file.is_file():
         raise UserError(f"{file} does not exist. Give a .safetensors file")
     with open(file, "rb") as handle:
@@ -111,11 +99,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _end(entry: Any) -> int:
-    """Return the end offset of a header entry.
-
-    Raises:
-        ValueError: the entry is invalid.
-    """
+    """Return the end offset of a header entry; ``ValueError`` and the like say that it is invalid."""
     begin, end = entry["data_offsets"]
     numbers = [begin, end, *entry["shape"]]
     if not isinstance(entry["dtype"], str) or any(type(n) is not int or n < 0 for n in numbers) or end < begin:
@@ -148,7 +132,6 @@ class WeightReader:
 
     @property
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
         return set(self._owners)
 
     def get(self, name: str) -> Tensor:
@@ -179,11 +162,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def files_of_index(index: Path) -> list[Path]:
-    """List the files that an index of shards names, which must be in its own folder.
-
-    Raises:
-        UserError: the index is damaged or names other files.
-    """
+    """List the files that an index of shards names, which must be in its own folder."""
     try:
         names = [str(each["file"]) for each in json.loads(index.read_text())["files"]]
     except (ValueError, KeyError, TypeError) as error:
@@ -196,11 +175,9 @@ def files_of_index(index: Path) -> list[Path]:
 def write_safetensors(
     tensors: Mapping[str, Tensor], file: Path, metadata: dict[str, str], hashed: str | None = None
 ) -> Path:
-    """Write tensors to a safetensors file atomically.
+    """Write tensors, on any device and in any layout, to a safetensors file atomically.
 
     Args:
-        tensors: tensors by name, on any device and in any layout.
-        file: target file.
         metadata: strings for the header.
         hashed: name of a header string to set to the SHA-256 of everything after the header.
     """
@@ -245,10 +222,7 @@ def _write_hash(file: Path, name: str) -> None:
 class SafetensorsWriter:
     """Write a file tensor by tensor; it appears once all are written and the context exits without an error.
 
-    Args:
-        file: target file.
-        entries: safetensors type (such as ``BF16``) and shape by name.
-        metadata: strings for the header.
+    ``entries`` are safetensors type (such as ``BF16``) and shape by name, ``metadata`` strings for the header.
     """
 
     def __init__(self, file: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]):

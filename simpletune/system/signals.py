@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
     Args:
         number: the signal; for a request to stop, the signal that it counts as.
-        by: what stopped the run; None: the signal.
+        by: what stopped the run, if not the signal.
     """
 
     def __init__(self, number: int, by: str | None = None):
@@ -32,8 +32,8 @@ class Stopped(KeyboardInterrupt):
         self.code = 128 + number  # a shell's exit code for a signal
 
 
-class _Signals:
-    """Hold the received signal and how to react to it, for the whole process."""
+class Signals:
+    """The received signal and how to react to it, for the whole process."""
 
     listening = False  # whether the handler is installed
     received: int | None = None  # the first signal
@@ -44,8 +44,8 @@ class _Signals:
 def _handle(number: int, frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL)
-    _Signals.received = number
-    if not _Signals.deferred:
+    Signals.received = number
+    if not Signals.deferred:
         raise Stopped(number)
     text = f"\n{signal.Signals(number).name}: finishing this step and saving; a second one stops at once\n"
     with suppress(OSError):  # not print, which is not reentrant and may be running in this thread
@@ -59,28 +59,24 @@ def listening() -> Iterator[None]:
         yield
         return
     before = {each: signal.signal(each, _handle) for each in SIGNALS}
-    _Signals.received, _Signals.listening = None, True
+    Signals.received, Signals.listening = None, True
     try:
         yield
     finally:
-        _Signals.received, _Signals.listening = None, False
+        Signals.received, Signals.listening = None, False
         for each, handler in before.items():
             signal.signal(each, handler)
 
 
 @contextmanager
 def deferred_signals(processes: int) -> Iterator[None]:
-    """Defer signals within this context until the loop checks for them.
-
-    Args:
-        processes: number of processes that train together; a single one may also stop in ``poll``, several must stop
-            at the same step.
-    """
-    _Signals.deferred, _Signals.may_stop_in_poll = True, processes == 1
+    """Defer signals within this context until the loop checks for them. A single process may also stop in ``poll``;
+    several that train together must stop at the same step."""
+    Signals.deferred, Signals.may_stop_in_poll = True, processes == 1
     try:
         yield
     finally:
-        _Signals.deferred = _Signals.may_stop_in_poll = False
+        Signals.deferred = Signals.may_stop_in_poll = False
 
 
 def poll() -> None:
@@ -88,30 +84,13 @@ def poll() -> None:
 
     Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
     Each call counts as progress.
-
-    Raises:
-        Stopped: a signal was received.
     """
-    progressed()
-    if _Signals.received is not None and (_Signals.may_stop_in_poll or not _Signals.deferred):
-        raise Stopped(_Signals.received)
+    progressed.count += 1
+    if Signals.received is not None and (Signals.may_stop_in_poll or not Signals.deferred):
+        raise Stopped(Signals.received)
 
 
 def stop_if_requested() -> None:
-    """Stop if a signal was received, between stages of a run and after deferring signals.
-
-    Raises:
-        Stopped: a signal was received.
-    """
-    if _Signals.received is not None:
-        raise Stopped(_Signals.received)
-
-
-def is_listening() -> bool:
-    """Return whether the signal handler is installed."""
-    return _Signals.listening
-
-
-def received_signal() -> int | None:
-    """Return the signal that this process has received, if any."""
-    return _Signals.received
+    """Stop if a signal was received, between stages of a run and after deferring signals."""
+    if Signals.received is not None:
+        raise Stopped(Signals.received)

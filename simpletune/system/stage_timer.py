@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ GIB = 2**30
 
 @dataclass
 class Stage:
-    """Hold the time and peak memory of one stage; GPU peaks are None without CUDA."""
+    """The time and peak memory of one stage; GPU peaks are None without CUDA."""
 
     seconds: float = 0.0
     peak_allocated_gib: float | None = None
@@ -54,7 +54,10 @@ class StageTimer:
 
     def _begin(self) -> None:
         self._start = time.perf_counter()
-        _reset_peak_rss()
+        # Reset the kernel's record of the peak resident set. Where that is not supported, the peak covers the whole
+        # process so far, which is never too low.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
         if self.cuda:
             import torch
 
@@ -71,7 +74,7 @@ class StageTimer:
 
     def peak(self, name: str) -> float | None:
         """Return the largest of the stages' peaks."""
-        return largest_peak(self.by_name, name)
+        return peak_of_stages(self.by_name, name)
 
     def memory_now(self) -> str:
         """Describe the stage's peak so far: allocated on the GPU, or the process's without a GPU."""
@@ -86,7 +89,7 @@ class StageTimer:
         return stages_as_json(self.by_name)
 
 
-def largest_peak(stages: Mapping[str, Stage], name: str) -> float | None:
+def peak_of_stages(stages: Mapping[str, Stage], name: str) -> float | None:
     """Return the largest of the stages' peaks of one kind, which is the peak of the whole job."""
     return max((value for stage in stages.values() if (value := getattr(stage, name)) is not None), default=None)
 
@@ -97,16 +100,7 @@ def stages_as_json(stages: Mapping[str, Stage]) -> dict[str, Any]:
 
 
 def round_figure(value: float | None) -> float | None:
-    """Round to four decimals."""
     return None if value is None else round(value, 4)
-
-
-def _reset_peak_rss() -> None:
-    """Reset the kernel's record of the peak resident set; only Linux supports it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not supported: the peak then covers the whole process so far, which is never too low
-        return
 
 
 def peak_rss_gib() -> float:

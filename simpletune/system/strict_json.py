@@ -18,13 +18,7 @@ JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict
 
 
 class JsonError(ValueError):
-    """Report text that is not strict JSON.
-
-    Args:
-        message: problem and remedy.
-        line: line of a syntax error, from 1; 0 if unknown.
-        column: column of a syntax error, from 1; 0 if unknown.
-    """
+    """Report text that is not strict JSON; line and column of a syntax error count from 1, and are 0 if unknown."""
 
     def __init__(self, message: str, line: int = 0, column: int = 0):
         super().__init__(message)
@@ -32,15 +26,7 @@ class JsonError(ValueError):
 
 
 def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
-    """Parse strict JSON.
-
-    Args:
-        text: text, or UTF-8 bytes.
-        max_bytes: maximum length.
-        max_values: maximum number of values.
-
-    Returns:
-        The value.
+    """Parse strict JSON: a text, or UTF-8 bytes.
 
     Raises:
         JsonError: a syntax error, bytes that are not UTF-8, a duplicate key, NaN, Infinity or a number beyond 64 bits,
@@ -68,11 +54,6 @@ def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_values: int = MAX_V
 
 def read(file: Path, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> JsonValue:
     """Parse a file of strict JSON, ignoring a byte order mark; refuse pipes and devices, which may never end.
-
-    Args:
-        file: file to read.
-        max_bytes: maximum length.
-        max_values: maximum number of values.
 
     Raises:
         OSError: the file cannot be read.

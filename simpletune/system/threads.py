@@ -25,11 +25,9 @@ def usable_cores() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's environment before torch is imported, because OpenMP reads it once. Keeps the user's settings.
-
-    Makes waiting threads sleep. By default they spin, so on a busy core each barrier lasts until the scheduler switches
-    threads, and training a small model on a busy machine takes 25 to 50 times as long.
-    """
+    """Set OpenMP's environment before torch is imported, because OpenMP reads it once. Keeps the user's settings."""
+    # Waiting threads sleep. By default they spin, so on a busy core each barrier lasts until the scheduler switches
+    # threads, and training a small model on a busy machine takes 25 to 50 times as long.
     os.environ.setdefault(WAITING, "PASSIVE")
     if ASKED not in os.environ:
         os.environ |= {ASKED: str(usable_cores()), AUTO: "1"}
@@ -40,10 +38,9 @@ def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int |
 
     Args:
         option: ``speed.threads``.
-        parameters: number of parameters of the transformer.
+        parameters: of the transformer.
         on_cpu: the CPU is the device; with a GPU, all cores may help.
-        kept: number of threads at the run's first start; a resumed run keeps it, because another number changes
-            rounding.
+        kept: number at the run's first start; a resumed run keeps it, because another number changes rounding.
     """
     if isinstance(option, int):
         return option, "speed.threads"
@@ -57,10 +54,3 @@ def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int |
     return max(1, min(cores, parameters // PARAMETERS_PER_THREAD)), (
         f"auto: one per {PARAMETERS_PER_THREAD // 10**6} million parameters, up to {cores} cores"
     )
-
-
-def use_threads(count: int) -> None:
-    """Set the number of CPU threads of torch."""
-    import torch
-
-    torch.set_num_threads(count)

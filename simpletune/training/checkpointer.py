@@ -6,6 +6,7 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
+from simpletune.engine.fsdp.checkpoints import NonFinite
 from simpletune.engine.fsdp.fsdp_model import held_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder

@@ -31,7 +31,7 @@ from simpletune.system.console import say
 from simpletune.system.disk import DiskFull
 from simpletune.system.options import Json, UserError
 from simpletune.system.redact import redact
-from simpletune.system.signals import SIGNALS, received_signal
+from simpletune.system.signals import SIGNALS, Signals
 from simpletune.training.pending_steps import NOTHING, InterruptFlags
 
 SETTLED = 2.0  # seconds for which an unreadable file may still be in the process of being written
@@ -71,7 +71,7 @@ class Interrupts:
         self._read()
         stops = sum(isinstance(request, StopRequest) for request in self._waiting)
         self._stop_asked = stops > 0
-        self.asked = InterruptFlags(received_signal() is not None or self._stop_asked, len(self._waiting) > stops)
+        self.asked = InterruptFlags(Signals.received is not None or self._stop_asked, len(self._waiting) > stops)
         return self.asked
 
     def ends_by(self, asked: bool) -> int | None:
@@ -81,9 +81,9 @@ class Interrupts:
             asked: whether any process was asked to stop when the steps that are logged now were launched. Several
                 processes stop together at the first such step; a single one also for what has arrived since.
         """
-        if not (asked or (self.alone and (received_signal() is not None or self._stop_asked))):
+        if not (asked or (self.alone and (Signals.received is not None or self._stop_asked))):
             return None
-        return received_signal() or (signal.SIGINT if self._stop_asked else SIGNALS[0])
+        return Signals.received or (signal.SIGINT if self._stop_asked else SIGNALS[0])
 
     @property
     def ready(self) -> bool:

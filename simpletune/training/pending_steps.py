@@ -107,6 +107,6 @@ class PendingStep:
         """Wait for the step; return its mean loss, its gradient norm, what the processes are asked, and with products
         in fp16 the loss scale and the blocks' flags (``Fp16.figures``)."""
         self.ended.wait()
-        progressed(trains=True)
+        progressed.count, progressed.trains = progressed.count + 1, True
         loss, norm, stop, answer, *fp16 = self.figures.tolist()
         return loss, norm, InterruptFlags(stop > 0, answer > 0), fp16

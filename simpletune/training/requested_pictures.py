@@ -10,8 +10,7 @@ from torch import nn
 
 from simpletune.adapters.methods.layers import at_strength
 from simpletune.config.load import validate
-from simpletune.config.schema import TrainConfig
-from simpletune.config.validation import Validation
+from simpletune.config.schema import TrainConfig, Validation
 from simpletune.engine.optim.ema import use_average
 from simpletune.models.shared.buckets import STEP
 from simpletune.models.shared.fp16_blocks import fp16_blocks_of

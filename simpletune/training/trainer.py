@@ -26,14 +26,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
 from simpletune.system.options import plural
 from simpletune.system.phases import phase
-from simpletune.system.signals import (
-    SIGNALS,
-    Stopped,
-    deferred_signals,
-    is_listening,
-    received_signal,
-    stop_if_requested,
-)
+from simpletune.system.signals import SIGNALS, Signals, Stopped, deferred_signals, stop_if_requested
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.checkpointer import Checkpointer
 from simpletune.training.interrupts import Interrupts
@@ -111,7 +104,7 @@ class Trainer:
         self.first_alone(self.validator.before_training, self.start, self.steps)
         self.attempt.set_up()
         processes = self.accelerator.num_processes
-        if self.main and self.start < self.steps and is_listening():
+        if self.main and self.start < self.steps and Signals.listening:
             most = "one step" if processes == 1 else "two steps"  # the others learn of it a step later
             say(f"stops   SIGTERM or Ctrl-C finishes at most {most} and saves; a second one stops at once")
         stop_if_requested()
@@ -120,8 +113,8 @@ class Trainer:
             if self.start < self.steps:
                 self.first_alone(self.checkpointer.save, self.steps)
             # After the save: a launcher ends all processes when one ends.
-            if processes > 1 and self._any_process(received_signal() is not None):
-                raise Stopped(received_signal() or SIGNALS[0])
+            if processes > 1 and self._any_process(Signals.received is not None):
+                raise Stopped(Signals.received or SIGNALS[0])
         stop_if_requested()
         return traces
 
@@ -152,7 +145,7 @@ class Trainer:
                     self.interrupts.agree(False)
                 if ends is not None:
                     self.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
-                    raise Stopped(ends, by=None if received_signal() else self.interrupts.stopped_by)
+                    raise Stopped(ends, by=None if Signals.received else self.interrupts.stopped_by)
                 if self._stops_early(done):
                     break
         return traces

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import describe_validation, is_due, is_validation_due, scalar_name
+from simpletune.config.validation_schedule import is_due, is_validation_due, loss_name
 from simpletune.engine.optim.ema import use_average
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, has_validation, record_validation
@@ -54,7 +54,9 @@ class Validator:
     @property
     def evaluated_on(self) -> Json:
         """Describe what the validation loss measures."""
-        return describe_validation(self.plan, self.evaluator.samples)
+        held_out = len(self.plan.held_out)
+        name = loss_name(min(self.evaluator.samples, held_out), held_out)
+        return {"eval_loss_is": name, "held_out_pictures": held_out}
 
     def before_training(self, start: int, steps: int) -> None:
         """Evaluate and draw before the first step of this process, if that is still to be done."""
@@ -90,7 +92,9 @@ class Validator:
             return None
         record_validation(self.folder, {"step": step, **found.row(), "held_out": bool(self.plan.held_out)})
         drift = {f"drift_{group}": value for group, value in found.drift.items()}
-        self.trackers.scalars(step, {scalar_name(self.plan): found.loss, **drift})
+        # In trackers, runs with and without a split must not share a curve.
+        name = "validation_loss" if self.plan.held_out else "training_loss_fixed_noise"
+        self.trackers.scalars(step, {name: found.loss, **drift})
         return found.loss
 
     def draw(self, step: int) -> None:

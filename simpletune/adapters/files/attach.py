@@ -24,7 +24,8 @@ from simpletune.adapters.files.updates import (
     Update,
     Updates,
 )
-from simpletune.adapters.methods.dora_layers import DoraLayer, by_norms
+from simpletune.adapters.methods.dora_layers import DoraLayer
+from simpletune.adapters.methods.formulas import by_norms
 from simpletune.adapters.methods.hypernetwork_layer import put_before
 from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile, read_hypernetwork
 from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork

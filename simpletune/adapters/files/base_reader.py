@@ -10,9 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from simpletune.engine.quant.int8_conv import Int8Conv2d
-from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.models.families import FAMILIES
 from simpletune.models.lora_names import family_of_class
 from simpletune.models.shared.config_limits import read_config
@@ -127,8 +124,8 @@ class QuantisedBaseReader:
         owner = name.removesuffix(".weight")
         twin = self._precision.convert(owner, self._model.get_submodule(owner))
         twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
-        if isinstance(twin, Int8Linear | Int8Conv2d | Nf4Linear):
-            return twin.dequantise()
+        if (dequantise := getattr(twin, "dequantise", None)) is not None:  # our own quantised layers
+            return dequantise()
         return twin.get_parameter("weight").dequantize().float()  # quanto's
 
 

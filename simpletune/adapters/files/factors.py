@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.updates import AdditiveUpdate, LokrUpdate, LoraUpdate, Update, Updates, require_additive
-from simpletune.adapters.methods.lokr_layer import full_factor
+from simpletune.adapters.methods.formulas import full_factor
 
 
 def _svd(update: AdditiveUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r

@@ -16,7 +16,7 @@ from simpletune.adapters.files.base_reader import KINDS, TYPES, BaseReader
 from simpletune.adapters.files.header import TensorEntry
 from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
-from simpletune.adapters.methods.layers import FLOATS
+from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text

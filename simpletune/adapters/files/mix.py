@@ -1,12 +1,16 @@
-"""Mix several LoRAs into one with PEFT's ``add_weighted_adapter``, one layer at a time on a model of that layer."""
+"""Mix several LoRAs into one, layer by layer, with the results of PEFT's ``add_weighted_adapter``.
+
+PEFT itself runs only for the methods that prune: importing it takes longer than all the rest.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from simpletune.adapters.files.updates import LoraUpdate, Updates, require_additive
 from simpletune.models.lora_names import require_one
@@ -66,6 +70,35 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
 
 
 def _mix_layer(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: Recipe) -> LoraUpdate:
+    method = recipe.method if len(parts) > 1 else "linear"  # as PEFT decides
+    if method in PRUNING:
+        return _mix_by_peft(name, parts, recipe)
+    ups = [part.up.float() for part, _ in parts]
+    if method == "cat":
+        down = torch.cat([part.down.float() * weight * part.scale for part, weight in parts])
+        up = torch.cat(ups, dim=1)
+    elif method == "linear":
+        weights = [weight * part.scale for part, weight in parts]
+        roots = [math.sqrt(abs(weight)) for weight in weights]
+        signed = [math.copysign(root, weight) for root, weight in zip(roots, weights, strict=True)]
+        down, up = _weighted_sum([part.down.float() for part, _ in parts], signed), _weighted_sum(ups, roots)
+    else:
+        delta = _weighted_sum([part.delta() for part, _ in parts], [weight for _, weight in parts])
+        rank = _svd_rank(parts, recipe)
+        u, s, vt = torch.linalg.svd(delta)
+        down, up = vt[:rank], u[:, :rank] @ torch.diag(s[:rank])
+    return LoraUpdate(down.contiguous(), up.contiguous(), pointwise=parts[0][0].pointwise)
+
+
+def _weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return (torch.stack(list(tensors)) * torch.tensor(weights)[:, None, None]).sum(0)
+
+
+def _svd_rank(parts: Sequence[tuple[LoraUpdate, float]], recipe: Recipe) -> int:
+    return min(recipe.rank or max(part.rank for part, _ in parts), *parts[0][0].shape)
+
+
+def _mix_by_peft(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: Recipe) -> LoraUpdate:
     """Run PEFT on a model with one linear layer, whose uninitialised weights are never read."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
@@ -85,12 +118,12 @@ def _mix_layer(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: Rec
         layer.lora_A[adapter].weight = nn.Parameter(part.down.float())  # type: ignore[union-attr, index]
         layer.lora_B[adapter].weight = nn.Parameter(part.up.float())  # type: ignore[union-attr, index]
     assert model is not None
-    extra = {"density": recipe.density} if recipe.method in PRUNING else {}
-    if recipe.method.endswith("svd"):
-        extra["svd_rank"] = min(recipe.rank or max(part.rank for part, _ in parts), outputs, inputs)
+    extra = {"svd_rank": _svd_rank(parts, recipe)} if recipe.method.endswith("svd") else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random_key(recipe.seed, "mix", name) % 2**63)
-        model.add_weighted_adapter(adapters, [weight for _, weight in parts], "mixed", recipe.method, **extra)
+        model.add_weighted_adapter(
+            adapters, [weight for _, weight in parts], "mixed", recipe.method, density=recipe.density, **extra
+        )
     layer = holder["layer"]
     down, up = (pair["mixed"].weight.detach() for pair in (layer.lora_A, layer.lora_B))  # type: ignore[union-attr, index]
     scale = float(layer.scaling["mixed"])  # type: ignore[index]

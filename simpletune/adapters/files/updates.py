@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.keys import DORA, LOHA, LOKR, LORA, OFT
-from simpletune.adapters.methods.dora_layers import by_norms
-from simpletune.adapters.methods.loha_layer import low_rank
-from simpletune.adapters.methods.lokr_layer import full_factor
-from simpletune.adapters.methods.oft_layer import triangle_of, turned_rows
+from simpletune.adapters.methods.formulas import by_norms, full_factor, low_rank, triangle_of, turned_rows
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DOWN, UP, LoraNames
 from simpletune.system.options import UserError

@@ -24,8 +24,7 @@ from simpletune.adapters.files.updates import (
     Updates,
     fuse,
 )
-from simpletune.adapters.methods.layers import FLOATS
-from simpletune.adapters.methods.oft_layer import named_blocks
+from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_names import LAYOUTS, names_of, result_layout
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames

@@ -40,7 +40,8 @@ class Dora(Lora):
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap the targets. Reads each frozen weight once for the norms of its rows."""
         from simpletune.adapters.methods.dora_layers import DoraLayer
-        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
+        from simpletune.adapters.methods.formulas import FLOATS
+        from simpletune.adapters.methods.layers import freeze_for_updates, wrap
 
         dropouts = self.dropout, self.rank_dropout, self.module_dropout
         for name in self.modules(freeze_for_updates(model, seed)):

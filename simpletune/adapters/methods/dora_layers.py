@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from simpletune.adapters.methods.formulas import by_norms
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, shape_of
 from simpletune.adapters.methods.lora_layers import Context, UpdateDropout, row_norms
 from simpletune.engine.quant.unpack import row_blocks
@@ -187,11 +188,6 @@ class DoraLayer(UpdateLayer):
         flat = weight.flatten(1)
         turned = flat + self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float())
         return torch.lerp(flat, self.exact_gains()[:, None] * turned, self.strength).view_as(weight)
-
-
-def by_norms(magnitude: Tensor, norms: Tensor) -> Tensor:
-    """Divide by norms; 0 for rows of zeros."""
-    return magnitude / torch.where(norms > 0, norms, torch.inf)
 
 
 def squared_norms(frozen: nn.Module) -> Tensor:  # fp32 [o]

@@ -98,8 +98,9 @@ class Hypernetwork(TrainingMethod):
         return not module.endswith((".to_k", ".to_v"))
 
     def attach(self, model: nn.Module, seed: int) -> None:
+        from simpletune.adapters.methods.formulas import FLOATS
         from simpletune.adapters.methods.hypernetwork_layer import put_before, random_networks
-        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates
+        from simpletune.adapters.methods.layers import freeze_for_updates
 
         widths, dtype = self.chosen(freeze_for_updates(model, seed)), FLOATS[self.dtype]
         put_before(model, {width: random_networks(width, self.structure, dtype) for width in widths})

@@ -16,8 +16,6 @@ from simpletune.engine.tensors import all_tensors
 from simpletune.system.rng import reseed_global
 
 ADAPTER = "default"  # PEFT's name for the first adapter, the only one in training
-FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Types by their names in options."""
 
 
 class UpdateLayer(nn.Module):

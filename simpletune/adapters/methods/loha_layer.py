@@ -13,15 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from simpletune.adapters.methods.formulas import low_rank
 from simpletune.adapters.methods.layers import FactorLayer
 from simpletune.adapters.methods.lora_layers import add_update
-
-
-def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The factors [r^2, i] and [o, r^2] of the equivalent plain low-rank update."""
-    a1, b1, a2, b2 = (factors[f"hada_w{name}"] for name in ("1_a", "1_b", "2_a", "2_b"))
-    down = (b1[:, None] * b2).flatten(0, 1)  # every row of one by every row of the other
-    return down, (a1.t()[:, None] * a2.t()).flatten(0, 1).t()
 
 
 class LohaLayer(FactorLayer):

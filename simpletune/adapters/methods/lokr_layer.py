@@ -16,13 +16,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from simpletune.adapters.methods.formulas import full_factor
 from simpletune.adapters.methods.layers import ADAPTER, FactorLayer
 from simpletune.adapters.methods.lora_layers import Context
-
-
-def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A factor, or the product of its two factors."""
-    return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
 class LokrLayer(FactorLayer):

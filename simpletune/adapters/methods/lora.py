@@ -71,7 +71,8 @@ class Lora(TargetedMethod):
         """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
         from peft import LoraConfig, inject_adapter_in_model
 
-        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates
+        from simpletune.adapters.methods.formulas import FLOATS
+        from simpletune.adapters.methods.layers import freeze_for_updates
         from simpletune.adapters.methods.lora_layers import UpdateDropout, compute_in_output_type, lora_layers
 
         config = LoraConfig(

@@ -77,8 +77,9 @@ class Oft(LayerMethod):
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors in kohya's layout, the only one in which ComfyUI rotates every layer
         of SD3 correctly; without alpha, which it would take for a limit on the rotation."""
+        from simpletune.adapters.methods.formulas import named_blocks, upper
         from simpletune.adapters.methods.layers import outer_layers
-        from simpletune.adapters.methods.oft_layer import OftLayer, named_blocks, upper
+        from simpletune.adapters.methods.oft_layer import OftLayer
         from simpletune.engine.tensors import exchanged_halves
         from simpletune.system.safetensors_file import write_safetensors
 

@@ -108,7 +108,8 @@ class LayerMethod(TargetedMethod):
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
-        from simpletune.adapters.methods.layers import FLOATS, freeze_for_updates, wrap
+        from simpletune.adapters.methods.formulas import FLOATS
+        from simpletune.adapters.methods.layers import freeze_for_updates, wrap
 
         shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
         for name in self.modules(shapes):

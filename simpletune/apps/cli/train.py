@@ -38,7 +38,7 @@ def train(args: argparse.Namespace) -> None:
 
 def of_folder(config: Path) -> Path:
     """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
-    from simpletune.config.shipped import find_config
+    from simpletune.config.load import find_config
     from simpletune.data.sources.walk import walk
 
     if not find_config(config).is_dir() or (any(config.glob("*.json")) and not walk(config, "inside").pictures):

@@ -35,7 +35,7 @@ from simpletune.commands.inspect_data.thumbnails import kept_thumbnail
 from simpletune.data.sources.caption_files import ChangedCaption, write_caption
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.system.atomic import write_json
-from simpletune.system.hub.fetch import HUB_NAME
+from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import Json, UserError
 
 TAGS = 60  # shown

@@ -17,7 +17,7 @@ from simpletune.apps.web.form.presets import HERE, card_here, cards
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp
 from simpletune.apps.web.templates import Form, render, with_form
-from simpletune.config.shipped import shipped_names
+from simpletune.config.load import shipped_names
 from simpletune.system.atomic import write_json
 from simpletune.system.options import Json, plural
 

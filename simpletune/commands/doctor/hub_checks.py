@@ -38,8 +38,7 @@ def access(name: str, title: str = "") -> Iterator[Finding]:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError
 
-    from simpletune.system.hub.errors import explain_hub_errors
-    from simpletune.system.hub.repository import Repository
+    from simpletune.system.hub import Repository, explain_hub_errors
     from simpletune.system.options import UserError
 
     title = title or name

@@ -31,7 +31,7 @@ from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
-from simpletune.system.threads import choose_threads, use_threads
+from simpletune.system.threads import choose_threads
 
 MEMORY = ("modulation", "resident_blocks", "vae_tile")
 
@@ -162,7 +162,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     device, reason = choose_device(config.device, "auto", config.is_demo)
     config = resolve_folders(compute_to_generate(config, capability_of(device)))
     threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
-    use_threads(threads)
+    torch.set_num_threads(threads)
     if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
         raise UserError(
             "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "

@@ -16,7 +16,7 @@ from simpletune.commands.init.defaults import PROFILES, Reason, Suggestion
 from simpletune.config.load import validate
 from simpletune.system.console import say, silent
 from simpletune.system.gpus import Card, card_named_by_driver
-from simpletune.system.hub.fetch import is_hub_name
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, UserError
 
 SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # signs of a driver; the last one in WSL

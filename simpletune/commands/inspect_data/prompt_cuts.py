@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.sources import is_single_file, provider
-from simpletune.system.hub.fetch import HubPart, in_cache, is_hub_name
-from simpletune.system.hub.repository import Repository
+from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:

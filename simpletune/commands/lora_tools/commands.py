@@ -15,6 +15,7 @@ from simpletune.models.shared.text_layers import encoders_in, split_text
 from simpletune.runs.outputs import require_new
 from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, join_names, plural
+from simpletune.system.startup import import_libraries
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.updates import Updates
@@ -116,6 +117,8 @@ def mix(args: argparse.Namespace) -> Path:
     for source in sources:
         refuse_same(args.out, source.file)
     require_new(args.out, args.overwrite)
+    if args.method in PRUNING:
+        import_libraries()  # PEFT
     recipe = Recipe(args.method, args.rank, args.density, args.seed)
     updates = mixed([(read_lora(source.file), source.weight) for source in sources], recipe)
     parts = [(source.name, source.weight) for source in sources]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.commands.lora_tools.metadata import EMBEDDED
+from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.weights_names import find_lora
 from simpletune.system.console import say

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
 from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none, read_summary

@@ -14,7 +14,6 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import SampleDraw
 from simpletune.engine.fsdp.checkpoints import require_shared
 from simpletune.engine.fsdp.rank_zero import GatheredAverage, RankZeroDriver
-from simpletune.engine.quant.int8_tuning import announce_tuning
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs import checkpoint
@@ -164,6 +163,8 @@ def load_model(
 def announce_kernel(config: TrainConfig, denoiser: Denoiser, device: torch.device, plan: Plan) -> None:
     """Log what tuning of the int8 kernel the first step will wait for; only on CUDA."""
     if device.type == "cuda":
+        from simpletune.engine.quant.int8_tuning import announce_tuning
+
         batch = config.train.micro_batch
         image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
         announce_tuning(denoiser, image_rows, batch * config.model.text_tokens, device)

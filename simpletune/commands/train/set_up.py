@@ -15,7 +15,7 @@ from simpletune.commands.train.load import load, with_batch_size
 from simpletune.config.batches import kept_batch, of_process, with_batch
 from simpletune.config.compute import compute_of, settle_compute
 from simpletune.config.modulation import settle_modulation
-from simpletune.config.resolve import checked_folders
+from simpletune.config.resolve import require_model_rules, resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import require_room
@@ -47,7 +47,7 @@ from simpletune.system.devices import capability_of
 from simpletune.system.environment import describe_machine
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
-from simpletune.system.threads import choose_threads, use_threads
+from simpletune.system.threads import choose_threads
 from simpletune.training.trainer import Job
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def set_up(config: TrainConfig, options: StartOptions) -> Job:
     # config stays as the user gave it, but for the batch; resolved has folders; settled has no auto value left.
     config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
-    resolved = checked_folders(config)
+    resolved = resolve_folders(config)
+    require_model_rules(resolved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
@@ -146,7 +147,7 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
     threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, earlier)
     if on_cpu:
         say(f"threads {threads} ({why})")
-    use_threads(threads)
+    torch.set_num_threads(threads)
     return threads
 
 

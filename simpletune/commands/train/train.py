@@ -6,7 +6,6 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.commands.train.finish_early import restore_result
 from simpletune.commands.train.set_up import StartOptions, set_up
 from simpletune.config.batches import kept_batch
 from simpletune.config.compute import compute_of, kept_compute
@@ -87,6 +86,8 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     check_resumable(saved, kept_batch(kept_compute(config, compute_of(saved.config)), saved.config), saved.manifest)
     if is_first_process():
+        from simpletune.commands.train.finish_early import restore_result
+
         restore_result(folder, saved, summary)
     result = result_files(config, folder)[0]
     say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {result}")

@@ -13,7 +13,6 @@ from pydantic import Field
 from simpletune.data.sources.captions import cell_captions, settle_lines
 from simpletune.data.sources.pictures import picture_size, require_alpha
 from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
-from simpletune.data.storage.rows import Columns
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Problem, UserError, plural
 
@@ -102,6 +101,7 @@ class Stream(Source):
             UserError: the data set is missing or damaged, or lacks a column.
         """
         from simpletune.data.storage.dataset import Form, open_rows
+        from simpletune.data.storage.rows import Columns
 
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
         columns = Columns(self.image_column, None if self.prompt is not None else self.caption_column, size)

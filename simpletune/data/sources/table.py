@@ -47,7 +47,7 @@ class Table(Source):
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """Check the table without reading it."""
-        from simpletune.system.hub.fetch import is_hub_name
+        from simpletune.system.hub import is_hub_name
 
         if not path.exists():
             if not is_hub_name(self.path):
@@ -65,7 +65,7 @@ class Table(Source):
         if path.exists():
             files = _table_files(path)
         else:  # on the Hub
-            from simpletune.system.hub.files import data_set_folder
+            from simpletune.system.hub import data_set_folder
 
             patterns = [f"*{self.split}*.parquet", f"**/*{self.split}*.parquet"]
             files = _table_files(data_set_folder(self.path, patterns), self.split)

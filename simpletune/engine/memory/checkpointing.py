@@ -10,18 +10,20 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
-from simpletune.engine.memory.block_offload import BlockOffload
-from simpletune.engine.memory.feed_forward import FeedForwards
-from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.engine.memory.selective_checkpointing import SavedAttention
 from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from simpletune.engine.memory.block_offload import BlockOffload
+    from simpletune.engine.memory.feed_forward import FeedForwards
+    from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+    from simpletune.engine.memory.selective_checkpointing import SavedAttention
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,14 @@ def set_passes(
     """
     for index, block in enumerate(blocks):
         first = checkpointed - parts.keep_attention
-        attention = SavedAttention(block, inputs) if first <= index < checkpointed else None
-        networks = None
+        attention = networks = None
+        if first <= index < checkpointed:
+            from simpletune.engine.memory.selective_checkpointing import SavedAttention
+
+            attention = SavedAttention(block, inputs)
         if parts.feed_forward == "all" or (parts.feed_forward == "checkpointed" and index < checkpointed):
+            from simpletune.engine.memory.feed_forward import FeedForwards
+
             networks = FeedForwards(block, parts.tile, parts.last, draws_random_numbers(block))
         if index < checkpointed or weights is not None:
             block.forward = _passes(block, index, index < checkpointed, inputs, weights, attention, networks)

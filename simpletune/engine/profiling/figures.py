@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simpletune.system.options import Json
-from simpletune.system.phases import phase_name, range_name
+from simpletune.system.phases import AFTER, BEFORE, phase_name
 
 if TYPE_CHECKING:
     from torch._C._autograd import _KinetoEvent
@@ -32,7 +32,7 @@ KINDS = (ATTENTION, LINEARS, ELEMENT_WISE, QUANTISATION, OPTIMIZER, AUTOENCODER,
 # Patterns for the names around an operation, outermost first, tested in this order; PRODUCT tests the last two names.
 AROUND = {
     AUTOENCODER: re.compile(rf"^{AUTOENCODER}$"),
-    OPTIMIZER: re.compile(rf"^Optimizer\.step#|^{range_name('optimizer')}$"),
+    OPTIMIZER: re.compile(rf"^Optimizer\.step#|^{BEFORE}optimizer{AFTER}$"),
     ATTENTION: re.compile(r"attention|softmax|::bmm|::baddbmm", re.IGNORECASE),
 }
 PRODUCT = re.compile(r"::(addmm_?|mm|_int_mm|linear|mkldnn_linear|matmul)$|conv|gemm|matmul|_mm(_|$)|int8_product")

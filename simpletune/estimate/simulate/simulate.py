@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from simpletune.config.schema import TrainConfig
-from simpletune.config.speed import Kernel
+from simpletune.config.schema import Kernel, TrainConfig
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.attention_workspace import attention_kernel, cuda_layouts

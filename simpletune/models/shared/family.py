@@ -20,7 +20,7 @@ from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.family_facts import FamilyFacts
 from simpletune.models.shared.model_config import ModelConfig, Shape, Shapes
 from simpletune.models.shared.parts import Part, explain_load_errors, load_autoencoder, use_tiles
-from simpletune.system.hub.fetch import fetch, is_hub_name
+from simpletune.system.hub import fetch, is_hub_name
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:

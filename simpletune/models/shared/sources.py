@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import open_file
-from simpletune.system.hub.fetch import HubPart, is_hub_name, part_folder
-from simpletune.system.hub.repository import Repository
+from simpletune.system.hub import HubPart, Repository, is_hub_name, part_folder
 from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.system import strict_json
-from simpletune.system.hub.fetch import is_hub_name
-from simpletune.system.hub.files import model_folder
+from simpletune.system.hub import is_hub_name, model_folder
 from simpletune.system.options import Json, UserError, join_names
 
 if TYPE_CHECKING:

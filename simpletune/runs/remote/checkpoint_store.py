@@ -7,17 +7,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from simpletune.config.schema import TrainConfig, run_folder, run_url
-from simpletune.runs.remote.fetch import fetch
-from simpletune.runs.remote.index import RunIndex, require_same_run, stored_words, take
-from simpletune.runs.remote.upload import Uploader
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import UserError
 from simpletune.system.processes import is_first_process
-from simpletune.system.stores.object_store import ObjectStore
-from simpletune.system.stores.store import StoreError
+
+if TYPE_CHECKING:
+    from simpletune.runs.remote.index import RunIndex
+    from simpletune.system.stores.object_store import ObjectStore
 
 
 class CheckpointStore(Protocol):
@@ -52,6 +51,12 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     if url is None:
         yield LocalOnly()
         return
+    from simpletune.runs.remote.fetch import fetch
+    from simpletune.runs.remote.index import take
+    from simpletune.runs.remote.upload import Uploader
+    from simpletune.system.stores.object_store import ObjectStore
+    from simpletune.system.stores.store import StoreError
+
     store = ObjectStore(url)
     try:
         if resume in ("auto", "latest"):
@@ -70,6 +75,8 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
 
 def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
     """The index with which this process takes a run over, unless a new run would replace a stored one."""
+    from simpletune.runs.remote.index import RunIndex, require_same_run, stored_words
+
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:
         return RunIndex(owner=owner, machine=machine)

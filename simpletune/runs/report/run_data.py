@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
-from simpletune.config.stored_configs import read_saved
 from simpletune.config.validation_schedule import ON_TRAINING
 from simpletune.runs.attempts import (
     Attempt,

@@ -23,7 +23,7 @@ from simpletune.runs.report.settings import Setting, plain_settings, settings_of
 from simpletune.runs.report.time_and_memory import memory_section, profile_sections, time_sections
 from simpletune.system.console import duration
 from simpletune.system.options import UserError, join_names, plural
-from simpletune.system.stage_timer import largest_peak
+from simpletune.system.stage_timer import peak_of_stages
 
 PICTURE_STEPS = 12  # maximum of steps whose pictures are on the page
 POINTS = 800  # maximum of points of a line
@@ -267,8 +267,8 @@ def attempts_sections(run: RunData) -> Iterator[ReportSection]:
     cells = []
     for row in rows:
         steps = f"{row.from_step + 1:,} to {row.last_step:,}" if row.last_step > row.from_step else "none"
-        on_gpu = largest_peak(row.stages, "peak_allocated_gib")
-        peak = format_gib(on_gpu if on_gpu is not None else largest_peak(row.stages, "peak_rss_gib"))
+        on_gpu = peak_of_stages(row.stages, "peak_allocated_gib")
+        peak = format_gib(on_gpu if on_gpu is not None else peak_of_stages(row.stages, "peak_rss_gib"))
         ending = row.in_words()
         if row.ended is None:
             ending = "running" if run.held and row is rows[-1] else "killed"

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simpletune.config.schema import TrainConfig
-from simpletune.config.speed import Kernel
+from simpletune.config.schema import Kernel, TrainConfig
 from simpletune.models.shared.buckets import Size
 from simpletune.system.console import say
 from simpletune.system.options import UserError

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from simpletune.config.prior import NoPrior, PriorOption
 from simpletune.data.plan import Plan
 from simpletune.data.samples import SampleDraw
 from simpletune.data.storage.cache import Cache, crop_key
-from simpletune.data.storage.shard_cache import SamplePrefetcher
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.system.rng import stream
+
+if TYPE_CHECKING:
+    from simpletune.data.storage.shard_cache import SamplePrefetcher
 
 NO_PRIOR, WHOLE = NoPrior(), RankMicroBatches()
 
@@ -297,6 +299,8 @@ class Prefetcher:
         self._remote = batches.remote
         self._ahead: SamplePrefetcher | None = None
         if self._remote:
+            from simpletune.data.storage.shard_cache import SamplePrefetcher
+
             self._ahead = SamplePrefetcher(batches.needs, steps, min(cache.local_limit for cache in self._remote))
         self.waited: float | None = None
         """Seconds that the last step waited for its samples; None if the cache is a folder."""

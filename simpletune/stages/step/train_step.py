@@ -28,12 +28,7 @@ from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.step.attach import attach
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.exact_sums import ExactSums
 from simpletune.stages.step.fp16 import Fp16
-from simpletune.stages.step.in_backward import InBackward
-from simpletune.stages.step.prior import Prior
-from simpletune.stages.step.sharded import Sharded
-from simpletune.stages.step.trained_text import TrainedText
 from simpletune.stages.step.variant import PlainStep, StepVariant
 from simpletune.system.phases import phase
 from simpletune.system.rng import reseed_global
@@ -173,10 +168,16 @@ def assemble(
         model = accelerator.prepare_model(denoiser, device_placement=False)
     fsdp, parts = fsdp_model(denoiser), (config, model, optimizer, accelerator)
     if fsdp is not None:
+        from simpletune.stages.step.sharded import Sharded
+
         plain: PlainStep = Sharded(*parts, fsdp)
     elif config.memory.optimizer_in_backward:
+        from simpletune.stages.step.in_backward import InBackward
+
         plain = InBackward(*parts)
     elif config.train.reduce == "exact":
+        from simpletune.stages.step.exact_sums import ExactSums
+
         plain = ExactSums(*parts)
     else:
         plain = PlainStep(*parts)
@@ -185,8 +186,12 @@ def assemble(
     if blocks is not None and scale is not None:
         variant = fp16 = Fp16(variant, scale, blocks, plain.parameters, optimizer)
     if text is not None:
+        from simpletune.stages.step.trained_text import TrainedText
+
         variant = TrainedText(variant, text)
     if config.prior.predicts:
+        from simpletune.stages.step.prior import Prior
+
         variant = Prior(variant, plain)
     return TrainStep(plain, variant, denoiser, modulation, fp16, text)
 

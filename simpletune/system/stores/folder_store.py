@@ -13,10 +13,7 @@ from simpletune.system.stores.store import CHANGED, ObjectChanged, Store, StoreE
 class FolderStore(Store):
     """A folder of this machine, or of one that is mounted.
 
-    Hidden files do not count. Links to files are followed, links to folders are not.
-
-    Args:
-        folder: the folder, which need not exist.
+    It need not exist. Hidden files do not count. Links to files are followed, links to folders are not.
     """
 
     remote = False
@@ -47,7 +44,6 @@ class FolderStore(Store):
         return found
 
     def read_range(self, key: str, start: int, end: int) -> bytearray:
-        """Read a file's bytes."""
         content = bytearray(end - start)
         try:
             with open(self.folder / key, "rb", buffering=0) as handle:
@@ -63,11 +59,7 @@ class FolderStore(Store):
         return content if got == len(content) else require_length(content[:got], end - start, f"{self.folder / key}")
 
     def open(self, key: str) -> BinaryIO:
-        """Open a file to read and seek in.
-
-        Raises:
-            StoreError: it cannot be opened.
-        """
+        """Open a file to read and seek in."""
         try:
             return open(self.folder / key, "rb")
         except OSError as error:
@@ -95,7 +87,6 @@ class FolderStore(Store):
         return identity
 
     def upload(self, file: Path, key: str) -> None:
-        """Move a file here."""
         target = self.folder / key
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,7 @@ HUB = "hf://"
 
 
 class HubStore(StoreReader):
-    """A repository, or a folder in one.
-
-    Args:
-        url: ``hf://datasets/OWNER/NAME``, optionally followed by a folder.
-    """
+    """A repository, or a folder in one: ``hf://datasets/OWNER/NAME``, optionally followed by a folder."""
 
     def __init__(self, url: str):
         from huggingface_hub import HfFileSystem

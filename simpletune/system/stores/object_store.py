@@ -54,7 +54,6 @@ class ObjectStore(Store):
         self._store = _open(self.url, field)
 
     def versions(self, prefix: str = "") -> dict[str, tuple[int, str]]:
-        """List the objects under a prefix that ends in ``/``: their sizes in bytes and ETags by key."""
         import obstore
 
         with self._errors(f"listing {prefix or 'the folder'}"):
@@ -73,11 +72,7 @@ class ObjectStore(Store):
             raise StoreError(f"{key} has {stored} bytes in {self.url} instead of {size}")
 
     def fetch(self, key: str, file: Path, size: int) -> None:
-        """Write an object of a known size to a file atomically.
-
-        Raises:
-            StoreError: it could not be read, or has another size.
-        """
+        """Write an object of a known size to a file atomically."""
         import obstore
 
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +85,6 @@ class ObjectStore(Store):
                 raise StoreError(f"{key} gave {written} bytes instead of {size}")
 
     def read(self, key: str) -> tuple[bytes, str | None] | None:
-        """Read a small object, and its ETag."""
         import obstore
 
         with self._errors(f"reading {key}"):
@@ -101,7 +95,6 @@ class ObjectStore(Store):
             return bytes(answer.bytes()), answer.meta["e_tag"]
 
     def read_range(self, key: str, start: int, end: int) -> bytearray:
-        """Read an object's bytes from ``start`` to before ``end``."""
         import obstore
 
         if end <= start:
@@ -115,7 +108,6 @@ class ObjectStore(Store):
         return send_with_retries(read)
 
     def replace(self, key: str, content: bytes, known: str | None) -> str | None:
-        """Store a small object if the stored one has not changed."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -147,20 +139,15 @@ class ObjectStore(Store):
         except StoreError:
             raise
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise StoreError(redact(f"{what} in {self.url} failed ({short_reason(error)})")) from None
+            raise StoreError(redact(f"{what} in {self.url} failed ({_short_reason(error)})")) from None
 
 
-def short_reason(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     """Shorten a store's error to its first sentence; obstore appends its own state over many lines."""
     return describe_exception(error).partition("Debug source")[0].strip()[:300]
 
 
 def _open(url: str, field: str) -> Client:
-    """Open a store.
-
-    Raises:
-        UserError: obstore is not installed, or the URL or its settings are invalid.
-    """
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -178,5 +165,5 @@ def _open(url: str, field: str) -> Client:
             retry_config=RETRIES,
         )
     except (BaseError, ValueError) as error:
-        reason = redact(short_reason(error))
+        reason = redact(_short_reason(error))
         raise UserError(f"{field}: {url} cannot be opened ({reason}). Check the URL and the credentials") from None

@@ -61,11 +61,7 @@ class Store(StoreReader):
     """Whether nothing can be stored, nor listed: a web server."""
 
     def keys(self, prefix: str = "") -> dict[str, int]:
-        """List the files under a prefix that ends in ``/``: their sizes in bytes by key.
-
-        Raises:
-            StoreError: they cannot be listed.
-        """
+        """List the files under a prefix as ``versions`` does, with their sizes only."""
         return {key: size for key, (size, _) in self.versions(prefix).items()}
 
     @abstractmethod
@@ -102,27 +98,17 @@ class Store(StoreReader):
 
 
 class RangeFile(io.RawIOBase):
-    """A file that sends a request for each read, without buffering.
-
-    Args:
-        read_range: reads the file's bytes from a start to before an end.
-        size: its size in bytes.
-    """
+    """A file that sends a request for each read, without buffering; ``read_range`` reads its bytes from a start to
+    before an end."""
 
     def __init__(self, read_range: Callable[[int, int], bytes | bytearray], size: int):
         self._read_range, self._size, self._at = read_range, size, 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
-
-    def tell(self) -> int:
-        """The position of the next byte."""
-        return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move to a position."""
@@ -138,12 +124,7 @@ class RangeFile(io.RawIOBase):
 
 
 def send_with_retries(call: Callable[[], T]) -> T:
-    """Send a request to a store, up to ``READS`` times, until it answers.
-
-    Raises:
-        ObjectChanged: at once.
-        StoreError: the last failure.
-    """
+    """Send a request to a store until it answers, up to ``READS`` times; ``ObjectChanged`` is raised at once."""
     for _ in range(READS - 1):
         try:
             return call()
@@ -155,11 +136,7 @@ def send_with_retries(call: Callable[[], T]) -> T:
 
 
 def require_length(content: Content, wanted: int, what: str) -> Content:
-    """Return a content of the wanted length.
-
-    Raises:
-        StoreError: it has another.
-    """
+    """Return a content of the wanted length; ``StoreError`` if it has another."""
     if len(content) != wanted:
         raise StoreError(f"{what} gave {len(content):,} bytes instead of {wanted:,}")
     return content

@@ -18,7 +18,6 @@ from simpletune.system.options import Json
 from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
-from simpletune.training.trackers.weights_and_biases import Wandb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -115,6 +114,8 @@ def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = 
     if writes and option.tensorboard:
         makers["TensorBoard"] = lambda warn: TensorBoard(profile_folder(config), start, values)
     if writes and option.wandb != "disabled":
+        from simpletune.training.trackers.weights_and_biases import Wandb
+
         online = option.wandb == "online"
         makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, values, warn)
     return Trackers(makers)

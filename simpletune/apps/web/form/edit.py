@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from simpletune.apps.web.form.fields import PROFILE, FieldGroup, FormField, sections_of
-from simpletune.config.load import _trains_base, with_default_tags
+from simpletune.config.family_defaults import with_family
+from simpletune.config.load import complete, with_default_tags
 from simpletune.config.overrides import BESIDE_THE_JOB, merge
-from simpletune.config.rules.family import with_family
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.profiles import with_profile
 from simpletune.system.options import Json
 
 DEEPEST = 4  # nesting depth of structures
@@ -83,11 +82,6 @@ def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
         data.pop("about", None)  # the changes have made the description untrue
     sections = [_with_texts(section, kept) for section in sections_of(complete(data))]
     return EditedForm(data, sections, kept, _sources(base, data, sections, kept))
-
-
-def complete(data: Json) -> Json:
-    """Fill in what the family, the profile and the unions' tags determine."""
-    return with_default_tags(TrainConfig, with_profile(with_family(data), _trains_base(data)))
 
 
 def set_at(data: Json, path: str, value: object) -> None:

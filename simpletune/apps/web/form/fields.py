@@ -12,7 +12,16 @@ from pydantic.fields import FieldInfo
 
 from simpletune.config.overrides import parse_value
 from simpletune.config.schema import TrainConfig
-from simpletune.system.options import Json, Option, item_of, member_for, option_classes, strip_annotated, union_of
+from simpletune.system.options import (
+    Json,
+    Option,
+    documented,
+    item_of,
+    member_for,
+    option_classes,
+    strip_annotated,
+    union_of,
+)
 
 Kind = Literal["choice", "text", "lines", "json"]
 HIDDEN = ("$schema", "version", "about")
@@ -84,7 +93,7 @@ def sections_of(data: Json) -> list[FieldGroup]:
 
 
 def _items(option: type[Option], data: Json, prefix: str, skip: str = "") -> Iterator[FormField | FieldGroup]:
-    for name, info in option.model_fields.items():
+    for name, info in documented(option).items():
         key = info.alias or name
         if key in HIDDEN or key == skip:
             continue

@@ -26,7 +26,7 @@ from simpletune.config.load import read_json, validate
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.runs.folder import CONFIG
 from simpletune.system.gpus import Card, find_card
-from simpletune.system.hub.fetch import HUB_NAME
+from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
 FOLDER = "data.path"

@@ -1,0 +1,96 @@
+"""What layers and files compute alike from the factors of LoKr, LoHa, DoRA and OFT.
+
+Needs only torch: the tools for LoRA files start without PEFT and what it imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from simpletune.models.shared.lora_names import OFT_BLOCKS, Layout
+
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""Types by their names in options."""
+
+
+def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A factor, or the product of its two factors."""
+    return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
+
+
+def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The factors [r^2, i] and [o, r^2] of the equivalent plain low-rank update."""
+    a1, b1, a2, b2 = (factors[f"hada_w{name}"] for name in ("1_a", "1_b", "2_a", "2_b"))
+    down = (b1[:, None] * b2).flatten(0, 1)  # every row of one by every row of the other
+    return down, (a1.t()[:, None] * a2.t()).flatten(0, 1).t()
+
+
+def by_norms(magnitude: Tensor, norms: Tensor) -> Tensor:
+    """Divide by norms; 0 for rows of zeros."""
+    return magnitude / torch.where(norms > 0, norms, torch.inf)
+
+
+def turn(
+    triangle: Tensor,  # [k, d (d - 1) / 2]
+    side: int,  # d
+) -> Tensor:  # fp32 [k, d, d]
+    """Compute R^T - I of every block, where R^T = (I + Q) (I - Q)^-1 and Q is skew-symmetric: 2 (I - Q)^-1 Q.
+
+    Does not check the solution, which would read from the device: I - Q is never singular.
+    """
+    blocks = upper(triangle.float(), side)
+    skew = blocks - blocks.transpose(1, 2)
+    with torch.autocast(skew.device.type, enabled=False):
+        solved: Tensor = torch.linalg.solve_ex(torch.eye(side, device=skew.device) - skew, 2 * skew)[0]
+    return solved
+
+
+def upper(triangle: Tensor, side: int) -> Tensor:  # [k, d (d - 1) / 2] -> [k, d, d]
+    """Matrices with these numbers above the diagonal, row by row, and zeros elsewhere."""
+    rows, columns = torch.triu_indices(side, side, 1, device=triangle.device)
+    blocks = triangle.new_zeros(len(triangle), side, side)
+    return blocks.index_put((torch.arange(len(triangle), device=triangle.device)[:, None], rows, columns), triangle)
+
+
+def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
+    """The entries above the diagonal of B - B^T, which are all that matters in a file's blocks."""
+    rows, columns = torch.triu_indices(blocks.shape[1], blocks.shape[1], 1)
+    return (blocks - blocks.transpose(1, 2))[:, rows, columns]
+
+
+def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """A file's tensors by key, under the original names if the layout has them.
+
+    ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
+    order and then swap the halves of the difference, which is wrong for layers whose halves are swapped. A fused q, k,
+    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones. The blocks [k, d, d], by
+    diffusers' layer name, have halves in the original layout's order.
+    """
+    if not layout.original:
+        return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
+    parts: dict[str, dict[int | None, Tensor]] = {}
+    for name, own in blocks.items():
+        module, third = layout.names.original(name)
+        parts.setdefault(module, {})[third] = own
+    tensors = {}
+    for module, found in parts.items():
+        if None not in found:
+            nothing = torch.zeros_like(next(iter(found.values())))
+            found = {None: torch.cat([found.get(third, nothing) for third in range(3)])}
+        tensors[layout.key(module, OFT_BLOCKS)] = found[None]
+    return tensors
+
+
+def turned_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
+    """(R - I) W."""
+    return turned(weight.t(), triangle).t()
+
+
+def turned(z: Tensor, triangle: Tensor) -> Tensor:  # [..., o] -> [..., o]
+    """Multiply each block of columns by its R^T - I."""
+    side = z.shape[-1] // len(triangle)
+    rotation = turn(triangle, side).to(z.dtype)
+    return torch.einsum("...kd,kde->...ke", z.unflatten(-1, (-1, side)), rotation).flatten(-2)

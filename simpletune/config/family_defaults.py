@@ -1,0 +1,53 @@
+"""Fill in the defaults that depend on the model's family, in a configuration as JSON."""
+
+from __future__ import annotations
+
+from simpletune.models.families import FAMILIES
+from simpletune.models.shared.family import Family
+from simpletune.system.options import Json
+
+
+def family_defaults(family: Family) -> dict[str, dict[str, object]]:
+    """Return the defaults that depend on the family, by section and field."""
+    return {
+        "objective": {"name": family.objective},
+        "data": {"resolution": family.resolution},
+        "validation": {"guidance": family.guidance},
+    }
+
+
+def with_objective(data: Json) -> Json:
+    """Fill in the family's objective in a configuration, as JSON, that names no objective."""
+    family = _family_in(data)
+    return data if family is None else _filled(data, {"objective": family_defaults(family)["objective"]})
+
+
+def with_family(data: Json) -> Json:
+    """Fill in the family's defaults where a configuration, as JSON, sets none; validation reports what is wrong."""
+    family = _family_in(data)
+    if family is None:
+        return data
+    defaults = family_defaults(family)
+    if not family.has_modulation:  # a memory.profile may plan modulations
+        defaults["memory"] = {"modulation": "auto"}
+    return _filled(data, defaults)
+
+
+def _family_in(data: Json) -> Family | None:
+    model = data.get("model", {})
+    if not isinstance(model, dict):
+        return None
+    wanted = model.get("family", FAMILIES[0].family)
+    return next((family for family in FAMILIES if family.family == wanted), None)
+
+
+def _filled(data: Json, defaults: dict[str, dict[str, object]]) -> Json:
+    """Fill in what the sections leave unset."""
+    known = {name: data.get(name, {}) for name in defaults}
+    filled = {name: {**defaults[name], **own} for name, own in known.items() if isinstance(own, dict)}
+    if "sources" in filled.get("data", {}) or filled.get("data", {}).get("source") == "several":
+        data_section = filled["data"] = known["data"]  # each source has the fields that a single one has here
+        if isinstance(sources := data_section.get("sources"), list):
+            each = [{**defaults["data"], **own} if isinstance(own, dict) else own for own in sources]
+            filled["data"] = {**data_section, "sources": each}
+    return {**data, **filled}

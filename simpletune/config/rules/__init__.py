@@ -1,1 +1,0 @@
-"""Which sections of a configuration contradict each other? Rules by topic."""

@@ -1,0 +1,460 @@
+"""Files of the Hugging Face hub: choose those of a model, check the disk, download, and explain every failure.
+
+Every failure is a ``UserError`` with value, rule and remedy. No message repeats text from the hub or its library: it
+could contain a token or a signed URL.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.system.checksums import sha256_of
+from simpletune.system.console import progress, say
+from simpletune.system.disk import DiskFull, free_disk_bytes, reason_full
+from simpletune.system.model_folder import NAMES, weight_files
+from simpletune.system.options import UserError, plural
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm
+
+HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
+DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
+LAST = ("config.json", "tokenizer_config.json", "scheduler_config.json")  # fetched last: a part that has it is complete
+ALONE = ("transformer", "vae")  # parts that may have their own repository
+TRIES = 3  # attempts per file, for failures that huggingface_hub does not retry
+PAUSE = 2.0  # seconds before the second attempt; twice that before the third
+RETRIED = {"ConnectError", "TimeoutException", "ProxyError"}  # huggingface_hub retried these, or a retry cannot help
+LOCAL_FOLDER = "use a local folder"
+MB, GB = 10**6, 10**9
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository on the hub at one revision."""
+
+    name: str  # owner/name
+    revision: str | None = None  # branch, tag or commit; None: main
+    kind: str = "model"  # or "dataset"
+
+    @property
+    def cache(self) -> Path:
+        """Folder of the repository in the hub's cache (HF_HUB_CACHE, HF_HOME)."""
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HUB_CACHE) / f"{self.kind}s--{self.name.replace('/', '--')}"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a repository as the hub lists it."""
+
+    repository: Repository
+    commit: str
+    path: str  # inside the repository
+    size: int  # bytes
+    sha256: str | None  # of files in large-file storage; None for small ones
+
+    @property
+    def place(self) -> Path:
+        """The file's path in the hub's cache, whether it exists or not."""
+        return self.repository.cache / "snapshots" / self.commit / self.path
+
+    @property
+    def bytes_to_fetch(self) -> int:
+        """The size, or 0 if a file with the same content is in the cache (from another commit)."""
+        return 0 if (self.repository.cache / "blobs" / str(self.sha256)).exists() else self.size
+
+
+@dataclass(frozen=True)
+class HubPart:
+    """A part of a pipeline on the hub."""
+
+    repository: Repository
+    part: str  # the sub-folder: transformer, tokenizer_2, ...
+    weights: bool  # whether the weights are needed, or only the configuration
+
+
+_FETCHED: dict[HubPart, Path] = {}
+
+
+class Unreachable(UserError):
+    """The hub does not respond or refuses access; the cache may still have the files."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name is a hub repository (owner/name) rather than a folder or file."""
+    return not Path(name).exists() and not name.endswith(".safetensors") and HUB_NAME.match(name) is not None
+
+
+def part_folder(part: HubPart) -> Path:
+    """Return the local folder of a part on the hub; fetch it if necessary."""
+    if part not in _FETCHED:
+        fetch([part])
+    return _FETCHED[part]
+
+
+def fetch(parts: Sequence[HubPart]) -> None:
+    """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk."""
+    folders: dict[HubPart, Path] = {}
+    wanted: list[HubFile] = []
+    for part in dict.fromkeys(parts):
+        try:
+            files = needed(part, listing(part.repository))
+        except Unreachable:
+            folder = in_cache(part)
+            if folder is None:
+                raise
+            say(f"{part.repository.name}: the hub is offline or unreachable; {part.part} comes from the cache")
+            folders[part] = folder
+        else:
+            folders[part] = files[0].place.parent
+            wanted += files
+    fetch_files(wanted)
+    _FETCHED.update(folders)
+
+
+def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
+    """List the files of a part in fetching order, without other precisions and frameworks."""
+    name, prefix = part.repository.name, f"{part.part}/"
+    if not any(file.path.startswith(prefix) for file in files):
+        if part.part not in ALONE or not any(file.path == "config.json" for file in files):
+            held = ", ".join(sorted({f.path.split("/")[0] for f in files if "/" in f.path})) or "no folders"
+            raise UserError(f"{name} has no {prefix} folder (diffusers' layout), only {held}. Name an SD3 pipeline")
+        prefix = ""
+    inside = {file.path.removeprefix(prefix): file for file in files if file.path.startswith(prefix)}
+    inside = {path: file for path, file in inside.items() if "/" not in path}
+    chosen = [file for path, file in inside.items() if path.endswith(DESCRIPTIONS) and ".fp16." not in path]
+    if part.weights:
+        weights = _chosen_weights(inside)
+        if not weights:
+            raise UserError(
+                f"{name}: {prefix or 'the repository'} has no {NAMES[0]}.safetensors, only {', '.join(inside)}. "
+                "Name a repository with safetensors weights"
+            )
+        chosen = weights + chosen
+    return sorted(chosen, key=lambda file: (file.path.endswith(LAST), not file.path.endswith(".safetensors")))
+
+
+def _chosen_weights(inside: dict[str, HubFile]) -> list[HubFile]:
+    """List the weight files that ``weight_files`` will read: the shards if there is an index, else the single file."""
+    for name in NAMES:
+        shards = [file for path, file in inside.items() if re.fullmatch(rf"{name}-\d+-of-\d+\.safetensors", path)]
+        if f"{name}.safetensors.index.json" in inside and shards:
+            return shards
+        if f"{name}.safetensors" in inside:
+            return [inside[f"{name}.safetensors"]]
+    return []
+
+
+def repository_file(name: str, file: str, revision: str | None = None) -> Path:
+    """Return the local path of a file on the hub; fetch it if necessary."""
+    repository = Repository(name, revision)
+    try:
+        found = [each for each in listing(repository) if each.path == file]
+    except Unreachable:
+        if not (place := _snapshot(repository) / file).exists():
+            raise
+        return place
+    if not found:
+        raise UserError(f"{name} has no {file}. Check the name")
+    fetch_files(found)
+    return found[0].place
+
+
+def data_set_folder(name: str, patterns: list[str]) -> Path:
+    """Return the local folder of a data set's files that match the patterns; fetch them if necessary."""
+    repository = Repository(name, kind="dataset")
+    try:
+        held = listing(repository)
+    except Unreachable:
+        if not _snapshot(repository).is_dir():
+            raise
+        return _snapshot(repository)
+    found = [file for file in held if any(fnmatch(file.path, pattern) for pattern in patterns)]
+    if not found:
+        first = ", ".join(file.path for file in held[:8]) or "nothing"
+        raise UserError(f"{name} has no file that matches {' or '.join(patterns)}, only {first}. Check the name")
+    fetch_files(found)
+    return repository.cache / "snapshots" / found[0].commit
+
+
+def model_folder(name: str, revision: str | None = None) -> Path:
+    """Return the local folder of a whole model in transformers' layout; fetch it if necessary, safetensors only."""
+    repository = Repository(name, revision)
+    try:
+        files = [file for file in listing(repository) if "/" not in file.path]
+    except Unreachable:
+        if not (folder := _snapshot(repository) / "config.json").exists():
+            raise
+        return folder.parent
+    weights = _chosen_weights({file.path: file for file in files})
+    described = [file for file in files if file.path.endswith(DESCRIPTIONS)]
+    if not weights or not any(file.path == "config.json" for file in described):
+        held = ", ".join(file.path for file in files[:8]) or "no files"
+        raise UserError(
+            f"{name} has no model.safetensors with a config.json, only {held}. Name a repository that has them"
+        )
+    fetch_files([*weights, *sorted(described, key=lambda file: file.path == "config.json")])
+    return weights[0].place.parent
+
+
+@lru_cache(maxsize=16)
+def listing(repository: Repository) -> tuple[HubFile, ...]:
+    """List a repository's files."""
+    from huggingface_hub import HfApi, constants
+
+    with explain_hub_errors(repository):
+        info = HfApi().repo_info(
+            repository.name,
+            repo_type=repository.kind,
+            revision=repository.revision,
+            files_metadata=True,
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    return tuple(
+        HubFile(repository, info.sha or "", each.rfilename, each.size or 0, each.lfs.sha256 if each.lfs else None)
+        for each in getattr(info, "siblings", None) or ()
+    )
+
+
+def _snapshot(repository: Repository) -> Path:
+    """Return the cache folder of the last commit that was fetched completely."""
+    from huggingface_hub import constants
+
+    revision = repository.revision or constants.DEFAULT_REVISION
+    note = repository.cache / "refs" / revision
+    return repository.cache / "snapshots" / (note.read_text().strip() if note.is_file() else revision)
+
+
+def in_cache(part: HubPart) -> Path | None:
+    """Return the part's folder in the hub's cache if it is complete, without contacting the hub."""
+    here = _snapshot(part.repository)
+    for folder in (here / part.part, *([here] if part.part in ALONE else [])):
+        if any((folder / name).exists() for name in LAST):
+            try:
+                if part.weights:
+                    weight_files(folder)
+            except UserError:
+                return None
+            return folder
+    return None
+
+
+def fetch_files(files: Sequence[HubFile]) -> None:
+    """Fetch missing files if they fit on the disk; record the commit for later use without a network."""
+    from huggingface_hub import constants
+
+    missing = [file for file in files if not file.place.exists()]
+    if missing:
+        size, cache = sum(file.bytes_to_fetch for file in missing), missing[0].repository.cache.parent
+        free = free_disk_bytes(cache)
+        names = ", ".join(dict.fromkeys(file.repository.name for file in missing))
+        if size > free:
+            t5 = sum(file.size for file in missing if file.path.startswith("text_encoder_3/"))
+            remedy = f", or set model.t5=false (saves {t5 / GB:.1f} GB)" if t5 else ""
+            raise DiskFull(
+                f"{names}: the download needs {size / GB:.2f} GB, and {free / GB:.2f} GB are free at {cache}. "
+                f"Free {(size - free) / GB:.2f} GB, set HF_HOME to a larger disk{remedy}"
+            )
+        count = plural(len(missing), "file")
+        say(f"fetching {size / GB:.2f} GB in {count} from {names} to {cache} ({free / GB:.0f} GB free)")
+    for file in missing:
+        _fetch_file(file)
+    for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
+        note = repository.cache / "refs" / (repository.revision or constants.DEFAULT_REVISION)
+        if note.name != commit and (not note.exists() or note.read_text() != commit):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(commit)
+
+
+def _fetch_file(file: HubFile) -> None:
+    """Download one file into huggingface_hub's cache, and check the SHA-256 of a large one."""
+    large = file.sha256 is not None
+    with explain_hub_errors(file.repository, file):
+        shown = progress(f"fetch {file.path}", -(-file.size // MB), "MB") if large else nullcontext(lambda: None)
+        with shown as count:
+            _download(file, _progress_bar(count))
+        if large and sha256_of(file.place) != file.sha256:
+            for damaged in (file.place.resolve(), file.place):
+                damaged.unlink(missing_ok=True)
+            raise UserError(
+                f"{file.repository.name}: {file.path} arrived damaged (wrong sha256) and was deleted. Start again"
+            )
+
+
+def _download(file: HubFile, bar: type[tqdm]) -> None:
+    """Call huggingface_hub, up to ``TRIES`` times for failures that it does not retry itself."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HTTPError
+
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_without_addresses)
+    for attempt in range(1, TRIES + 1):
+        try:
+            hf_hub_download(
+                file.repository.name,
+                file.path,
+                repo_type=file.repository.kind,
+                revision=file.commit,
+                etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
+                tqdm_class=bar,
+            )
+            return
+        except (HTTPError, OSError) as error:
+            if attempt == TRIES or not _worth_a_retry(error):
+                raise
+            say(f"fetch {file.path}: {type(error).__name__}, attempt {attempt + 1} of {TRIES}")
+            time.sleep(PAUSE * attempt)
+
+
+def _worth_a_retry(error: Exception) -> bool:
+    """Whether a failure may be temporary but huggingface_hub (2.4) gave up without a retry.
+
+    It resumes an interrupted GET and retries a HEAD; it does neither after a 5xx response to a GET, a reset connection,
+    an interrupted HEAD or a file of the wrong size (an OSError without errno).
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500
+    if isinstance(error, HTTPError):
+        return not _class_names(error) & RETRIED
+    return type(error) is OSError and error.errno is None
+
+
+def _without_addresses(record: logging.LogRecord) -> bool:
+    """Remove URLs from huggingface_hub's warnings: a signed URL gives every reader of the log access to the file."""
+    record.msg, record.args = re.sub(r"https?://\S*[^\s:]", "the hub", record.getMessage()), ()
+    return True
+
+
+def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
+    """Create a progress bar for huggingface_hub that draws nothing and calls ``count`` once per megabyte.
+
+    hf_xet has two bars, for the network and the disk; the one that is ahead counts.
+    """
+    from huggingface_hub.utils import tqdm
+
+    counted = 0
+
+    class Counter(tqdm):
+        def __init__(self, **_: object):
+            super().__init__(disable=True)
+            self.bytes = 0
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal counted
+            self.bytes += int(n or 0)  # negative when a download starts over
+            while counted < self.bytes // MB:
+                counted += 1
+                count()
+
+    return Counter
+
+
+@contextmanager
+def explain_hub_errors(repository: Repository, file: HubFile | None = None) -> Iterator[None]:
+    """Turn failures of the hub, the network or the disk into a ``UserError``, of requesting a repository or fetching a
+    file of it; into ``Unreachable`` if the cache may still have the files."""
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except HFValidationError:
+        raise UserError(f"{repository.name} is not a valid name on the hub (owner/name). Check it") from None
+    except LocalEntryNotFoundError as error:
+        raise _explain(error.__cause__ or error, repository, file) from None
+    except (HTTPError, EntryNotFoundError, OSError, RuntimeError) as error:  # RuntimeError: hf_xet's
+        raise _explain(error, repository, file) from None
+
+
+def _class_names(error: BaseException) -> set[str]:
+    """The names of an error's class and its bases."""
+    # huggingface_hub raises its HTTP client's errors but exports only their base class (errors.HTTPError). Comparing
+    # subclasses (TimeoutException, ProxyError) by name avoids importing the client.
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _explain(error: BaseException, repository: Repository, file: HubFile | None) -> UserError:
+    from huggingface_hub import errors
+
+    name, cache = repository.name, repository.cache.parent
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return Unreachable(
+            f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids access to the hub. "
+            f"Unset it, or {LOCAL_FOLDER}"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return _explain_answer(error, repository, file)
+    if "ProxyError" in _class_names(error):
+        return Unreachable(f"{name}: the proxy refuses the connection to the hub. Check HTTPS_PROXY and NO_PROXY")
+    if isinstance(error, (errors.HTTPError, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)):
+        return _explain_silence(error, name, file)
+    if kind := reason_full(error):
+        return DiskFull(
+            f"{name}: the disk of {cache} {kind}; complete files are kept. "
+            "Free space, or set HF_HOME to a larger disk, and start again"
+        )
+    if isinstance(error, OSError) and error.errno:
+        return UserError(f"{name}: {cache} cannot be written ({error.strerror}). Set HF_HOME to another folder")
+    without_xet = ", set HF_HUB_DISABLE_XET=1" if isinstance(error, RuntimeError) else ""
+    return Unreachable(f"{name} cannot be fetched ({type(error).__name__}). Try again{without_xet}, or {LOCAL_FOLDER}")
+
+
+def _explain_silence(error: BaseException, name: str, file: HubFile | None) -> UserError:
+    """Explain a missing or interrupted response."""
+    slow = bool(_class_names(error) & {"TimeoutException", "TimeoutError"})
+    if file is not None:
+        what = "the download timed out" if slow else "the connection was interrupted"
+        return UserError(
+            f"{name}: {what} while fetching {file.path} ({file.size:,} bytes). "
+            "Start again: this file is fetched from the start, complete files are kept"
+            + (" (HF_HUB_DOWNLOAD_TIMEOUT sets the seconds to wait)" if slow else "")
+        )
+    what = "the hub did not respond in time" if slow else f"the hub cannot be reached ({type(error).__name__})"
+    return Unreachable(
+        f"{name} is not in the local cache, and {what}. Check the network and HTTPS_PROXY, try again, or {LOCAL_FOLDER}"
+    )
+
+
+def _explain_answer(error: BaseException, repository: Repository, file: HubFile | None) -> UserError:
+    """Explain an HTTP status. Without a token, the hub answers 401 for repositories that do not exist, too."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    assert isinstance(error, HfHubHTTPError)
+    name, folder = repository.name, "datasets/" if repository.kind == "dataset" else ""
+    page = f"huggingface.co/{folder}{name}"
+    status, login = error.response.status_code, "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, GatedRepoError) and status == 403:
+        return Unreachable(
+            f"{name} is gated, and your token's account has not accepted its licence (403). "
+            f"Accept it at {page}; a fine-grained token must also allow reading gated repositories"
+        )
+    if isinstance(error, GatedRepoError):
+        how = "the token was not accepted" if get_token() else "no token was sent"
+        return Unreachable(f"{name} is gated, and {how} ({status}). Accept its licence at {page}, then {login}")
+    if isinstance(error, RevisionNotFoundError):
+        return UserError(
+            f"{name} has no revision {repository.revision!r} (404). Check the revision: a branch, tag or commit"
+        )
+    if isinstance(error, RepositoryNotFoundError) or (status == 404 and file is None):
+        return Unreachable(f"{name} was not found on the hub, or it is private ({status}). Check the name, or {login}")
+    if status == 404 and file is not None:
+        return UserError(f"{name} has no {file.path} (404). Check that the name is right")
+    if status == 401:
+        return Unreachable(f"{name}: the hub rejects your token (401): is it mistyped or expired? To renew it, {login}")
+    if status == 403:
+        return Unreachable(f"{name}: your token has no read access (403). Use one that has: {login}")
+    if status == 429:
+        return Unreachable(f"{name}: the hub limits the rate of requests (429). Wait a few minutes and start again")
+    return Unreachable(f"{name}: the hub has an internal error (status {status}). Try again later, or {LOCAL_FOLDER}")
