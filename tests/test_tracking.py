@@ -165,7 +165,7 @@ def test_online_without_an_answer_goes_offline(
     assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
 
 
-METHODS = ("config", "scalars", "picture", "report", "summary", "place", "close")
+METHODS = ("scalars", "picture", "report", "summary", "close")
 
 
 class Stub:
@@ -175,8 +175,6 @@ class Stub:
         self.broken, self.calls = broken, []
 
     def __getattr__(self, name: str) -> Any:
-        if name == "place":
-            return self.call(name)
         return lambda *args: self.call(name)
 
     def call(self, name: str) -> str:
@@ -194,7 +192,7 @@ def test_a_tracker_that_fails_is_said_once_and_is_off(broken: str, capsys: pytes
         bad.call("maker")
         return bad
 
-    with Trackers({"bad": make, "good": lambda warn: good}, {}) as trackers:
+    with Trackers({"bad": make, "good": lambda warn: good}) as trackers:
         trackers.scalars(1, {"loss": 1.0})
         trackers.picture(1, "samples", Image.new("RGB", (2, 2)))
         trackers.report(Path("report.html"))
@@ -203,7 +201,7 @@ def test_a_tracker_that_fails_is_said_once_and_is_off(broken: str, capsys: pytes
     assert bad.calls == ["maker", *METHODS][: ["maker", *METHODS].index(broken) + 1]
     line = "bad failed and is off for the rest of the run (RuntimeError: no space left)"
     assert trackers.warnings == [line] and capsys.readouterr().out.count(line) == 1
-    assert places["good"] == "place"
+    assert places["good"] == "summary"
 
 
 def test_a_run_outlives_its_tracker(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +258,7 @@ def test_what_tensorboards_thread_cannot_write_is_said_at_the_end(tmp_path: Path
     def full(self: object, data: bytes) -> None:
         raise OSError("no space left")
 
-    with Trackers({"TensorBoard": lambda warn: TensorBoard(tmp_path, 0)}, {}) as trackers:
+    with Trackers({"TensorBoard": lambda warn: TensorBoard(tmp_path, 0, {})}) as trackers:
         monkeypatch.setattr(RecordWriter, "write", full)
         trackers.scalars(1, {"loss": 1.0})
         trackers.finish({})
@@ -300,7 +298,7 @@ def test_errors_that_are_no_exceptions_pass() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Trackers({"x": stop}, {})
+        Trackers({"x": stop})
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,18 @@ from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
+from simpletune.engine.fsdp.checkpoints import NonFinite
 from simpletune.engine.fsdp.fsdp_model import held_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.nonfinite import finite_only, require_finite
+from simpletune.training.nonfinite import not_saved, require_finite
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, and hands them to its object store.
-
-    Args:
-        config: configuration as the user gave it.
-        folder: run folder.
-        core: training step, with the model, the optimizer and the average.
-        plan: plan of the data, which a resumed run must have, too.
-        stages: records the time of the stage ``save``.
-        attempt: record of this process.
-        store: keeps the checkpoints, if an object store does.
-    """
+    """Writes a run's checkpoints, and hands them to its object store; ``config`` is as the user gave it."""
 
     def __init__(
         self,
@@ -47,9 +38,12 @@ class Checkpointer:
         Raises:
             UserError: a trained parameter is not finite.
         """
-        with self.stages.stage("save"), finite_only(self.folder, step):
+        with self.stages.stage("save"):
             require_finite(held_parameters(self.core.denoiser), self.folder, step)
-            checkpoint.save_checkpoint(self.folder, self._state(step))
+            try:
+                checkpoint.save_checkpoint(self.folder, self._state(step))
+            except NonFinite as error:  # found by a process in its own part of the weights
+                raise not_saved(error.names, self.folder, step) from None
         self.attempt.update()
         self.store.saved(step)
 

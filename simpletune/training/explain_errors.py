@@ -75,14 +75,7 @@ def _bytes(tensors: Sequence[object], device: torch.device) -> int:
 
 
 def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception, folder: Path) -> UserError:
-    """Build the error that ends a run whose device is full.
-
-    Args:
-        config: configuration of the run with demo names resolved.
-        kinds: bytes by kind.
-        error: error of the device.
-        folder: run folder.
-    """
+    """The error that ends a run whose device is full; ``kinds``: bytes by kind, ``config``: demo names resolved."""
     from simpletune.estimate.levers import savings
 
     lines = ["the device's memory is full: " + str(error).partition("\n")[0]]

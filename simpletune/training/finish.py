@@ -17,8 +17,8 @@ from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
 from simpletune.runs.summary import drift_at, left_out, print_results, summarise
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
+from simpletune.system.devices import capability_of
 from simpletune.system.printable import describe_exception
-from simpletune.training.profiler import add_memory
 from simpletune.training.trainer import Trainer
 
 
@@ -66,7 +66,9 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     # Written again below: a tracker may take minutes to close.
     write_json(folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
     trainer.tasks.run("the model card", write_card, folder, config, summary, plan.manifest())
-    add_memory(traces, core, plan)
+    from simpletune.estimate.simulate.simulate import snapshots_of_step
+
+    traces.add_memory(lambda: snapshots_of_step(core.config, plan.largest(), capability_of(core.device)))
     page, reported = write_page(trainer), len(warnings)
     places = {**page, **trackers.finish(summary)}
     write_json(folder / SUMMARY, summary | {"warnings": warnings, "complete": True})

@@ -135,9 +135,7 @@ class Interrupts:
         """Carry out the requests after ``done`` steps, except stopping.
 
         Args:
-            done: number of finished steps.
             saved: whether this step is already saved.
-            save: writes a checkpoint.
             draw: draws a picture, and returns the answer.
 
         Raises:
@@ -157,12 +155,7 @@ class Interrupts:
             self._put(request, done, state, {**more, "seconds": round(time.perf_counter() - clock, 3)})
 
     def stop(self, folder: Path, done: int) -> None:
-        """Answer all requests, because the run is saved and stops after ``done`` steps.
-
-        Args:
-            folder: run folder, for the remedy.
-            done: number of finished steps.
-        """
+        """Answer all requests, because the run is saved and stops after ``done`` steps."""
         saved = {"file": str(checkpoint_folder(Path(), done))}
         late = f"the run stops after step {done}. Draw with simpletune generate --run {folder}@{done}"
         for request in list(self._waiting):

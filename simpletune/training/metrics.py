@@ -21,14 +21,6 @@ class Metrics:
 
     The host stays one step ahead of the device: it launches a step before it reads the figures of the previous one.
     With ``train.on_nonfinite`` ``skip`` it waits for every step anyway.
-
-    Args:
-        folder: run folder.
-        core: training step.
-        guard: check for NaN and infinity.
-        attempt: record of this process.
-        trackers: other places to log to.
-        steps_per_epoch: number of steps of an epoch.
     """
 
     def __init__(
@@ -50,15 +42,10 @@ class Metrics:
     def launched(
         self, step: int, began: DeviceEvent, loss: Tensor, norm: Tensor, asked: InterruptFlags, waited: float | None
     ) -> None:
-        """Start copying a launched step's figures to the host.
+        """Start copying the figures of the step that the core launched last to the host; see ``PendingStep``.
 
         Args:
-            step: number of steps before it.
-            began: event before the step's data.
-            loss: loss of the step, on the device.
-            norm: gradient norm of the step, on the device.
             asked: what is asked of this process.
-            waited: seconds that the step waited for a remote cache; None if there is none.
         """
         figures = global_figures(loss, norm, self.core, asked)
         self._pending.append(PendingStep.launched(step, began, self.core, figures, waited))

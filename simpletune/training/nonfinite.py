@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import SampleDraw
 from simpletune.data.storage.cache import Cache, crop_key
-from simpletune.engine.fsdp.checkpoints import NonFinite
 from simpletune.models.shared.fp16_blocks import describe_overflow
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
@@ -39,10 +37,7 @@ class NonFiniteGuard:
     happens before the update.
 
     Args:
-        config: configuration of the run.
         folder: run folder, whose ``skipped.jsonl`` lists skipped steps.
-        core: step core.
-        batches: source of the batches.
         start: first step of this process.
         warn: prints a warning and adds it to the summary.
     """
@@ -77,9 +72,6 @@ class NonFiniteGuard:
         that overflowed only because of fp16 are recorded elsewhere; the device has undone them.
 
         Args:
-            done: finished step.
-            loss: mean loss of the step.
-            norm: gradient norm of the step.
             fp16: with products in fp16, the loss scale and the blocks' flags.
 
         Raises:
@@ -175,11 +167,8 @@ def _nonfinite_inputs(batch: Batch, row: int) -> str:
 
 
 def nonfinite_names(named: Iterable[tuple[str, Iterable[object]]]) -> list[str]:
-    """List the names whose tensors contain NaN or infinity, without temporary copies of the tensors.
-
-    Args:
-        named: pairs of a name and its values; anything but floating-point tensors is ignored.
-    """
+    """List the names whose tensors contain NaN or infinity, without temporary copies of the tensors; ignores values
+    other than floating-point tensors."""
     found = []
     for name, values in named:
         for value in values:
@@ -191,11 +180,7 @@ def nonfinite_names(named: Iterable[tuple[str, Iterable[object]]]) -> list[str]:
 
 
 def require_finite(parameters: Mapping[str, nn.Parameter], folder: Path, step: int) -> None:
-    """Refuse to save a checkpoint with NaN or infinity; reads the device once for all parameters.
-
-    Raises:
-        UserError: lists the parameters' names.
-    """
+    """Refuse to save a checkpoint with NaN or infinity; reads the device once for all parameters."""
     with torch.no_grad():
         peaks = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values() if p.numel()]
         devices = {peak.device for peak in peaks}
@@ -211,16 +196,3 @@ def not_saved(bad: list[str], folder: Path, step: int) -> UserError:
         f"saved. {how_to_go_on(folder)}",
         CODE,
     )
-
-
-@contextmanager
-def finite_only(folder: Path, step: int) -> Iterator[None]:
-    """Within this context, explain NaN or infinity that a process finds in its part of the weights while saving.
-
-    Raises:
-        UserError: lists the parameters' names.
-    """
-    try:
-        yield
-    except NonFinite as error:
-        raise not_saved(error.names, folder, step) from None

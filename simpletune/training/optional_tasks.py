@@ -14,12 +14,7 @@ T = TypeVar("T")
 
 
 class OptionalTasks:
-    """Runs tasks; on failure, warns once per kind of error, and frees the task's device memory.
-
-    Args:
-        device: device of the run.
-        warn: prints a warning and adds it to the summary.
-    """
+    """Runs tasks; on failure, warns once per kind of error, and frees the task's device memory."""
 
     def __init__(self, device: torch.device, warn: Callable[[str], None]):
         self.device, self.warn = device, warn

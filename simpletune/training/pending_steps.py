@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
 
 class DeviceEvent:
-    """Mark a point in the device's work queue, which is reached when all earlier work is done.
-
-    Uses an event on the current stream on CUDA, and the clock on the CPU, where work is synchronous.
-
-    Args:
-        device: device of the work.
-    """
+    """A point in the device's work queue, which is reached when all earlier work is done: an event on CUDA's current
+    stream, or the clock on the CPU, where work is synchronous."""
 
     def __init__(self, device: torch.device):
         self._event: torch.cuda.Event | None = None
@@ -49,15 +44,10 @@ class DeviceEvent:
 
 
 class InterruptFlags(NamedTuple):
-    """What is asked of one process, or of any process, so that all of them do it after the same step.
+    """What is asked of one process, or of any process, so that all of them do it after the same step."""
 
-    Args:
-        stop: whether to stop, by a signal or a request.
-        answer: whether to answer requests in the control file.
-    """
-
-    stop: bool = False
-    answer: bool = False
+    stop: bool = False  # by a signal or a request
+    answer: bool = False  # requests in the control file
 
 
 NOTHING = InterruptFlags()
@@ -90,29 +80,17 @@ def global_figures(
 
 @dataclass(frozen=True)
 class PendingStep:
-    """Hold a launched step.
+    """A launched step."""
 
-    Args:
-        step: number of steps before it.
-        lr: learning rate of the step.
-        began: event before the step's data.
-        ended: event after the copy of the metrics.
-        figures: ``global_figures`` in host memory, complete once ``ended`` is reached.
-        losses: losses of the micro-batches, on the device.
-        normed: parameters that had a gradient.
-        norms: [len(normed)] norms of their gradients, on the device.
-        waited: seconds that the step waited for a remote cache; None if there is none.
-    """
-
-    step: int
+    step: int  # number of steps before it
     lr: float
-    began: DeviceEvent
-    ended: DeviceEvent
-    figures: Tensor
-    losses: Sequence[Tensor]
-    normed: Sequence[nn.Parameter]
-    norms: Tensor
-    waited: float | None = None
+    began: DeviceEvent  # before the step's data
+    ended: DeviceEvent  # after the copy of the figures
+    figures: Tensor  # global_figures in host memory, complete once ended is reached
+    losses: Sequence[Tensor]  # of the micro-batches, on the device
+    normed: Sequence[nn.Parameter]  # the parameters that had a gradient
+    norms: Tensor  # [len(normed)] of their gradients, on the device
+    waited: float | None = None  # seconds that the step waited for a remote cache; None if there is none
 
     @classmethod
     def launched(

@@ -1,4 +1,4 @@
-"""Set up a run's profiler traces, and add the predicted memory to their summaries."""
+"""Set up a run's profiler traces."""
 
 from __future__ import annotations
 
@@ -8,29 +8,18 @@ import torch
 
 from simpletune.config.schema import Profile, TrainConfig, profile_folder
 from simpletune.config.validation_schedule import is_due
-from simpletune.data.plan import Plan
 from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
-from simpletune.system.devices import capability_of
 
 
 def traces_of(
     config: TrainConfig, core: TrainStep, batches: BatchLoader, steps: int, cuda: bool, warn: Callable[[str], None]
 ) -> EpochTraces:
-    """Create the traces of a run; only the first process records any.
-
-    Args:
-        config: configuration as the user gave it.
-        core: training step.
-        batches: source of the batches.
-        steps: number of steps of the whole run.
-        cuda: whether the run is on CUDA.
-        warn: prints a warning and adds it to the summary.
-    """
+    """Create the traces of a run of ``steps`` in all; only the first process records any."""
     plan, option = batches.plan, config.profile if core.accelerator.is_main_process else Profile(max_traces=0)
     known: dict[Size, int] = {}
 
@@ -49,10 +38,3 @@ def traces_of(
 
     facts = Facts(cuda, torch.cuda.get_device_name() if cuda else "", flops, model_units(core.denoiser), interrupted)
     return EpochTraces(option, profile_folder(config), steps, plan.steps_per_epoch, facts, warn)
-
-
-def add_memory(traces: EpochTraces, core: TrainStep, plan: Plan) -> None:
-    """Add a step's predicted memory to the trace summaries, if any; takes a few seconds."""
-    from simpletune.estimate.simulate.simulate import snapshots_of_step
-
-    traces.add_memory(lambda: snapshots_of_step(core.config, plan.largest(), capability_of(core.device)))

@@ -29,16 +29,8 @@ if TYPE_CHECKING:
 
 
 def generate_requested(validator: Validator, predicted: Estimate | None, asked: DrawRequest, done: int) -> str:
-    """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``.
-
-    Args:
-        validator: the run's validation, whose model draws.
-        predicted: the run's predicted memory, if any.
-        asked: what to draw.
-        done: number of finished steps.
-
-    Returns:
-        The picture's name in the run's folder.
+    """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``; returns its
+    name in the run's folder.
 
     Raises:
         UserError: the picture cannot be drawn, or is predicted not to fit.

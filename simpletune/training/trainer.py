@@ -46,36 +46,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What is settled and loaded before training.
-
-    Args:
-        config: configuration as the user gave it, except that its batch size is settled; the model's own, with folders
-            and memory settled, too, is ``core.config``.
-        accelerator: accelerate's view of processes and device.
-        device: description of the device and why it was chosen.
-        stages: time and memory so far.
-        prepared: plan and caches.
-        core: the loaded model and its training step, restored from a checkpoint if the run continues.
-        batches: this process's micro-batches.
-        start: first step of this process.
-        attention: attention kernel.
-        attempt: record of this process.
-        store: keeps the run's checkpoints, if an object store does.
-        predicted: predicted memory, if any.
-    """
+    """What is settled and loaded before training."""
 
     config: TrainConfig
+    """As the user gave it, except that its batch size is settled; the model's own, with folders and memory settled,
+    too, is ``core.config``."""
     accelerator: Accelerator
-    device: str
-    stages: StageTimer
+    device: str  # and why it was chosen
+    stages: StageTimer  # time and memory so far
     prepared: PreparedData
-    core: TrainStep
-    batches: BatchLoader
-    start: int
-    attention: str
-    attempt: AttemptRecorder
+    core: TrainStep  # restored from a checkpoint if the run continues
+    batches: BatchLoader  # this process's
+    start: int  # first step of this process
+    attention: str  # its kernel
+    attempt: AttemptRecorder  # of this process
     store: CheckpointStore
-    predicted: Estimate | None = None
+    predicted: Estimate | None = None  # the memory
 
 
 class Trainer:
@@ -111,9 +97,6 @@ class Trainer:
     def train(self) -> EpochTraces:
         """Validate the base, run the steps, and save the last one.
 
-        Returns:
-            The profiler's traces.
-
         Raises:
             Stopped: a signal or a request ended the run; it is saved.
             UserError: a step was non-finite, or the disk is full.
@@ -129,7 +112,9 @@ class Trainer:
             traces = self._steps()
             if self.start < self.steps:
                 self.first_alone(self.checkpointer.save, self.steps)
-            self._stop_together()
+            # After the save: a launcher ends all processes when one ends.
+            if processes > 1 and self._any_process(Signals.received is not None):
+                raise Stopped(Signals.received or SIGNALS[0])
         stop_if_requested()
         return traces
 
@@ -166,12 +151,8 @@ class Trainer:
         return traces
 
     def _log(self, progress: TrainingProgress, everything: bool) -> int | None:
-        """Log the steps that the device has finished.
-
-        Returns:
-            The signal that ends the run after the last launched step, the same in all processes; if there is one, every
-            step has been logged.
-        """
+        """Log the steps that the device has finished; return the signal that ends the run after the last launched step,
+        the same in all processes. If there is one, every step has been logged."""
         stop, answer = self.metrics.log(progress, everything)
         if answer:
             stop |= self.metrics.log(progress, everything=True).stop
@@ -182,12 +163,8 @@ class Trainer:
         return ends
 
     def _between_steps(self, done: int, progress: TrainingProgress, stops: bool) -> None:
-        """Save, evaluate and draw after ``done`` steps if due, and do what the control file asks.
-
-        Args:
-            done: number of finished steps.
-            progress: progress display.
-            stops: whether the run stops here; then it saves but does not draw.
+        """Save, evaluate and draw after ``done`` steps if due, and do what the control file asks. A run that stops here
+        saves but does not draw.
 
         Raises:
             Stopped: a signal arrived while evaluating or drawing; this step is saved too.
@@ -227,15 +204,6 @@ class Trainer:
             say(self.early)
         self.steps = done
         return True
-
-    def _stop_together(self) -> None:
-        """Stop all processes after the last step if any received a signal; a launcher ends all when one ends.
-
-        Raises:
-            Stopped: a process received a signal.
-        """
-        if self.accelerator.num_processes > 1 and self._any_process(Signals.received is not None):  # after the save
-            raise Stopped(Signals.received or SIGNALS[0])
 
     def _any_process(self, asked: bool) -> bool:
         """Return whether something holds in any process."""

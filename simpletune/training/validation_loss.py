@@ -36,20 +36,15 @@ from simpletune.system.signals import poll
 
 @dataclass(frozen=True)
 class ValidationFigures:
-    """The figures of one evaluation.
+    """The figures of one evaluation."""
 
-    Args:
-        loss: mean loss.
-        losses: the loss of each sample [n], to compare evaluations sample by sample.
-        drift: ``E|v - v_base|^2 / E|v_base|^2`` by group of prompts; empty if the base is unknown, and without a group
-            for which the base predicts zeros and the model does not.
-        drift_error: their standard errors over the samples.
-    """
-
-    loss: float
-    losses: list[float]
+    loss: float  # the mean
+    losses: list[float]  # of each sample [n], to compare evaluations sample by sample
     drift: dict[str, float] = field(default_factory=dict)
+    """``E|v - v_base|^2 / E|v_base|^2`` by group of prompts; empty if the base is unknown, and without a group for
+    which the base predicts zeros and the model does not."""
     drift_error: dict[str, float] = field(default_factory=dict)
+    """Their standard errors over the samples."""
 
     def row(self) -> Json:
         """The figures as recorded: six digits, except for the loss."""
@@ -65,13 +60,6 @@ class LossEvaluator:
 
     The base's predictions are computed before the first step, or with the adapter off, and kept in the run's folder in
     their own type, so drift costs no second pass, and works for full fine-tuning, too.
-
-    Args:
-        core: predicts and computes the loss.
-        batches: loads the samples; its plan chooses them.
-        adapter: switched off for the base's predictions.
-        folder: the run's folder.
-        samples: number of samples.
     """
 
     def __init__(self, core: TrainStep, batches: BatchLoader, adapter: TrainingMethod, folder: Path, samples: int):
@@ -80,12 +68,8 @@ class LossEvaluator:
 
     @torch.no_grad()
     def evaluate(self, denoiser: Denoiser, step: int) -> ValidationFigures | None:
-        """Evaluate the model; None if there are no samples.
-
-        Args:
-            transformer: model with its adapter, not wrapped.
-            step: number of finished steps; at 0 the model is the base.
-        """
+        """Evaluate the model with its adapter, not wrapped, after ``step`` steps: at 0 it is the base; None if there
+        are no samples."""
         if not self.samples:
             return None
         was_training = denoiser.training
@@ -105,15 +89,13 @@ class LossEvaluator:
 
     def _base(self, denoiser: Denoiser) -> dict[str, Tensor] | None:
         """The base's predictions by group and number; None if they are lost and the base itself is trained."""
-        if not self._is_written():
+        # Those of another start differ if a prompt or the number of samples has changed.
+        known = self.file.is_file() and read_header(self.file).get("__metadata__", {}).get("of") == self._of()
+        if not known:
             if self.adapter.trains_base:
                 return None
             self._write_base(denoiser)
         return WeightReader([self.file]).get_all()
-
-    def _is_written(self) -> bool:
-        """Whether the file has this run's predictions; they differ if a prompt or the number of samples has changed."""
-        return self.file.is_file() and read_header(self.file).get("__metadata__", {}).get("of") == self._of()
 
     def _of(self) -> str:
         """What the predictions depend on besides the base and the latents: samples and prompts."""
@@ -171,13 +153,7 @@ class LossEvaluator:
 
 def validation_samples(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
     """Choose the number of samples for evaluations, and print it; a resumed run keeps its number.
-
-    Args:
-        config: configuration as the user gave it.
-        samples_per_step: mean number of samples that a step trains on.
-        steps: number of steps of the whole run.
-        resumed: whether the run continues.
-    """
+    ``samples_per_step``: the mean number that a step of all ``steps`` trains on."""
     before = earlier_validation_samples(run_folder(config)) if resumed else None
     chosen = choose_validation_samples(config, samples_per_step, steps, before)
     if chosen.samples:

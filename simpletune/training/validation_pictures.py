@@ -28,12 +28,9 @@ GRID = "grid.png"
 
 
 class Previews:
-    """Draw validation pictures into ``samples/``: ``base/`` and one folder per step.
+    """Draws validation pictures into ``samples/``: ``base/`` and one folder per step.
 
     Args:
-        config: configuration with folders resolved.
-        requests: pictures to draw.
-        text: prompt embeddings.
         folder: the run's ``samples`` folder.
         core: step core, with the trained text side and the modulation that was removed from the transformer, if any.
     """
@@ -49,30 +46,21 @@ class Previews:
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
         self.core, self.modulation = core, None if core is None else core.modulation
 
-    def generate_base(self, denoiser: Denoiser) -> None:
-        """Draw with the base model; before training, because full fine-tuning changes the base."""
-        adapter = self.config.adapter
-        with nullcontext() if adapter.trains_base else untrained(adapter, denoiser):
-            self._draw(denoiser, BASE, self.folder / BASE)
+    def folder_of(self, step: int) -> Path:
+        """The folder of the pictures after ``step`` steps, 0: of the base's."""
+        return self.folder / (f"step-{step:06d}" if step else BASE)
 
-    def generate_tuned(self, denoiser: Denoiser, step: int) -> None:
-        """Draw with the model after ``step`` steps."""
-        self._draw(denoiser, f"step {step}", self._place(step))
-
-    def has_pictures(self, step: int) -> bool:
-        """Return whether the pictures after ``step`` steps exist, or none are enabled."""
-        return not self.requests or self._place(step).is_dir()
-
-    def _place(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}"
-
-    def _draw(self, denoiser: Denoiser, state: str, folder: Path) -> None:
+    def draw(self, denoiser: Denoiser, step: int) -> None:
+        """Draw with the model after ``step`` steps; at step 0 with the base, which full fine-tuning changes later."""
         if not self.requests:
             return
-        pictures = self.pictures(denoiser, self.requests)
-        with atomic_folder(folder) as part:  # the grid needs all pictures of a step
+        adapter = self.config.adapter
+        with untrained(adapter, denoiser) if step == 0 and not adapter.trains_base else nullcontext():
+            pictures = self.pictures(denoiser, self.requests)
+        about = self.about(f"step {step}" if step else BASE)
+        with atomic_folder(self.folder_of(step)) as part:  # the grid needs all pictures of a step
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-                save_png(picture, part / f"prompt-{number:02d}.png", request, **self.about(state))
+                save_png(picture, part / f"prompt-{number:02d}.png", request, **about)
 
     def about(self, state: str) -> dict[str, str]:
         """Return a picture's metadata besides its request."""
@@ -109,16 +97,13 @@ class Previews:
         (embeds,), (pooled,) = text(embeds[None].to(device), pooled[None].to(device), on_device)
         return embeds, pooled
 
-    def states(self) -> list[Path]:
-        """List the folders drawn so far: the base first, then by step."""
-        return [self.folder / BASE, *sorted(self.folder.glob("step-*"))]
-
     def write_grid(self) -> Path | None:
         """Write one picture with a row per prompt and a column per state."""
         if not self.requests:
             return None
         drawn = [f"prompt-{number:02d}.png" for number in range(len(self.requests))]
-        states = [state for state in self.states() if all((state / name).is_file() for name in drawn)]
+        states = [self.folder / BASE, *sorted(self.folder.glob("step-*"))]
+        states = [state for state in states if all((state / name).is_file() for name in drawn)]
         rows: list[tuple[str, list[Image.Image]]] = []
         for number, request in enumerate(self.requests):
             images: list[Image.Image] = [Image.open(state / f"prompt-{number:02d}.png") for state in states]

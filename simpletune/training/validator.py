@@ -30,15 +30,7 @@ class Validator:
 
     Args:
         config: configuration as the user gave it.
-        folder: run folder.
-        core: training step.
-        batches: source of the batches.
-        prepared: plan and caches.
         samples: number of samples of an evaluation.
-        stages: records the time and memory of the stage ``validate``.
-        attempt: record of this process.
-        trackers: where losses and pictures are logged.
-        tasks: runs what may fail.
     """
 
     def __init__(
@@ -80,16 +72,16 @@ class Validator:
         evaluated = not self.evaluator.samples or has_validation(self.folder, step)
         if is_validation_due(self.config, step) and not evaluated:
             self.try_to_evaluate(step)
-        if is_due(self.config.validation.every, step) and not self.previews.has_pictures(step):
+        drawn = not self.previews.requests or self.previews.folder_of(step).is_dir()
+        if is_due(self.config.validation.every, step) and not drawn:
             self.try_to_draw(step)
         self.attempt.update()
 
     def try_to_evaluate(self, step: int) -> float | None:
-        """Evaluate; None if there are no samples, or if it fails."""
+        """Evaluate; None if there are no samples, or with a warning if it fails."""
         return self.tasks.run(EVALUATING, self.evaluate, step)
 
     def try_to_draw(self, step: int) -> None:
-        """Draw the validation pictures; a failure is only a warning."""
         self.tasks.run(DRAWING, self.draw, step)
 
     def evaluate(self, step: int) -> float | None:
@@ -108,10 +100,7 @@ class Validator:
     def draw(self, step: int) -> None:
         """Draw the validation pictures; at step 0, with the base model."""
         with self.stages.stage("validate"), use_average(self.core.average):
-            if step == 0:
-                self.previews.generate_base(self.core.denoiser)
-                return
-            self.previews.generate_tuned(self.core.denoiser, step)
-            sheet = self.previews.write_grid()
+            self.previews.draw(self.core.denoiser, step)
+            sheet = self.previews.write_grid() if step else None
         if sheet is not None:
             self.trackers.picture(step, "samples", Image.open(sheet))

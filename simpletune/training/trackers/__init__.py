@@ -1,6 +1,7 @@
 """Who else is told a run's metrics and pictures? TensorBoard and wandb; a tracker that fails is disabled.
 
-A new one takes a file here, a field in ``Tracking`` (config/schema.py) and a line in ``open_trackers``.
+A new one takes a file here with a ``Tracker``, a field in ``Tracking`` (config/schema.py) and a line in
+``open_trackers``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
+from simpletune.system.options import Json
 from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 from simpletune.training.trackers.tensor_board import TensorBoard
-from simpletune.training.trackers.tracker import Json, Tracker
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,19 +25,37 @@ if TYPE_CHECKING:
 Warn = Callable[[str], None]
 
 
+class Tracker(Protocol):
+    """Logs a run; ``Trackers`` disables a tracker whose method fails."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Log numbers at a step."""
+
+    def picture(self, step: int, name: str, image: Image) -> None:
+        """Log a picture at a step."""
+
+    def report(self, file: Path) -> None:
+        """Log the run's HTML report."""
+
+    def summary(self, values: Json) -> str:
+        """Log the summary at the end of a run; returns where to view the run, or the command for it."""
+
+    def close(self, failed: bool) -> None:
+        """Flush and close; ``failed``: whether the run was stopped or failed."""
+
+
 class Trackers:
-    """Combine a run's trackers. A failing tracker is disabled with a warning and never fails the run.
+    """A run's trackers. A failing tracker is disabled with a warning and never fails the run.
 
     Args:
         makers: factories by name; each gets a function that prints a warning.
-        config: the run's configuration as JSON.
     """
 
-    def __init__(self, makers: dict[str, Callable[[Warn], Tracker]], config: Json):
+    def __init__(self, makers: dict[str, Callable[[Warn], Tracker]]):
         self.warnings: list[str] = []
         self._open: dict[str, Tracker] = {}
         for name, make in makers.items():
-            self._guarded(name, lambda name=name, make=make: self._start(name, make, config))  # type: ignore[misc]
+            self._guarded(name, lambda name=name, make=make: self._open.update({name: make(self.warn)}))  # type: ignore[misc]
 
     def __enter__(self) -> Trackers:
         return self
@@ -47,42 +66,26 @@ class Trackers:
         self.close(failed=kind is not None)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers at a step."""
         self._each(lambda tracker: tracker.scalars(step, values))
 
     def picture(self, step: int, name: str, image: Image) -> None:
-        """Log a picture at a step."""
         self._each(lambda tracker: tracker.picture(step, name, image))
 
     def report(self, file: Path) -> None:
-        """Log the run's HTML report."""
         self._each(lambda tracker: tracker.report(file))
 
     def finish(self, summary: Json) -> dict[str, str]:
-        """Log the summary, and close.
-
-        Returns:
-            Where to view each tracker, by name.
-        """
-        self._each(lambda tracker: tracker.summary(summary))
+        """Log the summary, and close; returns where to view each tracker, by name."""
         places: dict[str, str] = {}
         for name, tracker in list(self._open.items()):
-            self._guarded(name, lambda name=name, tracker=tracker: places.update({name: tracker.place}))  # type: ignore[misc]
+            self._guarded(name, lambda name=name, tracker=tracker: places.update({name: tracker.summary(summary)}))  # type: ignore[misc]
         self.close()
         return places
 
     def close(self, failed: bool = False) -> None:
-        """Flush and close all trackers; a second call does nothing.
-
-        Args:
-            failed: whether the run was stopped or failed.
-        """
+        """Flush and close all trackers; a second call does nothing."""
         self._each(lambda tracker: tracker.close(failed))
         self._open.clear()
-
-    def _start(self, name: str, make: Callable[[Warn], Tracker], config: Json) -> None:
-        self._open[name] = make(self.warn)
-        self._open[name].config(config)
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
@@ -104,21 +107,15 @@ class Trackers:
 
 
 def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = True) -> Trackers:
-    """Open the trackers that the configuration enables.
-
-    Args:
-        config: configuration as the user gave it.
-        folder: run folder.
-        start: step that a resumed run starts from.
-        writes: whether this process logs; only the first of several does.
-    """
-    option = config.tracking
+    """Open the trackers that the configuration, as the user gave it, enables; only the first of several processes
+    ``writes``. ``start``: the step that a resumed run starts from."""
+    option, values = config.tracking, config.model_dump(mode="json", by_alias=True)
     makers: dict[str, Callable[[Warn], Tracker]] = {}
     if writes and option.tensorboard:
-        makers["TensorBoard"] = lambda warn: TensorBoard(profile_folder(config), start)
+        makers["TensorBoard"] = lambda warn: TensorBoard(profile_folder(config), start, values)
     if writes and option.wandb != "disabled":
         from simpletune.training.trackers.weights_and_biases import Wandb
 
         online = option.wandb == "online"
-        makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, warn)
-    return Trackers(makers, config.model_dump(mode="json", by_alias=True))
+        makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, values, warn)
+    return Trackers(makers)

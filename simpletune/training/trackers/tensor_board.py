@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.training.trackers.tracker import Json
+from simpletune.system.options import Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,51 +18,36 @@ class TensorBoard:
     Args:
         folder: the run's folder under TensorBoard's logdir.
         start: step that a resumed run starts from; later entries are dropped.
+        config: the run's configuration, logged as text.
     """
 
-    def __init__(self, folder: Path, start: int):
+    def __init__(self, folder: Path, start: int, config: Json):
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self.start = folder, start
         self._writer = SummaryWriter(folder, purge_step=start or None)
-
-    @property
-    def place(self) -> str:
-        """Return the command that shows the run."""
-        return f"tensorboard --logdir {self.folder.parent}"
-
-    def config(self, values: Json) -> None:
-        """Log the run's configuration as text."""
-        self._text("config", values, self.start)
+        self._text("config", config, start)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers at a step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, image: Image) -> None:
-        """Log a picture at a step."""
         import numpy as np
 
         pixels = np.asarray(image.convert("RGB"))
         self._writer.add_image(name, pixels, step, dataformats="HWC")
 
-    def summary(self, values: Json) -> None:
-        """Log the summary as text."""
-        self._text("summary", values, values.get("steps", self.start))
-
     def report(self, file: Path) -> None:
-        """Log the path of the run's report, because TensorBoard cannot show pages."""
-        self._writer.add_text("report", f"`{file}`", self.start)
+        self._writer.add_text("report", f"`{file}`", self.start)  # its path: TensorBoard cannot show pages
+
+    def summary(self, values: Json) -> str:
+        self._text("summary", values, values.get("steps", self.start))
+        return f"tensorboard --logdir {self.folder.parent}"
 
     def close(self, failed: bool) -> None:
-        """Flush and close.
-
-        Raises:
-            OSError: the writer's thread failed, which closing alone would not report.
-        """
         try:
-            self._writer.flush()
+            self._writer.flush()  # raises what failed in the writer's thread, which closing alone would not report
         finally:
             self._writer.close()
 

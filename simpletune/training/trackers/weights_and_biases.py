@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from simpletune.system.options import Json
 from simpletune.system.printable import describe_exception
-from simpletune.training.trackers.tracker import Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,10 +30,11 @@ class Wandb:
         name: name of the run.
         project: wandb project.
         online: upload during the run.
+        config: the run's configuration.
         warn: prints a warning.
     """
 
-    def __init__(self, folder: Path, name: str, project: str, online: bool, warn: Callable[[str], None]):
+    def __init__(self, folder: Path, name: str, project: str, online: bool, config: Json, warn: Callable[[str], None]):
         self._names: dict[str, Any] = {"project": project, "name": name, "id": run_id(folder), "dir": str(folder)}
         self._folder = folder / FOLDER
         if online and not has_credentials(os.environ):
@@ -41,6 +42,7 @@ class Wandb:
             online = False
         self._run = self._start_online(warn) if online else self._start("offline")
         self._run.define_metric("*", step_metric="step")  # a resumed run may repeat steps; wandb's own counter cannot
+        self._run.config.update(config, allow_val_change=True)  # which a resumed run may have changed
 
     def _start_online(self, warn: Callable[[str], None]) -> Any:
         """Start a run on the server, or offline if the server fails."""
@@ -69,38 +71,26 @@ class Wandb:
             )
             return wandb.init(mode=mode, resume="allow", settings=settings, **self._names)
 
-    @property
-    def place(self) -> str:
-        """Return the run's page, or the command that uploads an offline run."""
-        return (None if self._run.offline else self._run.url) or f"wandb sync {self._folder}/offline-run-*"
-
-    def config(self, values: Json) -> None:
-        """Log the run's configuration; a resumed run may have changed it."""
-        self._run.config.update(values, allow_val_change=True)
-
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Log numbers at a step."""
         self._run.log({"step": step, **values})
 
     def picture(self, step: int, name: str, image: Image) -> None:
-        """Log a picture at a step."""
         import wandb
 
         self._run.log({"step": step, name: wandb.Image(image)})
 
-    def summary(self, values: Json) -> None:
-        """Log the summary."""
-        self._run.summary.update(values)
-
     def report(self, file: Path) -> None:
-        """Log the run's HTML report."""
         import wandb
 
         self._run.log({"report": wandb.Html(str(file), inject=False)})
 
+    def summary(self, values: Json) -> str:
+        self._run.summary.update(values)
+        # The run's page, or the command that uploads an offline run.
+        return (None if self._run.offline else self._run.url) or f"wandb sync {self._folder}/offline-run-*"
+
     def close(self, failed: bool) -> None:
-        """Upload the rest, for at most ``FINISH_SECONDS``."""
-        self._run.finish(exit_code=1 if failed else 0)
+        self._run.finish(exit_code=1 if failed else 0)  # uploads the rest, for at most FINISH_SECONDS
 
 
 def run_id(folder: Path) -> str:
