@@ -494,7 +494,7 @@ def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: py
 
 
 def test_after_a_failure_the_next_validation_is_tried(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = Previews._draw, []
+    honest, calls = Previews.draw, []
 
     def draw(self: Previews, transformer: torch.nn.Module, *args: object) -> None:
         calls.append(transformer.training)
@@ -502,7 +502,7 @@ def test_after_a_failure_the_next_validation_is_tried(tiny_config: dict, monkeyp
             raise torch.OutOfMemoryError("injected")
         honest(self, transformer, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Previews, "_draw", draw)
+    monkeypatch.setattr(Previews, "draw", draw)
     run = run_with(tiny_config, validation={"prompts": ["a disc"], "every": 1, "steps": 2})
     assert sorted(p.name for p in (run / "samples").iterdir()) == [
         "grid.png",
