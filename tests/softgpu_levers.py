@@ -20,6 +20,7 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop, SampleDraw
+from simpletune.data.sources.source import Picture
 from simpletune.engine.kernels import adaln, rms_norm
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.optim.options import PAGED_FROM, PagedAdamW8bit
@@ -123,7 +124,7 @@ class _Plan:
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         first = (step * self.accumulation + micro) * BATCH
-        picture: Any = SimpleNamespace(name="p", mask=None, source=0)
+        picture = Picture("p", "", (64, 64), "", bytes)
         view = Crop(picture, (64, 64), (0.5, 0.5), False)
         return [SampleDraw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
 
@@ -146,8 +147,8 @@ class _Text:
 
 
 def _prepared(accumulation: int) -> Any:
-    latents = SimpleNamespace(load=lambda view: _numbers("0", 4, 8, 8))
-    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, masks=None, remote=[])
+    latents = SimpleNamespace(load=lambda view: (_numbers("0", 4, 8, 8), torch.ones(1, 1, 1)))
+    return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, remote=[])
 
 
 def assembled(levers: Levers, device: torch.device) -> TrainStep:
