@@ -63,7 +63,8 @@ class Interrupts:
         self._answered = set() if folder is None else answered_ids(folder)
         self._waiting: list[AnyRequest] = []
         self._mark: tuple[int, ...] | None = None
-        self._agreed = False  # all processes know of the requests and have logged every step
+        self.agreed = False
+        """Whether all processes know of the requests, have logged every step, and have yet to answer."""
         self._stop_asked = False
 
     def poll(self) -> InterruptFlags:
@@ -88,17 +89,7 @@ class Interrupts:
     @property
     def ready(self) -> bool:
         """Whether requests can be answered after this step: several processes must first have logged the same steps."""
-        return self.asked.answer and (self.alone or self._agreed)
-
-    @property
-    def may_answer(self) -> bool:
-        """Whether requests may be answered after this step; the same in all processes."""
-        return self.ready or self._agreed
-
-    def agree(self, agreed: bool = True) -> None:
-        """Record, in all processes, that they know of the requests and have logged every step; or that the requests
-        are answered."""
-        self._agreed = agreed
+        return self.asked.answer and (self.alone or self.agreed)
 
     def _read(self) -> None:
         """Read the file if it has changed."""
@@ -141,7 +132,7 @@ class Interrupts:
         Raises:
             Stopped: a signal arrived while drawing.
         """
-        self._agreed = False
+        self.agreed = False
         for request in [each for each in self._waiting if not isinstance(each, StopRequest)]:
             clock = time.perf_counter()
             if isinstance(request, SaveRequest):

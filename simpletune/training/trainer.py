@@ -140,9 +140,9 @@ class Trainer:
                 ends = self._log(progress, everything=last or pauses or self.interrupts.ready)
                 if last:
                     break  # finish() validates and draws
-                if pauses or ends is not None or self.interrupts.may_answer:
+                if pauses or ends is not None or self.interrupts.ready or self.interrupts.agreed:
                     self.first_alone(self._between_steps, done, progress, ends is not None)
-                    self.interrupts.agree(False)
+                    self.interrupts.agreed = False
                 if ends is not None:
                     self.accelerator.wait_for_everyone()  # a launcher ends all when one ends, even one that is saving
                     raise Stopped(ends, by=None if Signals.received else self.interrupts.stopped_by)
@@ -156,7 +156,7 @@ class Trainer:
         stop, answer = self.metrics.log(progress, everything)
         if answer:
             stop |= self.metrics.log(progress, everything=True).stop
-            self.interrupts.agree()
+            self.interrupts.agreed = True
         ends = self.interrupts.ends_by(stop)
         if ends is not None:
             self.metrics.log(progress, everything=True)

@@ -32,11 +32,6 @@ class RankMicroBatches:
     exact: bool = False
     even: bool = False
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the process computes all micro-batches of a step, in their order."""
-        return self.processes == 1 and not self.exact
-
     def of(self, areas: Sequence[int]) -> list[int]:
         """The micro-batches that this process computes, by their places in the step, in order of computation.
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class TrainingPasses:
     def _places(self, step: int) -> list[int]:
         """The micro-batches of a step that this process computes, in their order; if there is none, one made of
         fillers, because the processes exchange gradients."""
-        if self.share.is_whole:
+        if self.share.processes == 1 and not self.share.exact:
             return list(range(self.plan.micros(step)))
         areas = self.plan.areas(step)
         return self.share.of(areas) or [len(areas)]
@@ -149,6 +150,7 @@ class BatchLoader:
         self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
         self.seed, self.device, self.share, self.remote = seed, device, share, prepared.remote
         self.passes = TrainingPasses(prepared.plan, prior, share)
+        self._to_device = methodcaller("to", device, non_blocking=True)
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
             self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, apart=share.exact)
@@ -188,7 +190,7 @@ class BatchLoader:
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
         """Copy fetched micro-batches to the device asynchronously, and add their modulations."""
-        batches = [self._placed(batch) for batch in fetched]
+        batches = [batch.map(self._to_device) for batch in fetched]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
@@ -197,7 +199,7 @@ class BatchLoader:
     def trial(self, draws: list[SampleDraw]) -> Batch:
         """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
         (fetched,) = self._read([Pass(draws, self.passes.prior.second_pass)])
-        batch = self._placed(fetched)
+        batch = fetched.map(self._to_device)
         return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_step(0)[0])
 
     def one_by_one(self, draws: Sequence[SampleDraw]) -> Iterator[Batch]:
@@ -214,7 +216,7 @@ class BatchLoader:
 
     def load(self, draws: list[SampleDraw]) -> Batch:
         """Load one micro-batch."""
-        return self._placed(self._read([Pass(draws)])[0])
+        return self._read([Pass(draws)])[0].map(self._to_device)
 
     def _read(self, passes: list[Pass]) -> list[Batch]:
         """Read the passes of one micro-batch into host memory, pinned for CUDA: each picture's latents with its mask
@@ -276,9 +278,6 @@ class BatchLoader:
         weight, base = weights * learned * inside, weights * kept
         return None if bool((weight == 1).all()) else weight, base if base.any() else None
 
-    def _placed(self, batch: Batch) -> Batch:
-        return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
-
 
 class Prefetcher:
     """Provides the batches of each step in order, while a thread fetches the next step's.
@@ -318,13 +317,6 @@ class Prefetcher:
         """Return one step's micro-batches on the device, and start fetching the next step's."""
         if self._ahead is not None:
             self._ahead.at(step)
-        fetched = self._fetched(step)
-        if self._thread is not None and step + 1 < self._steps:
-            self._coming = step + 1, self._thread.submit(self._batches.fetch, step + 1)
-        return self._batches.place(step, fetched)
-
-    def _fetched(self, step: int) -> list[Batch]:
-        """Fetch one step's micro-batches into host memory."""
         known, self._coming = self._coming, None
         began, before = time.perf_counter(), sum(cache.waited for cache in self._remote)
         if known is not None and known[0] == step:
@@ -334,4 +326,6 @@ class Prefetcher:
             fetched = self._batches.fetch(step)
             waited = sum(cache.waited for cache in self._remote) - before
         self.waited = waited if self._remote else None
-        return fetched
+        if self._thread is not None and step + 1 < self._steps:
+            self._coming = step + 1, self._thread.submit(self._batches.fetch, step + 1)
+        return self._batches.place(step, fetched)

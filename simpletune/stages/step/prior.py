@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.variant import PlainStep, StepVariant, untrained, unwrapped
+from simpletune.stages.step.variant import PlainStep, StepVariant, untrained
 from simpletune.system.phases import phase
 
 
@@ -35,6 +35,6 @@ class Prior(StepVariant):
 
     @torch.no_grad()
     def _predicted_by_base(self, batch: Batch) -> Tensor:  # [b, c, h, w]
-        base = unwrapped(self.plain.model)  # without DDP's bookkeeping
+        base = self.plain.denoiser  # without DDP's bookkeeping
         with phase("prior"), untrained(self.plain.config.adapter, base):
             return super().predict(base, batch)

@@ -109,6 +109,7 @@ class PlainStep(StepVariant):
         self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
     ):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
+        self.denoiser: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.parameters = list(held_parameters(model).values())
         self.process = config.objective.process(config.model.scheduler_config)
         self.dtype = config.precision.compute_dtype()
@@ -164,15 +165,8 @@ class PlainStep(StepVariant):
         self.optimizer.step()
 
     def constrain(self) -> None:
-        model = unwrapped(self.model)
-        with without_text(model):
-            self.config.adapter.constrain(model)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DDP around it."""
-    found: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return found
+        with without_text(self.denoiser):
+            self.config.adapter.constrain(self.denoiser)
 
 
 @contextmanager

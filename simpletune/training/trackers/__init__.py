@@ -7,10 +7,9 @@ A new one takes a file here with a ``Tracker``, a field in ``Tracking`` (config/
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Warn = Callable[[str], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Tracker(Protocol):
@@ -55,7 +56,8 @@ class Trackers:
         self.warnings: list[str] = []
         self._open: dict[str, Tracker] = {}
         for name, make in makers.items():
-            self._guarded(name, lambda name=name, make=make: self._open.update({name: make(self.warn)}))  # type: ignore[misc]
+            if (tracker := self._guarded(name, make, self.warn)) is not None:
+                self._open[name] = tracker
 
     def __enter__(self) -> Trackers:
         return self
@@ -66,38 +68,40 @@ class Trackers:
         self.close(failed=kind is not None)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        self._each(lambda tracker: tracker.scalars(step, values))
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.scalars, step, values)
 
     def picture(self, step: int, name: str, image: Image) -> None:
-        self._each(lambda tracker: tracker.picture(step, name, image))
+        for which, tracker in list(self._open.items()):
+            self._guarded(which, tracker.picture, step, name, image)
 
     def report(self, file: Path) -> None:
-        self._each(lambda tracker: tracker.report(file))
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.report, file)
 
     def finish(self, summary: Json) -> dict[str, str]:
         """Log the summary, and close; returns where to view each tracker, by name."""
         places: dict[str, str] = {}
         for name, tracker in list(self._open.items()):
-            self._guarded(name, lambda name=name, tracker=tracker: places.update({name: tracker.summary(summary)}))  # type: ignore[misc]
+            if (place := self._guarded(name, tracker.summary, summary)) is not None:
+                places[name] = place
         self.close()
         return places
 
     def close(self, failed: bool = False) -> None:
         """Flush and close all trackers; a second call does nothing."""
-        self._each(lambda tracker: tracker.close(failed))
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.close, failed)
         self._open.clear()
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, partial(call, tracker))
-
-    def _guarded(self, name: str, call: Callable[[], object]) -> None:
-        """Call a function; after an error, disable the tracker for the rest of the run."""
+    def _guarded(self, name: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Call a tracker's function; after an error, return None and disable the tracker for the rest of the run."""
         try:
-            call()
+            return call(*args, **kwargs)
         except Exception as error:  # a tracker must not fail the run
             self._open.pop(name, None)
             self.warn(f"{name} failed and is off for the rest of the run ({describe_exception(error)})")
+            return None
 
     def warn(self, text: str) -> None:
         """Print a warning and add it to the run's summary."""
