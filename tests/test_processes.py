@@ -251,7 +251,8 @@ def test_class_pictures_are_drawn_by_all(launcher: Launcher, ground: dict[str, A
     data = changed(ground, "class", prior=prior, output={"cache": str(tmp_path / "cache")})
     before = drawn(launcher, data, tmp_path, KILL="1")
     files = {int(file.stem.removeprefix("seed-")) for file in (tmp_path / "cache" / "class").rglob("*.png")}
-    assert before[1] and not before[1] & files
+    # the survivor may draw what the killed one had claimed before it notices the death
+    assert before[1] and not before[1] & files - before[0]
     after = drawn(launcher, data, tmp_path)
     assert not after[0] & after[1] and after[0] | after[1] == set(range(8)) - files
     assert not list((tmp_path / "cache" / "class").rglob(".*.part")), "what the killed one was writing"
