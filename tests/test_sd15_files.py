@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.sd15.files import LAYOUT
+from simpletune.models.sd15.files import LAYOUT, origins
 from simpletune.models.sd15.option import SD15
-from simpletune.models.sd15.original_names import origins
 from simpletune.models.sd15.shapes import parameter_shapes
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file

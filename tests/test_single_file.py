@@ -24,9 +24,8 @@ from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.engine.quant.precision import FP32, Int8
-from simpletune.models.sd3.files import LAYOUT, bundled_configs
+from simpletune.models.sd3.files import LAYOUT, bundled_configs, origin_of
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.original_names import origin_of
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.system.options import ConfigError, UserError

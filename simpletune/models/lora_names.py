@@ -16,8 +16,7 @@ TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.target
 
 
 def is_target(target: str, layer: str) -> bool:
-    """Whether a named target of ``adapter.targets`` includes a layer of diffusers' name. Names differ between families,
-    so the family need not be known."""
+    # Layers have other names in each family, so the family need not be known.
     return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
 
 
@@ -72,12 +71,7 @@ def names_of(layers: Iterable[str]) -> LoraNames:
 
 
 def result_layout(layers: Iterable[str], name: str | None = None) -> Layout:
-    """The layout of a file with these layers: that of the name if their family has it, else the one that most tools
-    read, a run's result's.
-
-    ``lycoris`` is for methods other than LoRA, whose keys diffusers does not read: ComfyUI's names for diffusers'
-    layers, as LyCORIS's tools write them.
-    """
+    """The layout of that name if the layers' family has it, else that of a run's result, which most tools read."""
     layouts = LAYOUTS[names_of(layers)]
     return next((layout for layout in layouts if layout.name == name), layouts[0])
 

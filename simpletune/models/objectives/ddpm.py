@@ -113,16 +113,17 @@ class Ddpm(TrainingObjective):
 
     def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
         """Derive the trained model's scheduler config from its base's, in diffusers' format."""
-        zero = ZERO_SNR if self._zero_snr(scheduler) else {}
+        zero = ZERO_SNR if self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr") else {}
         return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> DdpmProcess:
         config = scheduler()
         self._require(config)
-        alphas_bar = schedule_of(config)
-        if self._zero_snr(config):
+        trained = self.scheduler_config(config)
+        alphas_bar = schedule_of(trained)
+        if trained.get("rescale_betas_zero_snr"):
             alphas_bar = rescale_to_zero_snr(alphas_bar)
-        return DdpmProcess(alphas_bar, self.prediction_of(config) == "v", self.min_snr_gamma, self.huber)
+        return DdpmProcess(alphas_bar, trained["prediction_type"] == DIFFUSERS["v"], self.min_snr_gamma, self.huber)
 
     def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> DpmSolver:
         self._require(scheduler)
@@ -140,9 +141,6 @@ class Ddpm(TrainingObjective):
         problems = [*self.rules(), *self.problems(lambda: scheduler)]
         if problems:
             raise ConfigError(problems)
-
-    def _zero_snr(self, scheduler: ModelConfig) -> bool:
-        return self.zero_terminal_snr or bool(scheduler.get("rescale_betas_zero_snr"))
 
 
 def schedule_of(scheduler: ModelConfig) -> list[float]:  # [T]

@@ -1,7 +1,8 @@
 """Densities of a noise level in (0, 1) as quantile functions, in float64. One function serves random draws, the fixed
 levels of the evaluation, and the part of a density between two levels.
 
-q is a quantile, x a level; every density is positive within (0, 1).
+``quantile(q)`` is the level below which a share q of the levels lies, ``cdf(x)`` the share of levels below x. Every
+density is positive within (0, 1).
 """
 
 from __future__ import annotations
@@ -10,22 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import TypeAlias
 
 SMALLEST = 2.0**-54
 """Quantiles are clamped this far from 0 and 1, where a level would not lie within (0, 1)."""
 STEEPEST = 2 / (math.pi - 2)
 """The largest ``Mode.scale`` for which the quantile function still rises everywhere."""
-
-
-class Density(Protocol):
-    """A density of levels."""
-
-    def quantile(self, q: float) -> float:
-        """The level below which a share q of the levels lies."""
-
-    def cdf(self, x: float) -> float:
-        """The share of levels below x, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +96,9 @@ class Beta:
             odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
             fraction = 1.0 + odd / (1.0 + even / fraction)
         return math.exp(logarithm) / (a * fraction)
+
+
+Density: TypeAlias = Uniform | LogitNormal | Mode | CosMap | Beta
 
 
 def inverse(rising: Callable[[float], float], y: float) -> float:

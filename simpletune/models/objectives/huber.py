@@ -24,12 +24,7 @@ class Huber(Option):
     from 1 to its value."""
 
     def c_at(self, level: Tensor, signal: Tensor) -> Tensor | float:  # [b, 1, 1, 1]
-        """The c of each sample.
-
-        Args:
-            level: the noise level from 0 to 1 [b].
-            signal: the signal's share of signal + noise, from 1 to 0 [b]; the squared ratio of both shares is the SNR.
-        """
+        """The c of each sample, from its noise level [b] in 0..1 and the signal's share of signal + noise [b]."""
         if self.schedule == "constant":
             return self.c
         levels = self.c**level if self.schedule == "exponential" else (1 - self.c) * signal.square() + self.c
@@ -41,9 +36,9 @@ def errors(
     target: Tensor,  # [b, c, h, w]
     c: Tensor | float | None,
 ) -> Tensor:  # [b, c, h, w], fp32
-    """Squared errors, or with c their pseudo-Huber form, which approaches them where they are far below c^2.
-
-    Computed as 2 c error^2 / (sqrt(error^2 + c^2) + c), which does not subtract numbers of the same size.
-    """
+    """Squared errors, or with c their pseudo-Huber form, which approaches them where they are far below c^2."""
     squares = (prediction.float() - target.float()).square()
-    return squares if c is None else 2 * c * squares / ((squares + c**2).sqrt() + c)
+    if c is None:
+        return squares
+    # 2 c (sqrt(error^2 + c^2) - c), without subtracting numbers of the same size
+    return 2 * c * squares / ((squares + c**2).sqrt() + c)

@@ -80,27 +80,16 @@ class Level:
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """Return the configurations by version and part: Stable Diffusion 1.5, 2 and 2.1 (``sd2``), 2 base and 2.1 base.
-
-    Source: the ``config.json`` of each part in the repositories of ``HUB_NAMES``, without unused entries.
-    """
+    """The configurations by version (sd15; sd2, for 2 and 2.1; sd2_base) and part."""
+    # parts.json holds each part's config.json in the repositories of HUB_NAMES, without unused entries.
     found: dict[str, Mapping[str, ModelConfig]] = json.loads((Path(__file__).parent / "parts.json").read_text())
     found["sd2_base"] = {part: {**config, **BASE.get(part, {})} for part, config in found["sd2"].items()}
     return found
 
 
-def complete_config(config: ModelConfig) -> ModelConfig:
-    """Complete a UNet's configuration with the defaults that its ``config.json`` leaves out."""
-    return {**DEFAULTS, **config}
-
-
 def levels_of(config: ModelConfig) -> list[Level]:
-    """Return the UNet's levels, from the finest to the coarsest.
-
-    Args:
-        config: the UNet's ``config.json``.
-    """
-    known = complete_config(config)
+    """The UNet's levels, from the finest to the coarsest."""
+    known = {**DEFAULTS, **config}
     channels, down = known["block_out_channels"], known["down_block_types"]
     layers, depth, heads, text = (_per_level(known[name], len(channels)) for name in PER_LEVEL)
     up = list(reversed(known["up_block_types"]))
@@ -115,28 +104,20 @@ def _per_level(value: int | Sequence[int], levels: int) -> list[int]:
 
 
 def require_supported(config: ModelConfig, place: str) -> None:
-    """Check that a configuration describes a UNet of this family.
-
-    Args:
-        config: the UNet's ``config.json``, whose sizes are within the limits.
-        place: where it comes from, for the message.
-
-    Raises:
-        UserError: lists each setting that this family does not support.
-    """
-    if config.get("_class_name") != CLASS:
-        raise UserError(f"{place}: is a {config.get('_class_name')}; family sd15 needs a {CLASS}. {_remedy(config)}")
-    if odd := list(_unsupported(complete_config(config))):
-        raise UserError(f"{place}: not a UNet of family sd15: {join_names(odd)}. {_remedy(config)}")
-
-
-def _remedy(config: ModelConfig) -> str:
-    """Say what an unsupported model probably is, and what to use instead."""
+    """UserError: a configuration from ``place``, whose sizes are within the limits, is not of a UNet of this family."""
+    name = config.get("_class_name")
+    if name != CLASS:
+        problem = f"is a {name}; family sd15 needs a {CLASS}"
+    elif odd := list(_unsupported({**DEFAULTS, **config})):
+        problem = f"not a UNet of family sd15: {join_names(odd)}"
+    else:
+        return
+    remedy = "Use a model of Stable Diffusion 1.x or 2.x"
     if config.get("addition_embed_type") == "text_time":
-        return "It seems to be Stable Diffusion XL. Use a model of Stable Diffusion 1.x or 2.x"
-    if "SD3" in str(config.get("_class_name")):
-        return "Set model.family to sd3"
-    return "Use a model of Stable Diffusion 1.x or 2.x"
+        remedy = f"It seems to be Stable Diffusion XL. {remedy}"
+    elif "SD3" in str(name):
+        remedy = "Set model.family to sd3"
+    raise UserError(f"{place}: {problem}. {remedy}")
 
 
 def _unsupported(config: ModelConfig) -> Iterator[str]:
@@ -155,13 +136,7 @@ def _unsupported(config: ModelConfig) -> Iterator[str]:
     if config["in_channels"] != config["out_channels"]:
         extra = "inpainting and depth models, which read a mask or depth, cannot be trained"
         yield f"in_channels {config['in_channels']} (must be out_channels, {config['out_channels']}: {extra})"
-    yield from _indivisible(config)
-
-
-def _indivisible(config: ModelConfig) -> Iterator[str]:
-    """List channels that are not divisible by groups or heads."""
-    groups = config["norm_num_groups"]
-    heads = _per_level(config["attention_head_dim"], len(config["block_out_channels"]))
+    groups, heads = config["norm_num_groups"], _per_level(config["attention_head_dim"], levels)
     for channels, count in zip(config["block_out_channels"], heads, strict=False):
         if channels % groups or channels % count:
             yield f"block_out_channels {channels} (must be a multiple of {groups} groups and of {count} heads)"

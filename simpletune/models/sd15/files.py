@@ -1,5 +1,8 @@
-"""The original layout of single files of Stable Diffusion 1.x and 2.x: its parts, and the configuration that their
-shapes imply.
+"""The original layout of single files of Stable Diffusion 1.x and 2.x (CompVis, Stability, ComfyUI): its parts, the
+names of the UNet's tensors, and the configuration that their shapes imply.
+
+The original layout numbers the steps on the way down and up rather than levels, and lists a step's modules: a residual
+block, then an attention, then an upsampler. Inside an attention, both layouts use the same names.
 
 2.x differs from 1.x in linear projections around attention, in heads of width 64 and in the text encoder, which has
 OpenCLIP's names. The base models (epsilon) and the others (v) of 2.x have the same shapes, so a file does not reveal
@@ -12,9 +15,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.sd15.original_names import origins
+from simpletune.models.sd15.shapes import DOWNSAMPLER, RESNET, parameter_shapes, unet_units
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.single_file import FileLayout, SingleFile
+from simpletune.models.shared.single_file import FileLayout, Origin, SingleFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +27,25 @@ PROJECTION = "input_blocks.1.1.proj_in.weight"
 CLIP, OPEN_CLIP = "transformer.", "model."
 """Prefixes of a text encoder's tensors: 1.x has transformers' names, 2.x OpenCLIP's."""
 SD2_HEAD_WIDTH = 64
+OUTER = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+IN_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """Infer the UNet's configuration from its tensors' shapes, by original names."""
+    """The UNet's configuration, from its tensors' shapes by original names."""
     linear = len(shapes[PROJECTION]) == 2
     known = bundled_configs()["sd2" if linear else "sd15"]["unet"]
     levels: list[tuple[int, int, bool]] = [(shapes["input_blocks.0.0.weight"][0], 0, False)]
@@ -53,8 +71,46 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
     }
 
 
+def original_modules(config: ModelConfig) -> dict[str, str]:
+    """The original name of each unit, by diffusers' name."""
+    found: dict[str, str] = {}
+    steps = {"down": 0, "mid": -1, "up": -1}
+    inside = 0  # modules in the current step
+    for unit in unet_units(config):
+        way = unit.name.partition("_")[0]
+        if way == "mid":
+            steps["mid"] += 1
+            found[unit.name] = f"middle_block.{steps['mid']}"
+            continue
+        if unit.kind in (RESNET, DOWNSAMPLER):
+            steps[way], inside = steps[way] + 1, 0
+        blocks = "input_blocks" if way == "down" else "output_blocks"
+        found[unit.name] = f"{blocks}.{steps[way]}.{inside}"
+        inside += 1
+    return found
+
+
+def origins(config: ModelConfig) -> dict[str, Origin]:
+    """The source of each of the UNet's tensors, by diffusers' name."""
+    modules = original_modules(config)
+    found: dict[str, Origin] = {}
+    for name in parameter_shapes(config):
+        layer, _, leaf = name.rpartition(".")
+        if layer in OUTER:
+            found[name] = Origin(f"{OUTER[layer]}.{leaf}")
+            continue
+        unit = ".".join(layer.split(".")[: 3 if layer.startswith("mid_block.") else 4])
+        inner = layer.removeprefix(f"{unit}.")
+        if ".resnets." in unit:
+            inner = IN_RESNET[inner]
+        elif ".downsamplers." in unit:
+            inner = "op"
+        found[name] = Origin(f"{modules[unit]}.{inner}.{leaf}")
+    return found
+
+
 def version_of(file: SingleFile) -> str:
-    """Return the version of a file with a UNet or a text encoder: sd15 or sd2, a key of ``unet_config.bundled``."""
+    """The version of a file with a UNet or a text encoder: sd15 or sd2, a key of ``bundled_configs``."""
     projection = file.header.get(file.prefix + PROJECTION)
     if projection is not None:
         return "sd2" if len(projection["shape"]) == 2 else "sd15"
@@ -63,14 +119,7 @@ def version_of(file: SingleFile) -> str:
 
 
 def text_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename a text encoder's tensors to transformers' names.
-
-    Leaves out what Stable Diffusion does not use: projections, and OpenCLIP-H's last layer.
-
-    Args:
-        tensors: tensors by their names in the file, without ``cond_stage_model.``.
-        config: the encoder's ``config.json``.
-    """
+    """See ``FileLayout.text``. Leaves out what Stable Diffusion does not use: projections, OpenCLIP-H's last layer."""
     from types import SimpleNamespace
 
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint

@@ -58,9 +58,9 @@ def _attention(count: Count, unit: Unit, rows: int, batch: int, text: int, x: bo
 
         normed = count.norm(f"{block}.norm1", h)
         q, k, v = (inside(f"attn1.{name}", rows, normed) for name in ("to_q", "to_k", "to_v"))
-        h |= inside("attn1.to_out.0", rows, count.cross_attention(batch, (pixels, pixels), unit.outputs, (q, k, v)))
+        h |= inside("attn1.to_out.0", rows, count.attention(batch, (pixels, pixels), unit.outputs, (q, k, v)))
         q = inside("attn2.to_q", rows, count.norm(f"{block}.norm2", h))
         k, v = (inside(f"attn2.{name}", batch * text, False) for name in ("to_k", "to_v"))
-        h |= inside("attn2.to_out.0", rows, count.cross_attention(batch, (pixels, text), unit.outputs, (q, k, v)))
+        h |= inside("attn2.to_out.0", rows, count.attention(batch, (pixels, text), unit.outputs, (q, k, v)))
         h |= inside("ff.net.2", rows, inside("ff.net.0.proj", rows, count.norm(f"{block}.norm3", h)))
     return x | count.linear(f"{unit.name}.proj_out", rows, h)

@@ -1,5 +1,10 @@
-"""The original layout of SD3's single files (Stability, ComfyUI): its parts, and the configuration that their shapes
-imply."""
+"""The original layout of SD3's single files (Stability, ComfyUI): its parts, the names of the transformer's tensors,
+and the configuration that their shapes imply.
+
+The original layout uses other names than diffusers, stacks q, k and v of a stream in one tensor, and stores shift
+before scale, rather than scale before shift, in the two modulations without gates (``norm_out`` and the last block's
+``norm1_context``).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,54 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from simpletune.models.sd3.original_names import origin_of
 from simpletune.models.sd3.shapes import TABLE, parameter_shapes
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin
 
 HEAD_WIDTH = 64  # head width of SD3 models without a qk norm; otherwise it is the norm's length
-
-
 SD3_MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 SD35_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 SD35_LARGE = "stabilityai/stable-diffusion-3.5-large"
 HUB_NAMES: Mapping[str, str] = {SD3_MEDIUM: "sd3_medium", SD35_MEDIUM: "sd35_medium", SD35_LARGE: "sd35_large"}
 """Version of each Hub name whose configurations ship with this package."""
+
+OUTER = {
+    "pos_embed.pos_embed": "pos_embed",
+    "pos_embed.proj": "x_embedder.proj",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "context_embedder": "context_embedder",
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "proj_out": "final_layer.linear",
+}
+IN_BLOCK = {
+    "norm1.linear": "x_block.adaLN_modulation.1",
+    "norm1_context.linear": "context_block.adaLN_modulation.1",
+    "attn.to_out.0": "x_block.attn.proj",
+    "attn.to_add_out": "context_block.attn.proj",
+    "attn.norm_q": "x_block.attn.ln_q",
+    "attn.norm_k": "x_block.attn.ln_k",
+    "attn.norm_added_q": "context_block.attn.ln_q",
+    "attn.norm_added_k": "context_block.attn.ln_k",
+    "attn2.to_out.0": "x_block.attn2.proj",
+    "attn2.norm_q": "x_block.attn2.ln_q",
+    "attn2.norm_k": "x_block.attn2.ln_k",
+    "ff.net.0.proj": "x_block.mlp.fc1",
+    "ff.net.2": "x_block.mlp.fc2",
+    "ff_context.net.0.proj": "context_block.mlp.fc1",
+    "ff_context.net.2": "context_block.mlp.fc2",
+}
+FUSED = {
+    f"{attention}.{projection}": (f"{stream}.{attention}.qkv", third)
+    for attention, stream, projections in (
+        ("attn", "x_block", ("to_q", "to_k", "to_v")),
+        ("attn", "context_block", ("add_q_proj", "add_k_proj", "add_v_proj")),
+        ("attn2", "x_block", ("to_q", "to_k", "to_v")),
+    )
+    for third, projection in enumerate(projections)
+}
 
 
 @lru_cache(maxsize=1)
@@ -36,7 +76,7 @@ def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
-    """Infer the transformer's configuration from its tensors' shapes, by original names."""
+    """The transformer's configuration, from its tensors' shapes by original names."""
     hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     numbers = [int(name.split(".")[1]) for name in shapes if name.startswith("joint_blocks.")]
     qk_norm = shapes.get("joint_blocks.0.x_block.attn.ln_q.weight")
@@ -59,6 +99,22 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
         "dual_attention_layers": dual,
         "qk_norm": "rms_norm" if qk_norm else None,
     }
+
+
+def origin_of(name: str, layers: int) -> Origin:
+    """The source of the tensor that diffusers calls ``name``, for this number of blocks; KeyError if there is none."""
+    if name in OUTER:
+        return Origin(OUTER[name])
+    layer, _, leaf = name.rpartition(".")
+    if layer in OUTER:
+        return Origin(f"{OUTER[layer]}.{leaf}", swapped=layer == "norm_out.linear")
+    _, number, inner = layer.split(".", 2)
+    block = f"joint_blocks.{number}"
+    if inner in FUSED:
+        fused, third = FUSED[inner]
+        return Origin(f"{block}.{fused}.{leaf}", third)
+    last = int(number) == layers - 1
+    return Origin(f"{block}.{IN_BLOCK[inner]}.{leaf}", swapped=last and inner == "norm1_context.linear")
 
 
 def origins(config: ModelConfig) -> dict[str, Origin]:

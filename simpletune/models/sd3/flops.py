@@ -64,11 +64,13 @@ def _joint_block(
     scale_x, scale_y = linear("norm1.linear", batch, condition), linear("norm1_context.linear", batch, condition)
     attended = project("attn", "to_q to_k to_v norm_q norm_k", n, x or scale_x)
     attended |= project("attn", "add_q_proj add_k_proj add_v_proj norm_added_q norm_added_k", t, y or scale_y)
-    attended = count.attention(batch, image + text, width, attended)
+    joint = image + text
+    attended = count.attention(batch, (joint, joint), width, (attended, attended, attended))
     out_x = linear("attn.to_out.0", n, attended) or x or scale_x
     if dual:
         alone = project("attn2", "to_q to_k to_v norm_q norm_k", n, x or scale_x)
-        out_x |= linear("attn2.to_out.0", n, count.attention(batch, image, width, alone))
+        alone = count.attention(batch, (image, image), width, (alone, alone, alone))
+        out_x |= linear("attn2.to_out.0", n, alone)
     out_x |= linear("ff.net.2", n, linear("ff.net.0.proj", n, out_x))
     if last:
         return out_x, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from simpletune.models.sd3.original_names import FUSED, IN_BLOCK, OUTER
+from simpletune.models.sd3.files import FUSED, IN_BLOCK, OUTER
 from simpletune.models.shared.lora_names import Layout, LoraNames
 
 _BLOCK = r"^transformer_blocks\.\d+\."  # anchored at the start, because a U-Net's names end in the same words

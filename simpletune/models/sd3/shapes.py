@@ -5,7 +5,7 @@ Names and shapes are diffusers' (``SD3Transformer2DModel``); a test compares the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from simpletune.engine.quant.precision import is_block_modulation
 from simpletune.models.shared.model_config import ModelConfig, Shape, linear
@@ -39,9 +39,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     layers = config["num_layers"]
     dual = config.get("dual_attention_layers") or ()
     for number in range(layers):
-        block = f"transformer_blocks.{number}"
-        for name, shape in _block(config, hidden, last=number == layers - 1, dual=number in dual):
-            shapes[f"{block}.{name}"] = shape
+        own = _block(config, hidden, last=number == layers - 1, dual=number in dual)
+        shapes |= {f"transformer_blocks.{number}.{name}": shape for name, shape in own.items()}
     shapes |= linear("norm_out.linear", hidden, 2 * hidden)
     shapes |= linear("proj_out", hidden, config["patch_size"] ** 2 * (config["out_channels"] or config["in_channels"]))
     return shapes
@@ -53,8 +52,8 @@ def unit_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(block) for block in blocks))
 
 
-def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> Iterator[tuple[str, Shape]]:
-    """Yield the parameters of one joint block; the last block has no text output."""
+def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> dict[str, Shape]:
+    """The parameters of one joint block; the last block has no text output."""
     norm = config.get("qk_norm")
     parts = linear("norm1.linear", hidden, (9 if dual else 6) * hidden)
     parts |= linear("norm1_context.linear", hidden, (2 if last else 6) * hidden)
@@ -72,4 +71,4 @@ def _block(config: ModelConfig, hidden: int, *, last: bool, dual: bool) -> Itera
     for stream in ("ff",) if last else ("ff", "ff_context"):
         parts |= linear(f"{stream}.net.0.proj", hidden, 4 * hidden)
         parts |= linear(f"{stream}.net.2", 4 * hidden, hidden)
-    yield from parts.items()
+    return parts

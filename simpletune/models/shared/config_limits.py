@@ -64,13 +64,13 @@ def read_config(file: Path, part: str) -> ModelConfig:
 
 
 def require_sizes(config: Mapping[str, JsonValue], part: str, place: str) -> None:
-    """Check that every size of a part's configuration, from ``place``, lies within the limits. Ignores missing and null
-    sizes. UserError: lists each size beyond its limits."""
-    odd = [
-        f"{name} {_shown(config[name])} (from {low:,} to {high:,})"
-        for name, (low, high) in LIMITS.get(part, {}).items()
-        if config.get(name) is not None and not _fits(config[name], low, high)
-    ]
+    """UserError: a size of a part's configuration, from ``place``, is beyond its limits. Sizes may be missing."""
+    odd = []
+    for name, (low, high) in LIMITS.get(part, {}).items():
+        value = config.get(name)
+        if value is not None and not _fits(value, low, high):
+            text = repr(value)
+            odd.append(f"{name} {text if len(text) <= 60 else f'{text[:57]}...'} (from {low:,} to {high:,})")
     if odd:
         raise UserError(
             f"{place}: sizes outside the allowed range for a {part}: {join_names(odd)}. "
@@ -92,8 +92,3 @@ def _fits(value: JsonValue, low: int, high: int) -> bool:
     if isinstance(value, list):
         return 1 <= len(value) <= MAX_LIST and all(_fits(each, low, high) for each in value)
     return type(value) is int and low <= value <= high
-
-
-def _shown(value: JsonValue) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -138,22 +138,12 @@ class Count:
             grad = self.linear(name, rows, grad)
         return grad
 
-    def attention(self, batch: int, tokens: int, width: int, grad: bool) -> bool:
-        """softmax(q k^T) v: two products forward, four backward."""
-        return self.cross_attention(batch, (tokens, tokens), width, (grad, grad, grad))
-
-    def cross_attention(self, batch: int, tokens: tuple[int, int], width: int, grads: tuple[bool, bool, bool]) -> bool:
-        """softmax(q k^T) v, where only some of q, k and v carry gradients.
-
-        In the backward pass, v, q and k take one product each, and the scores that q and k share take another.
-
-        Args:
-            tokens: the numbers of queries, and of keys and values.
-            grads: whether q, k and v carry gradients.
-        """
+    def attention(self, batch: int, tokens: tuple[int, int], width: int, grads: tuple[bool, bool, bool]) -> bool:
+        """softmax(q k^T) v of this many queries, and keys and values; ``grads``: whether q, k and v carry gradients."""
         product = 2 * batch * tokens[0] * tokens[1] * width
         query, key, value = grads
         self.flops.forward += 2 * product
+        # v, q and k take one product each, and the scores that q and k share take another.
         self.flops.backward += product * (query + key + value + (query or key))
         return any(grads)
 

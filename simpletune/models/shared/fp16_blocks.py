@@ -94,26 +94,6 @@ class Fp16Blocks:
         if self._flags is not None:
             self._flags.zero_()
 
-    def finite(self, compute: Callable[[], T]) -> T:
-        """Run passes outside of training; repeat them with the blocks that overflowed in fp32. Reads from the device.
-        ``compute`` must not depend on how often it is called."""
-        training = self.wide
-        try:
-            while True:
-                self.wide = training | self.drawn_wide
-                self.clear()
-                result = compute()
-                flags = self._flags
-                found = () if flags is None or isinstance(flags, FakeTensor) else flagged_blocks(flags.tolist())
-                new = frozenset(found) - self.wide
-                if not new:
-                    return result
-                self.drawn_wide |= new
-                say(f"fp16    {describe_overflow(new)} outside of training: repeated with fp32 there")
-        finally:
-            self.wide = training
-            self.clear()
-
 
 def flagged_blocks(flags: Sequence[float]) -> list[int]:
     return [index for index, flag in enumerate(flags) if flag]
@@ -144,9 +124,27 @@ def block_pass_of(block: nn.Module) -> BlockPass | None:
 
 
 def finite_passes(denoiser: nn.Module, compute: Callable[[], T]) -> T:
-    """Run passes outside of training so that no block overflows (see ``Fp16Blocks.finite``)."""
+    """Run passes outside of training, and repeat them with the blocks that overflowed in fp32. Reads from the device.
+    ``compute`` must not depend on how often it is called."""
     blocks = fp16_blocks_of(denoiser)
-    return compute() if blocks is None else blocks.finite(compute)
+    if blocks is None:
+        return compute()
+    training = blocks.wide
+    try:
+        while True:
+            blocks.wide = training | blocks.drawn_wide
+            blocks.clear()
+            result = compute()
+            flags = blocks._flags
+            found = () if flags is None or isinstance(flags, FakeTensor) else flagged_blocks(flags.tolist())
+            new = frozenset(found) - blocks.wide
+            if not new:
+                return result
+            blocks.drawn_wide |= new
+            say(f"fp16    {describe_overflow(new)} outside of training: repeated with fp32 there")
+    finally:
+        blocks.wide = training
+        blocks.clear()
 
 
 def in_fp32(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,12 @@ class QuantisedBase:
         self._empty, self._precision, self._device = empty, precision, device
         file = part.file  # of which samples spread over it are read
         weights = part.fingerprint() if file is None else fingerprint_of_range(file, part.name, 0, file.stat().st_size)
+        # Fingerprints only sample a file, and two partially fine-tuned models may agree in every sample.
+        files = weight_files(part.folder or Path()) if file is None else [file]
         self.made_from: dict[str, Any] = {
             "version": VERSION,
             "weights": weights,
-            "files": list(_stamps(part)),
+            "files": [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files],
             "config": dict(config),
             "precision": precision.cache_key(),
             "device": device.type,
@@ -89,7 +91,13 @@ class QuantisedBase:
             self._check_bytes()
             model = self._read(on_host)
         except (_DamagedBase, UserError, OSError, SafetensorError) as error:
-            self._quarantine(str(error))
+            damage = f"{self._what} in {self.folder} are damaged: {error}"
+            try:
+                place = quarantine(self.folder)  # renamed, so that it can be inspected and is not read again
+            except OSError as reason:
+                say(f"{damage}. Delete the folder; it cannot be renamed ({reason})")
+            else:
+                say(f"{damage}. Renamed to {place}; quantising again")
             return None
         say(f"{self._what} loaded from the cache {self.folder}")
         model.eval().requires_grad_(False)
@@ -179,26 +187,6 @@ class QuantisedBase:
                 raise _DamagedBase(f"{FILE}: {name} has shape {list(tensors[name].shape)}, not {list(shaped.shape)}")
         model.load_state_dict(tensors, assign=True)
         return model
-
-    def _quarantine(self, reason: str) -> None:
-        """Rename a damaged folder, so that it can be inspected and is not read again."""
-        damage = f"{self._what} in {self.folder} are damaged: {reason}"
-        try:
-            place = quarantine(self.folder)
-        except OSError as error:
-            say(f"{damage}. Delete the folder; it cannot be renamed ({error})")
-        else:
-            say(f"{damage}. Renamed to {place}; quantising again")
-
-
-def _stamps(part: Part) -> Iterator[tuple[str, int, int]]:
-    """The name, size and modification time of each weight file.
-
-    The fingerprint only samples a file, and two partially fine-tuned models may agree in every sample.
-    """
-    for file in [part.file] if part.file else weight_files(part.folder or Path()):
-        stat = file.stat()
-        yield file.name, stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=32)

@@ -33,8 +33,7 @@ NOT_ENCODER = ("decoder.", "lm_head.")
 class Tensors(Protocol):
     """A source of a part's tensors."""
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]: ...
+    shapes: dict[str, torch.Size]
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the host."""

@@ -28,8 +28,7 @@ class TensorSource(Protocol):
     """A source of a model's tensors."""
 
     @property
-    def names(self) -> set[str]:
-        """The names of all tensors."""
+    def names(self) -> set[str]: ...
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU."""
