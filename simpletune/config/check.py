@@ -76,9 +76,7 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{name}, but {model.title} models are trained with {model.objective}. Leave it out, or use "
             f"{model.objective}",
         )
-    yield from config.objective.rules()
-    for resolution in sorted({source.resolution for source in config.data.members}):
-        yield from config.objective.density_rules(resolution)
+    yield from config.objective.rules(sorted({source.resolution for source in config.data.members}))
     yield from source_rules(config.data)
     sides: dict[str, int | None] = {
         field_of(config.data, index, "resolution"): source.resolution

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from simpletune.data.prompts import prompt_of
+from simpletune.data.row_order import in_batches
 from simpletune.data.samples import Crop, Sample, SampleDraw, repeats_of
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.multi_source import MultiSource
@@ -72,7 +75,7 @@ class Plan:
         self._epoch = lru_cache(maxsize=2)(self._order_of_epoch)
 
     def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
-        """Return the samples of each bucket."""
+        """The samples of each bucket."""
         found: dict[Size, list[int]] = defaultdict(list)
         for index, sample in enumerate(self.samples):
             found[sample.bucket].append(index)
@@ -89,11 +92,11 @@ class Plan:
         return self._micros * self.batch_size - len(self.samples)
 
     def divided(self, batch: GlobalBatch) -> Plan:
-        """Return a plan of the same samples with steps of another size."""
+        """A plan of the same samples with steps of another size."""
         return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out)
 
     def of_each_size(self) -> list[list[SampleDraw]]:
-        """Return a micro-batch of each bucket, those with the most pixels first, to try out their memory."""
+        """A micro-batch of each bucket, those with the most pixels first, to try out their memory."""
         found = []
         for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
             rows = [members[row % len(members)] for row in range(self.batch_size)]
@@ -101,55 +104,48 @@ class Plan:
         return found
 
     def sizes(self) -> list[Size]:
-        """Return the size of every bucket, including those of held-out pictures."""
+        """The size of every bucket, including those of held-out pictures."""
         return list(dict.fromkeys([*self.buckets, *(sample.bucket for sample in self.held_out)]))
 
     def largest(self) -> Size:
-        """Return the size of the bucket with the most pixels."""
+        """The size of the bucket with the most pixels."""
         return max(self.sizes(), key=lambda size: size[0] * size[1])
 
-    def _order_of_epoch(self, number: int) -> Sequence[Sequence[int]]:
-        """Return the micro-batches (sample indices) of one epoch; a bucket's last one may be short."""
-        batches = []
+    def _order_of_epoch(self, number: int) -> np.ndarray:
+        """One epoch as sample indices, -1 where a micro-batch is short: int64 [micro-batches, batch_size]."""
+        buckets = []
         for (width, height), members in sorted(self.buckets.items()):
             order = stream(self.seed, "bucket-order", number, width, height).permutation(len(members))
-            shuffled = [members[place] for place in order]
-            batches += [shuffled[start : start + self.batch_size] for start in range(0, len(members), self.batch_size)]
-        return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
+            buckets.append(in_batches(np.array(members)[order], self.batch_size))
+        batches = np.concatenate(buckets)
+        return batches[stream(self.seed, "pass-order", number).permutation(len(batches))]
 
     def _micro_batches(self, step: int) -> Sequence[Sequence[int]]:
-        """Return the samples of each micro-batch of a step, by index: ``accumulation`` micro-batches, or fewer at the
-        end of an epoch; never none."""
+        """The samples of each micro-batch of a step, by index: ``accumulation`` of them, or fewer at the end of an
+        epoch; never none."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.accumulation
-        return self._epoch(epoch)[first : first + self.accumulation]
+        return [row[row >= 0].tolist() for row in self._epoch(epoch)[first : first + self.accumulation]]
 
     def micros(self, step: int) -> int:
-        """Return the number of micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return len(self._micro_batches(step))
 
     def areas(self, step: int) -> list[int]:
-        """Return the pixels per picture of each micro-batch of a step, which determine its cost."""
+        """The pixels per picture of each micro-batch of a step, which determine its cost."""
         return [math.prod(self._bucket_of(members[0])) for members in self._micro_batches(step)]
 
     def _bucket_of(self, index: int) -> Size:
-        """Return the bucket of a sample."""
+        """The bucket of a sample."""
         return self.samples[index].bucket
 
     def samples_in(self, step: int) -> int:
-        """Return the number of samples of a step, over all its micro-batches."""
+        """The number of samples of a step, over all its micro-batches."""
         return sum(map(len, self._micro_batches(step)))
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
-        """Return the ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
-
-        Fillers repeat the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that
-        repeat it.
-
-        Args:
-            step: the optimizer step, counted from 0.
-            micro: index of the micro-batch within the step.
-        """
+        """The ``batch_size`` draws of one micro-batch of a step, all from one bucket, with fillers last, which repeat
+        the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that repeat it."""
         micros = self._micro_batches(step)
         place = min(micro, len(micros) - 1)
         first, epoch = (step * self.accumulation + place) * self.batch_size, step // self.steps_per_epoch
@@ -162,7 +158,7 @@ class Plan:
         return rows[:real] + [replace(draw, weight=0) for draw in rows[real:]]
 
     def source_of(self, sample: Sample) -> Source:
-        """Return the source of a sample's picture."""
+        """The source of a sample's picture."""
         return self.sources[sample.picture.source]
 
     def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> SampleDraw:
@@ -179,7 +175,7 @@ class Plan:
         )
 
     def view(self, sample: Sample, variant: int) -> Crop:
-        """Return one of a sample's crops. It depends on the picture's bytes, not on its name or position."""
+        """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         source = self.source_of(sample)
         if source.crop != "random" and not source.flip:
             return Crop(sample.picture, sample.bucket, (0.5, 0.5), False)
@@ -190,27 +186,27 @@ class Plan:
         return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
 
     def prompt(self, sample: Sample, variant: int) -> str:
-        """Return the prompt of one variant of a sample."""
+        """The prompt of one variant of a sample."""
         return prompt_of(sample.picture, self.source_of(sample), self.seed, variant)
 
     def views(self) -> list[Crop]:
-        """Return the distinct crops that the run may need: of the samples in order, then of the held-out ones."""
+        """The distinct crops that the run may need: of the samples in order, then of the held-out ones."""
         found = [self.view(sample, n) for sample in self.samples for n in range(self.source_of(sample).variants)]
         return list(dict.fromkeys([*found, *(self.view(sample, 0) for sample in self.held_out)]))
 
     def captions(self) -> list[str]:
-        """Return the distinct prompts that the run may need: of the samples in order, then of the held-out ones."""
+        """The distinct prompts that the run may need: of the samples in order, then of the held-out ones."""
         found = [self.prompt(sample, n) for sample in self.samples for n in range(self.source_of(sample).variants)]
         found += [self.prompt(sample, 0) for sample in self.held_out]
         dropped = any(source.caption_dropout for source in self.sources)
         return list(dict.fromkeys([*found, ""] if dropped else found))
 
     def pictures(self) -> int:
-        """Return the number of different pictures that are trained on."""
+        """The number of different pictures that are trained on."""
         return len({(self.source_of(sample).path, sample.picture.name) for sample in self.samples})
 
     def share(self, index: int, path: str) -> SourceShare:
-        """Return the contribution of one source to an epoch, with the path to display."""
+        """The contribution of one source to an epoch, with the path to display."""
         source = self.sources[index]
         samples = [sample for sample in self.samples if sample.picture.source == index]
         held_out = [sample for sample in self.held_out if sample.picture.source == index]
@@ -233,26 +229,26 @@ class Plan:
         )
 
     def shares(self, names: tuple[str, ...] = ()) -> list[SourceShare]:
-        """Return the contribution of each source, in order; ``names`` are shown instead of the sources' paths."""
+        """The contribution of each source, in order; ``names`` are shown instead of the sources' paths."""
         paths = names or tuple(source.path for source in self.sources)
         return [self.share(index, path) for index, path in enumerate(paths)]
 
     def example(self) -> str:
-        """Return the prompt of the first sample that is not for regularization."""
+        """The prompt of the first sample that is not for regularization."""
         return self.prompt(self._subjects()[0], 0)
 
     def _subjects(self) -> Sequence[Sample]:
-        """Return the samples that are not for regularization; all of them if there is no other."""
+        """The samples that are not for regularization; all of them if there is no other."""
         return [sample for sample in self.samples if not self.source_of(sample).regularization] or self.samples
 
     def _evaluated(self, count: int) -> list[Sample]:
-        """Return the samples of an evaluation: evenly spread, in order."""
+        """The samples of an evaluation: evenly spread, in order."""
         samples = self.held_out or self._subjects()
         few = count < len(samples)
         return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
     def evaluation(self, count: int) -> list[SampleDraw]:
-        """Return fixed draws for the validation loss: samples in order, noise levels at evenly spaced quantiles.
+        """Fixed draws for the validation loss: samples in order, noise levels at evenly spaced quantiles.
 
         Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
         with samples, so that the two are not correlated.
@@ -265,11 +261,11 @@ class Plan:
         return draws
 
     def manifest(self) -> list[Json]:
-        """Return everything that the order of samples and the evaluation depend on; checkpoints pin it."""
+        """Everything that the order of samples and the evaluation depend on; checkpoints pin it."""
         return [*map(self._row, self.samples), *({**self._row(sample), "held_out": True} for sample in self.held_out)]
 
     def _row(self, sample: Sample) -> Json:
-        """Return one line of the manifest. Fields added since the first version appear only where they are used, so
+        """One line of the manifest. Fields added since the first version appear only where they are used, so
         that manifests of older checkpoints still compare equal."""
         row: Json = {
             "file": sample.picture.name,

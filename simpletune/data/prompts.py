@@ -13,17 +13,10 @@ CLOSING = ".,;:!?)"  # a suffix that begins with one of these follows the captio
 
 
 def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
-    """Return the prompt of one variant of a picture.
-
-    Args:
-        picture: with its captions.
-        source: provides the caption options.
-        seed: ``train.seed``.
-        variant: index of the variant. The variants cycle through a picture's captions, in a random order per picture.
-    """
+    """The prompt of one variant of a picture, by its source's caption options."""
     captions = picture.captions
     place = variant % len(captions)
-    if len(captions) > 1:
+    if len(captions) > 1:  # the variants cycle through them, in a random order per picture
         place = int(stream(seed, "caption", picture.digest).permutation(len(captions))[place])
     caption = captions[place]
     if source.shuffle_tags or source.tag_dropout:
@@ -45,13 +38,3 @@ def _tags(caption: str, source: Source, seed: int, digest: str, variant: int) ->
     left = [rest[place] for place in places if chances[place] >= source.tag_dropout]
     separator = source.tag_separator.strip()
     return (f"{separator} " if separator else " ").join([*kept, *left])
-
-
-def prompts_vary(source: Source, captions: int = 1) -> bool:
-    """Whether the variants of a picture may have different prompts.
-
-    Args:
-        source: provides the caption options.
-        captions: the largest number of captions of a picture.
-    """
-    return captions > 1 or source.shuffle_tags or source.tag_dropout > 0

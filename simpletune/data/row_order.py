@@ -7,9 +7,6 @@ tests/reference/stream_order.py does the same row by row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
-
 import numpy as np
 
 from simpletune.system.rng import stream
@@ -39,13 +36,13 @@ def epoch_order(
     window_of[np.argsort(rank[block], kind="stable")] = np.arange(len(block)) // window
     order = np.lexsort((stream(seed, "row-order", epoch).random(len(block)), window_of, bucket))
     ends = np.flatnonzero(np.diff(bucket[order])) + 1  # where the next bucket begins
-    micros = [_in_batches(members, batch_size) for members in np.split(order, ends)]
-    batches = np.concatenate(micros)
+    batches = np.concatenate([in_batches(members, batch_size) for members in np.split(order, ends)])
     last = np.where(batches < 0, -1, window_of[batches]).max(axis=1)  # a micro-batch is in its last row's window
     return batches[np.lexsort((stream(seed, "pass-order", epoch).random(len(batches)), last))]
 
 
-def _in_batches(members: np.ndarray, batch_size: int) -> np.ndarray:
+def in_batches(members: np.ndarray, batch_size: int) -> np.ndarray:  # [n] -> int64 [micro-batches, batch_size]
+    """A bucket's samples in micro-batches, the last one padded with -1."""
     filled = np.full(-(-len(members) // batch_size) * batch_size, -1, dtype=np.int64)
     filled[: len(members)] = members
     return filled.reshape(-1, batch_size)
@@ -70,29 +67,3 @@ def substitute_unusable(
         good, gone = places[~bad[places]], places[bad[places]]
         flat[gone] = flat[good[np.searchsorted(good, gone) % len(good)]]
     return flat.reshape(batches.shape)
-
-
-class Micros(Sequence[Sequence[int]]):
-    """The micro-batches of an epoch, as lists of samples.
-
-    Args:
-        batches: sample numbers, -1 where a micro-batch is short: int64 [micro-batches, batch_size].
-    """
-
-    def __init__(self, batches: np.ndarray):
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    @overload
-    def __getitem__(self, place: int) -> list[int]: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[list[int]]: ...
-
-    def __getitem__(self, place: int | slice) -> list[int] | list[list[int]]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        row = self.batches[place]
-        return [int(number) for number in row[row >= 0]]

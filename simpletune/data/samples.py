@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simpletune.data.sources.source import Picture, RejectedEntry, Source
-from simpletune.models.shared.buckets import STEP, Size, nearest_bucket
+from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Json
 
 
@@ -56,39 +56,25 @@ class SampleDraw:
     loss_weight: float = 1.0
 
 
-def bucket_size(picture: Picture, source: Source, step: int = STEP) -> Size:
-    """Return the size in pixels that a picture is cropped to, in multiples of ``step``."""
-    if source.aspect == "square":
-        return source.resolution, source.resolution
-    return nearest_bucket(picture.size, source.resolution, source.max_aspect, step)
-
-
 def drop_rejected(pictures: Sequence[Picture], rejected: Sequence[RejectedEntry]) -> list[Picture]:
-    """Return the pictures that were not rejected."""
     bad = {(each.source, each.name) for each in rejected}
     return [picture for picture in pictures if (picture.source, picture.name) not in bad]
 
 
 def repeats_of(picture: Picture, source: Source) -> int:
-    """Return how often a picture appears in an epoch."""
+    """How often a picture appears in an epoch."""
     return source.repeats * picture.repeats
 
 
 def make_samples(
     pictures: Sequence[Picture], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
-    """Return the samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
-
-    Args:
-        pictures: the pictures to sample.
-        sources: aspect, resolution and repeats of each source.
-        repeats: overrides the sources' repeats.
-        step: sides of buckets are multiples of this, in pixels.
-    """
+    """The samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
+    ``repeats`` overrides the sources'; sides of buckets are multiples of ``step`` pixels."""
     samples = []
     for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
         source = sources[picture.source]
-        bucket = bucket_size(picture, source, step)
+        bucket = source.bucket(picture.size, step)
         samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
     return samples
 

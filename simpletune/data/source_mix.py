@@ -39,25 +39,22 @@ class SourceShare:
     regularization: bool
     shape: str
 
-    def in_words(self) -> str:
-        """Return one line about the source."""
-        parts = [f"{plural(self.pictures, 'picture')} x {self.passes} = {plural(self.samples, 'sample')} per epoch"]
-        parts += [self.shape, *([] if self.prompts is None else [plural(self.prompts, "prompt")])]
-        counted = self.crops is not None and self.crops != self.pictures + self.held_out
-        parts += [plural(self.crops or 0, "crop")] if counted else []
-        parts += [plural(self.masks, "mask")] if self.masks else []
-        parts += [f"loss weight {self.weight:g}"] if self.weight != 1 else []
-        parts += ["for regularization"] if self.regularization else []
-        parts += [f"{self.held_out} held out"] if self.held_out else []
-        return f"{printable_name(self.path)}: {', '.join(parts)}"
-
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
-    """Yield one line for each source, numbered; nothing for a single source without options of its own."""
+    """One line for each source, numbered; nothing for a single source without options of its own."""
     if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or (found[0].prompts or 0) > found[0].pictures):
         return
     for index, share in enumerate(found):
-        yield f"source {index}: {share.in_words()}" if len(found) > 1 else share.in_words()
+        parts = [f"{plural(share.pictures, 'picture')} x {share.passes} = {plural(share.samples, 'sample')} per epoch"]
+        parts += [share.shape, *([] if share.prompts is None else [plural(share.prompts, "prompt")])]
+        if share.crops is not None and share.crops != share.pictures + share.held_out:
+            parts.append(plural(share.crops, "crop"))
+        parts += [plural(share.masks, "mask")] if share.masks else []
+        parts += [f"loss weight {share.weight:g}"] if share.weight != 1 else []
+        parts += ["for regularization"] if share.regularization else []
+        parts += [f"{share.held_out} held out"] if share.held_out else []
+        number = f"source {index}: " if len(found) > 1 else ""
+        yield f"{number}{printable_name(share.path)}: {', '.join(parts)}"
 
 
 SOURCE_COLUMNS = (
@@ -75,7 +72,7 @@ SOURCE_COLUMNS = (
 
 
 def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
-    """Return the rows of a table of sources, under ``SOURCE_COLUMNS``."""
+    """The rows of a table of sources, under ``SOURCE_COLUMNS``."""
     return [
         (
             f"{index}: {printable_name(share.path)}",

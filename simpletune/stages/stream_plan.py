@@ -12,7 +12,7 @@ import numpy as np
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.row_order import Micros, epoch_order, substitute_unusable
+from simpletune.data.row_order import epoch_order, substitute_unusable
 from simpletune.data.samples import Sample
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.stream import Stream
@@ -92,19 +92,13 @@ class StreamPlan(Plan):
         found = {size: np.flatnonzero(self.samples.bucket == place) for place, size in enumerate(self.samples.sizes)}
         return {size: members for size, members in found.items() if len(members)}  # type: ignore[misc]
 
-    def _order_of_epoch(self, number: int) -> Micros:
+    def _order_of_epoch(self, number: int) -> np.ndarray:
         block = self.samples.rows.blocks_of(self.samples.numbers)
         window = self.samples.source.shuffle_window
         batches = epoch_order((self.seed, number), block, self.samples.bucket, window, self.batch_size)
         if len(self.unusable[0]):
             batches = substitute_unusable(batches, self.samples.bucket, self.unusable[0])
-        return Micros(batches)
-
-    def _order(self, number: int) -> np.ndarray:
-        """The micro-batches of one epoch: int64 [micro-batches, batch_size], -1 where one is short."""
-        order = self._epoch(number)
-        assert isinstance(order, Micros)
-        return order.batches
+        return batches
 
     def _bucket_of(self, index: int) -> Size:
         return self.samples.sizes[self.samples.bucket[index]]
@@ -118,7 +112,7 @@ class StreamPlan(Plan):
         variants, found = self.samples.source.variants, [np.empty(0, np.int64)]
         for epoch in range(start // self.steps_per_epoch, -(-steps // self.steps_per_epoch)):
             first, end = (max(0, step - epoch * self.steps_per_epoch) * self.accumulation for step in (start, steps))
-            micros = self._order(epoch)[first:end]
+            micros = self._epoch(epoch)[first:end]
             found.append(micros[micros >= 0] * variants + epoch % variants)
             if len(found) > variants + 2:  # whole epochs have shown every sample in every variant
                 break
@@ -126,7 +120,7 @@ class StreamPlan(Plan):
 
     def first(self, count: int) -> np.ndarray:
         """The places of the first samples of the run: int64 [count or fewer]."""
-        flat = self._order(0).reshape(-1)
+        flat = self._epoch(0).reshape(-1)
         return flat[flat >= 0][:count]
 
     def _subjects(self) -> StreamedSamples:

@@ -28,19 +28,9 @@ ENCODERS = {
 
 
 def resolve(name: str, cache: Path) -> Path:
-    """Locate a demo folder; draw its pictures if they are not cached.
-
-    Args:
-        name: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:pictures`, 32 striped pictures with
-            captions that name their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
-        cache: Parent of the cached `demo/` folders, whose names include the version of the generator.
-
-    Returns:
-        The folder. It is complete, because it is written under a temporary name and renamed.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Locate a demo folder: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:pictures`, 32 striped
+    pictures with captions that name their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
+    Draws pictures into `cache` if they are not there. ValueError: the name is unknown."""
     if name == TINY_SD3:
         return SHIPPED
     known = [TINY_SD3, PICTURES, SUBJECT]

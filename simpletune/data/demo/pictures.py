@@ -114,17 +114,8 @@ def is_held_out(shape: str, colour: str, background: str) -> bool:
 
 
 def sample_scenes(count: int, seed: int, held_out: bool = False, style: str | None = None) -> list[Scene]:
-    """Sample scenes at random.
-
-    Args:
-        count: Number of scenes.
-        seed: The same seed gives the same scenes; a shorter list is a prefix of a longer one.
-        held_out: Sample only held-out triples (True) or only training triples (False).
-        style: One of `STYLES`, or None for all of them evenly.
-
-    Raises:
-        ValueError: The style does not exist.
-    """
+    """Sample scenes of one of `STYLES` (None: of all evenly) from the held-out triples or from the training ones. The
+    same seed gives the same scenes; a shorter list is a prefix of a longer one."""
     if style is not None and style not in STYLES:
         raise ValueError(f"style {style!r} is unknown. Use one of {', '.join(STYLES)}.")
     rng = np.random.default_rng(seed)
@@ -154,21 +145,19 @@ def balanced_scenes(count: int, style: str) -> list[Scene]:
 
 
 def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
-    """Draw a scene in RGB, antialiased.
-
-    Args:
-        pixels: Side of the square picture; outlines need about 48 or more.
-        seed: Seed of small variations of place, size, angle and shade, and of the brush strokes.
-    """
+    """Draw a scene in RGB, antialiased; outlines need a side of about 48 pixels or more. ``seed`` is that of small
+    variations of place, size, angle and shade, and of the brush strokes."""
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
     distance = DISTANCES[scene.shape](x, y) * SIZES[scene.size]  # [p, q], in fractions of the side
     colour, background = _shade(COLOURS[scene.colour], rng), _shade(BACKGROUNDS[scene.background], rng)
     if scene.style == "striped":
-        return _to_image(_striped(distance, colour, background, pixels, rng))
-    if scene.style == "painted":
-        return _to_image(_painted(distance, colour, background, pixels, rng))
-    return _to_image(_over(background, colour, _coverage(distance, pixels)))
+        canvas = _striped(distance, colour, background, pixels, rng)
+    elif scene.style == "painted":
+        canvas = _painted(distance, colour, background, pixels, rng)
+    else:
+        canvas = _over(background, colour, _coverage(distance, pixels))
+    return _to_image(canvas)
 
 
 def draw_subject(background: str, size: str, position: str, pixels: int = 64, seed: int = 0) -> Image.Image:
@@ -266,10 +255,7 @@ def write_folder(
     folder: Path, scenes: Iterable[Scene], *, seed: int, trigger: str | None = None, pixels: int = 64
 ) -> None:
     """Write 000.png beside 000.txt, and so on; the folder is created atomically. See `draw` and `caption`.
-
-    Raises:
-        FileExistsError: The folder is not empty.
-    """
+    FileExistsError: it is not empty."""
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
             draw(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")

@@ -126,9 +126,6 @@ class Metadata:
     lines: dict[str, int] = field(default_factory=dict)
     rejected: list[RejectedEntry] = field(default_factory=list)
 
-    def refuse(self, number: int, reason: str) -> None:
-        self.rejected.append(RejectedEntry(f"{METADATA}:{number}", reason, "line"))
-
     def unmatched(self, root: Path, names: Collection[str]) -> list[RejectedEntry]:
         """The lines that match none of the found pictures, with the reason."""
         left = []
@@ -142,14 +139,7 @@ class Metadata:
 
 
 def read_metadata(file: Path) -> Metadata:
-    """Read a metadata.jsonl (the Hugging Face imagefolder convention).
-
-    Rejects a line, with its number, if it is not a JSON object with ``file_name`` and ``text``, names a file outside
-    the folder, or repeats a file (the first line wins).
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Read a metadata.jsonl (the Hugging Face imagefolder convention). UserError: the file cannot be read."""
     try:
         text = read_regular(file).decode("utf-8-sig")
     except (UnusablePicture, UnicodeDecodeError) as error:
@@ -158,26 +148,31 @@ def read_metadata(file: Path) -> Metadata:
         ) from None
     found = Metadata()
     for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold U+2028: not splitlines
-        if line.strip():
-            _read_line(line, number, found)
+        if not line.strip():
+            continue
+        try:
+            name, texts = _read_line(line)
+            if name in found.captions:
+                raise UnusablePicture(f"repeats {name!r} from line {found.lines[name]}. Keep one")
+            found.captions[name], found.lines[name] = texts, number
+        except UnusablePicture as reason:
+            found.rejected.append(RejectedEntry(f"{METADATA}:{number}", str(reason), "line"))
     return found
 
 
-def _read_line(line: str, number: int, found: Metadata) -> None:
+def _read_line(line: str) -> tuple[str, tuple[str, ...]]:
+    """A line's file name, relative and normalised, and its texts. UnusablePicture: the line cannot be used."""
     try:
         row = json.loads(line)
         name, text = row["file_name"], row["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return found.refuse(number, 'is not a JSON object with "file_name" and "text"')
+        raise UnusablePicture('is not a JSON object with "file_name" and "text"') from None
     texts = text if isinstance(text, list) and text else [text]
     if not isinstance(name, str) or not all(isinstance(each, str) for each in texts):
-        return found.refuse(number, "file_name must be a string, and text a string or a list of them")
+        raise UnusablePicture("file_name must be a string, and text a string or a list of them")
     if not is_text("".join([name, *texts])):
-        return found.refuse(number, "contains a lone surrogate, which is not valid text")
+        raise UnusablePicture("contains a lone surrogate, which is not valid text")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        return found.refuse(number, f"file_name {name!r} is outside the folder. Use paths inside it")
-    name = path.as_posix()
-    if name in found.captions:
-        return found.refuse(number, f"repeats {name!r} from line {found.lines[name]}. Keep one")
-    found.captions[name], found.lines[name] = tuple(texts), number
+        raise UnusablePicture(f"file_name {name!r} is outside the folder. Use paths inside it")
+    return path.as_posix(), tuple(texts)

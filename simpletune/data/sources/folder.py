@@ -21,7 +21,7 @@ from simpletune.data.sources.captions import (
     settle_lines,
     txt_caption,
 )
-from simpletune.data.sources.folder_names import explain_folder_names, hints, meaning, naming_folder, with_words
+from simpletune.data.sources.folder_names import MissingCaption, explain_folder_names, hints, meaning, naming_folder
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
@@ -117,7 +117,7 @@ class Folder(Source):
             missing = f"no {METADATA}, no {' or '.join(TEXTS)} files, no data.prompt"
             reader, described = filename_caption, f"the file names ({missing})"
         if self.folder_names == "kohya":
-            return with_words(path, reader), f"{described}, else the words of the folders' names", rejected
+            described += ", else the words of the folders' names"
         return reader, described, rejected
 
     def _picture(self, path: Path, file: Path, caption_of: CaptionReader) -> Picture:
@@ -125,7 +125,14 @@ class Folder(Source):
         name = file.relative_to(path).as_posix()
         if not is_text(name):
             raise UnusablePicture("its file name is not UTF-8 text. Rename it")
-        first, *more = caption_of(file)
+        known = meaning(naming_folder(path, name)) if self.folder_names == "kohya" else None
+        repeats, words = (1, "") if known is None else known
+        try:
+            first, *more = caption_of(file)
+        except MissingCaption:
+            if known is None:
+                raise
+            first, more = words, []
         read = partial(read_regular, file)
         data = read()
         size, digest = picture_size(data), hashlib.sha256(data).hexdigest()
@@ -134,6 +141,4 @@ class Folder(Source):
             mask = mask_file(path, self._masks, self.links, file, size)
         elif self.mask == "alpha":
             mask = alpha_mask(data, digest, read)
-        known = meaning(naming_folder(path, name)) if self.folder_names == "kohya" else None
-        repeats = 1 if known is None else known[0]
         return Picture(name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask)

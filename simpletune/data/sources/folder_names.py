@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from simpletune.data.sources.source import UnusablePicture
@@ -24,21 +24,6 @@ def meaning(folder: str) -> tuple[int, str] | None:
     if match is None or not match[2].strip() or not int(match[1]):
         return None
     return int(match[1]), " ".join(match[2].split())
-
-
-def with_words(root: Path, caption_of: Callable[[Path], tuple[str, ...]]) -> Callable[[Path], tuple[str, ...]]:
-    """Wrap a caption reader: a picture without a caption of its own gets the words of its folder's name."""
-
-    def read(file: Path) -> tuple[str, ...]:
-        known = meaning(naming_folder(root, file.relative_to(root).as_posix()))
-        try:
-            return caption_of(file)
-        except MissingCaption:
-            if known is None:
-                raise
-            return (known[1],)
-
-    return read
 
 
 class MissingCaption(UnusablePicture):

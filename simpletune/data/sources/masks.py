@@ -113,7 +113,7 @@ def latent_mask(view: Crop) -> np.ndarray:
 
 
 def mask_identity(view: Crop) -> Json:
-    """Return everything that a crop's mask depends on beside the crop itself."""
+    """Everything that a crop's mask depends on beside the crop itself."""
     mask = view.picture.mask
     assert mask is not None
     return {"digest": mask.digest, "kind": mask.kind, "size": view.picture.size, "version": VERSION}

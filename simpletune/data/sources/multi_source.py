@@ -10,8 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.data.prompts import prompt_of, prompts_vary
-from simpletune.data.samples import bucket_size
+from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
 from simpletune.data.sources.stream import Stream
@@ -82,8 +81,9 @@ def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
 def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -> Iterator[str]:
     """What a user should know about the caption options; ``pictures`` are all sources', if they were scanned."""
     for index, source in enumerate(data.members):
-        most = max((len(picture.captions) for picture in pictures if picture.source == index), default=1)
-        if source.variants == 1 and prompts_vary(source, most):
+        several = any(len(picture.captions) > 1 for picture in pictures if picture.source == index)
+        prompts_vary = several or source.shuffle_tags or source.tag_dropout > 0
+        if source.variants == 1 and prompts_vary:
             yield (
                 f"{field_of(data, index, 'variants')} is 1, so each picture keeps one prompt: one of its captions, one "
                 "order of its tags. Use 4 or more to vary it"
@@ -136,11 +136,8 @@ def with_paths(
 
 
 def example_prompt(data: Source | MultiSource, seed: int) -> str:
-    """The prompt of the first picture that is not for regularization; ``demo:`` names are resolved.
-
-    Raises:
-        UserError: there is no such picture, or a source cannot be scanned.
-    """
+    """The prompt of the first picture that is not for regularization; ``demo:`` names are resolved. UserError: there is
+    no such picture, or a source cannot be scanned."""
     for picture in scan_sources(data).pictures:
         if not data.members[picture.source].regularization:
             return prompt_of(picture, data.members[picture.source], seed, 0)
@@ -158,7 +155,7 @@ def too_small(pictures: Sequence[Picture], data: Source | MultiSource, step: int
     rejected = []
     for picture in pictures:
         source = data.members[picture.source]
-        scale = upscaling(picture.size, bucket_size(picture, source, step))
+        scale = upscaling(picture.size, source.bucket(picture.size, step))
         if source.max_upscale is None or scale <= source.max_upscale:
             continue
         size = f"{picture.size[0]}x{picture.size[1]}"

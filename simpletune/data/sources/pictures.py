@@ -1,15 +1,15 @@
-"""Read one picture: size, orientation, colours, and the crop to its bucket. Needs only Pillow and NumPy."""
+"""Read one picture: size, orientation, colours, damage, and the crop to its bucket. Needs only Pillow and NumPy."""
 
 from __future__ import annotations
 
 import io
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.truncation import has_text_after_pixels, seems_complete
 from simpletune.models.shared.buckets import Size, covering_size
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # excludes formats that
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
 MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
+PNG_TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may contain the EXIF orientation
 DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, including EXIF
 
 
@@ -45,11 +46,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 
 
 def picture_size(data: bytes) -> Size:
-    """Return (width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
-
-    Raises:
-        UnusablePicture: the file is not a picture, damaged, or too large.
-    """
+    """(width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
+    UnusablePicture: the file is not a picture, damaged, or too large."""
     from PIL import Image
 
     with _opened(data) as image:
@@ -60,6 +58,59 @@ def picture_size(data: bytes) -> Size:
     if not seems_complete(data, image.format):
         decode(data)
     return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def seems_complete(data: bytes, kind: str | None) -> bool:
+    """Whether a whole file has its end marker and correct checksums. False only calls for a closer look."""
+    if kind == "PNG":
+        return _png_is_whole(data)
+    if kind in ("JPEG", "MPO"):
+        return _jpeg_has_end(data)
+    return kind == "WEBP" and len(data) >= 8 + int.from_bytes(data[4:8], "little")
+
+
+def has_text_after_pixels(data: bytes) -> bool:
+    """Whether a PNG has text or EXIF chunks after its pixels."""
+    pixels = False
+    for name, _, _ in _png_chunks(data):
+        pixels = pixels or name == b"IDAT"
+        if pixels and name in PNG_TEXT:
+            return True
+    return False
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """(name, offset of its data, length) of each chunk up to IEND (PNG specification, section 5)."""
+    at = 8
+    while at + 12 <= len(data):
+        length, name = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        yield name, at + 8, length
+        if name == b"IEND":
+            return
+        at += 12 + length
+
+
+def _png_is_whole(data: bytes) -> bool:
+    view, last = memoryview(data), b""
+    for name, start, length in _png_chunks(data):
+        check = data[start + length : start + length + 4]
+        if zlib.crc32(view[start - 4 : start + length]) != int.from_bytes(check, "big"):
+            return False
+        last = name
+    return last == b"IEND"
+
+
+def _jpeg_has_end(data: bytes) -> bool:
+    """Look for an end marker after the start of the scan; within a scan, 0xFF is always stuffed (ITU T.81, B.1.1.5)."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        if data[at + 1] == 0xFF:  # fill bytes
+            at += 1
+            continue
+        if data[at + 1] == 0xDA:
+            return data.find(b"\xff\xd9", at) >= 0
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False
 
 
 def decode(data: bytes, at_least: int | None = None) -> Image.Image:

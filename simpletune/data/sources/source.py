@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletune.models.shared.buckets import STEP, Size
+from simpletune.models.shared.buckets import STEP, Size, nearest_bucket
 from simpletune.system.options import Option, Problem
 
 
@@ -53,20 +53,12 @@ class Picture:
         return self.caption, *self.more
 
     def read_same(self) -> bytes:
-        """Read the picture again and verify its digest.
-
-        Raises:
-            UnusablePicture: it cannot be read, or has changed since the scan.
-        """
+        """See ``same_bytes``."""
         return same_bytes(self)
 
 
 def same_bytes(picture: Picture | Mask) -> bytes:
-    """Read a picture or a mask again and verify its digest.
-
-    Raises:
-        UnusablePicture: it cannot be read, or has changed since the scan.
-    """
+    """Read a picture or a mask again. UnusablePicture: it cannot be read, or has changed since the scan."""
     data = picture.read()
     if not picture.by_row and hashlib.sha256(data).hexdigest() != picture.digest:
         raise UnusablePicture("has changed since the folder was scanned. Restart")
@@ -180,6 +172,12 @@ class Source(Option):
     def place(self) -> str:
         """The path as the configuration names it, for messages."""
         return self.path
+
+    def bucket(self, picture: Size, step: int = STEP) -> Size:
+        """The size in pixels that a picture of this size is cropped to, in multiples of ``step``."""
+        if self.aspect == "square":
+            return self.resolution, self.resolution
+        return nearest_bucket(picture, self.resolution, self.max_aspect, step)
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """Check a source without reading its pictures.

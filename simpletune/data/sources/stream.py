@@ -13,7 +13,7 @@ from pydantic import Field
 from simpletune.data.sources.captions import cell_captions, settle_lines
 from simpletune.data.sources.pictures import picture_size, require_alpha
 from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
-from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
+from simpletune.models.shared.buckets import STEP, Size, upscaling
 from simpletune.system.options import Problem, UserError, plural
 
 if TYPE_CHECKING:
@@ -92,14 +92,8 @@ class Stream(Source):
             yield Problem(field, message)
 
     def rows(self, local: Path | None = None) -> ShardedRows:
-        """Open the data set and read its index.
-
-        Args:
-            local: where to keep shards that are fetched whole; None: a temporary folder.
-
-        Raises:
-            UserError: the data set is missing or damaged, or lacks a column.
-        """
+        """Open the data set and read its index; ``local`` keeps shards that are fetched whole (None: a temporary
+        folder). UserError: it is missing or damaged, or lacks a column."""
         from simpletune.data.storage.dataset import Columns, open_rows
 
         size = (self.width_column, self.height_column) if self.aspect == "buckets" else None
@@ -111,12 +105,6 @@ class Stream(Source):
         if self.prompt is not None:
             return f"one prompt for all pictures: {self.prompt!r}"
         return f"the column {self.caption_column}"
-
-    def bucket(self, size: Size, step: int) -> Size:
-        """The size in pixels that a picture is cropped to; sides are multiples of ``step``."""
-        if self.aspect == "square":
-            return self.resolution, self.resolution
-        return nearest_bucket(size, self.resolution, self.max_aspect, step)
 
     def picture(self, rows: ShardedRows, row: int, size: Size, step: int) -> Picture:
         """A row as a picture, without reading its bytes yet.
@@ -143,11 +131,7 @@ class Stream(Source):
         return settle_lines([found], "", self.caption_lines == "several")[0][0] if self.prompt is None else found
 
     def _scanned(self, rows: ShardedRows, row: int) -> Picture:
-        """Return a row as a picture, with the size found in its bytes.
-
-        Raises:
-            UnusablePicture: it cannot be used.
-        """
+        """A row as a picture, with the size found in its bytes. UnusablePicture: it cannot be used."""
         data = _bytes(rows, row)
         size = picture_size(data)
         found = self.picture(rows, row, size, STEP)
@@ -157,12 +141,8 @@ class Stream(Source):
         return replace(found, size=size, read=read, mask=found.mask and replace(found.mask, read=read))
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
-        """Read a row's picture, and make the checks that other sources make while scanning.
-
-        Raises:
-            UnusablePicture: the picture is missing, damaged or too small, or its aspect ratio differs from its columns.
-            UserError: its shard is damaged.
-        """
+        """Read a row's picture, and make the checks that other sources make while scanning. UnusablePicture: it is
+        missing, damaged or too small, or its aspect ratio differs from its columns. UserError: its shard is damaged."""
         value = _bytes(rows, row)
         size = picture_size(value)
         if self.bucket(size, step) != bucket:

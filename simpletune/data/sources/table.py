@@ -178,14 +178,7 @@ def _require_small(
 
 
 def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.RecordBatch]:
-    """Yield the columns of one row group or record batch in parts.
-
-    Dictionary encoding may store a large value once and use it in every row. A part has few enough rows to fit in
-    memory even then.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Yield the columns of one row group or record batch in parts. UserError: the file is damaged."""
     import pyarrow as pa
 
     opened = _open(file)
@@ -194,6 +187,7 @@ def _batches(file: Path, number: int, columns: list[str]) -> Iterator[pyarrow.Re
             yield opened[number].select(columns)
         else:
             group = opened.metadata.row_group(number)
+            # Dictionary encoding may store a large value once and use it in every row: few enough rows to fit then, too
             rows = max(1, min(group.num_rows, MAX_GROUP // max(1, group.total_byte_size)))
             yield from opened.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:

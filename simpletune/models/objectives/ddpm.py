@@ -7,7 +7,7 @@ timesteps. abar_t is the cumulative product of 1 - beta up to timestep t; SNR = 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -57,7 +57,7 @@ class Ddpm(TrainingObjective):
 
     sampler: ClassVar[str] = "DPM++ 2M"
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self, resolutions: Iterable[int] = ()) -> Iterator[Problem]:
         if self.min_timestep > self.max_timestep:
             yield Problem(
                 "objective.min_timestep",

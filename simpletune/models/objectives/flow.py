@@ -7,7 +7,7 @@ Shapes: b samples, c = 16 latent channels, h and w are the latent's height and w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -63,7 +63,7 @@ class Flow(TrainingObjective):
     def shift_at(self, resolution: int) -> float:
         return max(1.0, 3.0 * resolution / 1024) if self.shift == "auto" else self.shift
 
-    def rules(self) -> Iterator[Problem]:
+    def rules(self, resolutions: Iterable[int] = ()) -> Iterator[Problem]:
         if self.min_sigma >= self.max_sigma:
             yield Problem(
                 "objective.min_sigma",
@@ -76,15 +76,14 @@ class Flow(TrainingObjective):
                     f"{getattr(self, field):g} changes nothing with objective.sigma {self.sigma}. Leave it out, or use "
                     f"sigma {density}",
                 )
-
-    def density_rules(self, resolution: int) -> Iterator[Problem]:
-        low, high = (unshift_sigma(sigma, self.shift_at(resolution)) for sigma in (self.min_sigma, self.max_sigma))
-        if self.min_sigma < self.max_sigma and self._density().cdf(high) - self._density().cdf(low) < RAREST:
-            yield Problem(
-                "objective.min_sigma",
-                f"less than {RAREST:g} of the density {self.sigma} lies between {self.min_sigma:g} and "
-                f"{self.max_sigma:g}. Widen the range, or use sigma uniform",
-            )
+        for resolution in resolutions if self.min_sigma < self.max_sigma else ():
+            low, high = (unshift_sigma(sigma, self.shift_at(resolution)) for sigma in (self.min_sigma, self.max_sigma))
+            if self._density().cdf(high) - self._density().cdf(low) < RAREST:
+                yield Problem(
+                    "objective.min_sigma",
+                    f"less than {RAREST:g} of the density {self.sigma} lies between {self.min_sigma:g} and "
+                    f"{self.max_sigma:g}. Widen the range, or use sigma uniform",
+                )
 
     def draw(self, stream: np.random.Generator, shift: float) -> float:
         """Draw one shifted noise level in (0, 1), computed in float64."""

@@ -5,7 +5,7 @@ Shapes: b samples, c latent channels, h and w are the latent's height and width 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from simpletune.models.shared.model_config import ModelConfig
@@ -25,12 +25,8 @@ class TrainingObjective(Option):
     sampler: ClassVar[str]
     """The solver's name in AUTOMATIC1111's web UI."""
 
-    def rules(self) -> Iterator[Problem]:
-        """Check what needs no model."""
-        yield from ()
-
-    def density_rules(self, resolution: int) -> Iterator[Problem]:
-        """Check the density of noise levels at a training resolution in pixels."""
+    def rules(self, resolutions: Iterable[int] = ()) -> Iterator[Problem]:
+        """Check what needs no model, and the density of noise levels at training resolutions in pixels."""
         yield from ()
 
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
@@ -38,7 +34,7 @@ class TrainingObjective(Option):
         yield from ()
 
     def shift_at(self, resolution: int) -> float:
-        """Return the shift of noise levels for a training resolution in pixels; 1 does not shift."""
+        """The shift of noise levels for a training resolution in pixels; 1 does not shift."""
         return 1.0
 
     def draw(self, stream: np.random.Generator, shift: float) -> float:
@@ -46,7 +42,7 @@ class TrainingObjective(Option):
         raise NotImplementedError
 
     def quantile(self, quantile: float, shift: float) -> float:
-        """Return the noise level at a quantile of the density, for the fixed levels of the validation loss."""
+        """The noise level at a quantile of the density, for the fixed levels of the validation loss."""
         raise NotImplementedError
 
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
@@ -54,28 +50,17 @@ class TrainingObjective(Option):
         return stream.standard_normal(tuple(shape), dtype="float32")
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> NoisingProcess:
-        """Build the noising process; ``scheduler`` returns the model's ``scheduler_config.json``.
-
-        Raises:
-            ConfigError: the objective does not fit the model.
-        """
+        """Build the noising process; ``scheduler`` returns the model's ``scheduler_config.json``. ConfigError: the
+        objective does not fit the model."""
         raise NotImplementedError
 
     def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> Solver:
-        """Build the solver of one drawing.
-
-        Args:
-            scheduler: the model's ``scheduler_config.json``.
-            steps: number of steps.
-            skipped: how many of the first, noisiest steps to leave out.
-
-        Raises:
-            ConfigError: the objective does not fit the model.
-        """
+        """Build the solver of one drawing of ``steps`` steps without the first, noisiest ``skipped`` of them;
+        ``scheduler`` is the model's ``scheduler_config.json``. ConfigError: the objective does not fit the model."""
         raise NotImplementedError
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:
-        """Return the class of diffusers' scheduler that draws as ``solver`` does, and its changes to the base's
+        """The class of diffusers' scheduler that draws as ``solver`` does, and its changes to the base's
         scheduler config; None if it is the base's own scheduler."""
         return None
 
@@ -112,7 +97,7 @@ class Solver(Protocol):
     """[s], on the CPU: what the network receives as its timestep."""
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:  # [b, c, h, w] each
-        """Return the first z: the noise, or a starting picture's latents noised to the first level."""
+        """The first z: the noise, or a starting picture's latents noised to the first level."""
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:  # [b, c, h, w] each, fp32
-        """Return the next z from the network's prediction at step ``index``; steps are taken in order."""
+        """The next z from the network's prediction at step ``index``; steps are taken in order."""

@@ -56,11 +56,7 @@ class UNetNames(LoraNames):
         return (layer,) if layer and layout.spelt(layer) == module else ()
 
     def original(self, layer: str) -> tuple[str, int | None]:
-        """Refuse: the number of blocks in a level depends on the model.
-
-        Raises:
-            UserError: always.
-        """
+        """UserError, always: the number of blocks in a level depends on the model."""
         raise UserError(
             f"{layer}: a U-Net's original names depend on the number of its layers. Use --format kohya, which ComfyUI, "
             "A1111, Forge and diffusers load"
@@ -68,7 +64,7 @@ class UNetNames(LoraNames):
 
 
 def _layer(flat: str) -> str | None:
-    """Return diffusers' name of a layer from its name with underscores for dots; None if there is no such layer."""
+    """Diffusers' name of a layer from its name with underscores for dots; None if there is no such layer."""
     if flat in OUTER:
         return OUTER[flat]
     match = PLACE.fullmatch(flat)
@@ -85,8 +81,7 @@ def _layer(flat: str) -> str | None:
 
 
 def _from_original(flat: str) -> str:
-    """Return diffusers' flat name of an attention layer from its flat original name, for U-Nets with two layers per
-    level."""
+    """Diffusers' flat name of an attention layer from its flat original name, for U-Nets with two layers per level."""
     match = ORIGINAL_PLACE.fullmatch(flat)
     if match is None:
         return ""

@@ -67,11 +67,8 @@ def _with_feed_forward(
     norm: nn.LayerNorm,
     network: nn.Module,
 ) -> tuple[Tensor, Gated]:
-    """Add the output of attention, and run the feed-forward network on the normalised sum.
-
-    Returns:
-        The sum, and the network's gated output, still to be added.
-    """
+    """Add the output of attention, and run the feed-forward network on the normalised sum. Returns the sum, and the
+    network's gated output, still to be added."""
     shift, scale, gate = parts[:3]
     x, inputs = modulated(x, added, [ScaleShift(scale, shift)], norm.eps)
     del added

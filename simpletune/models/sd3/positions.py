@@ -31,13 +31,8 @@ def side_for(sizes: Iterable[Size], whole: int) -> int:
 
 
 def crop_positions(embed: nn.Module, sizes: Iterable[Size], whole: Callable[[], Tensor]) -> None:
-    """Crop a patch embedder's table in place to what pictures of these sizes need, with identical results.
-
-    Args:
-        embed: diffusers' ``PatchEmbed`` with its table [1, S * S, e].
-        sizes: (width, height) of pictures in pixels; diffusers refuses larger ones afterwards.
-        whole: reads the whole table again, for an export.
-    """
+    """Crop the table [1, S * S, e] of diffusers' ``PatchEmbed`` in place to what pictures of these sizes need, with
+    identical results; it refuses larger ones afterwards. ``whole`` reads the whole table again, for an export."""
     old, table = int(embed.pos_embed_max_size), embed.pos_embed  # type: ignore[arg-type]
     assert isinstance(table, Tensor)
     side = side_for(sizes, old)

@@ -14,13 +14,8 @@ Size = tuple[int, int]
 
 @lru_cache
 def bucket_sizes(resolution: int, max_aspect: float, step: int = STEP) -> tuple[Size, ...]:
-    """All bucket sizes for a resolution: for each width the largest height within the area, and both transposed.
-
-    Args:
-        resolution: side of the square with the same area, in pixels.
-        max_aspect: largest ratio of the longer to the shorter side.
-        step: sides are multiples of this, in pixels.
-    """
+    """All bucket sizes, in multiples of ``step`` pixels: for each width the largest height within the area of a square
+    of side ``resolution``, and both transposed. ``max_aspect``: largest ratio of the longer to the shorter side."""
     sizes = set()
     for width in range(step, resolution * resolution // step + 1, step):
         height = resolution * resolution // width // step * step

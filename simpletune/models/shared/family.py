@@ -93,14 +93,8 @@ class Family(FamilyFacts):
         return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
-        """A new solver for a drawing of ``steps`` steps without the first, noisiest ``skipped`` of them.
-
-        Args:
-            objective: what the weights were trained with.
-
-        Raises:
-            UserError: the scheduler's configuration is damaged, or does not fit the objective.
-        """
+        """See ``TrainingObjective.solver``, of the objective that the weights were trained with. UserError: the
+        scheduler's configuration is damaged, or does not fit it."""
         part = self.part("scheduler")
         with explain_load_errors(part):
             return objective.solver(part.config(), steps, skipped)
@@ -230,13 +224,8 @@ class Family(FamilyFacts):
         return watch_fp16(model, precision.product_dtype())
 
     def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
-        """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny).
-
-        Args:
-            device: the target device.
-            dtype: the type of its weights.
-            tile: side in pixels of the tiles for larger pictures (AutoencoderKL only); None disables tiling.
-        """
+        """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny). ``tile``: side in pixels of the tiles for
+        larger pictures (AutoencoderKL only); None disables tiling."""
         vae = load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
         if tile is not None:
             use_tiles(vae, tile)

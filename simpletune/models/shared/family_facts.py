@@ -124,11 +124,8 @@ class FamilyFacts(Option):
         raise NotImplementedError
 
     def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        """The modules that levers treat one by one (checkpoint, stream, quantise), in the order of the forward pass.
-
-        Args:
-            names: the names of the parameters, as ``shapes`` gives them.
-        """
+        """The modules that levers treat one by one (checkpoint, stream, quantise), in the order of the forward pass,
+        from the names of the parameters."""
         raise NotImplementedError
 
     @property
@@ -152,11 +149,7 @@ class FamilyFacts(Option):
         raise NotImplementedError
 
     def image_tokens(self, size: Size) -> int:
-        """The number of image tokens of a picture at the model's highest resolution.
-
-        Args:
-            size: (width, height) in pixels.
-        """
+        """The number of image tokens of a picture of this size at the model's highest resolution."""
         raise NotImplementedError
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:

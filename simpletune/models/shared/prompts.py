@@ -64,13 +64,8 @@ class Prompts:
         raise NotImplementedError
 
     def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """The pooled embedding [p] of one prompt, from the outputs of the encoders in ``pooling``."""
+        """The pooled embedding [p] of one prompt, from the outputs of the CLIP encoders."""
         raise NotImplementedError
-
-    @property
-    def pooling(self) -> tuple[TextEncoder, ...]:
-        """The encoders whose outputs ``pool`` reads."""
-        return tuple(encoder for encoder in self.encoders if not encoder.is_t5)
 
     def _tokenizer_folder(self, encoder: TextEncoder) -> Path:
         folder = self.part(encoder.tokenizer).folder

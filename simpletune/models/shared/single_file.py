@@ -161,11 +161,7 @@ class SingleFile:
 
 
 def open_file(path: Path, layout: FileLayout) -> SingleFile:
-    """Open a file by its header, cached until the file changes.
-
-    Raises:
-        UserError: it is damaged, or contains no model of the layout's family.
-    """
+    """Open a file by its header, cached until the file changes. See ``SingleFile``."""
     return _open(path, layout, path.stat().st_mtime_ns)
 
 

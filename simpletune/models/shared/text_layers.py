@@ -85,14 +85,8 @@ def _inner(rest: str, encoder: str) -> str | None:
 
 
 def text_key(layer: str, role: str, layout: str, single: bool = False) -> str:
-    """The key of a text layer's tensor in a file.
-
-    Args:
-        layer: the layer's name in this package.
-        role: ``DOWN``, ``UP``, ``ALPHA`` or the name of a factor.
-        layout: ``diffusers``, ``kohya`` or ``comfy``; ``lycoris`` is spelt as kohya.
-        single: whether the model has one text encoder, whose keys kohya's scripts do not number.
-    """
+    """The key of a text layer's tensor in a file; ``role`` is as for ``Layout.key``. ``single``: the model has
+    one text encoder, whose keys kohya's scripts do not number."""
     encoder, name = encoder_of(layer)
     peft = layout in ("diffusers", "comfy")
     ending = {DOWN: "lora_A.weight" if peft else "lora_down.weight", UP: "lora_B.weight" if peft else "lora_up.weight"}
@@ -100,7 +94,7 @@ def text_key(layer: str, role: str, layout: str, single: bool = False) -> str:
         module = layer
     elif layout == "comfy":
         module = f"text_encoders.{COMFY[encoder]}.transformer.{name}"
-    else:
+    else:  # kohya's, and lycoris
         module = f"lora_te{'' if single else NUMBERS[encoder]}_{name.replace('.', '_')}"
     return f"{module}.{ending.get(role, role)}"
 

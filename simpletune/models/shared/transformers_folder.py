@@ -46,15 +46,8 @@ class ModelFolder:
         return found if isinstance(found, dict) else {}
 
     def model_type(self, known: Collection[str], examples: str) -> str:
-        """Read the ``model_type`` of config.json.
-
-        Args:
-            known: the accepted ones.
-            examples: Hub names of such models, for the message.
-
-        Raises:
-            UserError: it is another.
-        """
+        """The ``model_type`` of config.json. UserError: it is not among the known ones, of which the message names
+        ``examples`` on the Hub."""
         found = self.config().get("model_type")
         if not isinstance(found, str) or found not in known:
             raise UserError(
