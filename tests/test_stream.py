@@ -265,7 +265,7 @@ def test_the_places_of_unusable_rows_are_taken(tiny_config: dict, tmp_path: Path
 
 
 def epoch_order_of(plan: StreamPlan) -> list[int]:
-    return plan._order(0).reshape(-1).tolist()
+    return plan._epoch(0).reshape(-1).tolist()
 
 
 def test_unusable_rows_stop_the_run_with_their_reasons(tiny_config: dict, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Folder(Source):
     def scan(self, path: Path) -> Scan:
         """As for ``Source``. UserError: metadata.jsonl cannot be read."""
         found = walk(path, self.links)
-        files, said = without_masks(found.pictures, self.mask, self._masks)
+        files, said = without_masks(found.pictures, self.mask, self.mask_path)
         caption_of, described, rejected = self._caption_reader(path, files)
         rejected += found.rejected
         pictures = []
@@ -88,10 +88,6 @@ class Folder(Source):
         else:
             notes, said = [], [*said, *(hints(path, names) if self.repeats == 1 else ())]
         return Scan(pictures, rejected, described, dict(found.left_alone), tuple(said), tuple(notes))
-
-    @property
-    def _masks(self) -> Path | None:
-        return None if self.mask_path is None else Path(self.mask_path)
 
     def _caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
         """A function from file to captions, a description of where captions come from, and rejected lines."""
@@ -138,7 +134,7 @@ class Folder(Source):
         size, digest = picture_size(data), hashlib.sha256(data).hexdigest()
         mask = None
         if self.mask == "files":
-            mask = mask_file(path, self._masks, self.links, file, size)
+            mask = mask_file(path, self.mask_path, self.links, file, size)
         elif self.mask == "alpha":
             mask = alpha_mask(data, digest, read)
         return Picture(name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, picture_size, require_alpha
-from simpletune.data.sources.source import Mask, UnusablePicture, same_bytes
+from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.system.options import Json, plural
@@ -27,13 +27,9 @@ SHAPE_TOLERANCE = 0.02  # largest relative difference of the aspect ratios of ma
 Kind = Literal["alpha", "files"]
 
 
-def without_masks(files: Sequence[Path], kind: Kind | None, folder: Path | None) -> tuple[list[Path], list[str]]:
-    """The files of a data folder to train on, and a hint at masks among them if masks are not in use.
-
-    Args:
-        kind: ``data.mask``.
-        folder: the folder of the masks; None: beside the pictures.
-    """
+def without_masks(files: Sequence[Path], kind: Kind | None, folder: str | Path | None) -> tuple[list[Path], list[str]]:
+    """The files of a data folder to train on, and a hint at masks among them if masks are not in use. ``kind`` and
+    ``folder`` are ``data.mask`` and ``data.mask_path``."""
     stems = {file.with_suffix("") for file in files}
     beside = [
         file for file in files if file.stem.endswith(LABEL) and file.with_name(file.stem.removesuffix(LABEL)) in stems
@@ -53,16 +49,14 @@ def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
     return Mask("alpha", digest, read)
 
 
-def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: Size) -> Mask:
-    """Find and check the mask of a picture of the data folder ``root`` in a separate file.
-
-    Args:
-        folder: the folder of the masks, where it has the picture's relative name; None: NAME-masklabel.png beside it.
-
-    Raises:
-        UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the picture's.
-    """
-    target = file.with_name(file.stem + LABEL) if folder is None else folder / file.relative_to(root).with_suffix("")
+def mask_file(root: Path, folder: str | None, links: Links, file: Path, size: Size) -> Mask:
+    """Find and check the mask of a picture of the data folder ``root`` in a separate file; ``folder`` is
+    ``data.mask_path``. UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the
+    picture's."""
+    if folder is None:
+        target = file.with_name(file.stem + LABEL)
+    else:
+        target = Path(folder) / file.relative_to(root).with_suffix("")
     endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
     places = (target.with_name(target.name + ending) for ending in endings)
     place = next((place for place in places if os.path.lexists(place)), None)
@@ -85,21 +79,16 @@ def mask_file(root: Path, folder: Path | None, links: Links, file: Path, size: S
 
 
 def latent_mask(view: Crop) -> np.ndarray:
-    """The mask of a crop (of a picture that has one) at the latents' resolution, cropped and mirrored like the picture.
-
-    Returns:
-        uint8 [1, h/8, w/8]: the mean brightness or opacity of each place, 0 to 255.
-
-    Raises:
-        UnusablePicture: the mask cannot be read, has changed since the scan, or is black everywhere.
-    """
+    """The mask of a crop (of a picture that has one), cropped and mirrored like the picture: uint8 [1, h/8, w/8], the
+    mean brightness or opacity of each place, 0 to 255. UnusablePicture: it cannot be read, has changed since the scan,
+    or is black everywhere."""
     import numpy as np
     from PIL import Image
 
     mask = view.picture.mask
     assert mask is not None
     try:
-        image = decode_mask(same_bytes(mask), mask.kind)
+        image = decode_mask(mask.read_same(), mask.kind)
     except OSError as error:
         raise UnusablePicture(f"its mask cannot be read ({error.strerror or error})") from None
     if not image.getextrema()[1]:

@@ -15,7 +15,7 @@ from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
 from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
-from simpletune.models.shared.buckets import STEP, upscaling
+from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Option, Problem, UserError
 
 One = Annotated[Folder | Table, Field(discriminator="source")]
@@ -155,11 +155,6 @@ def too_small(pictures: Sequence[Picture], data: Source | MultiSource, step: int
     rejected = []
     for picture in pictures:
         source = data.members[picture.source]
-        scale = upscaling(picture.size, source.bucket(picture.size, step))
-        if source.max_upscale is None or scale <= source.max_upscale:
-            continue
-        size = f"{picture.size[0]}x{picture.size[1]}"
-        limit = f"the limit is {field_of(data, picture.source, 'max_upscale')}={source.max_upscale:g}"
-        reason = f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
-        rejected.append(RejectedEntry(picture.name, reason, source=picture.source))
+        if reason := source.too_small(picture.size, step, field_of(data, picture.source, "max_upscale")):
+            rejected.append(RejectedEntry(picture.name, reason, source=picture.source))
     return rejected

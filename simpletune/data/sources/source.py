@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from simpletune.models.shared.buckets import STEP, Size, nearest_bucket
+from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Option, Problem
 
 
@@ -18,9 +18,24 @@ class UnusablePicture(Exception):
     """A picture cannot be used, for the reason given."""
 
 
+class BytesOnDemand:
+    """A picture or a mask, whose bytes are read on demand."""
+
+    digest: str
+    read: Callable[[], bytes]
+    by_row: bool
+
+    def read_same(self) -> bytes:
+        """Read the bytes again. UnusablePicture: they cannot be read, or have changed since the scan."""
+        data = self.read()
+        if not self.by_row and hashlib.sha256(data).hexdigest() != self.digest:
+            raise UnusablePicture("has changed since the folder was scanned. Restart")
+        return data
+
+
 @dataclass(frozen=True)
-class Mask:
-    """Mask of the parts of a picture to learn from. Its bytes are read on demand."""
+class Mask(BytesOnDemand):
+    """Mask of the parts of a picture to learn from."""
 
     kind: Literal["alpha", "file"]
     """``alpha``: the opacity of the picture itself; ``file``: the brightness of a separate file."""
@@ -31,8 +46,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A usable picture. Its bytes are read on demand."""
+class Picture(BytesOnDemand):
+    """A usable picture."""
 
     name: str  # a path relative to the source; messages show it, and samples are sorted by it
     caption: str
@@ -51,18 +66,6 @@ class Picture:
     def captions(self) -> tuple[str, ...]:
         """All its captions."""
         return self.caption, *self.more
-
-    def read_same(self) -> bytes:
-        """See ``same_bytes``."""
-        return same_bytes(self)
-
-
-def same_bytes(picture: Picture | Mask) -> bytes:
-    """Read a picture or a mask again. UnusablePicture: it cannot be read, or has changed since the scan."""
-    data = picture.read()
-    if not picture.by_row and hashlib.sha256(data).hexdigest() != picture.digest:
-        raise UnusablePicture("has changed since the folder was scanned. Restart")
-    return data
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,15 @@ class Source(Option):
         if self.aspect == "square":
             return self.resolution, self.resolution
         return nearest_bucket(picture, self.resolution, self.max_aspect, step)
+
+    def too_small(self, picture: Size, step: int, field: str) -> str | None:
+        """Why a picture of this size would have to be scaled up by more than ``max_upscale``, which messages call
+        ``field``; None: it would not."""
+        scale = upscaling(picture, self.bucket(picture, step))
+        if self.max_upscale is None or scale <= self.max_upscale:
+            return None
+        size, limit = f"{picture[0]}x{picture[1]}", f"the limit is {field}={self.max_upscale:g}"
+        return f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """Check a source without reading its pictures.

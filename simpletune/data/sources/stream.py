@@ -13,7 +13,7 @@ from pydantic import Field
 from simpletune.data.sources.captions import cell_captions, settle_lines
 from simpletune.data.sources.pictures import picture_size, require_alpha
 from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
-from simpletune.models.shared.buckets import STEP, Size, upscaling
+from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Problem, UserError, plural
 
 if TYPE_CHECKING:
@@ -53,11 +53,7 @@ class Stream(Source):
     streamed: ClassVar[bool] = True
 
     def scan(self, path: Path) -> Scan:
-        """Examine only some rows: at most ``LOOKED_AT``, from blocks spread over the data set.
-
-        Raises:
-            UserError: the data set is missing or damaged.
-        """
+        """As for ``Source``, but examine only ``LOOKED_AT`` rows or fewer, from blocks spread over the data set."""
         rows = self.rows()
         pictures, rejected = list[Picture](), list[RejectedEntry]()
         count = len(rows.starts) - 1  # of blocks, of which BLOCKS evenly spread ones are looked into
@@ -66,7 +62,11 @@ class Stream(Source):
         chosen = [row for b in blocks for row in range(starts[b], min(starts[b] + each, starts[b + 1]))]
         for row in chosen:
             try:
-                pictures.append(self._scanned(rows, row))
+                data, read = _bytes(rows, row), partial(_bytes, rows, row)
+                found = self.picture(rows, row, picture_size(data), STEP)
+                if found.mask is not None:
+                    require_alpha(data)
+                pictures.append(replace(found, read=read, mask=found.mask and replace(found.mask, read=read)))
             except UnusablePicture as reason:
                 rejected.append(RejectedEntry(rows.name(row), str(reason)))
         looked = (
@@ -107,16 +107,8 @@ class Stream(Source):
         return f"the column {self.caption_column}"
 
     def picture(self, rows: ShardedRows, row: int, size: Size, step: int) -> Picture:
-        """A row as a picture, without reading its bytes yet.
-
-        Args:
-            size: size given by the columns; with squares, that of the square.
-            step: sides of buckets are multiples of this.
-
-        Raises:
-            UnusablePicture: its caption cannot be used.
-            UserError: its shard is damaged.
-        """
+        """A row as a picture of the size that its columns give (with squares, that of the square), without reading its
+        bytes yet. UnusablePicture: its caption cannot be used. UserError: its shard is damaged."""
         if self.prompt is not None:
             captions = [self.prompt]
         else:
@@ -130,16 +122,6 @@ class Stream(Source):
         found = Picture(rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True)
         return settle_lines([found], "", self.caption_lines == "several")[0][0] if self.prompt is None else found
 
-    def _scanned(self, rows: ShardedRows, row: int) -> Picture:
-        """A row as a picture, with the size found in its bytes. UnusablePicture: it cannot be used."""
-        data = _bytes(rows, row)
-        size = picture_size(data)
-        found = self.picture(rows, row, size, STEP)
-        if found.mask is not None:
-            require_alpha(data)
-        read = partial(_bytes, rows, row)
-        return replace(found, size=size, read=read, mask=found.mask and replace(found.mask, read=read))
-
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
         """Read a row's picture, and make the checks that other sources make while scanning. UnusablePicture: it is
         missing, damaged or too small, or its aspect ratio differs from its columns. UserError: its shard is damaged."""
@@ -147,10 +129,8 @@ class Stream(Source):
         size = picture_size(value)
         if self.bucket(size, step) != bucket:
             raise UnusablePicture(f"is {size[0]}x{size[1]}, and its columns say another shape. Fix the columns")
-        scale = upscaling(size, bucket)
-        if self.max_upscale is not None and scale > self.max_upscale:
-            limit = f"the limit is data.max_upscale={self.max_upscale:g}"
-            raise UnusablePicture(f"is too small: {size[0]}x{size[1]} would be scaled up {scale:.1f} times; {limit}")
+        if reason := self.too_small(size, step, "data.max_upscale"):
+            raise UnusablePicture(reason)
         if self.mask == "alpha":
             require_alpha(value)
         return value
