@@ -54,12 +54,8 @@ def heart(x: Field, y: Field) -> Field:
     return np.minimum(square_, np.minimum(left, right))
 
 
-def _star(points: int, outer: float, inner: float, down: float) -> list[tuple[float, float]]:
-    angles = [math.pi * k / points - math.pi / 2 for k in range(2 * points)]
-    radii = [outer, inner] * points
-    return [(r * math.cos(a), r * math.sin(a) + down) for r, a in zip(radii, angles, strict=True)]
-
-
+_ANGLES = [math.pi * k / 5 - math.pi / 2 for k in range(10)]
+_STAR = [(r * math.cos(a), r * math.sin(a) + 0.08) for r, a in zip([1.02, 0.44] * 5, _ANGLES, strict=True)]
 _ARM = 0.34  # half the width of the cross's arms
 _CROSS = [
     *[(-_ARM, -0.96), (_ARM, -0.96), (_ARM, -_ARM), (0.96, -_ARM), (0.96, _ARM), (_ARM, _ARM)],
@@ -71,7 +67,7 @@ DISTANCES: dict[str, Callable[[Field, Field], Field]] = {
     "square": polygon([(-0.82, -0.82), (0.82, -0.82), (0.82, 0.82), (-0.82, 0.82)]),
     "triangle": polygon([(0.0, -0.92), (0.98, 0.8), (-0.98, 0.8)]),
     "diamond": polygon([(0.0, -1.0), (0.7, 0.0), (0.0, 1.0), (-0.7, 0.0)]),
-    "star": polygon(_star(5, outer=1.02, inner=0.44, down=0.08)),
+    "star": polygon(_STAR),
     "cross": polygon(_CROSS),
     "ring": ring,
     "heart": heart,
