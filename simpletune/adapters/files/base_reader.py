@@ -12,10 +12,9 @@ from torch import Tensor
 
 from simpletune.models.families import FAMILIES
 from simpletune.models.lora_names import family_of_class
-from simpletune.models.shared.config_limits import read_config
 from simpletune.models.shared.denoiser import quantised_layers
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import DENOISER_PREFIXES
 from simpletune.system.model_folder import weight_files

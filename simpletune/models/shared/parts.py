@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpletune.models.shared.config_limits import read_config
-from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.single_file import FileLayout, SingleFile, open_file
 from simpletune.system.model_folder import fingerprint, weight_files
 from simpletune.system.options import UserError, join_names

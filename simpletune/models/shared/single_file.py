@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.shared.config_limits import require_sizes
-from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.model_config import ModelConfig, require_sizes
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header
