@@ -52,11 +52,6 @@ SCALED = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
 
 
-def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
-    """``load_loras`` with one file."""
-    load_loras(model, [(file, scale)])
-
-
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
     """Add LoRAs to a transformer in place and activate all of them: y = W x + sum of scale_n B_n A_n x, or LoKr, LoHa.
 
@@ -144,11 +139,6 @@ def holds_hypernetwork(file: Path) -> bool:
     """
     require_safetensors(file)
     return is_hypernetwork(read_header(file))
-
-
-def updated_layers(file: Path) -> list[str]:
-    """The layers whose weights a file updates; a hypernetwork updates none."""
-    return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
 
 
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:

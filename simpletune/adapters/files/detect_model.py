@@ -93,7 +93,12 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
-    if not _has_sd3_layers(names):
+    # SD3, if a module's name is that of one of its layers in any layout; a file may mix layouts
+    modules = sorted({split[0] for name in names if (split := split_key(name))})
+    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
+    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
+    groups.append([m for m in modules if not m.startswith(prefixes)])
+    if not any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups):
         return "an unknown model", names[0] if names else "no keys"
     if (key := _first(DUAL.pattern, names)) is not None:
         return MEDIUM_35, f"its second attention: {key}"
@@ -129,15 +134,6 @@ def kind_of_model(names: list[str]) -> str | None:
 
 def _first(pattern: str, names: list[str]) -> str | None:
     return next((name for name in names if re.search(pattern, name)), None)
-
-
-def _has_sd3_layers(names: list[str]) -> bool:
-    """Whether a module's name is that of a layer of SD3 in any layout; a file may mix layouts."""
-    modules = sorted({split[0] for name in names if (split := split_key(name))})
-    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
-    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
-    groups.append([m for m in modules if not m.startswith(prefixes)])
-    return any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups)
 
 
 def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:

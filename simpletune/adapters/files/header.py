@@ -59,6 +59,14 @@ class TensorEntry(TypedDict):
     data_offsets: tuple[int, int]
 
 
+def tensor_bytes(file: Path, entry: TensorEntry) -> bytes:
+    """Read the bytes of one tensor of a safetensors file."""
+    begin, end = entry["data_offsets"]
+    with open(file, "rb") as handle:
+        handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
+        return handle.read(end - begin)
+
+
 @dataclass
 class Module:
     """One updated module of a file.
@@ -124,6 +132,7 @@ class LoraHeader:
         self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
         self.all_modules = [*self.modules.values(), *self.text_modules.values()]
         self.layout: Layout | None = layout_of(list(self.modules))
+        self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
         for module in self.text_modules.values():
@@ -171,7 +180,7 @@ class LoraHeader:
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
             return _valid_settings(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
-        if self.layout and self.layout.name == "peft" and beside.is_file():
+        if self.layout_name == "peft" and beside.is_file():
             try:
                 return _valid_settings(json.loads(beside.read_text()), str(beside))
             except ValueError:
@@ -205,14 +214,11 @@ class LoraHeader:
 
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
-        begin, end = entry["data_offsets"]
         of = TYPES.get(entry["dtype"])
         if math.prod(entry["shape"]) != 1 or of is None or of.struct is None:
             self.odd_alphas.append(f"{key} must be a single number but is {entry['dtype']} {entry['shape']}")
             return None
-        with open(self.file, "rb") as handle:
-            handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
-            data = handle.read(end - begin)
+        data = tensor_bytes(self.file, entry)
         if entry["dtype"] == "BF16":
             data = b"\0\0" + data
         return float(struct.unpack(of.struct, data)[0])

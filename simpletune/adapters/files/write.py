@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
+from simpletune.adapters.files.keys import DORA, OFT
 from simpletune.adapters.files.updates import (
-    AdditiveUpdate,
     DoraUpdate,
     LohaUpdate,
     LokrUpdate,
     LoraUpdate,
     LoraUpdates,
     OftUpdate,
+    Update,
     Updates,
     fuse,
 )
@@ -99,7 +100,7 @@ def write_lora(
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
 
-def _needs_rank(layer: str, update: AdditiveUpdate) -> UserError:
+def _needs_rank(layer: str, update: Update) -> UserError:
     return UserError(
         f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
         "smaller one to approximate it, or use --format lycoris"
@@ -112,7 +113,7 @@ def overflow(dtype: str | None) -> str:
 
 
 def _tensors_of(
-    update: AdditiveUpdate, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
+    update: Update, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
 ) -> dict[str, Tensor]:
     """An update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
     factors, alpha = update.saved()
@@ -218,7 +219,7 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
     return found
 
 
-def _lycoris_tensors(updates: Mapping[str, AdditiveUpdate], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _lycoris_tensors(updates: Updates, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
     layout = result_layout(updates, "lycoris") if updates else None
@@ -248,7 +249,7 @@ def text_tensors_of(
     tensors: dict[str, Tensor] = {}
     for layer in sorted(others, key=natural_sort_key):
         update = others[layer]
-        if not isinstance(update, AdditiveUpdate):
+        if update.kind in (DORA, OFT):
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
             raise _needs_rank(layer, update)

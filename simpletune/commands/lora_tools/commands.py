@@ -134,7 +134,7 @@ def mix(args: argparse.Namespace) -> Path:
 
 def merge(args: argparse.Namespace) -> Path:
     from simpletune.adapters.files.base_reader import BaseReader
-    from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
+    from simpletune.adapters.files.merge import Merger
     from simpletune.adapters.files.read import read_lora
 
     sources = [named_lora(text, strength=True) for text in args.loras]
@@ -156,13 +156,14 @@ def merge(args: argparse.Namespace) -> Path:
     parts = [(source.name, source.weight * args.scale) for source in sources]
     note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
     with progress("merge", len(base.shapes), "tensors") as advance:
-        done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
-    say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
+        (merger.write_file if single else merger.write_folder)(args.out, note, advance)
+    say(f"{args.out}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
     if merger.text:
         say(f"  with the updates of {encoders_in(merger.text)}: {plural(len(merger.text), 'layer')}")
-    say(f"  changed {plural(done.layers, 'layer')}, written in {types}; rounding lost {done.lost:.2%} of the update")
-    return done.path
+    changed = plural(len(merger.changed), "layer")
+    say(f"  changed {changed}, written in {types}; rounding lost {merger.lost:.2%} of the update")
+    return args.out
 
 
 def extract(args: argparse.Namespace) -> Path:
@@ -188,8 +189,10 @@ def extract(args: argparse.Namespace) -> Path:
     )
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
-        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({found.left_out_share:.3%} of the "
-            f"difference): {join_names(names)}")  # fmt: skip
+        others = sum(norm**2 for norm in found.left_out.values())
+        share = (others / (others + sum(row.norm**2 for row in found.rows))) ** 0.5
+        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({share:.3%} of the difference): "
+            f"{join_names(names)}")  # fmt: skip
     return written
 
 
