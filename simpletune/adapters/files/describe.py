@@ -26,7 +26,7 @@ from simpletune.adapters.files.header import (
 from simpletune.adapters.files.keys import DORA, LORA, is_whole
 from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.methods.adapter import OUTPUT
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
+from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of

@@ -84,9 +84,21 @@ def is_lora(names: list[str]) -> bool:
     return bool(factors) or any(2 * len(keys) >= len(names) for keys in telling)
 
 
-def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """The model that a LoRA is for, and the evidence, from the shapes of the file's tensors, by key. The name of every
-    SD3 model starts with ``Stable Diffusion 3``."""
+def family_of_lora(
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, int]] = {}
+) -> tuple[str, str]:
+    """The model that a LoRA is for, and the evidence.
+
+    Args:
+        shapes: of the file's tensors, by key.
+        layers: (outputs, inputs) of layers whose updates are not low-rank, by module.
+
+    Returns:
+        The model's name, which starts with ``Stable Diffusion 3`` for every SD3, and what shows it.
+    """
+    downs = {f"{module}.lora_A.weight": (1, inputs) for module, (_, inputs) in layers.items()}
+    ups = {f"{module}.lora_B.weight": (outputs, 1) for module, (outputs, _) in layers.items()}
+    shapes = {**shapes, **downs, **ups}
     names = list(shapes)
     if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
         return _unet(shapes, key)
@@ -103,13 +115,6 @@ def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
     if (key := _first(DUAL.pattern, names)) is not None:
         return MEDIUM_35, f"its second attention: {key}"
     return _sd3_by_shape(shapes)
-
-
-def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
-    """The model that updates are for, from (outputs, inputs) of each layer, by diffusers' name."""
-    downs = {f"{layer}.lora_A.weight": (1, inputs) for layer, (_, inputs) in shapes.items()}
-    ups = {f"{layer}.lora_B.weight": (outputs, 1) for layer, (outputs, _) in shapes.items()}
-    return family_of_lora(downs | ups)[0]
 
 
 def is_sd3(family: str) -> bool:

@@ -33,7 +33,7 @@ from simpletune.adapters.files.keys import (
     split_key,
     update_shape,
 )
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork
 from simpletune.models.families import DENOISERS
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
@@ -151,10 +151,8 @@ class LoraHeader:
             layers = [layer for module in self.text_modules.values() for layer in module.layers]
             return TEXT_ALONE, encoders_in(layers) or "their keys"
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
-        known = {name: size for name, size in sizes.items() if size is not None}
-        as_lora = {f"{name}.lora_A.weight": (1, size.inputs) for name, size in known.items()}
-        as_lora |= {f"{name}.lora_B.weight": (size.outputs, 1) for name, size in known.items()}
-        return family_of_lora(self.shapes | as_lora)
+        sides = {name: (size.outputs, size.inputs) for name, size in sizes.items() if size is not None}
+        return family_of_lora(self.shapes, sides)
 
     def size(self, module: Module) -> UpdateShape | None:
         """The size of a module's update; None if factors are missing or do not match."""

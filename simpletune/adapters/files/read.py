@@ -6,23 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from simpletune.adapters.files.detect_model import SD15
 from simpletune.adapters.files.header import DAMAGED, LoraHeader, Module, open_lora
 from simpletune.adapters.files.keys import DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update
+from simpletune.adapters.methods.formulas import require_numbers
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
 from simpletune.models.shared.text_layers import is_text
 from simpletune.system.options import UserError
 
-READ = (torch.float32, torch.float16, torch.bfloat16)
 
-
-def read_lora(file: Path) -> dict[str, Update]:
-    """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout.
+def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
+    """Read a LoRA file of any family in diffusers', kohya's, ComfyUI's, PEFT's or OneTrainer's layout, or one whose
+    header ``open_lora`` has checked.
 
     Returns:
         Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and the layer's
@@ -33,13 +32,9 @@ def read_lora(file: Path) -> dict[str, Update]:
         UserError: the file is not a LoRA for a known family, is damaged, has keys that match no layer, or non-finite
             values.
     """
-    return updates_of(open_lora(file))
-
-
-def updates_of(header: LoraHeader) -> dict[str, Update]:
-    """``read_lora`` for a file whose header has been checked."""
     from safetensors import SafetensorError, safe_open
 
+    header = file if isinstance(file, LoraHeader) else open_lora(file)
     found: dict[str, Update] = {}
     try:
         opened = safe_open(header.file, framework="pt")
@@ -49,16 +44,7 @@ def updates_of(header: LoraHeader) -> dict[str, Update]:
         for module in header.all_modules:
             factors = {role: handle.get_tensor(key) for role, key in module.factors.items()}
             for role, tensor in factors.items():
-                key = module.keys[role]
-                if tensor.dtype not in READ:
-                    raise UserError(
-                        f"{header.file}: {key} is in {tensor.dtype}, which is not supported. Use fp32, fp16 or bf16"
-                    )
-                if not tensor.isfinite().all():
-                    raise UserError(
-                        f"{header.file}: {key} contains NaN or infinite values: its training diverged. "
-                        "Use an earlier checkpoint"
-                    )
+                require_numbers(f"{header.file}: {module.keys[role]}", tensor)
             parts = _update(header, module, factors).parts(len(module.layers))
             for layer, part in zip(module.layers, parts, strict=True):
                 if layer in found:

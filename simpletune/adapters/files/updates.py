@@ -50,11 +50,7 @@ class Update(ABC):
         return self.delta()
 
     def delta(self) -> Tensor:  # fp32 [o, i]
-        """The matrix that it adds to any weight.
-
-        Raises:
-            UserError: the update depends on the weight.
-        """
+        """The matrix that it adds to any weight. UserError: the update depends on the weight."""
         raise UserError(
             f"{self.kind} depends on the weights that it changes, so it is not a LoRA by itself. Merge it into its "
             "base with simpletune merge, then use simpletune extract"

@@ -90,12 +90,7 @@ def write_lora(
     file.parent.mkdir(parents=True, exist_ok=True)
     extra = {}
     if layout == "diffusers" and not dora:
-        groups = {names_of(low_rank).denoiser: low_rank} if low_rank else {}
-        for layer, update in text.items():
-            if isinstance(update, LoraUpdate):
-                encoder, name = encoder_of(layer)
-                groups.setdefault(encoder, {})[name] = update
-        extra = _adapter_metadata(groups)
+        extra = _adapter_metadata(low_rank, text)
     extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
@@ -274,15 +269,20 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str]) -> bool:
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 
-def _adapter_metadata(groups: Mapping[str, LoraUpdates]) -> dict[str, str]:
-    """PEFT's settings for diffusers if ranks differ, from the updates of each part of the pipeline: older versions
-    would use the first layer's rank as every alpha.
+def _adapter_metadata(denoiser: LoraUpdates, text: Updates) -> dict[str, str]:
+    """PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
     """
+    parts: dict[str, dict[str, int]] = {}  # the ranks of each part of the pipeline, by its layers
+    if denoiser:
+        parts[names_of(denoiser).denoiser] = {layer: update.rank for layer, update in denoiser.items()}
+    for layer, update in text.items():
+        if isinstance(update, LoraUpdate):
+            encoder, name = encoder_of(layer)
+            parts.setdefault(encoder, {})[name] = update.rank
     flat: Json = {}
-    for part, updates in groups.items():
-        ranks = {layer: update.rank for layer, update in updates.items()}
+    for part, ranks in parts.items():
         common = Counter(ranks.values()).most_common(1)[0][0]
         others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
         patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}

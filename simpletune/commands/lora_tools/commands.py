@@ -26,7 +26,7 @@ A1111 = "a1111"  # format of hypernetworks
 def export(args: argparse.Namespace) -> Path:
     """Write a LoRA in another layout; LoKr and LoHa on request approximated by LoRA."""
     from simpletune.adapters.files.factors import resize_all
-    from simpletune.adapters.files.read import updates_of
+    from simpletune.adapters.files.read import read_lora
     from simpletune.adapters.files.updates import LoraUpdate
 
     source = named_lora(args.lora)
@@ -36,7 +36,7 @@ def export(args: argparse.Namespace) -> Path:
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)
     require_new(out, args.overwrite)
-    updates: Updates = updates_of(header)
+    updates: Updates = read_lora(header)
     lost = None
     if args.rank is not None or args.energy is not None:
         require_rank_or_energy(args)
@@ -60,7 +60,7 @@ def export(args: argparse.Namespace) -> Path:
 def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
     """Write a hypernetwork in the form of AUTOMATIC1111's web UI."""
     from simpletune.adapters.files.attach import holds_hypernetwork
-    from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111
+    from simpletune.adapters.methods.hypernetwork_files import read_hypernetwork, write_a1111
     from simpletune.runs.model_card import public_name
 
     if not holds_hypernetwork(source.file):
@@ -86,14 +86,14 @@ def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
 
 def resize(args: argparse.Namespace) -> Path:
     from simpletune.adapters.files.factors import resize_all
-    from simpletune.adapters.files.read import updates_of
+    from simpletune.adapters.files.read import read_lora
 
     require_rank_or_energy(args)
     source = named_lora(args.lora)
     refuse_same(args.out, source.file)
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
-    old = updates_of(header)
+    old = read_lora(header)
     new, lost = resize_all(old, args.rank, args.energy)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
