@@ -29,8 +29,8 @@ from simpletune.adapters.files.attach import load_loras
 from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
+from simpletune.adapters.methods.hypernetwork_files import read_hypernetwork, write_a1111, write_hypernetwork
 from simpletune.adapters.methods.hypernetwork_layer import networks_of
-from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111, write_hypernetwork
 from simpletune.adapters.methods.layers import all_layers
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main

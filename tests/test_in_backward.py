@@ -272,7 +272,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
 
 
 def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None:
-    from simpletune.adapters.files.attach import load_lora
+    from simpletune.adapters.files.attach import load_loras
 
     data = make(tiny_config, False, "exported", "lora", "bf16")
     data["adapter"] |= {"alpha": 4, "dropout": 0.0}  # a scale of 2, which is folded in without rounding
@@ -283,7 +283,7 @@ def test_a_lora_in_bf16_is_exported_in_bf16_and_loads(tiny_config: dict) -> None
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     config = resolve_folders(validate(data, "test"))
     model = config.model.load_denoiser(config.precision, torch.device("cpu"))
-    load_lora(model, run / "pytorch_lora_weights.safetensors")
+    load_loras(model, [(run / "pytorch_lora_weights.safetensors", 1.0)])
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             scale = 2 if ".lora_B." in name else 1

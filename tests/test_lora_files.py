@@ -20,7 +20,7 @@ from simpletune.adapters.files.describe import describe, find_weight_file, forma
 from simpletune.adapters.files.header import ADAPTER_METADATA, open_lora
 from simpletune.adapters.files.keys import layout_of
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import LoraUpdate, fuse, split
+from simpletune.adapters.files.updates import LoraUpdate, fuse
 from simpletune.adapters.files.write import file_tensors, in_original_names, write_lora
 from simpletune.apps.cli.main import main
 from simpletune.models.sd3.lora_names import LAYOUTS, NAMES
@@ -141,7 +141,7 @@ def test_the_alpha_of_a_fused_module_is_that_of_its_parts_together() -> None:
 def test_a_fused_update_that_shares_its_first_factor_stays_whole() -> None:
     torch.manual_seed(0)
     whole = LoraUpdate(torch.randn(4, 8), torch.randn(30, 4), 0.5)
-    parts = split(whole)
+    parts = whole.parts(3)
     assert [part.rank for part in parts if part] == [4, 4, 4]
     torch.testing.assert_close(torch.cat([part.delta() for part in parts if part]), whole.delta(), rtol=0, atol=1e-6)
     again = fuse(parts)
@@ -168,10 +168,10 @@ def test_an_untrained_part_and_an_untrained_whole_are_kept(rank: int) -> None:
     torch.manual_seed(0)
     parts = [LoraUpdate(torch.randn(rank, 8), torch.randn(10, rank)) for _ in range(3)]
     parts[0] = LoraUpdate(parts[0].down, torch.zeros(10, rank))
-    back = split(fuse(parts))
+    back = fuse(parts).parts(3)
     assert all(b is not None and torch.equal(b.down, p.down) for b, p in zip(back, parts, strict=True))
     empty = [LoraUpdate(part.down, torch.zeros_like(part.up)) for part in parts]
-    assert None not in split(fuse(empty))
+    assert None not in fuse(empty).parts(3)
 
 
 @pytest.mark.parametrize("scales", [(1.0, 2.0, 0.5), (0.7, None, 0.7), (None, None, 2.0)])
@@ -181,7 +181,7 @@ def test_parts_of_different_scales_and_ranks(scales: tuple) -> None:
     fused = fuse(parts)
     expected = [part.delta() if part else torch.zeros(6, 8) for part in parts]
     torch.testing.assert_close(fused.delta(), torch.cat(expected), rtol=1e-5, atol=1e-6)
-    for back, part in zip(split(fused), parts, strict=True):
+    for back, part in zip(fused.parts(3), parts, strict=True):
         assert (back is None) == (part is None)
         if part is not None and back is not None:
             torch.testing.assert_close(back.delta(), part.delta(), rtol=1e-5, atol=1e-6)

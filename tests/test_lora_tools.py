@@ -23,7 +23,7 @@ from slow_cases import slow_but
 from torch import nn
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras
+from simpletune.adapters.files.attach import fold_lora, load_loras
 from simpletune.adapters.files.base_reader import BaseReader, locate_denoiser
 from simpletune.adapters.files.extract import extract
 from simpletune.adapters.files.factors import resize_update
@@ -236,7 +236,7 @@ def test_a_kept_quantised_base_is_dequantised(precision, pipeline, files, tmp_pa
     quantised = model.load_denoiser(precision, CPU, cache=tmp_path / "cache")
     (kept,) = (tmp_path / "cache" / "quantised").iterdir()
     run("merge", files["kohya"], "--base", kept, "--out", tmp_path / "merged")
-    load_lora(quantised, files["kohya"])
+    load_loras(quantised, [(files["kohya"], 1.0)])
     merged = SD3Transformer2DModel.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     close(velocity(merged), velocity(quantised))
 
@@ -491,10 +491,10 @@ def test_a_lora_of_sd35_is_refused_by_sd3(pipeline: Path, tmp_path: Path) -> Non
     }
     file = write_lora(updates | second, tmp_path / "x.safetensors", "kohya")
     with pytest.raises(UserError, match="for Stable Diffusion 3.5 Medium.*not in this model: .*attn2"):
-        load_lora(base_model(pipeline), file)
+        load_loras(base_model(pipeline), [(file, 1.0)])
     wide = write_lora(random_lora(pipeline, 1) | {"proj_out": LoraUpdate(torch.ones(1, 9), torch.ones(9, 1))}, file)
     with pytest.raises(UserError, match="proj_out has 9 inputs and 9 outputs; this model has 128 and 64"):
-        load_lora(base_model(pipeline), wide)
+        load_loras(base_model(pipeline), [(wide, 1.0)])
 
 
 def test_inspect_imports_no_torch(files: dict[str, Path]) -> None:

@@ -14,7 +14,7 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletune.adapters.files.attach import load_lora
+from simpletune.adapters.files.attach import load_loras
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
@@ -76,7 +76,7 @@ def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, 
     assert (theirs - ours).abs().max() < 1e-4 * effect
 
     model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
-    load_lora(model, run / "pytorch_lora_weights.safetensors")
+    load_loras(model, [(run / "pytorch_lora_weights.safetensors", 1.0)])
     assert (velocity(model, inputs) - ours).abs().max() < 1e-4 * effect
 
 
@@ -86,7 +86,7 @@ def test_the_scale_of_a_lora(tiny_config, tiny_pipeline, inputs) -> None:
     results = []
     for scale in (0.0, 1.0):
         model = loader.load_denoiser(FP32(), torch.device("cpu"))
-        load_lora(model, run / "pytorch_lora_weights.safetensors", scale)
+        load_loras(model, [(run / "pytorch_lora_weights.safetensors", scale)])
         results.append(velocity(model, inputs))
     base = velocity(loader.load_denoiser(FP32(), torch.device("cpu")), inputs)
     torch.testing.assert_close(results[0], base, rtol=0, atol=0)
@@ -178,7 +178,7 @@ def test_a_lora_that_does_not_fit_is_refused(rename, message: str, tiny_config, 
     save_file({rename(name): tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
     model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
     with pytest.raises(UserError, match=message):
-        load_lora(model, tmp_path / "other.safetensors")
+        load_loras(model, [(tmp_path / "other.safetensors", 1.0)])
 
 
 def test_a_truncated_lora_is_refused(tiny_config, tiny_pipeline, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_truncated_lora_is_refused(tiny_config, tiny_pipeline, tmp_path: Path)
     data = (run / "pytorch_lora_weights.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(data[:-100])
     with pytest.raises(UserError, match="cut.safetensors is truncated: .* Download it again"):
-        load_lora(torch.nn.Module(), tmp_path / "cut.safetensors")
+        load_loras(torch.nn.Module(), [(tmp_path / "cut.safetensors", 1.0)])
 
 
 def test_the_full_model_of_a_lora_run_draws_what_the_lora_draws(tiny_config, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "she
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("np", "load"), ("numpy", "load")}
 ALLOWED = {
-    ("adapters/methods/hypernetworks/files.py", "torch.save"),  # export --format a1111 writes one, and nothing reads it
+    ("adapters/methods/hypernetwork_files.py", "torch.save"),  # export --format a1111 writes one, and nothing reads it
 }
 
 

@@ -13,7 +13,6 @@ from transformers import CLIPTokenizer, T5TokenizerFast
 from simpletune.adapters.text.inputs import PromptTokenizer
 from simpletune.adapters.text.option import Text, embedding_name
 from simpletune.adapters.text.placeholders import expand, occurs, positions
-from simpletune.adapters.text.sizes import text_parameters
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
@@ -212,22 +211,18 @@ def test_the_parameters_are_counted_without_torch(family: str, text: dict, tiny_
     config = validate(data, "count")
     built = empty_text_side(config, torch.device("cpu"))
     built.attach_lora(0)
-    assert text_parameters(config.text, config.model) == sum(p.numel() for p in built.parameters() if p.requires_grad)
+    assert config.text.trainable(config.model) == sum(p.numel() for p in built.parameters() if p.requires_grad)
 
 
 def test_real_sizes() -> None:
     """6,144 numbers a vector in SD3; a LoRA of rank 1 has 73,728 numbers in CLIP-L and 327,680 in CLIP-G."""
     sd3, one = SD3(), {"token": "x", "initial": "y"}
-    assert text_parameters(Text.model_validate({"embeddings": one}), sd3) == 768 + 1280 + 4096
-    assert text_parameters(Text.model_validate({"embeddings": one | {"place": "input"}}), sd3) == 768 + 1280
-    assert text_parameters(Text.model_validate({"lora": {"rank": 1}}), sd3) == 73_728 + 327_680
-    assert (
-        text_parameters(
-            Text.model_validate({"lora": {"rank": 1, "encoders": ["clip_l"], "targets": "attention_and_mlp"}}), sd3
-        )
-        == 165_888
-    )
-    assert text_parameters(Text.model_validate({"embeddings": one}), SD15()) == 768
+    assert Text.model_validate({"embeddings": one}).trainable(sd3) == 768 + 1280 + 4096
+    assert Text.model_validate({"embeddings": one | {"place": "input"}}).trainable(sd3) == 768 + 1280
+    assert Text.model_validate({"lora": {"rank": 1}}).trainable(sd3) == 73_728 + 327_680
+    mlp_too = {"rank": 1, "encoders": ["clip_l"], "targets": "attention_and_mlp"}
+    assert Text.model_validate({"lora": mlp_too}).trainable(sd3) == 165_888
+    assert Text.model_validate({"embeddings": one}).trainable(SD15()) == 768
 
 
 def test_names_of_encoders_are_those_of_the_family() -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters.files.attach import fold_lora, load_lora, load_loras
+from simpletune.adapters.files.attach import fold_lora, load_loras
 from simpletune.adapters.files.describe import describe, find_weight_file
 from simpletune.adapters.files.mix import Recipe, mix
 from simpletune.adapters.files.read import read_lora
@@ -252,7 +252,7 @@ def test_the_result_of_a_run_does_the_same_in_every_reader(dtype: str, tmp_path:
         assert unused == []
         close(predict(theirs), expected)
     again = tiny()
-    load_lora(again, file)
+    load_loras(again, [(file, 1.0)])
     close(predict(again), expected)
     fold_lora(again)
     close(predict(again), expected)
@@ -261,9 +261,9 @@ def test_the_result_of_a_run_does_the_same_in_every_reader(dtype: str, tmp_path:
 
 
 @pytest.mark.parametrize("layout", ["kohya", "diffusers"])
-@pytest.mark.parametrize("updates_of", [same, mixed], ids=["one rank", "ranks and alphas"])
-def test_every_layout_does_the_same_in_diffusers(layout: str, updates_of: Any, tmp_path: Path) -> None:
-    updates = updates_of(tiny())
+@pytest.mark.parametrize("read_lora", [same, mixed], ids=["one rank", "ranks and alphas"])
+def test_every_layout_does_the_same_in_diffusers(layout: str, read_lora: Any, tmp_path: Path) -> None:
+    updates = read_lora(tiny())
     file = write_lora(updates, tmp_path / "x.safetensors", layout)
     expected = predict(patched(updates))
     assert (expected - predict(tiny())).abs().max() > 0.1
@@ -292,7 +292,7 @@ def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) ->
     save_file(tensors, file)
     expected = predict(patched(updates))
     model = tiny()
-    load_lora(model, file)
+    load_loras(model, [(file, 1.0)])
     close(predict(model), expected)
     assert (in_diffusers(file, tiny()) - expected).abs().max() > 0.01
     tools = {tool["tool"]: tool for tool in describe(file)["tools"]}
@@ -344,7 +344,7 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
     assert set(read) == set(updates)
     assert all(torch.equal(read[name].up, updates[name].up) for name in updates)
     model = tiny(2)
-    load_lora(model, file)
+    load_loras(model, [(file, 1.0)])
     close(predict(model), predict(patched(updates, 2)))
     tools = {tool["tool"]: tool for tool in describe(file)["tools"]}
     base, theirs = predict(tiny(2)), tiny(2)
@@ -383,10 +383,10 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match="unet.safetensors .for Stable Diffusion 1.5. belongs to another model: "
                        "this is Stable Diffusion 3. Give a LoRA for Stable Diffusion 3$"):  # fmt: skip
-        load_lora(sd3, of_unet)
+        load_loras(sd3, [(of_unet, 1.0)])
     with pytest.raises(UserError, match="sd3.safetensors .for Stable Diffusion 3 .*another model: this is Stable "
                        "Diffusion 1.5 or 2. Give"):  # fmt: skip
-        load_lora(tiny(), of_sd3)
+        load_loras(tiny(), [(of_sd3, 1.0)])
     with pytest.raises(UserError, match="a LoRA is for one model, but these are for several: .* of Stable"):
         mix([(read_lora(of_unet), 1.0), (read_lora(of_sd3), 1.0)], Recipe())
     wide = {
@@ -394,7 +394,7 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
     }
     other = write_lora(wide, tmp_path / "sd2.safetensors", "kohya")
     with pytest.raises(UserError, match="sd2.safetensors .for Stable Diffusion 2.: .*has 1024 inputs and 64 outputs"):
-        load_lora(tiny(), other)
+        load_loras(tiny(), [(other, 1.0)])
 
 
 def test_convolutions_over_more_than_a_pixel_are_refused(tmp_path: Path) -> None:

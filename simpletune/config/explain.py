@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from simpletune.adapters.text.option import result_names
-from simpletune.adapters.text.sizes import text_parameters
 from simpletune.config.modulation import auto_modulation
 from simpletune.config.prior import BasePrediction, ClassPictures
 from simpletune.config.resolve import resolve_model_folder
@@ -39,7 +38,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     shapes = _shapes(config)
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
-        trained += text_parameters(config.text, resolve_model_folder(config).model)
+        trained += config.text.trainable(resolve_model_folder(config).model)
         of_denoiser = [config.adapter.describe(shapes)] if config.adapter.trains else []
         yield "trains", "; ".join([*of_denoiser, *config.text.describe()])
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"

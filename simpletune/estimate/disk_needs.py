@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simpletune.adapters.text.sizes import text_parameters
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.plan import Plan
@@ -203,7 +202,7 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)
     average = 4 * count if config.ema or config.optimizer.averages else 0
-    text = text_parameters(config.text, config.model)  # in fp32, apart from T5's word pieces
+    text = config.text.trainable(config.model)  # in fp32, apart from T5's word pieces
     trained, state = trained + 4 * text, state + int(text * config.optimizer.bytes_per_parameter)
     average += 4 * text if config.ema or config.optimizer.averages else 0
     numbers = sum(math.prod(shape) for shape in shapes.values())

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import nn
 
-from simpletune.adapters.text.export import export_embeddings, export_lora
 from simpletune.adapters.text.option import result_names
 from simpletune.adapters.text.update import trained_text, without_text
 from simpletune.config.schema import TrainConfig
@@ -25,8 +24,8 @@ def export_result(config: TrainConfig, model: nn.Module, folder: Path, metadata:
         output = config.adapter.export(model, folder, metadata)
     text = trained_text(model)
     if text is not None:
-        export_lora(text, output, metadata)
-        export_embeddings(text, folder, config.name, metadata)
+        text.export_lora(output, metadata)
+        text.export_embeddings(folder, config.name, metadata)
     return result_files(config, folder)[0]
 
 

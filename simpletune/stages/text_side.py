@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.text.inputs import TextInputs, empty_inputs, encoders_with_vectors
+from simpletune.adapters.text.inputs import TextInputs, encoders_with_vectors
 from simpletune.adapters.text.update import TextUpdate, token_table
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.parts import load_text_model
@@ -111,7 +111,8 @@ def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | N
 
 
 def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> TextInputs | None:
-    """Inputs without values for a micro-batch of b prompts; None if nothing trains on the text side."""
+    """Inputs for a micro-batch of b prompts without values, with the first vector at every position; None if nothing
+    trains on the text side."""
     if not config.text.trains:
         return None
     model = config.model
@@ -119,4 +120,8 @@ def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> Text
         encoder.name: int(encoder.length or model.known_part(encoder.model).config()["max_position_embeddings"])
         for encoder in model.encoders()
     }
-    return empty_inputs(config.text, model, lengths, b, device)
+    both = (
+        {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
+        for names in (encoders_with_vectors(config.text, model), config.text.resident(model.clip_encoders))
+    )
+    return TextInputs(*both)

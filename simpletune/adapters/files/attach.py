@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.files.detect_model import MEDIUM_35
 from simpletune.adapters.files.header import open_lora, require_safetensors
-from simpletune.adapters.files.read import updates_of
+from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import (
     DoraUpdate,
     LohaUpdate,
@@ -26,9 +26,9 @@ from simpletune.adapters.files.updates import (
 )
 from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.formulas import by_norms
+from simpletune.adapters.methods.hypernetwork_files import HypernetworkFile, read_hypernetwork
 from simpletune.adapters.methods.hypernetwork_layer import put_before
-from simpletune.adapters.methods.hypernetworks.files import HypernetworkFile, read_hypernetwork
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork
 from simpletune.adapters.methods.layers import (
     ADAPTER,
     UpdateLayer,
@@ -50,11 +50,6 @@ from simpletune.system.safetensors_file import read_header
 SCALED = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}
 """The factor of LoKr's and LoHa's that an update's scale is folded into."""
 DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
-
-
-def load_lora(model: nn.Module, file: Path, scale: float = 1.0) -> None:
-    """``load_loras`` with one file."""
-    load_loras(model, [(file, scale)])
 
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
@@ -81,7 +76,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
             networks.append((name, read_hypernetwork(file), scale))
             continue
         header = open_lora(file)
-        updates, _ = split_text(updates_of(header))
+        updates, _ = split_text(read_lora(header))
         if not updates:
             continue
         require_layers(f"{file} (for {header.family[0]})", updates, model)
@@ -137,26 +132,13 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
 
 
 def holds_hypernetwork(file: Path) -> bool:
-    """Whether a file is a hypernetwork rather than a LoRA.
-
-    Raises:
-        UserError: the file is damaged, or not a safetensors file.
-    """
+    """Whether a file is a hypernetwork rather than a LoRA. UserError: it is damaged, or no safetensors file."""
     require_safetensors(file)
     return is_hypernetwork(read_header(file))
 
 
-def updated_layers(file: Path) -> list[str]:
-    """The layers whose weights a file updates; a hypernetwork updates none."""
-    return [] if holds_hypernetwork(file) else list(updates_of(open_lora(file)))
-
-
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
-    """Check that a model has every layer of the LoRA at a place, with the same shape.
-
-    Raises:
-        UserError: layers are missing or have another shape.
-    """
+    """Check that a model has every layer of the LoRA at a place, with the same shape."""
     shapes = {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
     lost = [name for name in updates if name not in shapes]
     if len(lost) == len(updates) and (own := title_of(shapes)) != title_of(updates):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,17 +21,13 @@ from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, read_header
 
+if TYPE_CHECKING:
+    from simpletune.models.shared.weights import TensorSource
+
 KEPT = "made_from.json"  # marks a cached quantised base (see models/shared/quantised_cache.py)
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = {dtype: kind for kind, dtype in TYPES.items()}
 FP8 = ("F8_E4M3", "F8_E5M2")
-
-
-class TensorReader(Protocol):
-    """Source of tensors."""
-
-    def get(self, name: str) -> Tensor:
-        """Read one tensor on the CPU."""
 
 
 class BaseReader:
@@ -52,9 +48,10 @@ class BaseReader:
         self.part: Part | None = None
         if (Path(name) / KEPT).is_file():
             self.file: Path | None = None
-            self.tensors: TensorReader = (kept := QuantisedBaseReader(Path(name)))
-            self.family, self.config, self.shapes = kept.family, kept.config, kept.shapes
-            self.kinds = {tensor: kept.kind(tensor) for tensor in self.shapes}
+            quantised = QuantisedBaseReader(Path(name))
+            self.tensors: QuantisedBaseReader | TensorSource = quantised
+            self.family, self.config = quantised.family, quantised.config
+            self.shapes, self.kinds = quantised.shapes, quantised.kinds
             return
         self.family, self.part = locate_denoiser(name)
         self.file, self.tensors = self.part.file, open_tensors(self.part)
@@ -111,10 +108,9 @@ class QuantisedBaseReader:
         self._model = self.family.empty_model(self.config)
         self._quantised = {f"{layer}.weight" for layer in quantised_layers(self._model, self._precision)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
-
-    def kind(self, name: str) -> str:
-        """The type of a tensor as returned by ``get``, by safetensors' name."""
-        return "F32" if name in self._quantised else KINDS[self._reader.get(name).dtype]
+        self.kinds = {  # types of what ``get`` returns, by safetensors' names
+            name: "F32" if name in self._quantised else KINDS[self._reader.get(name).dtype] for name in self.shapes
+        }
 
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU; the weight of a quantised layer is dequantised to fp32."""

@@ -76,36 +76,32 @@ def _add_text(verdict: ToolSupport, header: LoraHeader) -> None:
 
 def _depends_on_the_weight(header: LoraHeader) -> list[ToolSupport]:
     """How tools load DoRA and OFT. Forge supports neither scales per row nor rotations."""
+    sd3, layout, modules = is_sd3(header.family[0]), header.layout_name, header.modules.values()
     merged = "merge it into its base instead"
     diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
     forge = ToolSupport(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
     comfyui = ToolSupport(COMFYUI, "yes", ["exactly at strength 1; strength k changes the weights by k squared"])
     if DORA in header.kinds:
         forge = ToolSupport(FORGE, "yes", [f"wrongly: divides dora_scale by the norms of columns: {merged}"])
-        diffusers, comfyui = _diffusers_dora(header), _comfyui_dora(header)
-    if _layout(header) in ("diffusers", "peft", "lycoris", "onetrainer") and is_sd3(header.family[0]):
+        diffusers = ToolSupport(
+            DIFFUSERS_TOOL, "refuses", ["its DoRA needs lora_magnitude_vector: export to diffusers"]
+        )
+        if layout == "diffusers" and all(MAGNITUDE in module.keys for module in modules):
+            diffusers = ToolSupport(DIFFUSERS_TOOL, "yes")
+        elif layout == "diffusers" and sd3:
+            diffusers = ToolSupport(DIFFUSERS_TOOL, "yes", ["as plain LoRA, which is wrong: it drops dora_scale"])
+        note = "divides by the norms of the base's rows instead of the sum's: wrong"
+        if not all(DORA_SCALE in module.keys for module in modules):
+            note = "as plain LoRA, which is wrong: it does not know lora_magnitude_vector"
+        elif DORA_MARK.items() <= header.metadata.items():
+            note = "exactly; a version that divides by the norm of the sum would be wrong"
+        comfyui = ToolSupport(COMFYUI, "yes", [note])
+    if layout in ("diffusers", "peft", "lycoris", "onetrainer") and sd3:
         forge = ToolSupport(FORGE, "silently nothing", [f"knows only the original names for SD3: {merged}"])
-    if _layout(header) in ("diffusers", "peft") and not is_sd3(header.family[0]):
+    if layout in ("diffusers", "peft") and not sd3:
         names = ["drops the projections under these names: export to kohya"]
         comfyui, forge = ToolSupport(COMFYUI, "partly", names), ToolSupport(FORGE, "partly", names)
     return [diffusers, comfyui, forge]
-
-
-def _diffusers_dora(header: LoraHeader) -> ToolSupport:
-    complete = all(MAGNITUDE in module.keys for module in header.modules.values())
-    if _layout(header) == "diffusers" and complete:
-        return ToolSupport(DIFFUSERS_TOOL, "yes")
-    if _layout(header) == "diffusers" and is_sd3(header.family[0]):
-        return ToolSupport(DIFFUSERS_TOOL, "yes", ["as plain LoRA, which is wrong: it drops dora_scale"])
-    return ToolSupport(DIFFUSERS_TOOL, "refuses", ["its DoRA needs lora_magnitude_vector: export to diffusers"])
-
-
-def _comfyui_dora(header: LoraHeader) -> ToolSupport:
-    if not all(DORA_SCALE in module.keys for module in header.modules.values()):
-        return ToolSupport(COMFYUI, "yes", ["as plain LoRA, which is wrong: it does not know lora_magnitude_vector"])
-    if DORA_MARK.items() <= header.metadata.items():
-        return ToolSupport(COMFYUI, "yes", ["exactly; a version that divides by the norm of the sum would be wrong"])
-    return ToolSupport(COMFYUI, "yes", ["divides by the norms of the base's rows instead of the sum's: wrong"])
 
 
 def _diffusers(header: LoraHeader) -> ToolSupport:
@@ -115,7 +111,7 @@ def _diffusers(header: LoraHeader) -> ToolSupport:
     if without_lora:
         note = f"rejects keys without 'lora' in their name, such as {without_lora[0]}"
         return ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
-    if _layout(header) != "diffusers":
+    if header.layout_name != "diffusers":
         return ToolSupport(DIFFUSERS_TOOL, "silently nothing", ["no key starts with transformer.: convert it first"])
     notes = []
     if header.settings:
@@ -130,24 +126,24 @@ def _diffusers(header: LoraHeader) -> ToolSupport:
 def _comfyui(header: LoraHeader) -> ToolSupport:
     if header.layout is None:
         return ToolSupport(COMFYUI, "partly", ["mixes layouts"])
-    if _layout(header) == "bare":
+    if header.layout_name == "bare":
         return ToolSupport(COMFYUI, "silently nothing", ["names without a prefix match no layer in ComfyUI"])
     notes = []
     without_alpha = [module for module in header.modules.values() if module.alpha is None]
-    if _layout(header) in ("diffusers", "peft", "onetrainer") and header.settings is not None:
+    if header.layout_name in ("diffusers", "peft", "onetrainer") and header.settings is not None:
         scales = {header.header_scale(module) for module in without_alpha if module.layers}
         if ignored := ", ".join(f"{scale:g}" for scale in sorted(scales) if abs(scale - 1) > CLOSE):
             notes.append(f"applies it at scale 1 instead of {ignored}, because it ignores alpha in the header")
-    if _layout(header) in ("kohya", "comfy") and without_alpha:
+    if header.layout_name in ("kohya", "comfy") and without_alpha:
         notes.append("modules without .alpha are applied at scale 1")
     return ToolSupport(COMFYUI, "partly" if header.unmatched else "yes", [*notes, *_dropped(header)])
 
 
 def _forge(header: LoraHeader) -> ToolSupport:
     with_rank = " with --rank" if _only_by_rank(header) else ""
-    if _layout(header) == "kohya":
+    if header.layout_name == "kohya":
         return ToolSupport(FORGE, "partly" if header.unmatched else "yes", _dropped(header))
-    if _layout(header) == "comfy":
+    if header.layout_name == "comfy":
         return ToolSupport(FORGE, "yes", ["according to its source, untested; kohya's layout is safer"])
     return ToolSupport(
         FORGE, "silently nothing", [f"knows only the original names for SD3: export to kohya{with_rank}"]
@@ -157,7 +153,7 @@ def _forge(header: LoraHeader) -> ToolSupport:
 def _diffusers_unet(header: LoraHeader) -> ToolSupport:
     if refused := _only_by_rank(header):
         return refused
-    layout = _layout(header)
+    layout = header.layout_name
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":
         return ToolSupport(
@@ -177,7 +173,7 @@ def _diffusers_unet(header: LoraHeader) -> ToolSupport:
 
 def _others_unet(header: LoraHeader) -> Iterator[ToolSupport]:
     """The verdicts for ComfyUI, and for Forge, which uses ComfyUI's names for a U-Net's layers."""
-    layout = _layout(header)
+    layout = header.layout_name
     modules = [module.name for module in header.modules.values()]
     lost = []
     if layout == "peft":
@@ -190,10 +186,6 @@ def _others_unet(header: LoraHeader) -> Iterator[ToolSupport]:
         loads = "silently nothing"
     yield ToolSupport(COMFYUI, loads, [*notes, *_dropped(header)])
     yield ToolSupport(FORGE, loads, ["according to its source, untested", *notes, *_dropped(header)])
-
-
-def _layout(header: LoraHeader) -> str | None:
-    return header.layout.name if header.layout else None
 
 
 def _only_by_rank(header: LoraHeader) -> ToolSupport | None:

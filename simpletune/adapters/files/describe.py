@@ -1,4 +1,7 @@
-"""Describe a file as data and as text, for ``simpletune inspect``, without torch; reads only the header of models."""
+"""Describe a file as data and as text, for ``simpletune inspect``, without torch.
+
+Reads only the header of models; of LoRA and embeddings also the values, for NaN, zeros and norms.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,29 @@ from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
 from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_model
-from simpletune.adapters.files.header import LISTED, LoraHeader, natural_sort_key, open_lora, require_tensors
+from simpletune.adapters.files.header import (
+    LISTED,
+    LoraHeader,
+    TensorEntry,
+    natural_sort_key,
+    open_lora,
+    require_tensors,
+    tensor_bytes,
+)
 from simpletune.adapters.files.keys import DORA, LORA, is_whole
 from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
-from simpletune.adapters.files.values import row_norms, scan_values
 from simpletune.adapters.methods.adapter import OUTPUT
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork, structure_of, widths_of
+from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError, join_names, plural
-from simpletune.system.safetensors_file import content_hash
+from simpletune.system.safetensors_file import TYPES, content_hash
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
-LONG = 60
+LONG = 60  # characters of a metadata value
+CHUNK = 2**22  # bytes
 HASH, THUMBNAIL = "modelspec.hash_sha256", "modelspec.thumbnail"
 PLACES = {"input": "inputs of the text encoders", "output": "outputs of the text encoders"}
 SETTINGS = ("r", "lora_alpha", "alpha", "use_rslora", "use_dora")
@@ -52,8 +63,10 @@ def describe(file: Path, values: bool = True) -> Json:
     about = {"file": str(file), "bytes": file.stat().st_size, "tensors": len(header.names)}
     about["types"] = dict(Counter(entry["dtype"] for entry in header.entries.values()))
     embeddings = _embeddings(header, values)
+    hashed: Json = {}
+    if values and HASH in header.metadata and (embeddings or header.is_lora):
+        hashed["hash_matches"] = header.metadata[HASH].lower() == content_hash(header.file)
     if embeddings and not header.is_lora:
-        hashed = _hash(header) if values else {}
         return about | {"kind": "embeddings", "embeddings": embeddings, "metadata": _short(header.metadata), **hashed}
     if is_hypernetwork(header.names):
         return about | {"kind": "hypernetwork", **_hypernetwork(header)}
@@ -61,11 +74,11 @@ def describe(file: Path, values: bool = True) -> Json:
         return about | {"kind": "model", **_model(header)}
     found: Json = {}
     if values:
-        scanned = scan_values(header.file, header.entries)
+        scanned = _scan_values(header.file, header.entries)
         found["not_finite"] = {name: count for name, (count, _) in scanned.items() if count}
         zero = {name for name, (_, is_zero) in scanned.items() if is_zero}
         found["zero_updates"] = sum(not zero.isdisjoint(module.factors.values()) for module in header.all_modules)
-        found |= _hash(header)
+        found |= hashed
     bundled = {"bundled": embeddings} if embeddings else {}
     return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found, **bundled}
 
@@ -80,7 +93,7 @@ def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
         vectors = {}
         for encoder, key in each.keys.items():
             *count, width = header.shapes[key]
-            norms = row_norms(header.file, header.entries[key]) if values else []
+            norms = _row_norms(header.file, header.entries[key]) if values else []
             number = count[0] if count else 1
             about = {"key": key, "vectors": number, "width": width, "norms": norms}
             vectors[encoder] = {**about, "cosines": known.get(encoder, [])[:number]}
@@ -88,6 +101,44 @@ def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
         words = header.metadata.get(WORDS, "").split() if not each.bundled else []
         found.append({"token": each.token, "place": each.place, "words": words, "encoders": vectors, "tools": tools})
     return found
+
+
+def _scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, tuple[int, bool]]:
+    """Scan the floating-point tensors of a file: by name how many values are NaN or infinite, and whether all are zero.
+    Reads 4 MiB at a time."""
+    import numpy as np
+
+    found = {}
+    with open(file, "rb") as handle:
+        start = 8 + int.from_bytes(handle.read(8), "little")
+        for name, entry in entries.items():
+            of = TYPES.get(entry["dtype"])
+            if of is None or not of.exponent:
+                continue
+            begin, end = entry["data_offsets"]
+            handle.seek(start + begin)
+            not_finite, zero = 0, True
+            while begin < end:
+                chunk = np.frombuffer(handle.read(min(CHUNK, end - begin)), dtype=f"<u{of.bytes}")
+                begin += chunk.nbytes
+                # all bits of the exponent are ones, in every type except the 8-bit one without infinities
+                not_finite += int(((chunk & of.exponent) == of.exponent).sum())
+                zero = zero and not (chunk & of.magnitude).any()
+            found[name] = (not_finite, zero)
+    return found
+
+
+def _row_norms(file: Path, entry: TensorEntry) -> list[float]:
+    """The Euclidean norm of each row of a tensor in fp32, fp16 or bf16; one norm for a vector."""
+    import numpy as np
+
+    data = tensor_bytes(file, entry)
+    if entry["dtype"] == "BF16":
+        values = (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = np.frombuffer(data, dtype={"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
+    rows = values.astype(np.float64).reshape(-1, entry["shape"][-1])
+    return [float(norm) for norm in np.sqrt((rows * rows).sum(axis=1))]
 
 
 def _model(header: LoraHeader) -> Json:
@@ -150,7 +201,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         layout_title = f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
     return {
         "method": ", ".join(header.methods) or ("DoRA" if settings.get("use_dora") else " and ".join(header.kinds)),
-        "layout": header.layout.name if header.layout else None,
+        "layout": header.layout_name,
         "layout_title": layout_title,
         "family": family,
         "family_shown_by": shown,
@@ -170,14 +221,6 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
         "metadata": _short(header.metadata),
     }
-
-
-def _hash(header: LoraHeader) -> Json:
-    """Check whether the tensors have the hash that the header records."""
-    recorded = header.metadata.get(HASH)
-    if recorded is None:
-        return {}
-    return {"hash_matches": recorded.lower() == content_hash(header.file)}
 
 
 def _alpha(header: LoraHeader) -> Json:
@@ -205,27 +248,24 @@ def _short(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def format_description(about: Json) -> str:
     """Format a description for a terminal."""
-    return "\n".join(f"{title:<11}{text}" for title, text in _lines(about))
-
-
-def _lines(about: Json) -> Iterator[tuple[str, str]]:
-    types = ", ".join(about["types"])
-    yield "file", f"{about['file']}, {plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({types})"
+    size = f"{plural(about['bytes'], 'byte')}, {plural(about['tensors'], 'tensor')} ({', '.join(about['types'])})"
+    lines = [("file", f"{about['file']}, {size}")]
     if about["kind"] == "model":
-        yield "what", about["family"]
+        lines.append(("what", about["family"]))
         if about["blocks"]:
-            yield "blocks", str(about["blocks"])
+            lines.append(("blocks", str(about["blocks"])))
         if about["with"]:
-            yield "with", ", ".join(about["with"])
-        yield "keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")
+            lines.append(("with", ", ".join(about["with"])))
+        lines.append(("keys", ", ".join(about["keys"]) + (" ..." if about["tensors"] > LISTED else "")))
     elif about["kind"] == "embeddings":
-        yield from _embedding_lines(about["embeddings"])
+        lines += _embedding_lines(about["embeddings"])
     elif about["kind"] == "hypernetwork":
-        yield from _hypernetwork_lines(about)
+        lines += _hypernetwork_lines(about)
     else:
-        yield from _lora_lines(about)
+        lines += _lora_lines(about)
     for number, (key, value) in enumerate(about["metadata"].items()):
-        yield "metadata" if number == 0 else "", f"{key}: {value}"
+        lines.append(("metadata" if number == 0 else "", f"{key}: {value}"))
+    return "\n".join(f"{title:<11}{text}" for title, text in lines)
 
 
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
@@ -237,7 +277,12 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
         targets = ", ".join(f"{name} ({count})" for name, count in about["targets"].items())
         yield "layers", f"{about['layers']} in {about['modules']} modules: {targets}"
     yield "rank", _listed(about["ranks"], "module")
-    yield "alpha", _alpha_words(about)
+    alpha, parts = about["alpha"], []
+    if alpha["tensors"]:
+        parts.append(f"in tensors: {_listed(alpha['tensors'], 'module')}")
+    if alpha["header"]:
+        parts.append("in the header: " + ", ".join(f"{key} {value}" for key, value in alpha["header"].items()))
+    yield "alpha", "; ".join(parts) or "not specified: every tool applies scale 1"
     yield "scale", _listed(about["scales"], "module")
     if "hash_matches" in about:
         yield (
@@ -287,18 +332,6 @@ def _embedding_lines(embeddings: Sequence[Json]) -> Iterator[tuple[str, str]]:
             yield "vectors", f"{encoder}: {about['vectors']} of {about['width']} ({about['key']}){norms}{cosines}"
         for verdict in each["tools"]:
             yield verdict["tool"], "; ".join([verdict["loads"], *verdict["notes"]])
-
-
-def _alpha_words(about: Json) -> str:
-    alpha = about["alpha"]
-    if alpha["where"] == "nowhere":
-        return "not specified: every tool applies scale 1"
-    parts = []
-    if alpha["tensors"]:
-        parts.append(f"in tensors: {_listed(alpha['tensors'], 'module')}")
-    if alpha["header"]:
-        parts.append("in the header: " + ", ".join(f"{key} {value}" for key, value in alpha["header"].items()))
-    return "; ".join(parts)
 
 
 def _listed(counts: Mapping[str, int], what: str) -> str:

@@ -84,27 +84,37 @@ def is_lora(names: list[str]) -> bool:
     return bool(factors) or any(2 * len(keys) >= len(names) for keys in telling)
 
 
-def family_of_lora(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
-    """The model that a LoRA is for, and the evidence, from the shapes of the file's tensors, by key. The name of every
-    SD3 model starts with ``Stable Diffusion 3``."""
+def family_of_lora(
+    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, int]] = {}
+) -> tuple[str, str]:
+    """The model that a LoRA is for, and the evidence.
+
+    Args:
+        shapes: of the file's tensors, by key.
+        layers: (outputs, inputs) of layers whose updates are not low-rank, by module.
+
+    Returns:
+        The model's name, which starts with ``Stable Diffusion 3`` for every SD3, and what shows it.
+    """
+    downs = {f"{module}.lora_A.weight": (1, inputs) for module, (_, inputs) in layers.items()}
+    ups = {f"{module}.lora_B.weight": (outputs, 1) for module, (outputs, _) in layers.items()}
+    shapes = {**shapes, **downs, **ups}
     names = list(shapes)
     if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
         return _unet(shapes, key)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
-    if not _has_sd3_layers(names):
+    # SD3, if a module's name is that of one of its layers in any layout; a file may mix layouts
+    modules = sorted({split[0] for name in names if (split := split_key(name))})
+    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
+    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
+    groups.append([m for m in modules if not m.startswith(prefixes)])
+    if not any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups):
         return "an unknown model", names[0] if names else "no keys"
     if (key := _first(DUAL.pattern, names)) is not None:
         return MEDIUM_35, f"its second attention: {key}"
     return _sd3_by_shape(shapes)
-
-
-def family_of_updates(shapes: Mapping[str, tuple[int, int]]) -> str:
-    """The model that updates are for, from (outputs, inputs) of each layer, by diffusers' name."""
-    downs = {f"{layer}.lora_A.weight": (1, inputs) for layer, (_, inputs) in shapes.items()}
-    ups = {f"{layer}.lora_B.weight": (outputs, 1) for layer, (outputs, _) in shapes.items()}
-    return family_of_lora(downs | ups)[0]
 
 
 def is_sd3(family: str) -> bool:
@@ -129,15 +139,6 @@ def kind_of_model(names: list[str]) -> str | None:
 
 def _first(pattern: str, names: list[str]) -> str | None:
     return next((name for name in names if re.search(pattern, name)), None)
-
-
-def _has_sd3_layers(names: list[str]) -> bool:
-    """Whether a module's name is that of a layer of SD3 in any layout; a file may mix layouts."""
-    modules = sorted({split[0] for name in names if (split := split_key(name))})
-    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
-    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
-    groups.append([m for m in modules if not m.startswith(prefixes)])
-    return any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups)
 
 
 def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:

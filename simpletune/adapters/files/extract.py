@@ -44,13 +44,6 @@ class ExtractionResult:
         whole = sum(row.norm**2 for row in self.rows)
         return (sum(row.residual**2 for row in self.rows) / whole) ** 0.5 if whole else 0.0
 
-    @property
-    def left_out_share(self) -> float:
-        """The norm of the difference that no LoRA can represent, relative to the whole difference."""
-        others = sum(norm**2 for norm in self.left_out.values())
-        whole = others + sum(row.norm**2 for row in self.rows)
-        return (others / whole) ** 0.5 if whole else 0.0
-
 
 def extract(
     base: BaseReader,

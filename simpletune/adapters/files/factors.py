@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.updates import AdditiveUpdate, LokrUpdate, LoraUpdate, Update, Updates, require_additive
+from simpletune.adapters.files.updates import LokrUpdate, LoraUpdate, Update, Updates
 from simpletune.adapters.methods.formulas import full_factor
 
 
-def _svd(update: AdditiveUpdate) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
+def _svd(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], [m, i]; m <= r
     """U, S, V^T of an update, without forming [o, i].
 
     up = Q1 R1, down^T = Q2 R2, so up @ down = Q1 (R1 R2^T) Q2^T, and the middle factor is at most r x r. Those of LoKr
@@ -59,7 +59,7 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
 def resize_all(updates: Updates, rank: int | None, energy: float | None) -> tuple[dict[str, LoraUpdate], float]:
     """``resize_update`` for every layer; also the residual's Frobenius norm relative to the updates."""
     changed = {layer: resize_update(update, rank, energy) for layer, update in updates.items()}
-    whole = sum(float(require_additive(update).delta().double().square().sum()) for update in updates.values())
+    whole = sum(float(update.delta().double().square().sum()) for update in updates.values())
     lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
     return {layer: update for layer, (update, _) in changed.items()}, lost
 
@@ -71,7 +71,6 @@ def resize_update(update: Update, rank: int | None, energy: float | None) -> tup
     Returns:
         The fp32 update, and its squared error (Frobenius).
     """
-    update = require_additive(update)
     u, s, vt = _svd(update)
     kept = rank_for(s, rank, energy)
     smaller = replace(truncate(u, s, vt, kept), pointwise=update.pointwise)

@@ -33,7 +33,7 @@ from simpletune.adapters.files.keys import (
     split_key,
     update_shape,
 )
-from simpletune.adapters.methods.hypernetworks.structure import is_hypernetwork
+from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork
 from simpletune.models.families import DENOISERS
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
@@ -57,6 +57,14 @@ class TensorEntry(TypedDict):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+def tensor_bytes(file: Path, entry: TensorEntry) -> bytes:
+    """Read the bytes of one tensor of a safetensors file."""
+    begin, end = entry["data_offsets"]
+    with open(file, "rb") as handle:
+        handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
+        return handle.read(end - begin)
 
 
 @dataclass
@@ -124,6 +132,7 @@ class LoraHeader:
         self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
         self.all_modules = [*self.modules.values(), *self.text_modules.values()]
         self.layout: Layout | None = layout_of(list(self.modules))
+        self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
         for module in self.text_modules.values():
@@ -142,10 +151,8 @@ class LoraHeader:
             layers = [layer for module in self.text_modules.values() for layer in module.layers]
             return TEXT_ALONE, encoders_in(layers) or "their keys"
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
-        known = {name: size for name, size in sizes.items() if size is not None}
-        as_lora = {f"{name}.lora_A.weight": (1, size.inputs) for name, size in known.items()}
-        as_lora |= {f"{name}.lora_B.weight": (size.outputs, 1) for name, size in known.items()}
-        return family_of_lora(self.shapes | as_lora)
+        sides = {name: (size.outputs, size.inputs) for name, size in sizes.items() if size is not None}
+        return family_of_lora(self.shapes, sides)
 
     def size(self, module: Module) -> UpdateShape | None:
         """The size of a module's update; None if factors are missing or do not match."""
@@ -171,7 +178,7 @@ class LoraHeader:
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
             return _valid_settings(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
-        if self.layout and self.layout.name == "peft" and beside.is_file():
+        if self.layout_name == "peft" and beside.is_file():
             try:
                 return _valid_settings(json.loads(beside.read_text()), str(beside))
             except ValueError:
@@ -205,14 +212,11 @@ class LoraHeader:
 
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
-        begin, end = entry["data_offsets"]
         of = TYPES.get(entry["dtype"])
         if math.prod(entry["shape"]) != 1 or of is None or of.struct is None:
             self.odd_alphas.append(f"{key} must be a single number but is {entry['dtype']} {entry['shape']}")
             return None
-        with open(self.file, "rb") as handle:
-            handle.seek(8 + int.from_bytes(handle.read(8), "little") + begin)
-            data = handle.read(end - begin)
+        data = tensor_bytes(self.file, entry)
         if entry["dtype"] == "BF16":
             data = b"\0\0" + data
         return float(struct.unpack(of.struct, data)[0])

@@ -6,14 +6,13 @@ Streams the output with one layer in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from simpletune.adapters.files.base_reader import KINDS, TYPES, BaseReader
-from simpletune.adapters.files.header import TensorEntry
+from simpletune.adapters.files.header import TensorEntry, tensor_bytes
 from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
@@ -28,18 +27,8 @@ from simpletune.system.safetensors_file import SafetensorsWriter, read_header
 PREFIX = "model.diffusion_model."
 
 
-@dataclass
-class MergeResult:
-    """A written folder or file, and the number of changed layers."""
-
-    path: Path
-    layers: int
-    lost: float
-    """Rounding error of the file's type, relative to the updates (Frobenius norms over all layers)."""
-
-
 class Merger:
-    """The tensors of the merged transformer, under diffusers' names.
+    """Merges LoRAs into one base, and writes the result, whose tensors it computes one by one.
 
     Args:
         base: the checkpoint.
@@ -95,7 +84,7 @@ class Merger:
         self._effect += float(delta.double().square().sum())
         return merged
 
-    def merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
+    def _merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
         """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type."""
         kind, shape = entry["dtype"], entry["shape"]
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
@@ -109,86 +98,79 @@ class Merger:
 
     @property
     def lost(self) -> float:
-        """Rounding error of the file's type, relative to the updates so far."""
+        """Rounding error of the file's type, relative to the updates so far (Frobenius norms over all layers)."""
         return (self._error / self._effect) ** 0.5 if self._effect else 0.0
 
+    def write_folder(self, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> None:
+        """Write a folder that diffusers' ``from_pretrained`` loads; replaces an old one. Calls ``done`` after each
+        tensor."""
+        entries = {name: (self.kind(name), shape) for name, shape in self.base.shapes.items()}
+        if self.text:
+            raise UserError(
+                f"the LoRA also updates {encoders_in(self.text)}, and the folder holds only the denoiser. Merge into a "
+                "single file that has text encoders (--base FILE --out FILE), or leave them out: --denoiser-only"
+            )
+        with atomic_folder(folder) as part:
+            self.base.save_config(part)
+            with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
+                for name in entries:
+                    writer.write(name, self.get(name))
+                    done()
 
-def merge_to_folder(merger: Merger, folder: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> MergeResult:
-    """Write the merged transformer as a folder that diffusers' ``from_pretrained`` loads; replaces an old one. Calls
-    ``done`` after each tensor."""
-    entries = {name: (merger.kind(name), shape) for name, shape in merger.base.shapes.items()}
-    if merger.text:
-        raise UserError(
-            f"the LoRA also updates {encoders_in(merger.text)}, and the folder holds only the denoiser. Merge into a "
-            "single file that has text encoders (--base FILE --out FILE), or leave them out: --denoiser-only"
-        )
-    with atomic_folder(folder) as part:
-        merger.base.save_config(part)
-        with SafetensorsWriter(part / f"{NAMES[0]}.safetensors", entries, {"format": "pt", **metadata}) as writer:
-            for name in entries:
-                writer.write(name, merger.get(name))
-                done()
-    return MergeResult(folder, len(merger.changed), merger.lost)
-
-
-def merge_to_file(merger: Merger, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> MergeResult:
-    """Write the merged transformer as one file in the original layout, with the other tensors and the metadata of a
-    single-file base. Calls ``done`` after each tensor."""
-    base = merger.base
-    groups: dict[str, list[tuple[str, Origin]]] = {}  # the diffusers tensors that make up an original one
-    for name, origin in base.family.layout.origins(base.config).items():
-        groups.setdefault(origin.name, []).append((name, origin))
-    for parts in groups.values():
-        parts.sort(key=lambda part: part[1].third or 0)
-    prefix = PREFIX
-    others: dict[str, TensorEntry] = {}
-    old: dict[str, str] = {}
-    if base.file is not None:
-        prefix = open_file(base.file, base.family.layout).prefix
-        header = read_header(base.file)
-        old = header.pop("__metadata__", None) or {}
-        old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
-        others = {name: entry for name, entry in header.items() if name.removeprefix(prefix) not in groups}
-    entries: dict[str, tuple[str, tuple[int, ...]]] = {k: (v["dtype"], tuple(v["shape"])) for k, v in others.items()}
-    for original, parts in groups.items():
-        shape = base.shapes[parts[0][0]]
-        entries[prefix + original] = (merger.kind(parts[0][0]), (shape[0] * len(parts), *shape[1:]))
-    text = _text_weights(merger, others)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
-        for original, parts in groups.items():
-            tensors = [merger.get(name) for name, _ in parts]
-            swapped = len(parts) == 1 and parts[0][1].swapped
-            whole = tensors[0] if len(parts) == 1 else torch.cat(tensors)
-            writer.write(prefix + original, exchanged_halves(whole) if swapped else whole)
-            for _ in parts:
-                done()
+    def write_file(self, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> None:
+        """Write one file in the original layout, with the other tensors and the metadata of a single-file base. Calls
+        ``done`` after each tensor."""
+        base = self.base
+        groups: dict[str, list[tuple[str, Origin]]] = {}  # the diffusers tensors that make up an original one
+        for name, origin in base.family.layout.origins(base.config).items():
+            groups.setdefault(origin.name, []).append((name, origin))
+        for parts in groups.values():
+            parts.sort(key=lambda part: part[1].third or 0)
+        prefix = PREFIX
+        others: dict[str, TensorEntry] = {}
+        old: dict[str, str] = {}
         if base.file is not None:
-            with open(base.file, "rb") as handle:
-                start = 8 + int.from_bytes(handle.read(8), "little")
-                for name, entry in others.items():
-                    begin, end = entry["data_offsets"]
-                    handle.seek(start + begin)
-                    data = handle.read(end - begin)
-                    writer.write_bytes(name, merger.merged_text(text[name], entry, data) if name in text else data)
-    return MergeResult(file, len(merger.changed), merger.lost)
+            prefix = open_file(base.file, base.family.layout).prefix
+            header = read_header(base.file)
+            old = header.pop("__metadata__", None) or {}
+            old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
+            others = {name: entry for name, entry in header.items() if name.removeprefix(prefix) not in groups}
+        entries: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (entry["dtype"], tuple(entry["shape"])) for name, entry in others.items()
+        }
+        for original, parts in groups.items():
+            shape = base.shapes[parts[0][0]]
+            entries[prefix + original] = (self.kind(parts[0][0]), (shape[0] * len(parts), *shape[1:]))
+        text = self._text_weights(others)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
+            for original, parts in groups.items():
+                tensors = [self.get(name) for name, _ in parts]
+                swapped = len(parts) == 1 and parts[0][1].swapped
+                whole = tensors[0] if len(parts) == 1 else torch.cat(tensors)
+                writer.write(prefix + original, exchanged_halves(whole) if swapped else whole)
+                for _ in parts:
+                    done()
+            for name, entry in others.items():
+                assert base.file is not None
+                data = tensor_bytes(base.file, entry)
+                writer.write_bytes(name, self._merged_text(text[name], entry, data) if name in text else data)
 
-
-def _text_weights(merger: Merger, others: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """The updated layers of text encoders by the names of their weights in a single file."""
-    places = merger.base.family.layout.prefixes
-    found = {}
-    for layer in merger.text:
-        encoder, name = encoder_of(layer)
-        names = [f"{places.get(encoder, '')}{within}{name}.weight" for within in ("", "transformer.")]
-        found[next((each for each in names if each in others), names[0])] = layer
-    lost = [layer for name, layer in found.items() if name not in others]
-    if lost:
-        raise UserError(
-            f"{len(lost)} layers of text encoders that the LoRA updates are not in {merger.base.name}: "
-            f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
-        )
-    return found
+    def _text_weights(self, others: Mapping[str, TensorEntry]) -> dict[str, str]:
+        """The updated layers of text encoders by the names of their weights in a single file."""
+        places = self.base.family.layout.prefixes
+        found = {}
+        for layer in self.text:
+            encoder, name = encoder_of(layer)
+            names = [f"{places.get(encoder, '')}{within}{name}.weight" for within in ("", "transformer.")]
+            found[next((each for each in names if each in others), names[0])] = layer
+        lost = [layer for name, layer in found.items() if name not in others]
+        if lost:
+            raise UserError(
+                f"{len(lost)} layers of text encoders that the LoRA updates are not in {self.base.name}: "
+                f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
+            )
+        return found
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.files.updates import LoraUpdate, Updates, require_additive
+from simpletune.adapters.files.updates import LoraUpdate, Updates
 from simpletune.models.lora_names import require_one
 from simpletune.system.options import UserError
 from simpletune.system.rng import random_key
@@ -58,36 +58,33 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
     require_one(layers)
     mixed = {}
     for name in layers:
-        parts = [(require_additive(updates[name]).plain(), weight) for updates, weight in loras if name in updates]
+        parts = [(updates[name].plain(), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})
         if len(ranks) > 1 and recipe.method in SAME_RANK:
             ways = f"--method cat or svd, or resize them to one rank first: simpletune resize --rank {ranks[-1]}"
             raise UserError(f"--method {recipe.method} needs equal ranks; {name} has {ranks}. Use {ways}")
-        mixed[name] = _mix_layer(name, parts, recipe)
+        method = recipe.method if len(parts) > 1 else "linear"  # as PEFT decides
+        if method in PRUNING:
+            mixed[name] = _mix_by_peft(name, parts, recipe)
+            continue
+        ups = [part.up.float() for part, _ in parts]
+        if method == "cat":
+            down = torch.cat([part.down.float() * weight * part.scale for part, weight in parts])
+            up = torch.cat(ups, dim=1)
+        elif method == "linear":
+            weights = [weight * part.scale for part, weight in parts]
+            roots = [math.sqrt(abs(weight)) for weight in weights]
+            signed = [math.copysign(root, weight) for root, weight in zip(roots, weights, strict=True)]
+            down, up = _weighted_sum([part.down.float() for part, _ in parts], signed), _weighted_sum(ups, roots)
+        else:
+            delta = _weighted_sum([part.delta() for part, _ in parts], [weight for _, weight in parts])
+            rank = _svd_rank(parts, recipe)
+            u, s, vt = torch.linalg.svd(delta)
+            down, up = vt[:rank], u[:, :rank] @ torch.diag(s[:rank])
+        mixed[name] = LoraUpdate(down.contiguous(), up.contiguous(), pointwise=parts[0][0].pointwise)
     return mixed
-
-
-def _mix_layer(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: Recipe) -> LoraUpdate:
-    method = recipe.method if len(parts) > 1 else "linear"  # as PEFT decides
-    if method in PRUNING:
-        return _mix_by_peft(name, parts, recipe)
-    ups = [part.up.float() for part, _ in parts]
-    if method == "cat":
-        down = torch.cat([part.down.float() * weight * part.scale for part, weight in parts])
-        up = torch.cat(ups, dim=1)
-    elif method == "linear":
-        weights = [weight * part.scale for part, weight in parts]
-        roots = [math.sqrt(abs(weight)) for weight in weights]
-        signed = [math.copysign(root, weight) for root, weight in zip(roots, weights, strict=True)]
-        down, up = _weighted_sum([part.down.float() for part, _ in parts], signed), _weighted_sum(ups, roots)
-    else:
-        delta = _weighted_sum([part.delta() for part, _ in parts], [weight for _, weight in parts])
-        rank = _svd_rank(parts, recipe)
-        u, s, vt = torch.linalg.svd(delta)
-        down, up = vt[:rank], u[:, :rank] @ torch.diag(s[:rank])
-    return LoraUpdate(down.contiguous(), up.contiguous(), pointwise=parts[0][0].pointwise)
 
 
 def _weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
+from simpletune.adapters.files.keys import DORA, OFT
 from simpletune.adapters.files.updates import (
-    AdditiveUpdate,
     DoraUpdate,
     LohaUpdate,
     LokrUpdate,
     LoraUpdate,
     LoraUpdates,
     OftUpdate,
+    Update,
     Updates,
     fuse,
 )
@@ -89,17 +90,12 @@ def write_lora(
     file.parent.mkdir(parents=True, exist_ok=True)
     extra = {}
     if layout == "diffusers" and not dora:
-        groups = {names_of(low_rank).denoiser: low_rank} if low_rank else {}
-        for layer, update in text.items():
-            if isinstance(update, LoraUpdate):
-                encoder, name = encoder_of(layer)
-                groups.setdefault(encoder, {})[name] = update
-        extra = _adapter_metadata(groups)
+        extra = _adapter_metadata(low_rank, text)
     extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
 
-def _needs_rank(layer: str, update: AdditiveUpdate) -> UserError:
+def _needs_rank(layer: str, update: Update) -> UserError:
     return UserError(
         f"{layer} is {update.kind}, which equals a LoRA of rank {update.rank}. Give --rank {update.rank}, or a "
         "smaller one to approximate it, or use --format lycoris"
@@ -112,7 +108,7 @@ def overflow(dtype: str | None) -> str:
 
 
 def _tensors_of(
-    update: AdditiveUpdate, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
+    update: Update, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
 ) -> dict[str, Tensor]:
     """An update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
     factors, alpha = update.saved()
@@ -218,7 +214,7 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
     return found
 
 
-def _lycoris_tensors(updates: Mapping[str, AdditiveUpdate], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _lycoris_tensors(updates: Updates, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
     layout = result_layout(updates, "lycoris") if updates else None
@@ -248,7 +244,7 @@ def text_tensors_of(
     tensors: dict[str, Tensor] = {}
     for layer in sorted(others, key=natural_sort_key):
         update = others[layer]
-        if not isinstance(update, AdditiveUpdate):
+        if update.kind in (DORA, OFT):
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
             raise _needs_rank(layer, update)
@@ -273,15 +269,20 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str]) -> bool:
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 
-def _adapter_metadata(groups: Mapping[str, LoraUpdates]) -> dict[str, str]:
-    """PEFT's settings for diffusers if ranks differ, from the updates of each part of the pipeline: older versions
-    would use the first layer's rank as every alpha.
+def _adapter_metadata(denoiser: LoraUpdates, text: Updates) -> dict[str, str]:
+    """PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
     """
+    parts: dict[str, dict[str, int]] = {}  # the ranks of each part of the pipeline, by its layers
+    if denoiser:
+        parts[names_of(denoiser).denoiser] = {layer: update.rank for layer, update in denoiser.items()}
+    for layer, update in text.items():
+        if isinstance(update, LoraUpdate):
+            encoder, name = encoder_of(layer)
+            parts.setdefault(encoder, {})[name] = update.rank
     flat: Json = {}
-    for part, updates in groups.items():
-        ranks = {layer: update.rank for layer, update in updates.items()}
+    for part, ranks in parts.items():
         common = Counter(ranks.values()).most_common(1)[0][0]
         others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
         patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}

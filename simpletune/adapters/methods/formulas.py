@@ -1,4 +1,4 @@
-"""What layers and files compute alike from the factors of LoKr, LoHa, DoRA and OFT.
+"""What layers and files do alike with the factors of LoKr, LoHa, DoRA and OFT.
 
 Needs only torch: the tools for LoRA files start without PEFT and what it imports.
 """
@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from simpletune.models.shared.lora_names import OFT_BLOCKS, Layout
+from simpletune.system.options import UserError
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Types by their names in options."""
+
+
+def require_numbers(place: str, tensor: Tensor) -> None:
+    """Refuse a file's tensor of a type that none of them has, or with values that are not finite."""
+    if tensor.dtype not in FLOATS.values():
+        raise UserError(f"{place} is in {tensor.dtype}, which is not supported. Use fp32, fp16 or bf16")
+    if not tensor.isfinite().all():
+        raise UserError(f"{place} contains NaN or infinite values: its training diverged. Use an earlier checkpoint")
 
 
 def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:

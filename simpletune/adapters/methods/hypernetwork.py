@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
-from simpletune.adapters.methods.hypernetworks.structure import (
+from simpletune.adapters.methods.hypernetwork_structure import (
     LARGEST_MULTIPLE,
     LONGEST,
     Activation,
@@ -108,7 +108,7 @@ class Hypernetwork(TrainingMethod):
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors with names such as ``768.k.linear.0.weight``, which only simpletune
         reads."""
+        from simpletune.adapters.methods.hypernetwork_files import write_hypernetwork
         from simpletune.adapters.methods.hypernetwork_layer import networks_of
-        from simpletune.adapters.methods.hypernetworks.files import write_hypernetwork
 
         return write_hypernetwork(networks_of(model), self.structure, folder / OUTPUT, metadata)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.hypernetworks.structure import Structure
+from simpletune.adapters.methods.hypernetwork_structure import Structure
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, outer_layers, shape_of, wrap
 from simpletune.adapters.methods.lora_layers import Context
 from simpletune.engine.tensors import all_tensors

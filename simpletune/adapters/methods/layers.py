@@ -75,8 +75,8 @@ class FactorLayer(UpdateLayer):
 
     @staticmethod
     def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-        """Draw fp32 factors from the global generator; the update is zero at first."""
-        raise NotImplementedError
+        """The first fp32 factors, which give an update of zero; members may draw them from the global generator."""
+        return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     @property
     def factors(self) -> dict[str, Tensor]:

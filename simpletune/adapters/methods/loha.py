@@ -30,10 +30,6 @@ class Loha(LayerMethod):
     """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
 
-    @property
-    def alpha(self) -> float:
-        return self.rank
-
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
         one = {"hada_w1_a": (outputs, self.rank), "hada_w1_b": (self.rank, inputs)}
         return one | {"hada_w2_a": (outputs, self.rank), "hada_w2_b": (self.rank, inputs)}

@@ -38,10 +38,6 @@ class Lokr(LayerMethod):
     """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
 
-    @property
-    def alpha(self) -> float:
-        return self.rank or 1  # readers ignore it where both matrices are whole
-
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
         firsts = []  # l and m: the largest divisor of each side up to the factor (-1: no bound) and its square root
         for side in (outputs, inputs):

@@ -28,10 +28,6 @@ class OftLayer(FactorLayer):
         assert self.shape is not None
         self.side = self.shape[0] // len(self.oft_triangle)
 
-    @staticmethod
-    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-        return {name: torch.zeros(shape) for name, shape in shapes.items()}
-
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         bias = innermost_layer(self).bias  # is not rotated
         own = y if bias is None else y - bias.to(y.dtype)  # type: ignore[operator]

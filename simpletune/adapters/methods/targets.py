@@ -75,10 +75,12 @@ def _ends(layer: str, ending: str) -> bool:
 
 
 class LayerMethod(TargetedMethod):
-    """Wrap each chosen layer in one of this package's own, with trained factors. Members also declare ``dtype``."""
+    """Wrap each chosen layer in one of this package's own, with trained factors. Members also declare ``dtype``, and
+    ``rank`` unless they export in their own way."""
 
     if TYPE_CHECKING:
         dtype: Literal["fp32", "bf16"]
+        rank: int | None
 
     output_name: ClassVar[str] = OUTPUT
 
@@ -95,11 +97,6 @@ class LayerMethod(TargetedMethod):
     def layer_class(self) -> type[FactorLayer]:
         """The class of layers that wrap a frozen one, whose ``initial_factors`` draws the first values of factors of
         given shapes. Imports torch."""
-        raise NotImplementedError
-
-    @property
-    def alpha(self) -> float:
-        """Alpha of every module in a file. Equal to the number that readers divide it by, so that the scale is 1."""
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:
@@ -129,5 +126,6 @@ class LayerMethod(TargetedMethod):
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
             state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}
-            state[layout.key(name, ALPHA)] = torch.tensor(float(self.alpha))
+            # readers divide it by the rank, so the scale is 1; they ignore it where all of LoKr's matrices are whole
+            state[layout.key(name, ALPHA)] = torch.tensor(float(self.rank or 1))
         return write_safetensors(state, folder / OUTPUT, metadata)

@@ -132,13 +132,3 @@ class PromptTokenizer:
         if name not in self._tokenizers:
             self._tokenizers[name] = self.prompts.tokenizer(self.encoders[name])
         return self._tokenizers[name]
-
-
-def empty_inputs(text: Text, model: Model, lengths: Mapping[str, int], b: int, device: torch.device) -> TextInputs:
-    """Inputs of b prompts without values, with the first vector at every position; ``lengths``: L by the encoder's
-    name."""
-    both = (
-        {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
-        for names in (encoders_with_vectors(text, model), text.resident(model.clip_encoders))
-    )
-    return TextInputs(*both)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import TrainingMethod
 from simpletune.system.options import Option, plural
+
+if TYPE_CHECKING:
+    from simpletune.models.shared.family import Family
 
 
 class Embeddings(Option):
@@ -95,6 +98,23 @@ class Text(Option):
         if self.lora is None:
             return ()
         return tuple(name for name in clip_encoders if self.lora.encoders is None or name in self.lora.encoders)
+
+    def trainable(self, model: Family) -> int:
+        """Count the trained parameters, assuming one T5 piece per word. The family's encoders ship or are in local
+        folders."""
+        count, regions = 0, model.text_regions() if self.trains else {}
+        if self.embeddings is not None:
+            names = model.clip_encoders if self.embeddings.place == "input" else list(regions)
+            count += self.embeddings.vectors * sum(regions[name].width for name in names)
+        if self.lora is not None:
+            for name in self.with_lora(model.clip_encoders):  # rank x (inputs + outputs) of every layer
+                config = model.known_part(regions[name].part).config()
+                width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+                sides = 4 * 2 * width
+                if self.lora.targets == "attention_and_mlp":
+                    sides += 2 * (width + int(config["intermediate_size"]))
+                count += layers * self.lora.rank * sides
+        return count
 
     def lr_ratio(self, name: str, lr: float) -> float:
         """The factor on ``optimizer.lr`` of a trained parameter, whose name begins with ``embeddings.`` or

@@ -8,19 +8,24 @@ Shapes: b prompts, L tokens of an encoder, t text tokens of the denoiser, e thei
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from simpletune.adapters.text.files import COSINES, EmbeddingFile, write_embeddings
 from simpletune.adapters.text.inputs import TextInputs
-from simpletune.adapters.text.option import Text
+from simpletune.adapters.text.option import Text, embedding_name
 from simpletune.models.families import Model
 from simpletune.models.shared.family_facts import TextRegion
+from simpletune.models.shared.lora_names import ALPHA
 from simpletune.models.shared.prompts import clip_output
+from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 
 NAME = "text"
 """Its name in the denoiser."""
@@ -102,7 +107,12 @@ class TextUpdate(nn.Module):
         embeds = prompt_embeds.clone()
         poolings: dict[int, Tensor] = {}  # the encoders' new parts, by their first columns
         for name in self.encoders:
-            region, found = self.regions[name], self._encoded(name, inputs)
+            region = self.regions[name]
+            self._slots = inputs.slots if self.enabled and self.at_input else {}  # for ``_inserted``
+            try:
+                found = clip_output(self._clip[name], self.encoders[name], inputs.ids[name])
+            finally:
+                self._slots = {}
             self._place(embeds, region, found["hidden"].shape[1])[:] = found["hidden"]
             if region.pooled is not None:
                 poolings[region.pooled[0]] = found["pooled"]
@@ -127,16 +137,8 @@ class TextUpdate(nn.Module):
         rows = F.embedding(slots.clamp(min=0), vectors.detach() if self.frozen else vectors)
         return torch.where((slots >= 0).unsqueeze(-1), rows.to(otherwise.dtype), otherwise)
 
-    def _encoded(self, name: str, inputs: TextInputs) -> dict[str, Tensor]:
-        """Run an encoder, with the vectors among its input embeddings if they are trained there."""
-        self._slots = inputs.slots if self.enabled and self.at_input else {}
-        try:
-            return clip_output(self._clip[name], self.encoders[name], inputs.ids[name])
-        finally:
-            self._slots = {}
-
     def _inserted(self, name: str, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        """Forward hook of an encoder's token table."""
+        """Forward hook of an encoder's token table: inserts the vectors among its input embeddings."""
         slots = self._slots.get(name)
         return output if slots is None else self._replaced(name, slots, output)
 
@@ -149,6 +151,49 @@ class TextUpdate(nn.Module):
         for name, vectors in self.embeddings.items():
             norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
             vectors.mul_(self.get_buffer(f"norm_{name}") / norms.clamp_min(1e-12))
+
+    def export_embeddings(self, folder: Path, run: str, metadata: Mapping[str, str]) -> None:
+        """Write the embeddings, if there are any, into a file named after run and token."""
+        option = self.option.embeddings
+        if option is None:
+            return
+        vectors = {name: each.detach() for name, each in self.embeddings.items()}
+        moved = {}  # the cosine of every vector with its value before training: how far it has moved from its word
+        for name, each in vectors.items() if self.first else ():
+            found = F.cosine_similarity(each.cpu().float(), self.first[name].float(), dim=1)
+            moved[name] = [round(float(cosine), 4) for cosine in found]
+        about = {**metadata, COSINES: json.dumps(moved)} if moved else metadata
+        words = tuple(option.words())
+        embedding = EmbeddingFile(option.token, option.place, vectors | self.t5_rows, self.family.family, words, about)
+        write_embeddings(folder / embedding_name(run, option.token), embedding)
+
+    def export_lora(self, file: Path, metadata: Mapping[str, str]) -> None:
+        """Add the encoders' LoRA, if there is one, to the file of the denoiser's, or write a new one with this
+        metadata, under the keys of the family's results."""
+        from simpletune.adapters.methods.lora_layers import lora_factors
+
+        option, layout = self.option.lora, self.family.lora[0]
+        if option is None:
+            return
+        parts = {encoder.name: encoder.model for encoder in self.family.encoders()}
+        state: dict[str, Tensor] = {}
+        for name in self.option.with_lora(self.family.clip_encoders):
+            for layer, a, b in lora_factors(self.encoders[name]):
+                module = "text_model." + layer.removeprefix("text_model.")  # transformers names it with or without
+                key = f"{parts[name]}.{module}" if layout.dots else f"lora_te_{module.replace('.', '_')}"
+                state[f"{key}.{layout.down}"], state[f"{key}.{layout.up}"] = a.detach(), b.detach()
+                if layout.alpha:
+                    state[f"{key}.{ALPHA}"] = torch.tensor(option.scale * option.rank)
+                elif option.scale != 1:  # readers of this layout ignore alpha
+                    state[f"{key}.{layout.up}"] = b.detach() * option.scale
+        if not state:
+            return
+        known: dict[str, Tensor] = {}
+        header = dict(metadata)
+        if file.exists():
+            known = WeightReader([file]).get_all()
+            header = {key: value for key, value in read_header(file)["__metadata__"].items() if key != "format"}
+        write_safetensors({**known, **state}, file, header)
 
 
 def token_table(encoder: nn.Module) -> nn.Embedding:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from simpletune.adapters.files.attach import load_lora
+from simpletune.adapters.files.attach import load_loras
 from simpletune.adapters.methods.layers import ADAPTER, innermost_layer, move_updates, outer_layers, wrap
 from simpletune.apps.serve.requests import BASE
 from simpletune.config.schema import TrainConfig
@@ -71,7 +71,7 @@ class Adapters:
         self._layers: dict[str, list[tuple[str, Any, float]]] = {BASE: []}
         self._active = BASE
         for name, file in files.items():
-            load_lora(denoiser, file)
+            load_loras(denoiser, [(file, 1.0)])
             move_updates(denoiser, device)
             self._layers[name] = []
             for path, layer in outer_layers(denoiser):

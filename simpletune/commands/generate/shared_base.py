@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from simpletune.adapters.files.attach import load_loras, updated_layers
+from simpletune.adapters.files.attach import holds_hypernetwork, load_loras
+from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.methods.layers import detach, move_updates, rescale
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.buckets import Size
@@ -68,8 +69,10 @@ class SharedBase:
         shared = weights.lora is not None and not weights.merged
         if shared and self.config.memory.modulation == "plan":
             # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
+            # A hypernetwork changes no layer.
             is_conditioning = self.config.model.is_conditioning
-            shared = not any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
+            files = [file for file, _ in weights.loras if not holds_hypernetwork(file)]
+            shared = not any(is_conditioning(layer) for file in files for layer in read_lora(file))
         return replace(BASE, label="") if shared else replace(weights, label="", short="", embeddings=())
 
     def free(self) -> None:

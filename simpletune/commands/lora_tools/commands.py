@@ -26,7 +26,7 @@ A1111 = "a1111"  # format of hypernetworks
 def export(args: argparse.Namespace) -> Path:
     """Write a LoRA in another layout; LoKr and LoHa on request approximated by LoRA."""
     from simpletune.adapters.files.factors import resize_all
-    from simpletune.adapters.files.read import updates_of
+    from simpletune.adapters.files.read import read_lora
     from simpletune.adapters.files.updates import LoraUpdate
 
     source = named_lora(args.lora)
@@ -36,7 +36,7 @@ def export(args: argparse.Namespace) -> Path:
     out = args.out or (source.run or source.file.parent) / f"{source.title}_{args.format}.safetensors"
     refuse_same(out, source.file)
     require_new(out, args.overwrite)
-    updates: Updates = updates_of(header)
+    updates: Updates = read_lora(header)
     lost = None
     if args.rank is not None or args.energy is not None:
         require_rank_or_energy(args)
@@ -60,7 +60,7 @@ def export(args: argparse.Namespace) -> Path:
 def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
     """Write a hypernetwork in the form of AUTOMATIC1111's web UI."""
     from simpletune.adapters.files.attach import holds_hypernetwork
-    from simpletune.adapters.methods.hypernetworks.files import read_hypernetwork, write_a1111
+    from simpletune.adapters.methods.hypernetwork_files import read_hypernetwork, write_a1111
     from simpletune.runs.model_card import public_name
 
     if not holds_hypernetwork(source.file):
@@ -86,14 +86,14 @@ def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
 
 def resize(args: argparse.Namespace) -> Path:
     from simpletune.adapters.files.factors import resize_all
-    from simpletune.adapters.files.read import updates_of
+    from simpletune.adapters.files.read import read_lora
 
     require_rank_or_energy(args)
     source = named_lora(args.lora)
     refuse_same(args.out, source.file)
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
-    old = updates_of(header)
+    old = read_lora(header)
     new, lost = resize_all(old, args.rank, args.energy)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
@@ -134,7 +134,7 @@ def mix(args: argparse.Namespace) -> Path:
 
 def merge(args: argparse.Namespace) -> Path:
     from simpletune.adapters.files.base_reader import BaseReader
-    from simpletune.adapters.files.merge import Merger, merge_to_file, merge_to_folder
+    from simpletune.adapters.files.merge import Merger
     from simpletune.adapters.files.read import read_lora
 
     sources = [named_lora(text, strength=True) for text in args.loras]
@@ -156,13 +156,14 @@ def merge(args: argparse.Namespace) -> Path:
     parts = [(source.name, source.weight * args.scale) for source in sources]
     note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
     with progress("merge", len(base.shapes), "tensors") as advance:
-        done = (merge_to_file if single else merge_to_folder)(merger, args.out, note, advance)
-    say(f"{done.path}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
+        (merger.write_file if single else merger.write_folder)(args.out, note, advance)
+    say(f"{args.out}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
     if merger.text:
         say(f"  with the updates of {encoders_in(merger.text)}: {plural(len(merger.text), 'layer')}")
-    say(f"  changed {plural(done.layers, 'layer')}, written in {types}; rounding lost {done.lost:.2%} of the update")
-    return done.path
+    changed = plural(len(merger.changed), "layer")
+    say(f"  changed {changed}, written in {types}; rounding lost {merger.lost:.2%} of the update")
+    return args.out
 
 
 def extract(args: argparse.Namespace) -> Path:
@@ -188,8 +189,10 @@ def extract(args: argparse.Namespace) -> Path:
     )
     if found.left_out:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
-        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({found.left_out_share:.3%} of the "
-            f"difference): {join_names(names)}")  # fmt: skip
+        others = sum(norm**2 for norm in found.left_out.values())
+        share = (others / (others + sum(row.norm**2 for row in found.rows))) ** 0.5
+        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({share:.3%} of the difference): "
+            f"{join_names(names)}")  # fmt: skip
     return written
 
 

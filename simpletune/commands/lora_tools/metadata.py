@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune import __version__
-from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_updates, is_sd3
+from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_lora, is_sd3
 from simpletune.adapters.files.keys import DORA, LORA
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.text_layers import split_text
@@ -38,7 +38,7 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
         "ss_training_comment": f"simpletune {__version__}",
     }
     denoiser, _ = split_text(updates)
-    family = family_of_updates({name: update.shape for name, update in denoiser.items()}) if denoiser else ""
+    family = family_of_lora({}, {layer: update.shape for layer, update in denoiser.items()})[0] if denoiser else ""
     if not denoiser and config is not None:
         family = SD15 if config.model.denoiser == "unet" else MEDIUM_3
     common |= model_fields(family)

@@ -10,13 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from simpletune.adapters.methods.formulas import require_numbers
 from simpletune.adapters.methods.hypernetwork_layer import Network, Pair
-from simpletune.adapters.methods.hypernetworks.structure import MARK, SIDES, Structure, structure_of, widths_of
+from simpletune.adapters.methods.hypernetwork_structure import MARK, SIDES, Structure, structure_of, widths_of
 from simpletune.system.atomic import atomic_file
-from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
-
-READ = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,7 @@ def read_hypernetwork(file: Path) -> HypernetworkFile:
     structure = structure_of(file, metadata, {name: tuple(entry["shape"]) for name, entry in header.items()})
     tensors = WeightReader([file]).get_all()
     for name, tensor in tensors.items():
-        if tensor.dtype not in READ:
-            raise UserError(f"{file}: {name} is in {tensor.dtype}, which is not supported. Use fp32, fp16 or bf16")
-        if not tensor.isfinite().all():
-            raise UserError(
-                f"{file}: {name} contains NaN or infinite values: its training diverged. Use an earlier checkpoint"
-            )
+        require_numbers(f"{file}: {name}", tensor)
     return HypernetworkFile(structure, tensors, metadata)
 
 

@@ -1,1 +1,0 @@
-"""What is inside a hypernetwork, and in its files?"""
