@@ -164,7 +164,7 @@ def blocking(generator: BlockingGenerator, limits: Limits = Limits(), **options:
     """A server of a generator that waits."""
     capabilities = Capabilities(("base", "one"), PictureRequest("", 7, "", 64, 64, 3, 3.0), limits)
     options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
-    return server.service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
+    return server.Service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
 
 
 def pixels(text: str) -> bytes:

@@ -312,7 +312,7 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
         ("generate --strength much", "much is not a number greater than 0 and at most 1"),
         ("data x.json --pictures 3000", "3000 is not a whole number from 0 to 2000"),
         ("resize x --rank 0 --out y", "0 is not a whole number of at least 1"),
-        ("report run --price 0", "0 dollars per hour is out of range"),
+        ("report run --price 0", "0 is not a price in dollars per hour, above 0 and below 10000"),
         ("serve --port 70000", "70000 is not a port from 0 to 65535"),
         ("check x.json --fast", "unknown argument --fast. See simpletune check --help"),
         ("inspect x a.b=c", "unknown argument a.b=c. See simpletune inspect --help"),

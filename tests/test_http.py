@@ -14,9 +14,8 @@ from serving import BlockingGenerator, blocking, running, until
 
 from simpletune.apps import http
 from simpletune.apps.web.access import Access
-from simpletune.apps.web.app import make_app
+from simpletune.apps.web.app import PageServer, make_app
 from simpletune.apps.web.roots import make_roots
-from simpletune.apps.web.server import PageServer
 
 PATHS = {"web": "/start/change", "serve": "/predict"}  # that read a body
 KINDS = {"web": "application/x-www-form-urlencoded", "serve": "application/json"}

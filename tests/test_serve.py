@@ -30,7 +30,7 @@ from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, pixe
 from simpletune.apps import http
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import app, server
-from simpletune.apps.serve.app import HttpOptions, guarded
+from simpletune.apps.serve.app import HttpOptions, guard_app
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.metrics import Metrics
 from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError
@@ -493,7 +493,7 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
 def test_without_the_extra_it_says_what_to_install(
     package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("simpletune.apps.serve.find_spec", lambda name: None if name == package else True)
+    monkeypatch.setattr("simpletune.apps.cli.serve.find_spec", lambda name: None if name == package else True)
     assert main(["serve"]) == 3
     assert re.search(rf'needs {package} .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
 
@@ -604,7 +604,7 @@ def test_a_failure_in_the_server_is_an_answer_and_a_line_of_the_log(begun: bool,
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guard = guarded(broken, {"/predict": "predict"}, Metrics(), HttpOptions(hosts=None, log=lines.append))
+    guard = guard_app(broken, {"/predict": "predict"}, Metrics(), HttpOptions(hosts=None, log=lines.append))
     scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [], "client": ("127.0.0.1", 1)}
     asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == json.loads(lines[0])["status"] == (200 if begun else 500)

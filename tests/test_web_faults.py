@@ -21,9 +21,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from simpletune.apps.http import Guard
-from simpletune.apps.web import processes, queue, queue_runner, server
+from simpletune.apps.web import app, processes, queue, queue_runner
 from simpletune.apps.web.access import FAILED, HEADERS, Access
-from simpletune.apps.web.app import plain_answer
 from simpletune.apps.web.form.presets import _use_folder
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.templates import MOST_FORM, read_form
@@ -64,7 +63,7 @@ def test_an_app_that_fails_answers_500_with_the_headers(capsys: pytest.CaptureFi
         raise KeyError("what went wrong")
 
     def guarded(app: Any) -> Guard:
-        return Guard(app, None, plain_answer, FAILED, HEADERS, Access(None).refusal)
+        return Guard(app, None, PlainTextResponse, FAILED, HEADERS, Access(None).refusal)
 
     client = TestClient(guarded(fails), base_url="http://127.0.0.1")
     answer = client.get("/")
@@ -190,11 +189,11 @@ def test_the_server_says_where_it_is_and_who_may_come(
     local: bool, token: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its socket and its app are real; only the loop that waits for requests is not entered."""
-    ran: list[server.PageServer] = []
-    monkeypatch.setattr(server, "is_loopback", lambda bound: local)
-    monkeypatch.setattr(server.PageServer, "run", lambda self, sockets: (ran.append(self), sockets[0].close()))
+    ran: list[app.PageServer] = []
+    monkeypatch.setattr(app, "is_loopback", lambda bound: local)
+    monkeypatch.setattr(app.PageServer, "run", lambda self, sockets: (ran.append(self), sockets[0].close()))
     args = argparse.Namespace(runs=tmp_path / "runs", root=[tmp_path], host="127.0.0.1", port=0, token=token)
-    server.run(args)
+    app.run(args)
     said = capsys.readouterr().out
     assert f"runs in {tmp_path / 'runs'}; pictures and configurations below {tmp_path}\n" in said
     assert ("warning: other machines can reach this page" in said) == (not local)
@@ -213,7 +212,7 @@ def test_the_server_says_where_it_is_and_who_may_come(
 def test_a_signal_ends_the_streams_of_open_pages_first(capsys: pytest.CaptureFixture[str]) -> None:
     closed: list[bool] = []
     watch: Any = SimpleNamespace(close=lambda: closed.append(True))
-    stopped = server.PageServer(PlainTextResponse("x"), watch)
+    stopped = app.PageServer(PlainTextResponse("x"), watch)
     stopped.handle_exit(signal.SIGTERM, None)
     assert closed == [True] and stopped.should_exit
     assert capsys.readouterr().out == "SIGTERM: the page stops; runs and the queue continue\n"

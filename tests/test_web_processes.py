@@ -44,19 +44,19 @@ def test_a_process_has_a_log_an_end_and_a_name_of_its_own(
     (tmp_path / "modules").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     module = wait_for_a_line(tmp_path / "modules")
-    process = processes.start(roots, [], "it", module)
-    assert os.getsid(process.pid) == process.pid  # a closed terminal does not end it
+    pid = processes.start(roots, [], "it", module)
+    assert os.getsid(pid) == pid  # a closed terminal does not end it
     until(lambda: processes.tail(roots, "it", 5) == ["one"])
-    assert processes.running(roots, "it") and process.alive and processes.exit_code(roots, "it") is None
-    assert processes.find_process(roots, "it") == process
+    assert processes.running(roots, "it") and processes.exit_code(roots, "it") is None
+    assert processes.find_process(roots, "it") == pid
     with pytest.raises(UserError, match="it is still running. Wait"):
         processes.start(roots, [], "it", module)
     assert processes.tail(roots, "it", 5) == ["one"]  # the refused one has not emptied it
     (tmp_path / "go").touch()
     until(lambda: processes.exit_code(roots, "it") == 3)
-    assert not processes.running(roots, "it") and not process.alive and processes.find_process(roots, "it") is None
+    assert not processes.running(roots, "it") and processes.find_process(roots, "it") is None
     assert processes.tail(roots, "it", 1) == ["three"]
-    process.signal(signal.SIGTERM)  # nobody is there to get it
+    processes.send_signal(roots, "it")  # nobody is there to get it
     assert not processes.running(roots, "never") and processes.tail(roots, "never", 3) == []
 
 
@@ -82,15 +82,15 @@ processes.start(roots, [], "it", "waits")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    found = processes.find_process(roots, "it")
-    assert found is not None and processes.running(roots, "it")
+    assert processes.find_process(roots, "it") is not None and processes.running(roots, "it")
     record = processes.log_file(roots, "it").with_suffix(".json")
     known = json.loads(record.read_text())
     for change in ({"started": known["started"] + 1}, {"boot": "another"}, {"pid": "1"}):  # another's ID is not ours
         record.write_text(json.dumps({**known, **change}))
         assert processes.find_process(roots, "it") is None
     assert processes.running(roots, "it")  # the log tells
-    found.signal(signal.SIGTERM)
+    record.write_text(json.dumps(known))
+    processes.send_signal(roots, "it")
     until(lambda: not processes.running(roots, "it"))
 
 

@@ -54,7 +54,7 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roots]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     real = processes.start
 
-    def start(roots: Roots, words: list[str], log_name: str, module: str = "simpletune") -> processes.VerbProcess:
+    def start(roots: Roots, words: list[str], log_name: str, module: str = "simpletune") -> int:
         return real(roots, words, log_name, "stands_in" if module == "simpletune" else module)
 
     monkeypatch.setattr(processes, "start", start)
@@ -62,9 +62,7 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roots]:
     found = make_roots(tmp_path / "runs", [tmp_path])
     yield found
     for entry in queue.read_queue(found):
-        process = processes.find_process(found, queue.log_name(entry.name))
-        if process is not None:
-            process.signal(signal.SIGKILL)
+        processes.send_signal(found, queue.log_name(entry.name), signal.SIGKILL)
 
 
 def put(roots: Roots, *names: str, device: str = "cpu") -> list[str]:

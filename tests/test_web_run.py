@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from simpletune.apps.web import processes, queue
-from simpletune.apps.web.run.pictures import matrix_of, thinned_places
+from simpletune.apps.web.run.pictures import evenly_spaced, matrix_of
 from simpletune.apps.web.run.progress import read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
 from simpletune.runs.attempts import Attempt
@@ -150,7 +150,7 @@ def test_a_chart_lies_within_its_frame() -> None:
     assert svg_lines("t", [ChartLine("a", [], "raw")]) == ""
     assert ticks(0.0, 1.0) == [0.0, 0.25, 0.5, 0.75, 1.0] or ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1.0])
     assert limits([ChartLine("a", [(n, 1.0) for n in range(999)] + [(999, 1e9)], "raw")])[1] < 2
-    assert thinned_places(100, 3) == [0, 50, 99] and thinned_places(2, 3) == [0, 1]
+    assert evenly_spaced(100, 3) == [0, 50, 99] and evenly_spaced(2, 3) == [0, 1]
 
 
 def test_a_series_keeps_means_extremes_and_few_points() -> None:

@@ -6,7 +6,6 @@ import html
 import json
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -20,8 +19,15 @@ from web_pages import open_pages
 from simpletune.apps.cli.main import main
 from simpletune.apps.web import live, processes, queue
 from simpletune.apps.web.form import presets
-from simpletune.apps.web.form.edit import StartingConfig, apply_edits, changes, get_at, overrides
-from simpletune.apps.web.form.fields import HIDDEN, sections_of
+from simpletune.apps.web.form.fields import (
+    HIDDEN,
+    StartingConfig,
+    apply_edits,
+    changes,
+    get_at,
+    overrides,
+    sections_of,
+)
 from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.init.answers import Answers
@@ -275,11 +281,11 @@ def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: li
         assert client.get(f"/start?{query}").status_code == 422, query
     roots = make_roots(tmp_path / "in" / "runs", [tmp_path / "in"])
     several = {"data": {"sources": [{"path": "pics"}, {"path": "../secret"}, {"path": "demo:pictures"}]}}
-    data, problems = absolute_paths(several, roots.resolve, roots.runs)
+    data, problems = absolute_paths(several, roots)
     assert [each.path for each in problems] == ["data.sources.1.path"]
     assert data["data"]["sources"][0]["path"] == str(tmp_path / "in" / "pics")
     hub = {"model": {"pretrained": "stabilityai/x"}, "output": {"runs": "/etc"}}
-    assert absolute_paths(hub, roots.resolve, roots.runs)[0] == {
+    assert absolute_paths(hub, roots)[0] == {
         "model": {"pretrained": "stabilityai/x"}, "output": {"runs": str(roots.runs)}
     }  # fmt: skip
 
@@ -311,8 +317,11 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
         "print('warning', json.dumps({'stages': {'train': {'peak_allocated_mib': 5.0}}, 'host_ram_gib': 1,\n"
         "  'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5.0}))\n"
     )
-    monkeypatch.setattr(processes, "command", lambda module, words: [
-        sys.executable, str(tmp_path / "stands_in.py"), *words])  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    honest = processes.spawn
+    monkeypatch.setattr(
+        processes, "spawn", lambda roots, module, words, **pipes: honest(roots, "stands_in", words, **pipes)
+    )
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
     monkeypatch.setattr(presets, "card_here", lambda: None)
     client = open_pages(tmp_path)

@@ -116,23 +116,14 @@ class HttpServer(uvicorn.Server):
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """Return a request's header in lower case; empty if it is missing."""
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "").lower()
+    """Return a request's header; empty if it is missing."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 async def read_body(request: Request, kind: str, limit: int, noun: str, wanted: str) -> bytes:
-    """Read a request's body.
-
-    Args:
-        request: the request.
-        kind: its Content-Type.
-        limit: bytes.
-        noun: what messages call it.
-        wanted: what to send instead of another type.
-
-    Raises:
-        HTTPException: 415 for another type, 413 for too many bytes, 408 for a timeout, 499 for a closed connection.
-    """
+    """Read a body of Content-Type ``kind`` and at most ``limit`` bytes; messages call it ``noun``, and ask for
+    ``wanted`` instead of another type. HTTPException: 415 for the type, 413 for the size, 408 for a timeout, 499 for a
+    closed connection."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != kind:
         raise HTTPException(415, f"Content-Type is {given[:60] or 'missing'}. Send {wanted}")
@@ -161,33 +152,33 @@ class Guard:
     Args:
         app: the application to wrap.
         hosts: allowed Host headers without a port; None: any.
-        answer: makes a response from a status and a message.
+        answer: makes a response from a message and a status.
         failed: the message if the app fails.
         headers: of every response; those that a response sets itself stay.
         refuse: further checks; returns the response that refuses a request, or None.
-        seen: called after every response with the request's scope, the status and the seconds that it took.
+        on_response: called after every response with the request's scope, the status and the seconds that it took.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         hosts: Collection[str] | None,
-        answer: Callable[[int, str], Response],
+        answer: Callable[[str, int], Response],
         failed: str,
         headers: Mapping[str, str] = HEADERS,
         refuse: Callable[[Scope], Response | None] = lambda scope: None,
-        seen: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None,
+        on_response: Callable[[Scope, int, float], None] = lambda scope, status, seconds: None,
     ):
         self.app, self.hosts, self.answer, self.failed = app, hosts, answer, failed
-        self.headers, self.refuse, self.seen = headers, refuse, seen
+        self.headers, self.refuse, self.on_response = headers, refuse, on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         clock, status = time.perf_counter(), 0
-        scope["log"] = {}  # an app's routes add to it for ``seen``
+        scope["log"] = {}  # an app's routes add to it for ``on_response``
 
-        async def sent(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, given = message["status"], {name.lower() for name, _ in message.get("headers", [])}
@@ -197,13 +188,13 @@ class Guard:
 
         try:
             # without this check, any site could reach a local server by DNS rebinding
-            host = HOST.fullmatch(header(scope, b"host"))
+            host = HOST.fullmatch(header(scope, b"host").lower())
             known = self.hosts is None or (host is not None and host["name"] in self.hosts)
-            refused = self.refuse(scope) if known else self.answer(421, UNKNOWN_HOST)
-            await (refused or self.app)(scope, receive, sent)
+            refused = self.refuse(scope) if known else self.answer(UNKNOWN_HOST, 421)
+            await (refused or self.app)(scope, receive, send_with_headers)
         except Exception:
             traceback.print_exc()
             if not status:
-                await self.answer(500, self.failed)(scope, receive, sent)
+                await self.answer(self.failed, 500)(scope, receive, send_with_headers)
         finally:
-            self.seen(scope, status or CLIENT_CLOSED_REQUEST, time.perf_counter() - clock)
+            self.on_response(scope, status or CLIENT_CLOSED_REQUEST, time.perf_counter() - clock)

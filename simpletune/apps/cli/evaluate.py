@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import DEVICE_HELP, PRECISION_HELP, finite, non_negative, positive, size, tile
+from simpletune.apps.cli.arguments import (
+    DEVICE_HELP,
+    PRECISION_HELP,
+    finite,
+    non_negative,
+    number,
+    positive,
+    size,
+    tile,
+)
 from simpletune.system.options import UserError
 from simpletune.system.startup import import_libraries
 
@@ -80,22 +89,14 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=_page, metavar="FILE",
         help=".html file to write (default: report.html in the run's folder, or here for several runs)",
     )  # fmt: skip
-    parser.add_argument("--price", type=_price, metavar="DOLLARS_PER_HOUR", help="machine price, to report the cost")
+    price = number("a price in dollars per hour, above 0 and below 10000", lambda value: 0 < value < 10_000)
+    parser.add_argument("--price", type=price, metavar="DOLLARS_PER_HOUR", help="machine price, to report the cost")
 
 
 def _page(text: str) -> Path:
     if not text.endswith(".html"):
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .html. The Markdown file gets the same name")
     return Path(text)
-
-
-def _price(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 10_000:
-        raise argparse.ArgumentTypeError(
-            f"{text} dollars per hour is out of range. Use a price above 0 and below 10000"
-        )
-    return value
 
 
 VERBS = {"evaluate": (evaluate, evaluate_arguments), "report": (report, report_arguments)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import JSON_HELP, OVERWRITE_HELP, positive
@@ -17,8 +18,6 @@ LORA = "a LoRA file in any layout, a run, a checkpoint (RUN@STEP) or a hub name"
 
 def inspect(args: argparse.Namespace) -> None:
     """describe a weight file and list the tools that load it"""
-    import json
-
     from simpletune.adapters.files.describe import describe, format_description
     from simpletune.runs.weights_names import weight_file
     from simpletune.system.printable import printable

@@ -37,7 +37,6 @@ STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  
 
 
 def to_stderr(line: str) -> None:
-    """Print a line to stderr and flush."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -62,7 +61,7 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
         images = await run_in_threadpool(read_requests, body, capabilities)  # parsing must not block others
         job = worker.submit(images)
         request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
-        pictures = await finished(request, worker, job)
+        pictures = await wait_for_images(request, worker, job)
         waited, drew = job.started - job.submitted, time.monotonic() - job.started
         request.scope["log"]["waited"] = round(waited, 3)
         predictions = pictures if options.predictions == "plain" else [{"output": each} for each in pictures]
@@ -90,19 +89,17 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
     routes += [Route("/metrics", scrape), Route("/info", info), *(Route(path, page) for path in pages)]
     names = {**dict.fromkeys(pages, "page"), "/metrics": "metrics", "/info": "info"}
     names |= {**dict.fromkeys(options.health, "health"), **dict.fromkeys(options.predict, "predict")}
-    metrics.add_gauge("ready", "1 when the model is loaded", lambda: worker.state == "ready")
-    metrics.add_gauge("queue_length", "requests waiting", lambda: worker.waiting)
-    metrics.add_peak_memory(worker.peak_bytes)
+    metrics.add_gauges(lambda: worker.state == "ready", lambda: worker.waiting, worker.peak_bytes)
     app = Starlette(routes=routes, exception_handlers={RequestError: problem, HTTPException: problem})
     app.router.redirect_slashes = False
-    return guarded(app, names, metrics, options)
+    return guard_app(app, names, metrics, options)
 
 
-def guarded(app: ASGIApp, names: Mapping[str, str], metrics: Metrics, options: HttpOptions) -> ASGIApp:
+def guard_app(app: ASGIApp, names: Mapping[str, str], metrics: Metrics, options: HttpOptions) -> ASGIApp:
     """Wrap an app: besides what ``Guard`` does, count its responses by the names of their paths, and log each as a JSON
     line without prompts."""
 
-    def seen(scope: Scope, status: int, seconds: float) -> None:
+    def record(scope: Scope, status: int, seconds: float) -> None:
         metrics.count_response(names.get(scope["path"], "other"), status, seconds)
         client = scope.get("client")
         line = {
@@ -112,15 +109,12 @@ def guarded(app: ASGIApp, names: Mapping[str, str], metrics: Metrics, options: H
         }  # fmt: skip
         options.log(json.dumps(line))
 
-    return Guard(app, options.hosts, error_answer, FAILED, seen=seen)
+    return Guard(app, options.hosts, error_answer, FAILED, on_response=record)
 
 
-async def finished(request: Request, worker: Worker, job: GenerationJob) -> list[str]:
-    """Wait for a job's images in base64; cancel the job if the client leaves or the deadline passes.
-
-    Raises:
-        RequestError: 504, or the worker's own error.
-    """
+async def wait_for_images(request: Request, worker: Worker, job: GenerationJob) -> list[str]:
+    """Wait for a job's images in base64; cancel the job, with a RequestError, if the client leaves or the deadline
+    passes."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -147,14 +141,14 @@ async def problem(request: Request, error: Exception) -> Response:
     """Answer a RequestError, an unknown path or a wrong method in the form of all errors."""
     if isinstance(error, RequestError):
         problems = [asdict(problem) for problem in error.problems]
-        return error_answer(error.status, error.message, problems, error.headers)
+        return error_answer(error.message, error.status, problems, error.headers)
     assert isinstance(error, HTTPException)
     allowed = (error.headers or {}).get("Allow")
     message = f"{error.detail}. Allowed: {allowed}" if allowed else error.detail
-    return error_answer(error.status_code, message, headers=error.headers)
+    return error_answer(message, error.status_code, headers=error.headers)
 
 
 def error_answer(
-    status: int, message: str, problems: Sequence[dict[str, str]] = (), headers: Mapping[str, str] | None = None
+    message: str, status: int, problems: Sequence[dict[str, str]] = (), headers: Mapping[str, str] | None = None
 ) -> Response:
     return JSONResponse({"error": {"code": status, "message": message, "problems": [*problems]}}, status, headers)

@@ -52,16 +52,13 @@ class PromptCache:
             self._cached.popitem(last=False)
 
     def load(self, prompt: str, side: TextSide) -> Embeddings:
-        """Return (prompt_embeds [t, e], pooled [p]) of a cached prompt."""
+        """Return (prompt_embeds [t, e], pooled [p]) of a prompt that ``fill`` has encoded."""
         return self._cached[side.key, prompt]
 
 
 class ImageGenerator:
-    """Generate images of at most ``side`` pixels a side, one at a time.
-
-    Raises:
-        UserError: weights are missing, or a LoRA does not fit the model.
-    """
+    """Generate images of at most ``side`` pixels a side, one at a time; a UserError if weights are missing or a LoRA
+    does not fit the model."""
 
     def __init__(self, config: TrainConfig, served: ServedModels, device: torch.device, side: int):
         self.config, self.served, self.device = config, served, device

@@ -51,16 +51,16 @@ class Metrics:
         count = values["simpletune_picture_seconds_count"]
         return values["simpletune_picture_seconds_sum"] / count if count else 1.0
 
-    def add_gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Add a gauge, whose value is asked for at every scrape; the name is without ``simpletune_``."""
-        Gauge(f"simpletune_{name}", about, registry=self.registry).set_function(value)
-
-    def add_peak_memory(self, peaks: Callable[[], Mapping[str, float]]) -> None:
-        """Add gauges of peak memory; ``peaks`` returns bytes by kind (``process``, ``device``) at every scrape."""
+    def add_gauges(
+        self, ready: Callable[[], bool], waiting: Callable[[], int], peaks: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Add the gauges that every scrape asks a worker for; ``peaks`` returns bytes by kind (``process``,
+        ``device``)."""
+        Gauge("simpletune_ready", "1 when the model is loaded", registry=self.registry).set_function(ready)
+        Gauge("simpletune_queue_length", "requests waiting", registry=self.registry).set_function(waiting)
         self.registry.register(_PeakMemory(peaks))
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

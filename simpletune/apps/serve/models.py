@@ -102,18 +102,8 @@ class ResidentModel(NamedTuple):
 
 
 class Models:
-    """Load every model once at start, so that one that does not fit fails then.
-
-    Args:
-        config: the configuration, folders resolved.
-        served: models to load.
-        device: to load onto.
-        side: width and height of the largest picture, in pixels.
-        before_step: called before each pass through a transformer.
-
-    Raises:
-        UserError: weights are missing, or a LoRA does not fit the model.
-    """
+    """Load every model once at start, so that one that does not fit fails then, with a UserError. ``side`` is that of
+    the largest picture in pixels; ``before_step`` is called before each pass through a transformer."""
 
     def __init__(
         self, config: TrainConfig, served: ServedModels, device: torch.device, side: int,

@@ -104,7 +104,7 @@ def _whole(value: JsonValue) -> JsonValue:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _served(name: str, info: ValidationInfo) -> str:
+def _model_name(name: str, info: ValidationInfo) -> str:
     known = _capabilities(info).loras
     if name not in known:
         raise ValueError(f"{show(name)} is not served.{did_you_mean(name, list(known))}")
@@ -114,7 +114,7 @@ def _served(name: str, info: ValidationInfo) -> str:
 Whole = Annotated[int, BeforeValidator(_whole)]
 Side = Annotated[Whole, Field(ge=STEP), _at_most(lambda limits: limits.side), Field(multiple_of=STEP)]
 Prompt = Annotated[str, AfterValidator(_prompt)]
-Lora = Annotated[str, AfterValidator(_served)]
+Lora = Annotated[str, AfterValidator(_model_name)]
 
 
 class Parameters(Option):
@@ -175,7 +175,12 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         raise RequestError(400, f"The body is not strict JSON: {error}{place}") from None
     if not isinstance(value, dict):
         raise RequestError(400, 'The body must be an object: {"instances": [{"prompt": "..."}], "parameters": {}}')
-    objects = dict(_objects(value, capabilities.limits.instances))
+    # the body's objects by path; too many instances are skipped here and refused by the validation below
+    listed = value.get("instances")
+    listed = listed if isinstance(listed, list) and len(listed) <= capabilities.limits.instances else []
+    parts = {"": value, "parameters": value.get("parameters")}
+    parts |= {f"instances.{number}": each for number, each in enumerate(listed)}
+    objects = {path: each for path, each in parts.items() if isinstance(each, dict)}
     crowded = [
         Problem(path, f"has {len(each)} names. At most {MAX_NAMES} are allowed")
         for path, each in objects.items()
@@ -203,16 +208,6 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     if without:
         raise _unprocessable(without, len(without))
     return images
-
-
-def _objects(body: dict[str, JsonValue], most: int) -> Iterator[tuple[str, dict[str, JsonValue]]]:
-    """Yield the body's objects by path; skip the instances if there are too many."""
-    instances = body.get("instances")
-    listed = instances if isinstance(instances, list) and len(instances) <= most else []
-    numbered = [(f"instances.{number}", each) for number, each in enumerate(listed)]
-    for path, value in [("", body), ("parameters", body.get("parameters")), *numbered]:
-        if isinstance(value, dict):
-            yield path, value
 
 
 def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -36,19 +35,21 @@ PORT = 8000
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@dataclass
 class Service:
-    """A server that is ready to run; its socket already listens."""
+    """A server that is ready to run; its socket already listens. ``load`` creates the image generator in the worker's
+    thread."""
 
-    server: ImageServer
-    worker: Worker
-    socket: socket.socket
-    capabilities: Capabilities
-
-    @property
-    def address(self) -> str:
-        """The URL of the page."""
-        return url_of(self.socket)
+    def __init__(
+        self,
+        load: Callable[[], SupportsGenerate],
+        capabilities: Capabilities,
+        bound: socket.socket,
+        options: HttpOptions,
+    ):
+        metrics = Metrics()
+        self.capabilities, self.socket, self.address = capabilities, bound, url_of(bound)
+        self.worker = Worker(load, capabilities.limits, metrics)
+        self.server = ImageServer(make_app(self.worker, capabilities, metrics, options), self.worker)
 
     def run(self) -> None:
         """Serve until stopped; raise the error that ended the worker, such as a UserError while loading the model."""
@@ -129,17 +130,7 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
 
     bound = bind(host, port)
     hosts = loopback_hosts(host) if is_loopback(bound) else None
-    return service(load, capabilities, bound, HttpOptions(routes["predict"], routes["health"], args.predictions, hosts))
-
-
-def service(
-    load: Callable[[], SupportsGenerate], capabilities: Capabilities, bound: socket.socket, options: HttpOptions
-) -> Service:
-    """Build a server on a listening socket around an image generator, which ``load`` creates in the worker's thread."""
-    metrics, limits = Metrics(), capabilities.limits
-    worker = Worker(load, limits, metrics)
-    app = make_app(worker, capabilities, metrics, options)
-    return Service(ImageServer(app, worker), worker, bound, capabilities)
+    return Service(load, capabilities, bound, HttpOptions(routes["predict"], routes["health"], args.predictions, hosts))
 
 
 def _served_models(session: GenerationSession, given: list[str], common: Sequence[str] = ()) -> ServedModels:

@@ -37,11 +37,17 @@ class Access:
     def refusal(self, scope: Scope) -> Response | None:
         """Return the response that refuses a request; None if it may pass."""
         # browsers name the page that sent a request; one that changes something must come from a page of this server
-        own = {f"{scheme}://{header(scope, b'host')}" for scheme in ("http", "https")}
-        if scope["method"] not in SAFE and header(scope, b"origin") not in own:
+        own = {f"{scheme}://{header(scope, b'host').lower()}" for scheme in ("http", "https")}
+        if scope["method"] not in SAFE and header(scope, b"origin").lower() not in own:
             return PlainTextResponse(OTHER_SITE, 403)
         token = self.token
-        if token is None or secrets.compare_digest(_cookie(scope).encode(), token.encode()):
+        if token is None:
+            return None
+        try:
+            cookie = SimpleCookie(header(scope, b"cookie")).get(COOKIE)
+        except CookieError:
+            cookie = None
+        if cookie is not None and secrets.compare_digest(cookie.value.encode(), token.encode()):
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         given = next((value for name, value in query if name == TOKEN), "")
@@ -52,12 +58,3 @@ class Access:
         response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
         response.set_cookie(COOKIE, token, httponly=True, samesite="strict", path="/")
         return response
-
-
-def _cookie(scope: Scope) -> str:
-    raw = next((value.decode("latin-1") for key, value in scope["headers"] if key == b"cookie"), "")
-    try:
-        found = SimpleCookie(raw).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found else ""

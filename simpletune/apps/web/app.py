@@ -1,9 +1,13 @@
-"""Join the pages into one ASGI application."""
+"""The pages as one ASGI application, and the server that runs it."""
 
 from __future__ import annotations
 
+import argparse
 import mimetypes
+import secrets
+import signal
 from collections.abc import Hashable
+from types import FrameType
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,12 +16,13 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from simpletune.apps.http import Guard
+from simpletune.apps.http import Guard, HttpServer, bind, is_loopback, loopback_hosts, url_of
 from simpletune.apps.web import data_page, run_page, runs_page, start
-from simpletune.apps.web.access import FAILED, HEADERS, Access
+from simpletune.apps.web.access import FAILED, HEADERS, TOKEN, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
-from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.templates import SHARED, TEMPLATES, render
+from simpletune.system.console import say
 from simpletune.system.locks import is_held
 from simpletune.system.options import UserError
 
@@ -28,14 +33,40 @@ STATIC = {
     "start.js": TEMPLATES, "run.js": TEMPLATES,
 }  # fmt: skip
 KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
+CONNECTIONS = 256  # a browser keeps one for its events, and a few more while it loads a page
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serve the pages until a signal arrives, as the arguments (``cli.serve.web_arguments``) say."""
+    roots = make_roots(args.runs, args.root)
+    bound = bind(args.host, args.port)
+    local = is_loopback(bound)
+    token = None if local and not args.token else secrets.token_urlsafe(24)
+    app, watch = make_app(roots, Access(loopback_hosts(args.host) if local else None, token))
+    say(f"runs in {roots.runs}; pictures and configurations below {', '.join(map(str, roots.named))}")
+    if not local:
+        say("warning: other machines can reach this page, and nothing is encrypted: use it in a network that you trust")
+    say(f"open {url_of(bound)}{f'?{TOKEN}={token}' if token else ''}")
+    PageServer(app, watch).run(sockets=[bound])
+
+
+class PageServer(HttpServer):
+    """A server that ends its event streams when it stops; otherwise open pages would keep it running forever."""
+
+    def __init__(self, app: ASGIApp, watch: FileWatcher):
+        super().__init__(app, CONNECTIONS, grace=3)
+        self.watch = watch
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop on a signal; runs and the queue continue."""
+        say(f"{signal.Signals(sig).name}: the page stops; runs and the queue continue")
+        self.watch.close()
+        super().handle_exit(sig, frame)
 
 
 def make_app(roots: Roots, access: Access) -> tuple[ASGIApp, FileWatcher]:
-    """Build the application; pages find the roots as ``request.app.state.roots``.
-
-    Returns:
-        The application, and the watch over its files, which must be closed before the server stops.
-    """
+    """Build the application, in which pages find the roots as ``request.app.state.roots``, and the watch over files,
+    which must be closed before the server stops."""
     routes = [Route("/events", events), Route("/changes", changes), Route("/static/{name}", static)]
     for page in PAGES:
         routes += page.routes()
@@ -48,12 +79,7 @@ def make_app(roots: Roots, access: Access) -> tuple[ASGIApp, FileWatcher]:
 
     watch = FileWatcher(look)
     app.state.roots, app.state.watch = roots, watch
-    return Guard(app, access.hosts, plain_answer, FAILED, HEADERS, access.refusal), watch
-
-
-def plain_answer(status: int, message: str) -> Response:
-    """Answer before or without a page."""
-    return PlainTextResponse(message, status)
+    return Guard(app, access.hosts, PlainTextResponse, FAILED, HEADERS, access.refusal), watch
 
 
 async def static(request: Request) -> Response:

@@ -4,7 +4,6 @@ starts: the check of all pictures, and captioning by a model."""
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -51,7 +50,6 @@ REDO = "ours"
 
 
 def routes() -> list[Route]:
-    """Return the page's routes."""
     return [
         Route("/data", data),
         Route("/data/gallery", gallery),
@@ -296,9 +294,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
 def stop_captioning(request: Request, form: Form) -> Response:
     """POST /data/captioning/stop: end captioning; captions so far stay, and the next start continues."""
     found = _asked(request, form)
-    process = processes.find_process(request.app.state.roots, CAPTION + found.key)
-    if process is not None:
-        process.signal(signal.SIGTERM)
+    processes.send_signal(request.app.state.roots, CAPTION + found.key)
     return _captioning_part(request, found)
 
 

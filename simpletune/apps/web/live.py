@@ -37,7 +37,7 @@ class EstimateRequest:
     device: str | None  # the card's name or memory; None: no card
 
 
-def wish(config: TrainConfig, data: Json, card: Card | None) -> EstimateRequest:
+def estimate_request(config: TrainConfig, data: Json, card: Card | None) -> EstimateRequest:
     """Describe what to predict for a validated configuration, its JSON and the card to train on."""
     device = None if card is None else f"{card.gib:.2f}GiB" if card.found == 1.0 else card.name
     options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
@@ -53,7 +53,7 @@ def cached_estimate(roots: Roots, key: str) -> Json | None:
 
 
 class Estimator:
-    """Predict for one page's open forms; a form's newest wish replaces its older ones."""
+    """Predict for one page's open forms; a form's newest request replaces its older ones."""
 
     def __init__(self, roots: Roots):
         self.roots = roots
@@ -62,16 +62,16 @@ class Estimator:
         self._running: tuple[str, str, subprocess.Popen[str]] | None = None  # form, key, process
         self._thread: threading.Thread | None = None
 
-    def want(self, form: str, wish: EstimateRequest) -> None:
+    def want(self, form: str, request: EstimateRequest) -> None:
         """Predict for a form, and drop what it wanted before."""
         with self._lock:
             self._waiting.pop(form, None)
             running = self._running
-            if running is not None and running[1] == wish.key:
+            if running is not None and running[1] == request.key:
                 return
             if running is not None and running[0] == form:
                 running[2].kill()
-            self._waiting[form] = wish
+            self._waiting[form] = request
             while len(self._waiting) > MOST:
                 self._waiting.popitem(last=False)
             if self._thread is None:
@@ -84,30 +84,28 @@ class Estimator:
                 if not self._waiting:
                     self._thread = None
                     return
-                form, wish = self._waiting.popitem()
-                process = None if _file(self.roots, wish.key).exists() else self._begin(wish)
-                self._running = None if process is None else (form, wish.key, process)
+                form, request = self._waiting.popitem()
+                process = None if _file(self.roots, request.key).exists() else self._begin(request)
+                self._running = None if process is None else (form, request.key, process)
             if process is not None:
-                self._finish(wish, process)
+                self._finish(request, process)
 
-    def _begin(self, wish: EstimateRequest) -> subprocess.Popen[str]:
+    def _begin(self, request: EstimateRequest) -> subprocess.Popen[str]:
         folder = self.roots.own / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        config = folder / f"{wish.key}.config.json"
-        write_json(config, wish.data, shared=True)
-        words = ["estimate", str(config), "--json", *(["--device", wish.device] if wish.device else [])]
-        return subprocess.Popen(
-            processes.command("simpletune", words), cwd=self.roots.named[0], env=processes.environment(), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        config = folder / f"{request.key}.config.json"
+        write_json(config, request.data, shared=True)
+        words = ["estimate", str(config), "--json", *(["--device", request.device] if request.device else [])]
+        pipe = subprocess.PIPE
+        return processes.spawn(self.roots, "simpletune", words, text=True, stdout=pipe, stderr=pipe)
 
-    def _finish(self, wish: EstimateRequest, process: subprocess.Popen[str]) -> None:
+    def _finish(self, request: EstimateRequest, process: subprocess.Popen[str]) -> None:
         out, err = process.communicate()
         with self._lock:
             self._running = None
         folder, code = self.roots.own / FOLDER, process.returncode
-        (folder / f"{wish.key}.config.json").unlink(missing_ok=True)
-        if code < 0:  # dropped for a newer wish
+        (folder / f"{request.key}.config.json").unlink(missing_ok=True)
+        if code < 0:  # dropped for a newer request
             return
         if code == 0:
             found: Json = json.loads(out[out.index("{") :])
@@ -116,7 +114,7 @@ class Estimator:
             at = next((at for at, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - 1))
             said = "\n".join(lines[at:]).removeprefix("error: ")[:2000]
             found = {"error": said or f"estimate ended with code {code}"}
-        write_json(_file(self.roots, wish.key), found, shared=True)
+        write_json(_file(self.roots, request.key), found, shared=True)
         for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
 

@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from simpletune.apps.web.roots import Roots
-from simpletune.system import strict_json
+from simpletune.apps.web.run_state import json_object
 from simpletune.system.atomic import write_json
 from simpletune.system.locks import UNSUPPORTED
 from simpletune.system.options import Json, UserError
@@ -35,33 +35,9 @@ _starting = threading.Lock()
 _unreaped: set[Path] = set()  # logs of this process's children whose end is not recorded yet
 
 
-@dataclass(frozen=True)
-class VerbProcess:
-    """A started process."""
-
-    pid: int  # also the ID of its session and group
-    started: int  # in clock ticks since boot
-    log: Path  # its output
-
-    @property
-    def alive(self) -> bool:
-        """Whether it is running; a zombie is not."""
-        return start_time(self.pid) == self.started
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal if it is still running."""
-        with suppress(ProcessLookupError):
-            if self.alive:
-                os.kill(self.pid, number)
-
-
-def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> VerbProcess:
-    """Start a verb with its arguments, as ``python -m`` a module, in the first root, where the page's relative paths
-    begin. The log's name is also the process's: only one of each name runs at a time.
-
-    Raises:
-        UserError: a process with this name is running, or the system refuses to start one.
-    """
+def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> int:
+    """Start a verb with its arguments; returns the process's ID, which is also its session's. The log's name is the
+    process's, too, and only one of each name runs at a time: a UserError if one does, or if none can be started."""
     log = log_file(roots, log_name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with _starting, log.open("ab") as opened:
@@ -71,17 +47,23 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
         record: Json = {"words": list(words)}
         write_json(log.with_suffix(".json"), record, shared=True)
         try:
-            child = subprocess.Popen(
-                command(module, words), cwd=roots.named[0], env=environment(),
-                stdin=subprocess.DEVNULL, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            child = spawn(roots, module, words, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True)
         except OSError as error:
             raise UserError(f"no process could be started ({error.strerror}). End others, and try again") from None
         record |= {"pid": child.pid, "started": start_time(child.pid), "boot": _boot()}
         _unreaped.add(log)
         write_json(log.with_suffix(".json"), record, shared=True)
     threading.Thread(target=_reap, args=(child, log, record), daemon=True).start()
-    return VerbProcess(child.pid, record["started"] or 0, log)
+    return child.pid
+
+
+def spawn(roots: Roots, module: str, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start ``python -m`` a module in the first root, where the page's relative paths begin; it finds this package and
+    prints unbuffered."""
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
+    return subprocess.Popen(command, cwd=roots.named[0], env=environment, stdin=subprocess.DEVNULL, **options)
 
 
 def running(roots: Roots, log_name: str) -> bool:
@@ -95,23 +77,27 @@ def running(roots: Roots, log_name: str) -> bool:
     return not free or log in _unreaped or find_process(roots, log_name) is not None
 
 
-def find_process(roots: Roots, log_name: str) -> VerbProcess | None:
-    """Return the running process with this name, to send it a signal."""
+def find_process(roots: Roots, log_name: str) -> int | None:
+    """Return the ID of the running process with this name; None if it has ended."""
     record = read_record(roots, log_name)
-    if record.get("boot") != _boot() or not isinstance(record.get("pid"), int):
+    pid = record.get("pid")
+    if record.get("boot") != _boot() or not isinstance(pid, int):
         return None
-    process = VerbProcess(record["pid"], record.get("started") or 0, log_file(roots, log_name))
-    return process if process.alive else None
+    return pid if start_time(pid) == (record.get("started") or 0) else None
+
+
+def send_signal(roots: Roots, log_name: str, number: signal.Signals = signal.SIGTERM) -> None:
+    """Send a signal to the process with this name, if it is running."""
+    pid = find_process(roots, log_name)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def read_record(roots: Roots, log_name: str) -> Json:
     """Return what is known of the last process with this name: words, pid, started, boot and, if a page saw its end,
     code; empty if there was none, or the file is damaged."""
-    try:
-        found = strict_json.read(log_file(roots, log_name).with_suffix(".json"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return json_object(log_file(roots, log_name).with_suffix(".json"))
 
 
 def exit_code(roots: Roots, log_name: str) -> int | None:
@@ -139,7 +125,8 @@ def log_file(roots: Roots, log_name: str) -> Path:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot (proc(5), field 22); None if it has ended."""
+    """Return the start time of a process in clock ticks since boot (proc(5), field 22); None if it has ended, also as a
+    zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -167,16 +154,6 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
     with _starting:
         write_json(log.with_suffix(".json"), {**record, "code": code}, shared=True)
         _unreaped.discard(log)
-
-
-def command(module: str, words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-P", "-m", module, *words]  # -P: the current folder holds a user's files, not modules
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of child processes, in which they find this package and print unbuffered."""
-    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _boot() -> str:

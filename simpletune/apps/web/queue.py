@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,25 +90,18 @@ def change(roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]]) -> 
 
 
 def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> QueueEntry:
-    """Append a run to the queue, and make sure that a runner processes the queue; a UserError if the queue is full.
-
-    Args:
-        roots: the page's roots.
-        name: the run's.
-        config: must exist until the run has begun.
-        device: the result of ``queue_device``.
-        resume: continue the run with this name.
-    """
+    """Append a run to the queue, and make sure that a runner processes the queue; a UserError if the queue is full. The
+    configuration must exist until the run has begun; ``device`` is the result of ``queue_device``."""
     entry = QueueEntry(
         id=secrets.token_hex(6), name=name, config=str(config), device="cpu" if device == CPU else "gpu", resume=resume
     )
 
-    def with_it(entries: list[QueueEntry]) -> list[QueueEntry]:
+    def append(entries: list[QueueEntry]) -> list[QueueEntry]:
         if sum(each.state == "waiting" for each in entries) >= MOST:
             raise UserError(f"{MOST} runs are waiting. Remove some from the queue")
         return [*entries, entry]
 
-    change(roots, with_it)
+    change(roots, append)
     ensure_runner(roots)
     return entry
 
@@ -122,7 +114,7 @@ def remove(roots: Roots, which: str) -> None:
 def move_up(roots: Roots, which: str) -> None:
     """Swap an entry with the waiting one before it."""
 
-    def moved(entries: list[QueueEntry]) -> list[QueueEntry]:
+    def swap(entries: list[QueueEntry]) -> list[QueueEntry]:
         waiting = [at for at, each in enumerate(entries) if each.state == "waiting"]
         here = next((at for at in waiting if entries[at].id == which), None)
         before = [at for at in waiting if here is not None and at < here]
@@ -132,15 +124,14 @@ def move_up(roots: Roots, which: str) -> None:
         changed[here], changed[before[-1]] = changed[before[-1]], changed[here]
         return changed
 
-    change(roots, moved)
+    change(roots, swap)
 
 
 def stop(roots: Roots, which: str) -> None:
     """Ask a running entry to finish its step, save and stop."""
     entry = next((each for each in read_queue(roots) if each.id == which and each.state == "running"), None)
-    process = processes.find_process(roots, log_name(entry.name)) if entry else None
-    if process is not None:
-        process.signal(signal.SIGTERM)
+    if entry is not None:
+        processes.send_signal(roots, log_name(entry.name))
 
 
 def ensure_runner(roots: Roots) -> None:

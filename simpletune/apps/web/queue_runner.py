@@ -26,22 +26,15 @@ REASON = 500  # characters
 ENDINGS: dict[str, State] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 
 
-def run(roots: Roots) -> None:
-    """Start runs that may start and record those that have ended, until there is nothing left to do."""
-    while queue.is_open(roots):
-        step(roots)
-        time.sleep(PERIOD)
-
-
 def step(roots: Roots) -> None:
-    """Look at the queue once."""
+    """Look at the queue once: record runs that have ended, and start those that may start."""
     outcomes = {each.id: run_outcome(roots, each) for each in queue.read_queue(roots) if each.state == "running"}
     ended = {which: found for which, found in outcomes.items() if found is not None}
     if ended:
         _record(roots, ended)
         for state, reason in ended.values():
             say(f"{state} {reason}")
-    queue.change(roots, lambda entries: [_adopted(roots, each) for each in entries])
+    queue.change(roots, lambda entries: [_adopt(roots, each) for each in entries])
     busy = busy_devices(roots)
     for entry in queue.read_queue(roots):
         if entry.state != "waiting" or entry.device in busy:
@@ -110,7 +103,7 @@ def train_words(entry: QueueEntry) -> list[str]:
     return ["train", entry.config, *(["--resume", "auto"] if entry.resume else [])]
 
 
-def _adopted(roots: Roots, entry: QueueEntry) -> QueueEntry:
+def _adopt(roots: Roots, entry: QueueEntry) -> QueueEntry:
     """Mark an entry as running if a runner started its run but was killed before recording it."""
     name = log_name(entry.name)
     if entry.state != "waiting" or processes.read_record(roots, name).get("words") != train_words(entry):
@@ -130,4 +123,7 @@ def _with(entry: QueueEntry, state: State, reason: str = "") -> QueueEntry:
 
 
 if __name__ == "__main__":
-    run(make_roots(Path(sys.argv[1]), [Path(sys.argv[2])]))
+    roots = make_roots(Path(sys.argv[1]), [Path(sys.argv[2])])
+    while queue.is_open(roots):
+        step(roots)
+        time.sleep(PERIOD)

@@ -12,10 +12,6 @@ from simpletune.system.options import UserError
 OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
 
 
-class OutsideRoots(UserError):
-    """Report a path that the pages may not touch."""
-
-
 @dataclass(frozen=True)
 class Roots:
     """The folders that the pages may touch."""
@@ -29,15 +25,15 @@ class Roots:
         return self.runs / OWN
 
     def resolve(self, text: str) -> Path:
-        """Resolve a path given by a user, including links; OutsideRoots, with the remedy, if it leads out of them."""
+        """Resolve a path given by a user, including links; a UserError, with the remedy, if it leads out of them."""
         given = Path(text).expanduser()
         try:
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
         except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name
-            raise OutsideRoots(f"{text!r} is not a path") from None
+            raise UserError(f"{text!r} is not a path") from None
         if not any(path.is_relative_to(root) for root in (self.runs, *self.named)):
             allowed = ", ".join(map(str, self.named))
-            raise OutsideRoots(
+            raise UserError(
                 f"{text} is outside of the folders that this page may use ({allowed}). Start it with --root {path}"
             )
         return path

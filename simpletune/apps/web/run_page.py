@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -25,7 +24,7 @@ from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.pictures import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
 from simpletune.apps.web.run.progress import Progress, charts_of, read_progress
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
-from simpletune.apps.web.templates import Form, read_form, render
+from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.config.error_text import problems_of
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
@@ -72,18 +71,18 @@ SENT: dict[str, dict[str, str]] = {  # files that may be sent, by suffix, with t
 
 
 def routes() -> list[Route]:
-    """Return the routes of the page and of its parts."""
-    posts = {
-        "ask": ask_run, "compare": compare, "choose": choose_step, "export": export, "finish": finish,
-        "continue": go_on,
-    }  # fmt: skip
     return [
         Route("/run/{name}", page),
+        Route("/run/{name}/ask", ask_run, methods=["POST"]),
+        Route("/run/{name}/compare", compare, methods=["POST"]),
+        Route("/run/{name}/choose", choose_step, methods=["POST"]),
+        Route("/run/{name}/export", export, methods=["POST"]),
         Route("/run/{name}/report", report, methods=["POST"]),
-        *(Route(f"/run/{{name}}/{word}", _answering(handle), methods=["POST"]) for word, handle in posts.items()),
+        Route("/run/{name}/finish", finish, methods=["POST"]),
+        Route("/run/{name}/continue", go_on, methods=["POST"]),
         Route("/run/{name}/file/{path:path}", file),
         Route("/run/{name}/small/{path:path}", small),
-        Route("/run/{name}/exports/{file}", exported),
+        Route("/run/{name}/exports/{file}", export_file),
         *(Route(f"/run/{{name}}/{word}", partial(part, *made)) for word, made in PARTS.items()),
     ]
 
@@ -269,32 +268,25 @@ def part(template: str, values: Callable[[RunView], Json], request: Request) -> 
 # What can be asked of a run
 
 
-def _answering(handle: Callable[[Request, RunView, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Make a route's endpoint of a function that answers a form about a run; it runs in a thread."""
-
-    async def endpoint(request: Request) -> Response:
-        view, form = view_of(request), await read_form(request)
-        return await run_in_threadpool(handle, request, view, form)
-
-    return endpoint
-
-
-def ask_run(request: Request, view: RunView, form: Form) -> Response:
+@with_form
+def ask_run(request: Request, form: Form) -> Response:
     """POST /run/NAME/ask: put a request into the control file."""
-    asked = request_from(form)
+    view, what = view_of(request), form.get("ask", "")
+    asked: AnyRequest
+    if what == "save":
+        asked = SaveRequest(id=new_id("save"), ask="save")
+    elif what == "stop":
+        asked = StopRequest(id=new_id("stop"), ask="stop")
+    elif what == "draw":
+        asked = _draw_request(form)
+    else:
+        raise UserError(f"{what[:40]!r} cannot be asked of a run. Use draw, save or stop")
     ask(view.folder, asked)
     return render(request, "run_asked.html", asked=asked)
 
 
-def request_from(form: Form) -> AnyRequest:
-    """Read a request from a form; empty fields mean the run's settings."""
-    what = form.get("ask", "")
-    if what == "save":
-        return SaveRequest(id=new_id("save"), ask="save")
-    if what == "stop":
-        return StopRequest(id=new_id("stop"), ask="stop")
-    if what != "draw":
-        raise UserError(f"{what[:40]!r} cannot be asked of a run. Use draw, save or stop")
+def _draw_request(form: Form) -> DrawRequest:
+    """Read a request for a picture; empty fields mean the run's settings."""
     data: Json = {"id": new_id("draw"), "prompt": form.get("prompt", "").strip()}
     if form.get("negative_prompt", "").strip():
         data["negative_prompt"] = form["negative_prompt"].strip()
@@ -313,8 +305,10 @@ def request_from(form: Form) -> AnyRequest:
 # What can be done with a run
 
 
-def compare(request: Request, view: RunView, form: Form) -> Response:
+@with_form
+def compare(request: Request, form: Form) -> Response:
     """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
+    view = view_of(request)
     prompt = " ".join(form.get("prompt", "").split())
     if not prompt or not prompt.isprintable() or len(prompt) > LONGEST:
         raise UserError(f"prompt: write 1 to {LONGEST:,} characters that can be printed")
@@ -327,16 +321,18 @@ def compare(request: Request, view: RunView, form: Form) -> Response:
     return _begin(request, view, COMPARE, words)
 
 
-def choose_step(request: Request, view: RunView, form: Form) -> Response:
+@with_form
+def choose_step(request: Request, form: Form) -> Response:
     """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
-    step = form.get("step", "auto")
+    view, step = view_of(request), form.get("step", "auto")
     chosen = "auto" if step == "auto" else str(whole_number(step, "step"))
     return _begin(request, view, "choose", ["evaluate", str(view.folder), "--choose", chosen])
 
 
-def export(request: Request, view: RunView, form: Form) -> Response:
+@with_form
+def export(request: Request, form: Form) -> Response:
     """POST /run/NAME/export: convert a checkpoint for other tools."""
-    layout, step = form.get("format", ""), form.get("step", "")
+    view, layout, step = view_of(request), form.get("format", ""), form.get("step", "")
     if layout not in FORMATS:
         raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
     view.exports.mkdir(parents=True, exist_ok=True)
@@ -352,8 +348,10 @@ def report(request: Request) -> Response:
     return _begin(request, view, "report", ["report", str(view.folder)])
 
 
-def finish(request: Request, view: RunView, form: Form) -> Response:
+@with_form
+def finish(request: Request, form: Form) -> Response:
     """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
+    view = view_of(request)
     return _begin(request, view, "finish", ["finish", view.weights(form.get("step", ""))])
 
 
@@ -363,8 +361,10 @@ def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Resp
     return render(request, "run_begun.html", kind=kind)
 
 
-def go_on(request: Request, view: RunView, form: Form) -> Response:
+@with_form
+def go_on(request: Request, form: Form) -> Response:
     """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
+    view = view_of(request)
     name, state = view.folder.name, view.progress.state
     steps = whole_number(form.get("steps", ""), "steps")
     if view.progress.running:
@@ -412,7 +412,7 @@ def file(request: Request) -> Response:
     return _send(view, view.folder, path, SENT.get(Path(path).suffix))
 
 
-def exported(request: Request) -> Response:
+def export_file(request: Request) -> Response:
     """GET /run/NAME/exports/FILE: a converted file."""
     view = view_of(request)
     return _send(view, view.exports, request.path_params["file"], RESULT)

@@ -13,7 +13,7 @@ from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import ATTEMPTS, CONFIG, EVALUATIONS, METRICS, SAMPLES, SUMMARY
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json
-from simpletune.system.strict_json import parse
+from simpletune.system.strict_json import read
 
 STAMPED = (METRICS, SUMMARY, ATTEMPTS, EVALUATIONS, SAMPLES, CONFIG)
 TAIL = 4096  # bytes: more than the longest row of metrics
@@ -72,7 +72,7 @@ def last_row(file: Path) -> Json:
 def json_object(file: Path) -> Json:
     """Read a JSON object; empty if the file is missing or damaged."""
     try:
-        found = parse(file.read_bytes())
+        found = read(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -35,7 +35,6 @@ CHANGES: Mapping[str, Callable[[Roots, str], None]] = {
 
 
 def routes() -> list[Route]:
-    """Return the page's routes."""
     return [
         Route("/", all_runs),
         Route("/runs/table", table),

@@ -19,7 +19,7 @@ from simpletune.apps.web.run_state import Runs, file_stamp
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.config.load import shipped_names
 from simpletune.system.atomic import write_json
-from simpletune.system.options import Json, plural
+from simpletune.system.options import plural
 
 CONFIGS = "configs"
 LISTED = 200  # configurations in a list
@@ -28,7 +28,6 @@ LOG_LINES = 30
 
 
 def routes() -> list[Route]:
-    """Return the page's routes."""
     return [
         Route("/start", page),
         Route("/start/change", change, methods=["POST"]),
@@ -36,7 +35,7 @@ def routes() -> list[Route]:
         Route("/start/run", begin, methods=["POST"]),
         Route("/start/config.json", download, methods=["POST"]),
         Route("/queued/{id}", queued),
-        Route("/queued/{id}/part", queued_part),
+        Route("/queued/{id}/part", queued),
     ]
 
 
@@ -142,12 +141,12 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
     roots: Roots = request.app.state.roots
     key = None
     if filled.planned is not None:
-        wish = live.wish(
+        estimate = live.estimate_request(
             filled.planned, {**filled.data, "data": filled.planned.data.model_dump(mode="json")}, filled.card
         )
-        key = wish.key
+        key = estimate.key
         if live.cached_estimate(roots, key) is None:
-            live.estimator(roots).want(form, wish)
+            live.estimator(roots).want(form, estimate)
     why = "" if filled.planned else "no prediction until the problems are fixed"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
     fields = filled.edited.fields()
@@ -192,20 +191,10 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
 
 
 def queued(request: Request) -> Response:
-    """GET /queued/ID: a run that is waiting, starting or has failed; redirects to the run's page once it exists."""
-    target, values = _queued(request)
-    return RedirectResponse(target, 303) if target else render(request, "queued.html", 200, **values)
-
-
-def queued_part(request: Request) -> Response:
-    """GET /queued/ID/part: only its state."""
-    target, values = _queued(request)
-    return Response(headers={"hx-redirect": target}) if target else render(request, "queued_part.html", 200, **values)
-
-
-def _queued(request: Request) -> tuple[str, Json]:
-    """Return the address of a run that has begun, else an empty one; and what to show of its entry."""
+    """GET /queued/ID, or only its state as /queued/ID/part: a run that is waiting, starting or has failed; redirects to
+    the run's page once it exists."""
     roots: Roots = request.app.state.roots
+    is_part = request.url.path.endswith("/part")
     entries = queue.read_queue(roots)
     at = next((at for at, each in enumerate(entries) if each.id == request.path_params["id"]), None)
     if at is None:
@@ -214,7 +203,9 @@ def _queued(request: Request) -> tuple[str, Json]:
     if entry.state in ("running", "finished", "stopped") and roots.run(entry.name) is not None:
         prepared = (roots.runs / entry.name / "attempts.json").exists()  # before, an older run may still have its name
         if entry.state != "running" or (prepared and "step" in "\n".join(processes.tail(roots, log, 1000))):
-            return f"/run/{entry.name}", {}
+            target = f"/run/{entry.name}"
+            return Response(headers={"hx-redirect": target}) if is_part else RedirectResponse(target, 303)
     before = sum(each.state == "waiting" and each.device == entry.device for each in entries[:at])
     lines = [] if entry.state == "waiting" else processes.tail(roots, log, LOG_LINES)
-    return "", {"entry": entry, "before": before, "lines": lines}
+    template = "queued_part.html" if is_part else "queued.html"
+    return render(request, template, entry=entry, before=before, lines=lines)

@@ -1,16 +1,25 @@
-"""List a configuration's fields for a form, from the option classes, with their docstrings as help."""
+"""A configuration's fields in a form: from the option classes, with their docstrings as help; and a user's changes to a
+base configuration, with every value's source.
+
+A form posts all of its fields. A field counts as changed if it differs from what the form was shown with, or was
+changed before. So a new base (another card, another file) replaces the values that the user has not touched, and keeps
+the user's.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from simpletune.config.overrides import parse_value
+from simpletune.config.family_defaults import with_family
+from simpletune.config.load import complete, with_default_tags
+from simpletune.config.overrides import BESIDE_THE_JOB, merge, parse_value
 from simpletune.config.schema import TrainConfig
 from simpletune.system.options import (
     Json,
@@ -27,9 +36,11 @@ Kind = Literal["choice", "text", "lines", "json"]
 HIDDEN = ("$schema", "version", "about")
 ON = "on"  # for an optional section
 PROFILE = "memory.profile"  # sets other fields, so it counts as structure
+DEEPEST = 4  # nesting depth of structures
+YOU, DEFAULT = "you", "default"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Item:
     path: str  # dotted, as in overrides
 
@@ -44,11 +55,11 @@ class _Item:
         return self.path.rpartition(".")[2].replace("_", " ") or "general"
 
 
-@dataclass(frozen=True)
+@dataclass
 class FormField(_Item):
     """One field of the form."""
 
-    text: str  # its value; empty for null
+    text: str  # its value, or what the user typed; empty for null
     help: str  # its docstring
     kind: Kind  # how it is entered: ``lines``: one text per line; ``json``: values without a simpler form
     choices: tuple[str, ...] = ()  # the values of a ``choice``, and suggested words for a ``text``
@@ -68,7 +79,7 @@ class FormField(_Item):
         return parse_value(self.info, text)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FieldGroup(_Item):
     """A section of fields and nested sections."""
 
@@ -174,3 +185,121 @@ def _default(info: FieldInfo) -> object:
 
 def _help(info: FieldInfo) -> str:
     return " ".join((info.description or "").split())
+
+
+# A user's changes
+
+
+@dataclass(frozen=True)
+class StartingConfig:
+    """A configuration to start from."""
+
+    data: Json
+    label: str  # its source as the form shows it at a value: ``preset``, ``file NAME``, ``run NAME``
+    origin: str  # the shipped configuration or the file that it was made from, for the command line
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why a field has its value, by path
+    notes: tuple[str, ...] = ()  # for the user
+    made_by: tuple[str, ...] = ()  # the command that writes ``origin``, without the file's name; empty if it exists
+
+
+@dataclass(frozen=True)
+class EditedForm:
+    """A configuration in the form."""
+
+    data: Json  # to validate and to save: the base with the user's changes
+    sections: list[FieldGroup]  # all fields with their texts
+    mine: Mapping[str, str]  # the user's texts by path
+    sources: Mapping[str, str]  # where the value at each path comes from
+
+    def fields(self) -> dict[str, FormField]:
+        """Return the fields by path."""
+        return {each.path: each for section in self.sections for each in section.fields()}
+
+
+def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's texts by path: those that differ from what the form was shown with, and those that already were
+    the user's, also of fields that are not shown now."""
+    posted = {path: text.replace("\r\n", "\n") for path, text in posted.items()}
+    touched = {path: text for path, text in posted.items() if path in mine or text != shown.get(path, text)}
+    return {**mine, **touched}
+
+
+def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
+    """Apply a user's texts by path, starting with those that determine which fields exist; ignores paths without a
+    field."""
+    data, kept = copy.deepcopy(base.data), {}
+    for _ in range(DEEPEST):
+        todo = [each for each in _fields(data) if each.structure and mine.get(each.path, each.text) != each.text]
+        for each in todo:
+            text = kept[each.path] = mine[each.path]
+            if each.info is None or each.path == PROFILE:
+                set_at(data, each.path, each.parse(text))
+            else:  # a tag, as an override sets it, which drops the fields that the new member lacks
+                merged, _, problems = merge(data, [f"{each.path}={text}"])
+                data = data if problems else merged
+        if not todo:
+            break
+    frame = _fields(data)
+    kept = {path: text for path, text in kept.items() if path in {each.path for each in frame}}
+    for each in frame:
+        if not each.structure and mine.get(each.path, each.text) != each.text:
+            kept[each.path] = mine[each.path]
+            set_at(data, each.path, each.parse(mine[each.path]))
+    changed = {path.partition(".")[0] for path in overrides(base.data, data)}
+    if changed - set(BESIDE_THE_JOB) and data.get("about") == base.data.get("about"):
+        data.pop("about", None)  # the changes have made the description untrue
+    sections = sections_of(complete(data))
+    for section in sections:
+        for each in section.fields():
+            each.text = kept.get(each.path, each.text)  # the user's own, which may not be a valid value yet
+    return EditedForm(data, sections, kept, _sources(base, data, sections, kept))
+
+
+def set_at(data: Json, path: str, value: object) -> None:
+    """Set a value in place, creating missing sections."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if not isinstance(data.get(name), dict):
+            data[name] = {}
+        data = data[name]
+    data[leaf] = value
+
+
+def get_at(data: object, path: str) -> object:
+    """Return the value at a path; None if it is missing."""
+    for name in path.split("."):
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def overrides(base: Json, data: Json) -> dict[str, object]:
+    """Return the values of ``data`` that differ from ``base``, by path."""
+    found: dict[str, object] = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and isinstance(base.get(key, {}), dict):
+            found |= {f"{key}.{path}": inner for path, inner in overrides(base.get(key, {}), value).items()}
+        elif key not in base or base[key] != value:
+            found[key] = value
+    return found
+
+
+def _fields(data: Json) -> list[FormField]:
+    return [each for section in sections_of(complete(data)) for each in section.fields()]
+
+
+def _sources(base: StartingConfig, data: Json, sections: list[FieldGroup], mine: Mapping[str, str]) -> dict[str, str]:
+    """Name the source of every field's value."""
+    own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
+    whole, profile = complete(data), get_at(data, PROFILE)
+    found: dict[str, str] = {}
+    for path in (each.path for section in sections for each in section.fields()):
+        given, value = get_at(base.data, path), get_at(whole, path)
+        if path in mine:
+            found[path] = YOU
+        elif given is not None and get_at(own, path) == given:
+            found[path] = base.label
+        elif value is not None and get_at(family, path) != value:
+            found[path] = f"profile {profile}"
+        else:
+            found[path] = DEFAULT
+    return found

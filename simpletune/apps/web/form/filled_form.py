@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.apps.web.form import presets
-from simpletune.apps.web.form.edit import (
+from simpletune.apps.web.form.fields import (
     YOU,
     EditedForm,
     StartingConfig,
@@ -34,8 +36,6 @@ PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
 MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
 OUTPUT = ("profiles", "cache", "prices")
-Resolve = Callable[[str], Path]
-"""Resolves a path inside of the roots; a UserError if it lies outside."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,24 @@ def fill_form(roots: Roots, asked: FormRequest) -> FilledForm:
         found = EditedForm(
             found.data, found.sections, {**found.mine, FOLDER: mine[FOLDER]}, {**found.sources, FOLDER: YOU}
         )
-    data, outside = absolute_paths(found.data, roots.resolve, roots.runs)
+    data, outside = absolute_paths(found.data, roots)
     problems = [*outside, *_problems(data, {each.path for each in outside})]
-    config = None if problems else validate(data, "form")
-    return FilledForm(asked, base, card, found, data, config, config or _without_pictures(data), problems)
+    config = planned = None
+    if not problems:
+        config = planned = validate(data, "form")
+    else:
+        with suppress(UserError):
+            planned = validate(_with_placeholder(data), "form", needs_data=False)
+    return FilledForm(asked, base, card, found, data, config, planned, problems)
 
 
 def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
     if kind in ("preset", "shipped"):
-        pictures = _folder(roots, folder)
+        pictures: Path | None = None  # unless the page may read the folder
+        with suppress(UserError):
+            path = roots.resolve(folder) if folder and ":" not in folder else None
+            pictures = path if path is not None and path.is_dir() else None
         made = presets.preset(card, pictures, asked.trigger) if kind == "preset" else None
         return made or presets.shipped_config(name, pictures, asked.trigger)
     if kind == "run":
@@ -138,25 +146,14 @@ def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> S
     return StartingConfig(data, label, str(file))
 
 
-def _folder(roots: Roots, text: str) -> Path | None:
-    """Return the folder of pictures, if the page may read it."""
-    try:
-        found = roots.resolve(text) if text and ":" not in text else None
-    except UserError:
-        return None
-    return found if found is not None and found.is_dir() else None
-
-
 def _problems(data: Json, outside: set[str]) -> list[Problem]:
     """Return the problems that ``check`` finds, without looking at paths that the page may not read."""
-    tried = copy.deepcopy(data)
+    is_empty = get_at(data, FOLDER) == ""
+    required = [Problem(FOLDER, "is required: give the folder with the pictures")] if is_empty else []
+    tried = _with_placeholder(data)
     for path in outside:
         if not path.startswith("data.sources"):
             set_at(tried, path, PLACEHOLDER if path == FOLDER else None)
-    empty = get_at(tried, FOLDER) == ""
-    if empty:
-        set_at(tried, FOLDER, PLACEHOLDER)
-    required = [Problem(FOLDER, "is required: give the folder with the pictures")] if empty else []
     try:
         validate(tried, "form")
     except ConfigError as error:
@@ -164,18 +161,15 @@ def _problems(data: Json, outside: set[str]) -> list[Problem]:
     return required
 
 
-def _without_pictures(data: Json) -> TrainConfig | None:
-    """Return the configuration if only its pictures are missing."""
-    tried = copy.deepcopy(data)
-    if get_at(tried, FOLDER) == "":
-        set_at(tried, FOLDER, PLACEHOLDER)
-    try:
-        return validate(tried, "form", needs_data=False)
-    except UserError:
-        return None
+def _with_placeholder(data: Json) -> Json:
+    """Copy a configuration, with the demo's pictures where the folder is still empty."""
+    data = copy.deepcopy(data)
+    if get_at(data, FOLDER) == "":
+        set_at(data, FOLDER, PLACEHOLDER)
+    return data
 
 
-def absolute_paths(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list[Problem]]:
+def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
     """Make a configuration's paths absolute, and set its runs' folder to the page's; return the changed JSON, and a
     problem for each path outside of the roots."""
     data, problems = copy.deepcopy(data), []
@@ -186,16 +180,17 @@ def absolute_paths(data: Json, resolve: Resolve, runs: Path) -> tuple[Json, list
         # a repository on the hub, of a model or a data set
         of_hub = path.startswith(("model.", "data.")) and not path.endswith("mask_path") and HUB_NAME.match(text)
         try:
-            found = resolve(text)
+            found = roots.resolve(text)
         except UserError as error:
-            if not of_hub or _lies_here(text, resolve):
+            # a name as on the hub means a path where one exists, even if only as a link out of the roots
+            if not of_hub or os.path.exists(roots.named[0] / text):
                 problems.append(Problem(path, str(error)))
             continue
         if found.exists() or not of_hub:
             section[key] = str(found)
     output = data.setdefault("output", {})
     if isinstance(output, dict):
-        output["runs"] = str(runs)
+        output["runs"] = str(roots.runs)
     return data, problems
 
 
@@ -214,11 +209,3 @@ def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
         for key in keys:
             if isinstance(section, dict) and isinstance(section.get(key), str):
                 yield section, key, f"{name}.{key}"
-
-
-def _lies_here(text: str, resolve: Resolve) -> bool:
-    """Return whether a relative path exists in the first root, even if only as a link out of it."""
-    try:
-        return (resolve(".") / text).exists()
-    except (OSError, UserError):
-        return False

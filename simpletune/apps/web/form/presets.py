@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 
-from simpletune.apps.web.form.edit import StartingConfig, set_at
+from simpletune.apps.web.form.fields import StartingConfig, set_at
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest
 from simpletune.commands.init.defaults import TRIGGER, profile_of
@@ -51,7 +51,7 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConf
             few = True
         if few:
             with suppress(UserError):  # nothing is usable: reported at the field
-                return _suggested(folder, folder.stat().st_mtime_ns, card, trigger)
+                return _suggestion(folder, folder.stat().st_mtime_ns, card, trigger)
     origin = WITHOUT_CARD if card is None else WITH_CARD
     data = copy.deepcopy(read_json(Path(origin)))
     for name in ("$schema", "about"):
@@ -68,7 +68,7 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConf
 
 
 @lru_cache(maxsize=64)
-def _suggested(folder: Path, changed: int, card: Card | None, trigger: str) -> StartingConfig:
+def _suggestion(folder: Path, changed: int, card: Card | None, trigger: str) -> StartingConfig:
     """Return what ``simpletune init`` suggests for a folder; cached until the folder changes."""
     found = suggest(folder, Answers(trigger=trigger or None), card)
     reasons = {each.path: each.why for each in found.reasons}

@@ -44,7 +44,7 @@ def matrix_of(folder: Path) -> Matrix:
     except OSError:
         names = []
     steps = sorted((name for name in names if STEP.match(name)), key=lambda name: int(name[5:]))
-    shown = [steps[number] for number in thinned_places(len(steps), COLUMNS)]
+    shown = [steps[number] for number in evenly_spaced(len(steps), COLUMNS)]
     states = [BASE] * (BASE in names) + shown
     titles = ["base" if state == BASE else f"step {int(state[5:]):,}" for state in states]
     rows = []
@@ -62,7 +62,7 @@ def matrix_of(folder: Path) -> Matrix:
     return Matrix(titles, rows, len(steps) - len(shown))
 
 
-def thinned_places(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """Indices of ``most`` of ``count`` items, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))

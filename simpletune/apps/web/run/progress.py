@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.apps.web.run.series import Followers
+from simpletune.apps.web.run.series import follow
 from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import attempts_of, merged_stages
@@ -20,7 +20,7 @@ from simpletune.system.options import Json
 from simpletune.system.stage_timer import Stage
 
 FOLLOWED = ("loss", "lr", "grad_norm", "seconds")
-METRIC_ROWS, EVALUATION_ROWS = Followers(FOLLOWED), Followers((), keep=1000)
+EVALUATIONS_KEPT = 1000  # rows
 ENDED = {"stopped": "was stopped", "failed": "failed", "killed": "was killed, or its machine went down"}
 
 
@@ -54,7 +54,7 @@ def read_progress(folder: Path) -> Progress:
     state, attempts = state_of(folder), attempts_of(folder)
     planned = read_object(folder / PLANNED, [], expected=False)
     steps = planned["steps"] if isinstance(planned.get("steps"), int) else state.steps
-    rows = METRIC_ROWS.of(folder / METRICS).recent
+    rows = follow(folder / METRICS, FOLLOWED).recent
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
     pace = statistics.median(seconds) if seconds else None
     stages = merged_stages(attempts)
@@ -93,7 +93,7 @@ def trouble_of(state: RunState) -> str:
 
 def charts_of(folder: Path, steps: int | None) -> list[str]:
     """Chart the loss, the learning rate, the gradient norm and the seconds of a step."""
-    series = METRIC_ROWS.of(folder / METRICS).series
+    series = follow(folder / METRICS, FOLLOWED).series
     loss = series["loss"].points
     lines = [
         ChartLine("each step", [(point.step, point.mean) for point in loss], "raw"),
@@ -108,7 +108,7 @@ def charts_of(folder: Path, steps: int | None) -> list[str]:
 
 def evaluation_lines(folder: Path) -> list[ChartLine]:
     """The validation losses with their standard errors, on held-out or training pictures."""
-    rows = EVALUATION_ROWS.of(folder / EVALUATIONS).recent
+    rows = follow(folder / EVALUATIONS, (), EVALUATIONS_KEPT).recent
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
     before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")
     known = any(row["step"] == 0 for row in found) or not isinstance(before, int | float)

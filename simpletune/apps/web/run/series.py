@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from simpletune.system.options import Json
@@ -19,7 +19,7 @@ MOST = 400  # points of a series; a chart is about 700 pixels wide
 SHARE, LONGEST = 1 / 20, 100  # the smoothed line's span: a fraction of the steps so far, at most 100 steps
 RECENT = 50  # last rows to keep whole by default
 CHUNK = 2**22  # bytes read at once
-KEPT = 16  # runs whose series are kept
+KEPT = 32  # files whose series are kept: two of a run
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SeriesPoint:
     def mean(self) -> float:
         return self.total / self.count
 
-    def merged(self, later: SeriesPoint) -> SeriesPoint:
+    def merge(self, later: SeriesPoint) -> SeriesPoint:
         low, high = min(self.low, later.low), max(self.high, later.high)
         return SeriesPoint(later.step, self.count + later.count, self.total + later.total, low, high, later.smooth)
 
@@ -57,12 +57,12 @@ class Series:
         self._count += 1
         new = SeriesPoint(step, 1, value, value, value, self._smooth)
         if self.points and self.points[-1].count < self.width:
-            self.points[-1] = self.points[-1].merged(new)
+            self.points[-1] = self.points[-1].merge(new)
         else:
             self.points.append(new)
         if len(self.points) > MOST:
             pairs = zip(self.points[::2], [*self.points[1::2], None], strict=False)
-            self.points = [one if two is None else one.merged(two) for one, two in pairs]
+            self.points = [one if two is None else one.merge(two) for one, two in pairs]
             self.width *= 2
 
 
@@ -121,20 +121,13 @@ class Follower:
                     series.add(row["step"], float(value))
 
 
-class Followers:
-    """Keep the followers of the most recently viewed runs; arguments as of ``Follower``."""
+_followers = lru_cache(maxsize=KEPT)(Follower)  # of the runs viewed last
+_lock = threading.Lock()
 
-    def __init__(self, names: tuple[str, ...], keep: int = RECENT):
-        self.names, self.keep = names, keep
-        self._kept: OrderedDict[Path, Follower] = OrderedDict()
-        self._lock = threading.Lock()
 
-    def of(self, file: Path) -> Follower:
-        """Return the follower of a file, up to date."""
-        with self._lock:
-            found = self._kept.pop(file, None) or Follower(file, self.names, self.keep)
-            self._kept[file] = found
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            found.look()
-            return found
+def follow(file: Path, names: tuple[str, ...], keep: int = RECENT) -> Follower:
+    """Return the follower of a file, up to date; arguments as of ``Follower``."""
+    with _lock:
+        found = _followers(file, names, keep)
+        found.look()
+        return found
