@@ -81,7 +81,7 @@ def with_batch(config: TrainConfig, batch_size: int) -> TrainConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": batch_size})})
 
 
-def kept_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
+def with_saved_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
     """Replace ``batch_size: auto`` by the number that the run chose when it first started and a checkpoint saved."""
     before = ((saved or {}).get("train") or {}).get("batch_size")
     return with_batch(config, before) if config.train.batch_size == "auto" and isinstance(before, int) else config

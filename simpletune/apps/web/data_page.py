@@ -188,8 +188,8 @@ def preview_edit(request: Request, form: Form) -> Response:
 def apply_edit(request: Request, form: Form) -> Response:
     """POST /data/apply: write an edit that a preview has shown."""
     found = _editable(request, form)
-    done = apply(preview(_edit(form), found.entries()), form.get("fingerprint", ""))
-    response = render(request, "data_applied.html", done=done, query=found.query)
+    written, left = apply(preview(_edit(form), found.entries()), form.get("fingerprint", ""))
+    response = render(request, "data_applied.html", written=written, left=left, query=found.query)
     response.headers["hx-trigger"] = CHANGED
     return response
 
