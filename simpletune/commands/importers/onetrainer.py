@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from simpletune.commands.importers.common_options import (
+    take_alpha,
+    take_arguments,
+    take_optimizer,
+    take_schedule,
+    take_warmup,
+)
 from simpletune.commands.importers.files import read_any, read_named
-from simpletune.commands.importers.lycoris import take_alpha
-from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
