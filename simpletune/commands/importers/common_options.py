@@ -9,6 +9,7 @@ from simpletune.commands.importers.translation import Translation, boolean, numb
 from simpletune.config.schema import TrainConfig
 from simpletune.system.options import Json, union_of
 
+VARIANTS = 8  # of each picture, where another trainer changes it anew in every epoch
 IN_FULL = "full precision there; 8-bit states here"
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     "adamw": ("adamw", ""), "torchadamw": ("adamw", ""), "optimiadamw": ("adamw", ""), "bnbadamw": ("adamw", ""),

@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 from simpletune.commands.importers.common_options import (
+    VARIANTS,
     take_alpha,
     take_arguments,
     take_huber,
@@ -46,7 +47,6 @@ NETWORK_ARGUMENTS = {
     "rank_dropout": "rank_dropout",
     "module_dropout": "module_dropout",
 }
-VARIANTS = 8
 INHERITED = (
     "flip_aug",
     "random_crop",
@@ -414,7 +414,7 @@ def _subset(source: Translation, general: Translation) -> None:
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")
-    source.leave_by_table(trainer_tables("kohya")["left_out_data"])
+    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
     source.leave_rest()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simpletune.commands.importers.common_options import (
+    VARIANTS,
     take_alpha,
     take_arguments,
     take_optimizer,
@@ -29,7 +30,6 @@ from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
-VARIANTS = 8
 AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
 
 
@@ -358,7 +358,7 @@ def _concept(source: Translation, general: Translation, kind: str) -> None:
     _image(source, general)
     _masks(source, general)
     source.seen("type")
-    source.leave_by_table(trainer_tables("onetrainer")["left_out_data"])
+    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
     source.leave_rest()
     source.lines = [
         line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from simpletune.commands.importers.common_options import (
+    VARIANTS,
     take_arguments,
     take_huber,
     take_lycoris,
@@ -33,7 +34,6 @@ from simpletune.models.sd3.files import SD35_MEDIUM
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"
-VARIANTS = 8
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 
 
@@ -319,7 +319,7 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
         source.seen("conditioning_data")
     elif named:
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
-    source.leave_by_table(trainer_tables("simpletuner")["left_out_data"])
+    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
     source.leave_rest()
 
 

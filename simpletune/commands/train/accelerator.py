@@ -1,4 +1,4 @@
-"""Create accelerate's view of processes and device, and check what several processes cannot do."""
+"""Create accelerate's view of processes and device."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from simpletune.config.batches import process_rules
 from simpletune.config.schema import TrainConfig
 from simpletune.system.devices import choose_device
-from simpletune.system.options import ConfigError, UserError
+from simpletune.system.options import UserError
 from simpletune.training.heartbeats import MEETING
 
 PATIENCE = timedelta(days=2)  # limit for waiting while one process fills the cache or draws; NCCL's default: 10 minutes
@@ -40,10 +39,3 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
             "gradients before averaging them. Set it to false, or use one process"
         )
     return accelerator, reason
-
-
-def require_processes(config: TrainConfig, processes: int) -> None:
-    """Check the rules that need the number of processes; the configuration's batch size is not auto."""
-    problems = list(process_rules(config.train, processes))
-    if problems:
-        raise ConfigError(problems, f"{config.name}, {processes} processes")

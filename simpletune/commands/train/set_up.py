@@ -8,10 +8,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from simpletune.commands.train.accelerator import make_accelerator, require_processes
+from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.commands.train.class_pictures import with_class_pictures
 from simpletune.commands.train.load import load, with_batch_size
-from simpletune.config.batches import of_process, with_batch, with_saved_batch
+from simpletune.config.batches import of_process, require_processes, with_batch, with_saved_batch
 from simpletune.config.compute import settle_compute
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
