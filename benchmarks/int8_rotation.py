@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from simpletune.commands.train.set_up import StartOptions, set_up
+from simpletune.commands.train.set_up import set_up
 from simpletune.config.load import read_config
 from simpletune.engine.quant.int8_linear import Int8Linear, Int8Product, shared_rows
 from simpletune.engine.quant.nf4_linear import Nf4Linear
@@ -96,7 +96,7 @@ def _embedded() -> tuple[tuple[str, Tensor, Tensor], ...]:
         places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
         quiet = ["validation.prompts=[]", "tracking.tensorboard=false", "precision.weights=fp32", "name=activations"]
         config = read_config(Path("configs/demo.json"), [*places, *quiet])[0]
-        run = set_up(config, StartOptions(AttemptRecorder(run_folder(config), 0.0)))
+        run = set_up(config, AttemptRecorder(run_folder(config), 0.0))
         found: list[tuple[str, Tensor, Tensor]] = []
 
         def keep(name: str, layer: nn.Linear, given: tuple[Tensor, ...]) -> None:

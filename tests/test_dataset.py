@@ -16,7 +16,7 @@ from simpletune.apps.cli.main import main
 from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
 from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
-from simpletune.commands.inspect_data.page import EACH, GROUPS, SIDE, look_alikes
+from simpletune.commands.inspect_data.report import EACH, GROUPS, SIDE, look_alikes
 from simpletune.commands.inspect_data.scan import TILE, DatasetReport, spread_indices
 from simpletune.commands.inspect_data.text import format_report
 from simpletune.commands.train.train import train

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent / "reference"))
 import reduction as reference
 
-from simpletune.commands.train.accelerator import require_processes
+from simpletune.config.batches import require_processes
 from simpletune.config.load import validate
 from simpletune.stages.step import exact_sums
 from simpletune.stages.step.assignment import RankMicroBatches, leaves

@@ -16,7 +16,7 @@ from PIL import Image
 from test_plan import make_plan, some_pictures
 from torch import Tensor
 
-from simpletune.commands.train.set_up import StartOptions, set_up
+from simpletune.commands.train.set_up import set_up
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import run_folder
@@ -120,7 +120,7 @@ def uneven(tiny_config: dict, tmp_path: Path) -> dict:
 
 def started(data: dict) -> Job:
     config = validate(data, "test")
-    run = set_up(config, StartOptions(AttemptRecorder(run_folder(config), 0.0)))
+    run = set_up(config, AttemptRecorder(run_folder(config), 0.0))
     run.core.denoiser.train()
     return run
 

@@ -41,6 +41,7 @@ CPU = torch.device("cpu")
 HUGE = 2.0**23
 T4, L4 = (7, 5), (8, 9)
 FP16 = {"weights": "int8", "compute": "fp16"}
+STARTED_IN_BF16 = {"precision": {"compute": "bf16"}}  # of a checkpoint's configuration
 OPTIMIZERS = [option for option in option_classes(TrainConfig.model_fields["optimizer"].annotation) if option.undoes]
 
 
@@ -155,7 +156,7 @@ def test_what_auto_becomes_is_checked_again(tiny_config: dict) -> None:
 def test_a_run_begun_in_bf16_is_not_continued_without_it(tiny_config: dict) -> None:
     config = validate(tiny_config | {"precision": {"weights": "int8"}}, "auto")
     with pytest.raises(UserError, match="started with precision.compute bf16, which sm_75 lacks.*new run"):
-        settle_compute(config, T4, "bf16")
+        settle_compute(config, T4, STARTED_IN_BF16)
     assert compute_to_generate(settle_compute(config, L4), T4).precision.compute == "fp16"
     assert compute_to_generate(settle_compute(config, T4), L4).precision.compute == "fp16"
 
@@ -164,9 +165,9 @@ def test_a_run_begun_in_bf16_over_fp32_weights_goes_on_where_bf16_is(tiny_config
     """There auto is fp32 on every device, which is no reason to refuse."""
     config = validate(tiny_config | {"precision": {"weights": "fp32"}}, "auto")
     for capability in (None, L4):
-        assert settle_compute(config, capability, "bf16").precision.compute == "bf16"
+        assert settle_compute(config, capability, STARTED_IN_BF16).precision.compute == "bf16"
     with pytest.raises(UserError, match="bf16, which sm_75 lacks"):
-        settle_compute(config, T4, "bf16")
+        settle_compute(config, T4, STARTED_IN_BF16)
 
 
 def test_what_fp16_cannot_train_is_refused_with_the_reason(tiny_config: dict) -> None:

@@ -11,8 +11,8 @@ import pytest
 from import_cases import CASES, LARGE
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
-from simpletune.commands.importers.optimizers import OPTIMIZERS, SCHEDULES
 from simpletune.commands.importers.translation import trainer_tables
 from simpletune.config.load import read_json, validate
 from simpletune.config.run_name import run_name

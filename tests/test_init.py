@@ -442,8 +442,7 @@ def test_only_a_terminal_is_asked(
     monkeypatch.setattr(command, "ask", lambda answers, *rest: asked.append(answers) or answers)
     monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    wish = command.InitOptions(tiny_pictures, tmp_path / "a.json", "cpu", quiet=quiet)
-    command.init_command(wish, Answers())
+    command.init_command(tiny_pictures, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
     assert len(asked) == (terminal and not quiet)
 
 

@@ -26,7 +26,7 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.generate import generate_arguments
 from simpletune.commands.generate.generate import generate
 from simpletune.commands.train import set_up as setting_up
-from simpletune.commands.train.set_up import StartOptions, set_up
+from simpletune.commands.train.set_up import set_up
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
@@ -224,7 +224,7 @@ def test_resuming_amid_a_window_is_bit_for_bit(done: int, name: str, config_json
 
 
 def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict, tmp_path: Path) -> None:
-    run = set_up(validate(config_json, "test"), StartOptions(AttemptRecorder(tmp_path, 0.0)))
+    run = set_up(validate(config_json, "test"), AttemptRecorder(tmp_path, 0.0))
     asked: list[int] = []
     planned = run.batches.modulations
     assert planned is not None
@@ -257,7 +257,7 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
 
 def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, tmp_path: Path) -> None:
     """So that its number of rows, and with it the last bits, do not depend on how many processes share a step."""
-    run = set_up(validate(config_json, "test"), StartOptions(AttemptRecorder(tmp_path, 0.0)))
+    run = set_up(validate(config_json, "test"), AttemptRecorder(tmp_path, 0.0))
     planned, plan, seen = run.batches.modulations, run.prepared.plan, set()
     assert planned is not None
     planned.modulation.layers[0].register_forward_hook(lambda _, given, out: seen.add(len(given[0])))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simpletune.system.options import Json, Problem, plural
+from simpletune.system.options import ConfigError, Json, Problem, plural
 
 if TYPE_CHECKING:
-    from simpletune.config.schema import Train, TrainConfig
+    from simpletune.config.schema import TrainConfig
 
 
 def batch_rules(config: TrainConfig) -> Iterator[Problem]:
@@ -48,8 +48,9 @@ def batch_rules(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def process_rules(train: Train, processes: int) -> Iterator[Problem]:
-    """Report what a number of processes cannot do with a batch size other than auto."""
+def require_processes(config: TrainConfig, processes: int) -> None:
+    """Refuse, with a ``ConfigError``, what a number of processes cannot do with a batch size other than auto."""
+    train, problems = config.train, list[Problem]()
     micros = train.accumulation
     if processes > micros:
         size = train.micro_batch
@@ -58,17 +59,20 @@ def process_rules(train: Train, processes: int) -> Iterator[Problem]:
             if train.global_batch is None
             else f"a smaller train.batch_size, or train.global_batch={processes * size}"
         )
-        yield Problem(
-            "train.gradient_accumulation" if train.global_batch is None else "train.global_batch",
+        field = "gradient_accumulation" if train.global_batch is None else "global_batch"
+        why = (
             f"a step has {plural(micros, 'micro-batch', 'micro-batches')} over all processes, and there are "
-            f"{processes} processes. Use {remedy}, or fewer processes",
+            f"{processes} processes. Use {remedy}, or fewer processes"
         )
+        problems.append(Problem(f"train.{field}", why))
     if train.reduce == "exact" and processes & (processes - 1):
-        yield Problem(
-            "train.reduce",
+        why = (
             f"exact joins processes in pairs, and there are {processes}. Use {2 ** (processes.bit_length() - 1)} "
-            "processes, or fast",
+            "processes, or fast"
         )
+        problems.append(Problem("train.reduce", why))
+    if problems:
+        raise ConfigError(problems, f"{config.name}, {processes} processes")
 
 
 def divisors(number: int) -> list[int]:
@@ -81,7 +85,7 @@ def with_batch(config: TrainConfig, batch_size: int) -> TrainConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": batch_size})})
 
 
-def kept_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
+def with_saved_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
     """Replace ``batch_size: auto`` by the number that the run chose when it first started and a checkpoint saved."""
     before = ((saved or {}).get("train") or {}).get("batch_size")
     return with_batch(config, before) if config.train.batch_size == "auto" and isinstance(before, int) else config

@@ -13,12 +13,12 @@ from simpletune.system.options import ConfigError, Json, UserError
 Capability = tuple[int, int]
 
 
-def settle_compute(config: TrainConfig, capability: Capability | None, before: str | None = None) -> TrainConfig:
+def settle_compute(config: TrainConfig, capability: Capability | None, saved: Json | None = None) -> TrainConfig:
     """Replace ``compute: auto``, and print the choice unless it is bf16; return other configurations unchanged.
 
     Args:
         capability: CUDA compute capability of the device; None: the CPU.
-        before: the type chosen when the run first started, which a resumed run keeps.
+        saved: configuration of the checkpoint that a run continues from: it keeps the type that it started with.
 
     Raises:
         UserError: the device does not support the type that the run was started with.
@@ -28,18 +28,19 @@ def settle_compute(config: TrainConfig, capability: Capability | None, before: s
         return config
     has_bf16 = capability is None or capability >= BF16_FROM
     chosen = config.precision.auto_compute(has_bf16)
-    settled = _with(config, chosen)
-    kept = kept_compute(config, before)
-    if kept.precision.compute not in ("auto", chosen):
+    earlier = with_saved_compute(config, saved)
+    before = earlier.precision.compute
+    if before not in ("auto", chosen):
         if before == "bf16" and not has_bf16:
             raise UserError(
                 f"--resume: the run was started with precision.compute bf16, which {_device(capability)} lacks. "
                 "Continue on a card of sm_80 or newer, or start a new run under another name"
             )
         say(f"compute {before} as before (auto would be {chosen} on this device; a new run under another name uses it)")
-        return kept
+        return earlier
     if not has_bf16:
         say(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
+    settled = _with_compute(config, chosen)
     problems = list(config_rules(settled))
     if problems:
         raise ConfigError(problems, f"precision.compute {chosen} (auto on {_device(capability)})")
@@ -55,25 +56,20 @@ def compute_to_generate(config: TrainConfig, capability: Capability | None) -> T
     chosen = config.precision.auto_compute(has_bf16)
     if not has_bf16:
         say(f"compute {chosen} ({_device(capability)} has no bf16)")
-    return _with(config, chosen)
+    return _with_compute(config, chosen)
 
 
-def kept_compute(config: TrainConfig, before: str | None) -> TrainConfig:
-    """Replace ``compute: auto`` by the type chosen when the run first started, if this weight precision supports it."""
-    precision = config.precision
-    known = get_args(type(precision).model_fields["compute"].annotation)
-    return _with(config, before) if precision.compute == "auto" and before in known else config
+def with_saved_compute(config: TrainConfig, saved: Json | None) -> TrainConfig:
+    """Replace ``compute: auto`` by the type that the run chose when it first started and a checkpoint saved, if this
+    weight precision supports it."""
+    section = (saved or {}).get("precision")
+    before = section.get("compute") if isinstance(section, dict) else None
+    known = get_args(type(config.precision).model_fields["compute"].annotation)
+    return _with_compute(config, before) if config.precision.compute == "auto" and before in known else config
 
 
-def _with(config: TrainConfig, compute: str | None) -> TrainConfig:
+def _with_compute(config: TrainConfig, compute: str | None) -> TrainConfig:
     return config.model_copy(update={"precision": config.precision.model_copy(update={"compute": compute})})
-
-
-def compute_of(saved: Json | None) -> str | None:
-    """Return ``precision.compute`` of a saved configuration, or None."""
-    precision = (saved or {}).get("precision")
-    compute = precision.get("compute") if isinstance(precision, dict) else None
-    return compute if isinstance(compute, str) and compute != "auto" else None
 
 
 def _device(capability: Capability | None) -> str:

@@ -56,16 +56,12 @@ def find_config(file: Path) -> Path:
 def read_config(
     file: Path, overrides: list[str] | None = None, needs_data: bool = True, needs_model: bool = True
 ) -> tuple[TrainConfig, list[str]]:
-    """Read, merge and validate a configuration.
+    """Read, merge and validate a configuration; also return notices about what overrides dropped.
 
     Args:
         file: a JSON file, or the name of a shipped configuration.
         overrides: ``key.path=value`` each; values are parsed by the field's type.
-        needs_data: require the data to exist.
-        needs_model: require the model to exist.
-
-    Returns:
-        The configuration, and notices about what overrides dropped.
+        needs_data: require the data to exist; ``needs_model``: the model.
 
     Raises:
         ConfigError: with every problem found.
@@ -107,17 +103,13 @@ def read_json(file: Path) -> Json:
 
 
 def read_saved(text: str | bytes) -> TrainConfig:
-    """Read a complete configuration that a run, a checkpoint or a LoRA file stores, possibly by an older version.
-
-    Accepts an ``objective`` without a name, from before there were several.
-
-    Raises:
-        pydantic.ValidationError: the text is not JSON, or not a configuration of this version.
-    """
+    """Read a complete configuration that a run, a checkpoint or a LoRA file stores; a ``ValidationError`` if it is none
+    of this version."""
     try:
         data = json.loads(text)
     except ValueError:
         return TrainConfig.model_validate_json(text)  # validation reports what is wrong
+    # An objective without a name is from before there were several.
     return TrainConfig.model_validate_json(json.dumps(with_objective(data) if isinstance(data, dict) else data))
 
 

@@ -15,10 +15,7 @@ Settled = Literal["resident", "plan"]
 def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = None) -> TrainConfig:
     """Replace ``modulation: auto`` and print the choice; return other configurations unchanged.
 
-    Args:
-        config: configuration with demo names resolved and a known model.
-        on_host: whether the device is the CPU.
-        before: the choice made when the run first started, which a resumed run keeps.
+    Demo names are resolved and the model is known. A resumed run keeps ``before``, the choice of its first start.
     """
     if config.memory.modulation != "auto":
         return config

@@ -37,14 +37,9 @@ class PriorOption(Option):
         return False
 
     @property
-    def factor(self) -> float:
-        """The factor of the loss against the base's predictions."""
-        return 0.0
-
-    @property
-    def outside(self) -> float:
-        """The factor of that loss outside of masks."""
-        return 0.0
+    def prediction_weights(self) -> tuple[float, float]:
+        """The factor of the loss against the base's predictions, and of that loss outside of masks."""
+        return 0.0, 0.0
 
     def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
         """Check what the method needs of other options."""
@@ -120,12 +115,8 @@ class BasePrediction(NamedClass):
         return self.prompt is not None
 
     @property
-    def factor(self) -> float:
-        return self.weight
-
-    @property
-    def outside(self) -> float:
-        return self.outside_mask
+    def prediction_weights(self) -> tuple[float, float]:
+        return self.weight, self.outside_mask
 
     def rules(self, adapter: Adapter, data: Data, memory: Memory) -> Iterator[Problem]:
         """Refuse what changes the base, what has no effect, and a second pass where gradients are freed."""

@@ -133,15 +133,11 @@ class Checkpoint(Option):
         return [step for step in steps if step in newest or (every is not None and step % every == 0)]
 
     def most_at_once(self, steps: Sequence[int], best: bool = False) -> int:
-        """How many checkpoints are on disk at most; a new one is complete before an old one is removed.
-
-        Args:
-            steps: steps after which the run saves, in ascending order.
-            best: the best checkpoint so far stays, too.
-        """
+        """How many checkpoints are on disk at most, saved after these ascending steps; ``best``: the best so far stays,
+        too."""
         if not steps:
             return 0
-        kept = len(self.kept(steps[:-1]))
+        kept = len(self.kept(steps[:-1]))  # a new one is complete before an old one is removed
         return 1 + kept + (best and kept < len(steps) - 1)
 
     def in_words(self) -> str:

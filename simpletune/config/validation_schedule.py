@@ -78,10 +78,8 @@ def choose_validation_samples(
 ) -> ValidationSchedule:
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
-    Args:
-        samples_per_step: mean number of samples that a step trains on.
-        steps: of the run.
-        before: the number chosen at the run's first start; a resumed run keeps it, because losses are paired only then.
+    ``samples_per_step`` is the mean over the run's ``steps``. A resumed run keeps ``before``, the number of its first
+    start, because losses are paired only then.
     """
     option = config.validation
     periods = (option.every or steps, config.checkpoint.every or steps)

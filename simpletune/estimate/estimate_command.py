@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.config.batches import of_process, process_rules
+from simpletune.config.batches import of_process, require_processes
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
@@ -24,7 +24,7 @@ from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
-from simpletune.system.options import ConfigError, UserError, plural
+from simpletune.system.options import UserError
 from simpletune.system.prices import card_price
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
@@ -101,9 +101,7 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
     """
     size, processes = square(config), simulated_processes()
     config = choose_batch(config, size, processes, card, reserved)
-    problems = list(process_rules(config.train, processes))
-    if problems:
-        raise ConfigError(problems, f"{config.name}, {plural(processes, 'process', 'processes')}")
+    require_processes(config, processes)
     return resolve_checkpointing(of_process(config, processes), size, card, reserved)
 
 

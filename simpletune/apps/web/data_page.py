@@ -30,7 +30,7 @@ from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.commands.inspect_data.caption_edits import Edit, apply, preview, tag_counts
 from simpletune.commands.inspect_data.prompt_cuts import Cutter
 from simpletune.commands.inspect_data.report import FIGURES
-from simpletune.commands.inspect_data.thumbnails import kept_thumbnail
+from simpletune.commands.inspect_data.thumbnails import thumbnail_of
 from simpletune.data.sources.caption_files import ChangedCaption, write_caption
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.system.atomic import write_json
@@ -122,7 +122,7 @@ def thumbnail(request: Request) -> Response:
     if file is None:
         raise HTTPException(404)
     try:
-        kept = kept_thumbnail(file, found.source, found.config.model.multiple, roots.own / "thumbnails")
+        kept = thumbnail_of(file, found.source, found.config.model.multiple, roots.own / "thumbnails")
     except UnusablePicture as reason:
         raise HTTPException(404, f"{name} {reason}") from None
     return FileResponse(kept, media_type="image/webp", headers={"cache-control": "private, max-age=86400"})
@@ -186,8 +186,8 @@ def preview_edit(request: Request, form: Form) -> Response:
 def apply_edit(request: Request, form: Form) -> Response:
     """POST /data/apply: write an edit that a preview has shown."""
     found = _editable(request, form)
-    done = apply(preview(_edit(form), found.entries()), form.get("fingerprint", ""))
-    response = render(request, "data_applied.html", done=done, query=found.query)
+    written, left = apply(preview(_edit(form), found.entries()), form.get("fingerprint", ""))
+    response = render(request, "data_applied.html", written=written, left=left, query=found.query)
     response.headers["hx-trigger"] = CHANGED
     return response
 

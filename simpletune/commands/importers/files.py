@@ -38,11 +38,11 @@ def read_any(file: Path) -> object:
 
 def read_named(folder: Path, named: object) -> object:
     """Read the file that a configuration names, if it is here; otherwise None."""
-    beside = found_beside(folder, named) if isinstance(named, str) else None
+    beside = find_beside(folder, named) if isinstance(named, str) else None
     return None if beside is None else read_any(beside)
 
 
-def found_beside(folder: Path, name: str) -> Path | None:
+def find_beside(folder: Path, name: str) -> Path | None:
     """Find the file that a configuration names, relative to its folder, to the folder above (where trainers start), or
     to the current one; None if there is none."""
     if Path(name).suffix not in READ:

@@ -86,7 +86,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         general, sources = TOOLS[tool].translate(settings, file.parent, data)
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
-    config = _assembled(general, sources, file)
+    config = _assemble(general, sources, file)
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
     return ImportResult(tool, config, lines, *_problems(config, file))
 
@@ -102,7 +102,7 @@ def form_of(settings: Json) -> str | None:
     return best if scores[best] >= 2 else None
 
 
-def _assembled(general: Translation, sources: list[Translation], file: Path) -> Json:
+def _assemble(general: Translation, sources: list[Translation], file: Path) -> Json:
     """Build our configuration, with sections in the order of the schema."""
     config = dict(general.config)
     if not sources:

@@ -12,9 +12,18 @@ import re
 import tomllib
 from pathlib import Path
 
-from simpletune.commands.importers.files import found_beside, read_any, read_named
-from simpletune.commands.importers.lycoris import take_alpha, take_lycoris
-from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
+from simpletune.commands.importers.common_options import (
+    VARIANTS,
+    take_alpha,
+    take_arguments,
+    take_huber,
+    take_lycoris,
+    take_optimizer,
+    take_schedule,
+    take_swapped_blocks,
+    take_warmup,
+)
+from simpletune.commands.importers.files import find_beside, read_any, read_named
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
@@ -38,7 +47,6 @@ NETWORK_ARGUMENTS = {
     "rank_dropout": "rank_dropout",
     "module_dropout": "module_dropout",
 }
-VARIANTS = 8
 INHERITED = (
     "flip_aug",
     "random_crop",
@@ -147,7 +155,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     _memory(found, method)
     _objective(found, is_sd3)
     name = found.read("sample_prompts", as_text)
-    file = None if name is None else found_beside(folder, name)
+    file = None if name is None else find_beside(folder, name)
     if name is not None and file is None:
         found.leave("sample_prompts", "the file is not here. Set validation.prompts")
     elif file is not None:
@@ -274,14 +282,7 @@ def _memory(found: Translation, method: str) -> None:
     found.by_table(
         [KeyRule("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})]
     )
-    swapped, blocks = found.read("blocks_to_swap", whole_number), trainer_tables(NAME)["blocks"]
-    if swapped:
-        found.take(
-            "blocks_to_swap",
-            "memory.resident_blocks",
-            max(0, blocks - swapped),
-            f"the rest of the {blocks} blocks stays on the device",
-        )
+    take_swapped_blocks(found, "blocks_to_swap", trainer_tables(NAME)["blocks"])
     if found.read("fused_backward_pass", boolean):
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
@@ -323,18 +324,10 @@ def _objective(found: Translation, is_sd3: bool) -> None:
             found.take(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
         elif step is not None:
             found.take(key, f"objective.{ddpm}", min(step, 999))
-    loss, c, schedule = (
-        found.read("loss_type", as_text),
-        found.read("huber_c", number),
-        found.read("huber_schedule", as_text),
-    )
+    loss = found.read("loss_type", as_text)
+    c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
     if loss in ("huber", "smooth_l1"):
-        found.take(
-            "loss_type",
-            "objective.huber",
-            {"c": c or 0.1, "schedule": schedule or "snr"},
-            "the pseudo-Huber loss of simpletune",
-        )
+        take_huber(found, c, schedule)
 
 
 def _data_sets(data: Json, general: Translation) -> list[Translation]:
@@ -421,7 +414,7 @@ def _subset(source: Translation, general: Translation) -> None:
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")
-    source.leave_by_table(trainer_tables("kohya")["left_out_data"])
+    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
     source.leave_rest()
 
 

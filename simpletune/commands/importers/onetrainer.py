@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from simpletune.commands.importers.common_options import (
+    VARIANTS,
+    take_alpha,
+    take_arguments,
+    take_optimizer,
+    take_schedule,
+    take_warmup,
+)
 from simpletune.commands.importers.files import read_any, read_named
-from simpletune.commands.importers.lycoris import take_alpha
-from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
@@ -24,7 +30,6 @@ from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
-VARIANTS = 8
 AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
 
 
@@ -353,7 +358,7 @@ def _concept(source: Translation, general: Translation, kind: str) -> None:
     _image(source, general)
     _masks(source, general)
     source.seen("type")
-    source.leave_by_table(trainer_tables("onetrainer")["left_out_data"])
+    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
     source.leave_rest()
     source.lines = [
         line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")

@@ -5,9 +5,17 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from simpletune.commands.importers.common_options import (
+    VARIANTS,
+    take_arguments,
+    take_huber,
+    take_lycoris,
+    take_optimizer,
+    take_schedule,
+    take_swapped_blocks,
+    take_warmup,
+)
 from simpletune.commands.importers.files import read_any, read_named
-from simpletune.commands.importers.lycoris import take_lycoris
-from simpletune.commands.importers.optimizers import take_arguments, take_optimizer, take_schedule, take_warmup
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
@@ -26,7 +34,6 @@ from simpletune.models.sd3.files import SD35_MEDIUM
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"
-VARIANTS = 8
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 
 
@@ -174,14 +181,7 @@ def _memory(found: Translation) -> None:
         )
     elif on is not None:
         found.take("gradient_checkpointing", "memory.checkpointing", "all" if on else "none")
-    swapped = found.read("musubi_blocks_to_swap", whole_number)
-    if swapped:
-        found.take(
-            "musubi_blocks_to_swap",
-            "memory.resident_blocks",
-            max(0, blocks - swapped),
-            f"the rest of the {blocks} blocks stays on the device",
-        )
+    take_swapped_blocks(found, "musubi_blocks_to_swap", blocks)
     for key in [key for key in found.settings if key.startswith("ramtorch") or key == "enable_group_offload"]:
         if found.read(key, boolean if key in ("ramtorch", "enable_group_offload") else as_text) is True:
             found.take(key, "memory.resident_blocks", 0, "all blocks are offloaded to host memory")
@@ -216,12 +216,7 @@ def _objective(found: Translation) -> None:
     found.by_table([KeyRule("flow_sigmoid_scale", "objective.logit_std", number)])
     if (loss := found.read("loss_type", as_text)) in ("huber", "smooth_l1"):
         c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
-        found.take(
-            "loss_type",
-            "objective.huber",
-            {"c": c or 0.1, "schedule": schedule or "snr"},
-            "the pseudo-Huber loss of simpletune",
-        )
+        take_huber(found, c, schedule)
     elif loss is not None:
         found.seen("huber_c", "huber_schedule")
 
@@ -324,7 +319,7 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
         source.seen("conditioning_data")
     elif named:
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
-    source.leave_by_table(trainer_tables("simpletuner")["left_out_data"])
+    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
     source.leave_rest()
 
 

@@ -116,6 +116,7 @@ class Choices:
         """Choose the folder, the resolution, and what to do about unusable pictures."""
         seen = self.seen
         sizes = sorted((picture.size for picture in seen.pictures), key=lambda size: size[0] * size[1])
+        sides = [(width * height) ** 0.5 for width, height in sizes]  # of squares with the pictures' areas
         (low_width, low_height), (width, height) = sizes[0], sizes[-1]
         range_ = f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")
         self.config["data"] = source_of(seen.folder, seen.captions, seen.kohya)
@@ -127,12 +128,12 @@ class Choices:
             self.set("data.resolution", side, "the tiny model's own size")
         else:
             known = SIDES if self.family.resolution >= SIDES[0] else (self.family.resolution,)
-            large = {side: sum(each >= NEAR * side for each in seen.sides) for side in known}
-            side = next((side for side in known if large[side] >= ENOUGH * len(seen.sides)), known[-1])
-            why = f"{large[side]} of {plural(len(seen.sides), 'picture')} reach it, nearly or in full"
+            large = {side: sum(each >= NEAR * side for each in sides) for side in known}
+            side = next((side for side in known if large[side] >= ENOUGH * len(sides)), known[-1])
+            why = f"{large[side]} of {plural(len(sides), 'picture')} reach it, nearly or in full"
             self.set("data.resolution", side, why)
-        small = 0 if self.tiny else sum(2 * picture < side for picture in seen.sides)
-        if small and small > len(seen.sides) * (1 - ENOUGH):
+        small = 0 if self.tiny else sum(2 * each < side for each in sides)
+        if small and small > len(sides) * (1 - ENOUGH):
             self.set(
                 "data.max_upscale",
                 None,
@@ -140,13 +141,14 @@ class Choices:
                 "teach more",
             )
             small = 0
-        if seen.unusable or small:
-            names = [printable_name(each.name) for each in seen.report.rejected]
-            said = f"{plural(seen.unusable, 'entry', 'entries')} cannot be used ({join_names(names, LISTED)})" * bool(
-                names
-            )
-            said = " and ".join(filter(None, [said, f"{plural(small, 'picture')} too small" * bool(small)]))
-            self.set("data.on_error", "skip", f"{said}: they are left out. simpletune data lists them")
+        names = [printable_name(each.name) for each in seen.report.rejected]
+        faults = []
+        if names:
+            faults.append(f"{plural(len(names), 'entry', 'entries')} cannot be used ({join_names(names, LISTED)})")
+        if small:
+            faults.append(f"{plural(small, 'picture')} too small")
+        if faults:
+            self.set("data.on_error", "skip", f"{' and '.join(faults)}: they are left out. simpletune data lists them")
 
     def remarks(self) -> None:
         """Note what the scan found odd."""

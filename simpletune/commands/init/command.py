@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
@@ -23,42 +22,42 @@ from simpletune.system.options import UserError, plural
 CPU = "cpu"
 
 
-@dataclass(frozen=True)
-class InitOptions:
-    """Arguments of the command line."""
-
-    folder: Path
-    out: Path | None = None  # file to write; None: beside the folder, named after it
-    device: str | None = None  # a card by name or memory, ``cpu``, or None for this machine's
-    overwrite: bool = False
-    quiet: bool = False  # whether to ask no questions, even on a terminal
-
-
 def file_for(folder: Path) -> Path:
     """Return the file for a folder's configuration: beside the folder, named after it."""
     whole = folder.resolve()
     return whole.with_name(f"{whole.name or 'pictures'}.json")
 
 
-def init_command(wish: InitOptions, answers: Answers) -> Path:
-    """Examine the pictures, ask, suggest, predict, and write the configuration."""
-    out = wish.out or file_for(wish.folder)
-    require_new(out, wish.overwrite)
+def init_command(
+    folder: Path,
+    answers: Answers,
+    out: Path | None = None,
+    device: str | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Examine the pictures, ask, suggest, predict, and write the configuration.
+
+    ``out``: None writes beside the folder. ``device``: a card by name or memory, ``cpu``, or None for this machine's.
+    ``quiet``: ask no questions, even on a terminal.
+    """
+    out = out or file_for(folder)
+    require_new(out, overwrite)
     card, why_none = None, ""
-    if wish.device is None:
+    if device is None:
         from simpletune.commands.init.machine import card_here
 
         card, why_none = card_here()
-    elif wish.device.lower() != CPU:
-        card = find_card(wish.device)
-    seen = inspect_folder(wish.folder)
+    elif device.lower() != CPU:
+        card = find_card(device)
+    seen = inspect_folder(folder)
     say(
         f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
-        f"{plural(seen.unusable, 'unusable entry', 'unusable entries')}"
+        f"{plural(len(seen.report.rejected), 'unusable entry', 'unusable entries')}"
     )
-    if not wish.quiet and sys.stdin.isatty() and sys.stdout.isatty():
+    if not quiet and sys.stdin.isatty() and sys.stdout.isatty():
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen))
-    suggestion = suggest(wish.folder, answers, card, seen)
+    suggestion = suggest(folder, answers, card, seen)
     model = suggestion.config["model"]["pretrained"]
     if card is not None and not model.startswith(DEMO):
         from simpletune.commands.init.machine import fit_to_card
@@ -86,7 +85,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     if not suggestion.config["model"]["pretrained"].startswith(DEMO):
         for finding in model_findings(suggestion.config["model"]["pretrained"]):
             for number, line in enumerate(finding.lines()):
-                yield f"{'model':<10} {line.strip()}" if number == 0 else f"{'':<10} {line.strip()}"
+                yield f"{'model' if number == 0 else '':<10} {line.strip()}"
     yield f"{'written':<10} {out}"
     named = shlex.quote(str(out))
     yield f"{'next':<10} simpletune check {named}; simpletune train {named}"
@@ -96,7 +95,7 @@ def config_for(folder: Path) -> Path:
     """Return the configuration of a folder: the one beside it, or a new one."""
     file = file_for(folder)
     if not file.exists():
-        return init_command(InitOptions(folder), Answers())
+        return init_command(folder, Answers())
     config, _ = read_config(file)
     if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
         say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")

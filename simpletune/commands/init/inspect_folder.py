@@ -48,15 +48,6 @@ class FolderContents:
         """The captions of the usable pictures, in order; empty if they have none."""
         return [] if self.captions == "none" and not self.kohya else [picture.caption for picture in self.pictures]
 
-    @property
-    def sides(self) -> list[float]:
-        """The side of a square with each picture's area, in pixels, ascending."""
-        return sorted((picture.size[0] * picture.size[1]) ** 0.5 for picture in self.pictures)
-
-    @property
-    def unusable(self) -> int:
-        return len(self.report.rejected)
-
 
 def inspect_folder(folder: Path) -> FolderContents:
     """Scan and decode every picture of a folder, as ``simpletune data`` does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -79,25 +79,17 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Change:
-    """Effect of an edit on one caption."""
-
-    entry: CaptionedPicture
-    after: str
-
-
-@dataclass(frozen=True)
 class Preview:
     """Effect that an edit would have."""
 
-    changes: list[Change]  # captions that would change
+    changes: list[tuple[CaptionedPicture, str]]  # captions that would change, and what they would become
     emptied: list[str]  # names of captions that would become empty, which are left unchanged
     fingerprint: str  # digest of the current text of all captions that would change
 
 
 def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
     """Determine what an edit would do, without writing."""
-    changes: list[Change] = []
+    changes: list[tuple[CaptionedPicture, str]] = []
     emptied: list[str] = []
     texts: set[Path] = set()
     for entry in entries:
@@ -108,35 +100,28 @@ def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
         if not after:
             emptied.append(entry.name)
         elif after != entry.text:
-            changes.append(Change(entry, after))
+            changes.append((entry, after))
     digest = hashlib.sha256()
-    for change in changes:
-        assert change.entry.caption is not None
-        digest.update(f"{change.entry.name}\0{change.entry.caption.digest}\0".encode())
+    for entry, _ in changes:
+        assert entry.caption is not None
+        digest.update(f"{entry.name}\0{entry.caption.digest}\0".encode())
     return Preview(changes, emptied, digest.hexdigest())
 
 
-@dataclass
-class EditResult:
-    """Outcome of an edit."""
-
-    written: int = 0
-    left: list[str] = field(default_factory=list)  # captions that changed during the edit or cannot be written, and why
-
-
-def apply(found: Preview, fingerprint: str) -> EditResult:
-    """Write an edit that a person has previewed."""
+def apply(found: Preview, fingerprint: str) -> tuple[int, list[str]]:
+    """Write an edit that a person has previewed. Return the number of written captions, and the reasons for those that
+    changed meanwhile or cannot be written."""
     if found.fingerprint != fingerprint:
         raise ChangedCaption("Captions have changed since the preview, and nothing was written. Look again")
-    done = EditResult()
-    for change in found.changes:
-        assert change.entry.caption is not None
+    written, left = 0, []
+    for entry, after in found.changes:
+        assert entry.caption is not None
         try:
-            write_caption(change.entry.caption, change.after)
-            done.written += 1
+            write_caption(entry.caption, after)
+            written += 1
         except ChangedCaption as reason:
-            done.left.append(str(reason))
-    return done
+            left.append(str(reason))
+    return written, left
 
 
 def tag_counts(captions: Iterable[str], separator: str = ",") -> list[tuple[str, int]]:

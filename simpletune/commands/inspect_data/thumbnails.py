@@ -32,13 +32,13 @@ def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool
 
 
 def bucket_of_size(size: Size, source: Source, step: int) -> Size:
-    """Return the bucket for a picture's size, as ``data.samples.bucket_of`` does."""
+    """Return the bucket for a picture's size, as ``data.samples.bucket_size`` does."""
     if source.aspect == "square":
         return source.resolution, source.resolution
     return nearest_bucket(size, source.resolution, source.max_aspect, step)
 
 
-def kept_thumbnail(file: Path, source: Source, step: int, folder: Path) -> Path:
+def thumbnail_of(file: Path, source: Source, step: int, folder: Path) -> Path:
     """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
 
     Shows the centre even if training crops at random. The folder may be removed at any time.

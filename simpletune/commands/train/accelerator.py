@@ -1,45 +1,27 @@
-"""Create accelerate's view of processes and device, and check what several processes cannot do."""
+"""Create accelerate's view of processes and device."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-from simpletune.config.batches import process_rules
 from simpletune.config.schema import TrainConfig
 from simpletune.system.devices import choose_device
-from simpletune.system.options import ConfigError, UserError
+from simpletune.system.options import UserError
 from simpletune.training.heartbeats import MEETING
 
 PATIENCE = timedelta(days=2)  # limit for waiting while one process fills the cache or draws; NCCL's default: 10 minutes
 
 
 def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
-    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen.
-
-    Raises:
-        UserError: accelerate uses another device, or a setting needs a single process.
-    """
+    """Create accelerate's ``Accelerator``, and describe the device and why it was chosen; a ``UserError`` if accelerate
+    uses another device, or if a setting needs a single process."""
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
-    accelerator = _accelerator_on(device)
-    if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
-        raise UserError(
-            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would update with their own "
-            "gradients before averaging them. Set it to false, or use one process"
-        )
-    return accelerator, reason
-
-
-def _accelerator_on(device: torch.device) -> Accelerator:
-    """Create an ``Accelerator`` for a device.
-
-    accelerate keeps the device of a process's first run and would silently train a later one there, so its state is
-    reset first; not in one of several processes, which would leave their group.
-    """
+    # accelerate keeps the device of a process's first run and would silently train a later one there, so its state is
+    # reset; not in one of several processes, which would leave their group.
     known = PartialState._shared_state
     if known and known["device"].type != device.type and known["num_processes"] == 1:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -51,19 +33,9 @@ def _accelerator_on(device: torch.device) -> Accelerator:
             f"device: the run was to use {device.type}, but accelerate uses {accelerator.device.type}. "
             "Unset ACCELERATE_USE_CPU, or set device=cpu"
         )
-    return accelerator
-
-
-def require_processes(config: TrainConfig, processes: int) -> None:
-    """Check the rules that need the number of processes.
-
-    Args:
-        config: a configuration whose batch size is not auto.
-        processes: the number of processes that will train.
-
-    Raises:
-        ConfigError: lists every problem found.
-    """
-    problems = list(process_rules(config.train, processes))
-    if problems:
-        raise ConfigError(problems, f"{config.name}, {processes} processes")
+    if config.memory.optimizer_in_backward and accelerator.num_processes > 1:
+        raise UserError(
+            f"memory.optimizer_in_backward: {accelerator.num_processes} processes would update with their own "
+            "gradients before averaging them. Set it to false, or use one process"
+        )
+    return accelerator, reason

@@ -39,11 +39,7 @@ TOGETHER = 4  # pictures claimed together; their latents wait for the autoencode
 
 
 class ClassFolder(KeyedFolder):
-    """Class pictures by seed. Runs that draw a different number of them, in sibling folders, use the same locks.
-
-    Args:
-        folder: the result of ``folder_of``.
-    """
+    """Class pictures by seed. Runs that draw a different number of them, in sibling folders, use the same locks."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, lock_of(folder.parent))
@@ -61,10 +57,7 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
     """Draw the missing class pictures, and add all of them to the data as a source for regularization. Each process
     draws its share, then waits for the others. Without ``prior.method: class_pictures``, does nothing.
 
-    Args:
-        config: configuration with folders resolved.
-        accelerator: provides the processes and the device.
-        stages: records the time and memory of the stage ``class``.
+    The configuration's folders are resolved. The drawing is the stage ``class``.
     """
     prior = config.prior
     if not isinstance(prior, ClassPictures):
@@ -81,13 +74,27 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
     if missing:
         with stages.stage(STAGE):
             generate_missing(config, missing, folder, accelerator)
-    return config.model_copy(update={"data": with_source(config, prior, folder.folder)})
+    of_class = Folder(
+        path=str(folder.folder),
+        resolution=requests[0].width,
+        aspect="square",
+        weight=prior.weight,
+        regularization=True,
+    )
+    sources = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
+    return config.model_copy(update={"data": MultiSource(sources=[*sources, of_class])})
 
 
 def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureRequest]:
-    """The pictures to draw: squares at the subject's largest resolution, each with its own seed."""
-    side = max(source.resolution for source in subjects(config.data))
-    negative, prompts = config.validation.negative_prompt, prompts_of_class(config, prior)
+    """The pictures to draw: squares at the subject's largest resolution, each with its own seed. With a trigger, their
+    prompts are those of the class for the subject's captions, in turn."""
+    data = config.data
+    side, negative = max(source.resolution for source in subjects(data)), config.validation.negative_prompt
+    prompts = [prior.prompt]
+    if prior.trigger is not None:
+        pictures = [each for each in scan_sources(data).pictures if not data.members[each.source].regularization]
+        captions = [prompt_of(each, data.members[each.source], config.train.seed, 0) for each in pictures]
+        prompts = list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or prompts
     return [
         PictureRequest(
             prompts[(prior.seed + number) % len(prompts)],
@@ -100,16 +107,6 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
         )
         for number in range(prior.count)
     ]
-
-
-def prompts_of_class(config: TrainConfig, prior: ClassPictures) -> list[str]:
-    """The class prompt, or with a trigger, the class prompts of the subject's captions."""
-    if prior.trigger is None:
-        return [prior.prompt]
-    data = config.data
-    pictures = [picture for picture in scan_sources(data).pictures if not data.members[picture.source].regularization]
-    captions = [prompt_of(picture, data.members[picture.source], config.train.seed, 0) for picture in pictures]
-    return list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or [prior.prompt]
 
 
 def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
@@ -185,7 +182,10 @@ def generate_missing(
 
 def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> Sampler:
     """Load the base to draw pictures of these sizes, with training's memory levers."""
-    config = for_generation(config, on_host=device.type == "cpu")
+    with silent():
+        config = settle_modulation(config, on_host=device.type == "cpu")
+    if config.memory.checkpointing == "auto":  # there is no backward pass
+        config = config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
     denoiser = load_base(config, device, sizes, cache_of_bases(config))
     modulation = modulation_of(denoiser, config.memory, config.precision, device)
     config.memory.attach(model_units(denoiser), model_device(denoiser))
@@ -193,26 +193,3 @@ def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> S
     return Sampler(
         denoiser.eval(), config.model, config.precision, modulation, attention=kernel, objective=config.objective
     )
-
-
-def for_generation(config: TrainConfig, on_host: bool) -> TrainConfig:
-    """Resolve the ``auto`` values of ``memory`` for use without a backward pass."""
-    with silent():
-        config = settle_modulation(config, on_host)
-    if config.memory.checkpointing != "auto":
-        return config
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
-
-
-def with_source(config: TrainConfig, prior: ClassPictures, folder: Path) -> MultiSource:
-    """Add the class pictures to the data as another source, for regularization."""
-    side = max(source.resolution for source in subjects(config.data))
-    of_class = Folder(
-        path=str(folder),
-        resolution=side,
-        aspect="square",
-        weight=prior.weight,
-        regularization=True,
-    )
-    before = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
-    return MultiSource(sources=[*before, of_class])

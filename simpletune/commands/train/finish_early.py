@@ -33,13 +33,10 @@ CPU = torch.device("cpu")
 
 
 def finish_early(name: str) -> Path:
-    """Write the files of a finished run from one of its checkpoints.
+    """Write the files of a finished run from one of its checkpoints, and return the result's file or folder.
 
     Args:
         name: ``RUN`` for its newest intact checkpoint, or ``RUN@STEP``.
-
-    Returns:
-        The file or folder of the result.
 
     Raises:
         UserError: the run or checkpoint does not exist, the run is finished, or another process is training it.
@@ -47,8 +44,11 @@ def finish_early(name: str) -> Path:
     named = find_run(name)
     run, config = named.folder, run_config(named.folder)
     with exclusive(run, "with Ctrl-C: it saves first"), room_for("writing the result", run):
-        if (restored := restore_lost(named)) is not None:
-            return restored
+        lost = read_summary(run) if named.step is None and is_unfinished(run) else None
+        if lost is not None and lost.get("complete"):  # the run had finished, but its result is gone
+            saved = read_intact(named)
+            if saved.step == lost["steps"]:
+                return restore_result(run, saved, lost)
         refuse_finished(named)
         saved = read_intact(named)
         summary, warnings = summary_at(run, resolve_model_folder(config), saved), list[str]()
@@ -60,31 +60,19 @@ def finish_early(name: str) -> Path:
         write_json(run / SUMMARY, summary | {"complete": True})
     for warning in warnings:
         say(f"warning {warning}")
-    print_finished(named, summary, {"result": output, "model card": card, "report": page})
+    say(f"{run}: {summary.get('status', 'finished')}, without training")
+    for what, place in {"result": output, "model card": card, "report": page, "figures": run / SUMMARY}.items():
+        if place is not None:
+            say(f"  {what:<12} {place}")
+    if "status" in summary:
+        say(f"  {'draw with it':<12} {shlex.join(['simpletune', 'generate', '--run', str(run)])}")
+        say("To continue training, run the command that started it with --resume latest")
     return output
 
 
-def restore_lost(named: CheckpointRef) -> Path | None:
-    """Export the result of a finished run again if it is gone; return it, or None if there is nothing to restore."""
-    run, step = named
-    summary = read_summary(run) if step is None and is_unfinished(run) else None
-    if summary is None or not summary.get("complete"):
-        return None
-    saved = read_intact(named)
-    return restore_result(run, saved, summary) if saved.step == summary["steps"] else None
-
-
 def restore_result(run: Path, saved: checkpoint.SavedState, summary: Json) -> Path:
-    """Export what is missing or damaged of a finished run's result again; set damaged files aside.
-
-    Args:
-        run: run folder.
-        saved: checkpoint that the result was exported from.
-        summary: content of the run's summary.json.
-
-    Returns:
-        The file or folder of the result.
-    """
+    """Export what is missing or damaged of a finished run's result again from the checkpoint that it was exported from;
+    set damaged files aside, and return the result's file or folder."""
     config = read_saved(json.dumps(saved.config))
     damaged = damaged_results(config, run, summary)
     for place in damaged:
@@ -101,11 +89,8 @@ def restore_result(run: Path, saved: checkpoint.SavedState, summary: Json) -> Pa
 
 
 def refuse_finished(named: CheckpointRef) -> None:
-    """Refuse a finished run; a run that was finished early may be finished again from another checkpoint.
-
-    Raises:
-        UserError: the run is finished and has no later checkpoint.
-    """
+    """Refuse a finished run without a later checkpoint; one that was finished early may be finished again from another
+    checkpoint."""
     run, step = named
     steps, found = finished_steps(run), list_checkpoints(run)
     if steps is None or (found and found[-1][0] > steps):
@@ -121,11 +106,7 @@ def refuse_finished(named: CheckpointRef) -> None:
 
 
 def read_intact(named: CheckpointRef) -> checkpoint.SavedState:
-    """Read the named checkpoint, or the newest intact one.
-
-    Raises:
-        UserError: no intact checkpoint was found.
-    """
+    """Read the named checkpoint, or the newest intact one; a ``UserError`` if there is none."""
     run, step = named
     if step is not None:
         return _read(checkpoint_folder(run, step))
@@ -148,13 +129,7 @@ def _read(folder: Path) -> checkpoint.SavedState:
 
 
 def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path:
-    """Write the result as at the end of a run, from the average if the run keeps one.
-
-    Args:
-        run: run folder.
-        config: configuration as the user gave it.
-        saved: checkpoint.
-    """
+    """Write the result as at the end of a run, from the average if the run keeps one."""
     adapter, metadata = config.adapter, checkpoint.metadata_of(shareable(config), saved.step)
     if adapter.exports_to_checkpoints:  # the checkpoint's header names local folders, a result's must not
         names = [file.name for file in result_files(config, run)]
@@ -169,16 +144,3 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
     denoiser = model.load_denoiser(config.precision, CPU, config.train.seed)
     overwrite(denoiser, trained)
     return adapter.export(denoiser, run, metadata)
-
-
-def print_finished(named: CheckpointRef, summary: dict[str, object], places: dict[str, Path | None]) -> None:
-    """Print the written files."""
-    run = named.folder
-    say(f"{run}: {summary.get('status', 'finished')}, without training")
-    for what, place in places.items():
-        if place is not None:
-            say(f"  {what:<12} {place}")
-    say(f"  {'figures':<12} {run / SUMMARY}")
-    if "status" in summary:
-        say(f"  {'draw with it':<12} {shlex.join(['simpletune', 'generate', '--run', str(run)])}")
-        say("To continue training, run the command that started it with --resume latest")

@@ -39,26 +39,15 @@ def load(
     saved: checkpoint.SavedState | None,
     state_bytes: int | None,
 ) -> tuple[TrainStep, BatchLoader, PreparedData]:
-    """Load the model and this process's micro-batches.
+    """Load the model and this process's micro-batches; the configuration is settled.
 
-    Args:
-        config: configuration with folders, ``memory`` and batch size settled.
-        prepared: plan and caches.
-        accelerator: accelerate's view of processes and device.
-        saved: checkpoint to continue from, if any.
-        state_bytes: bytes that the optimizer's state will take on the device, if this start chose the micro-batch size
-            by prediction and must try it out: one pass for each bucket's size. If any process runs out of memory, all
-            of them halve the micro-batch and load the model again; no step has been taken yet, and random numbers
-            depend only on the step.
-
-    Returns:
-        The training step, whose configuration has the micro-batch size that fits, the micro-batches, and the data with
-        a plan for that size.
-
-    Raises:
-        UserError: the smallest micro-batch is too large.
+    ``state_bytes`` are those that the optimizer's state will take on the device, if this start chose the micro-batch
+    size by prediction and must try it out: the returned training step and plan have a size that fits. A ``UserError``
+    if none does.
     """
     stop_if_requested()
+    # If any process runs out of memory, all of them halve the micro-batch and load the model again: no step has been
+    # taken yet, and random numbers depend only on the step.
     while True:
         core = load_model(config, prepared, accelerator, saved)
         processes, train = accelerator.num_processes, config.train
@@ -128,14 +117,7 @@ def runs_out(core: TrainStep, batches: BatchLoader, draws: list[SampleDraw], sta
 def load_model(
     config: TrainConfig, prepared: PreparedData, accelerator: Accelerator, saved: checkpoint.SavedState | None
 ) -> TrainStep:
-    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint.
-
-    Args:
-        config: configuration with folders and ``memory`` settled.
-        prepared: plan and caches.
-        accelerator: accelerate's view of processes and device.
-        saved: checkpoint to continue from, if any.
-    """
+    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint."""
     device, plan = accelerator.device, prepared.plan
     sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
     if divided:  # each unit moves to the device when it is sharded

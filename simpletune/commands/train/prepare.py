@@ -22,14 +22,7 @@ def prepare_only(config: TrainConfig, source: str | None = None) -> None:
     """Fill the cache and stop, so that a later run, perhaps on a smaller machine, can start training at once.
 
     Several processes can divide the work, started by one launcher or by several on machines that share the cache's
-    folder.
-
-    Args:
-        config: configuration as the user gave it.
-        source: the folder or URL of another cache, whose samples are copied instead of encoded; None: encode all.
-
-    Raises:
-        UserError: anything that the user can fix.
+    folder. ``source``: the folder or URL of another cache, whose samples are copied instead of encoded.
     """
     with watched():
         accelerator, reason = make_accelerator(config)

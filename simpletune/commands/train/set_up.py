@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from simpletune.commands.train.accelerator import make_accelerator, require_processes
+from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.commands.train.class_pictures import with_class_pictures
 from simpletune.commands.train.load import load, with_batch_size
-from simpletune.config.batches import kept_batch, of_process, with_batch
-from simpletune.config.compute import compute_of, settle_compute
+from simpletune.config.batches import of_process, require_processes, with_batch, with_saved_batch
+from simpletune.config.compute import settle_compute
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
@@ -54,31 +53,26 @@ if TYPE_CHECKING:
     from simpletune.estimate.job_estimate import Estimate
 
 
-@dataclass(frozen=True)
-class StartOptions:
-    """Options of a start that are not part of the configuration.
-
-    Args:
-        attempt: record of this process.
-        resume: ``latest``, ``auto`` or a checkpoint's folder; None starts a new run.
-        force: start even if the run is predicted not to fit on the device or the disk.
-        estimate_first: predict the memory on the CPU too.
-        store: keeps the run's checkpoints, if an object store does.
-    """
-
-    attempt: AttemptRecorder
-    resume: str | None = None
-    force: bool = False
-    estimate_first: bool = False
-    store: CheckpointStore = LocalOnly()
+LOCAL_ONLY = LocalOnly()
 
 
-def set_up(config: TrainConfig, options: StartOptions) -> Job:
+def set_up(
+    config: TrainConfig,
+    attempt: AttemptRecorder,
+    store: CheckpointStore = LOCAL_ONLY,
+    resume: str | None = None,
+    force: bool = False,
+    estimate_first: bool = False,
+) -> Job:
     """Do everything before the first step: device, settings, data, caches, folder and model.
 
     Args:
         config: configuration as the user gave it.
-        options: options of this start.
+        attempt: record of this process.
+        store: keeps the run's checkpoints, if an object store does.
+        resume: ``latest``, ``auto`` or a checkpoint's folder; None starts a new run.
+        force: start even if the run is predicted not to fit on the device or the disk.
+        estimate_first: predict the memory on the CPU too.
 
     Raises:
         UserError: anything that the user can fix.
@@ -87,11 +81,11 @@ def set_up(config: TrainConfig, options: StartOptions) -> Job:
     device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     stages = StageTimer(cuda=device.type == "cuda")
     with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
-        saved = checkpoint.find_checkpoint(options.resume, run_folder(config)) if options.resume else None
+        saved = checkpoint.find_checkpoint(resume, run_folder(config)) if resume else None
     start, before = (saved.step, saved.config) if saved else (0, None)
 
     # config stays as the user gave it, but for the batch; resolved has folders; settled has no auto value left.
-    config = settle_compute(kept_batch(config, before), capability_of(device), compute_of(before))
+    config = settle_compute(with_saved_batch(config, before), capability_of(device), before)
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = resolve_folders(config)
     require_model_rules(resolved)
@@ -102,18 +96,18 @@ def set_up(config: TrainConfig, options: StartOptions) -> Job:
     config, resolved = (each.model_copy(update={"train": settled.train}) for each in (config, resolved))
     data = with_batch_size(data, settled)
     if main:
-        require_room(resolved, data.plan, start, options.force)
-    predicted, timed = (
-        estimate_start(of_process(settled, processes), device, data.plan, options) if main else (None, None)
-    )
+        require_room(resolved, data.plan, start, force)
+    predicted, timed = None, None
+    if main and (device.type == "cuda" or estimate_first):
+        predicted, timed = estimate_start(of_process(settled, processes), device, data.plan, force)
 
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
     announce_resume(saved, config, prepared, processes)
     if main:
-        open_folder(config, prepared, saved, timed, anew=options.resume == "auto")
-        options.attempt.begin(reason, start, stages)
+        open_folder(config, prepared, saved, timed, anew=resume == "auto")
+        attempt.begin(reason, start, stages)
         put_chosen(resolved, settled, threads)
     state_bytes = None
     if tries_batch:  # as known to the first process
@@ -134,8 +128,8 @@ def set_up(config: TrainConfig, options: StartOptions) -> Job:
         batches=batches,
         start=start,
         attention=attention,
-        attempt=options.attempt,
-        store=options.store,
+        attempt=attempt,
+        store=store,
         predicted=predicted,
     )
 
@@ -154,11 +148,8 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
 def settle_memory(
     config: TrainConfig, accelerator: Accelerator, plan: Plan, saved: checkpoint.SavedState | None
 ) -> TrainConfig:
-    """Settle the ``auto`` values of ``memory`` and of the batch size; a resumed run keeps its earlier choices.
-
-    Raises:
-        ConfigError: there are too many processes for a step of this size.
-    """
+    """Settle the ``auto`` values of ``memory`` and of the batch size, and check the number of processes; a resumed run
+    keeps its earlier choices."""
     device, processes = accelerator.device, accelerator.num_processes
     before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
     config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
@@ -179,20 +170,12 @@ def settle_memory(
     return chosen.model_copy(update={"train": config.train})
 
 
-def estimate_start(
-    config: TrainConfig, device: torch.device, plan: Plan, options: StartOptions
-) -> tuple[Estimate | None, Json | None]:
-    """Predict the memory and the time of the run on CUDA or on request.
-
-    Raises:
-        UserError: the run does not fit on the device.
-    """
-    if device.type != "cuda" and not options.estimate_first:
-        return None, None
+def estimate_start(config: TrainConfig, device: torch.device, plan: Plan, force: bool) -> tuple[Estimate, Json | None]:
+    """Predict the memory and the time of the run; a ``UserError`` if it does not fit on the device."""
     from simpletune.estimate.run_estimate import estimate_run, estimate_time
     from simpletune.estimate.simulate.processes import simulated_processes
 
-    predicted = estimate_run(config, device, plan.largest(), options.force)
+    predicted = estimate_run(config, device, plan.largest(), force)
     if config.train.uses_fsdp(simulated_processes()):
         say("time    not predicted: with train.fsdp full it depends on the link between the processes")
         return predicted, None
@@ -202,15 +185,8 @@ def estimate_start(
 def open_folder(
     config: TrainConfig, prepared: PreparedData, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
 ) -> None:
-    """Create or reopen the run's folder, and record configuration, environment, data and predicted time.
-
-    Args:
-        config: configuration as the user gave it.
-        prepared: plan and caches.
-        saved: checkpoint to continue from, if any.
-        timed: predicted time; a resumed run keeps the prediction of its first start, which covers its whole length.
-        anew: whether to replace an unfinished run without a checkpoint.
-    """
+    """Create or reopen the run's folder, and record configuration, environment, data and predicted time; ``anew``:
+    replace an unfinished run without a checkpoint."""
     if anew or saved:
         close_killed(run_folder(config))
     if anew and not saved:
@@ -219,7 +195,7 @@ def open_folder(
     write_config(config)
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
-    if timed is not None and saved is None:
+    if timed is not None and saved is None:  # the prediction of the first start covers the run's whole length
         write_json(folder / PREDICTED, timed)
 
 
@@ -231,11 +207,8 @@ def write_config(config: TrainConfig) -> None:
 def announce_resume(
     saved: checkpoint.SavedState | None, config: TrainConfig, prepared: PreparedData, processes: int
 ) -> None:
-    """Print the checkpoint that a run continues from, if any, and the changed settings.
-
-    Raises:
-        UserError: the run cannot continue from this checkpoint.
-    """
+    """Print the checkpoint that a run continues from, if any, and the changed settings; a ``UserError`` if it cannot
+    continue from there."""
     if saved is None:
         return
     steps = config.steps(prepared.plan.steps_per_epoch)

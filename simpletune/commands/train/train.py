@@ -6,9 +6,9 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.commands.train.set_up import StartOptions, set_up
-from simpletune.config.batches import kept_batch
-from simpletune.config.compute import compute_of, kept_compute
+from simpletune.commands.train.set_up import set_up
+from simpletune.config.batches import with_saved_batch
+from simpletune.config.compute import with_saved_compute
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
@@ -61,7 +61,7 @@ def train(
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
-        trainer = Trainer(set_up(config, StartOptions(attempt, resume, force, estimate_first, store)))
+        trainer = Trainer(set_up(config, attempt, store, resume, force, estimate_first))
         with trainer.trackers, explained(trainer), trainer.interrupts:
             traces = trainer.train()
             trainer.first_alone(finish, trainer, traces)
@@ -71,11 +71,7 @@ def train(
 
 def is_finished(config: TrainConfig) -> bool:
     """Return whether a run with this configuration and length is finished; if so, print it. The first process exports a
-    lost result again.
-
-    Raises:
-        UserError: the finished run has other settings that may not change.
-    """
+    lost result again. A ``UserError`` if the finished run has other settings that may not change."""
     folder = run_folder(config)
     if finished_steps(folder) is None:
         return False
@@ -84,7 +80,8 @@ def is_finished(config: TrainConfig) -> bool:
         return False
     if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
         return False
-    check_resumable(saved, kept_batch(kept_compute(config, compute_of(saved.config)), saved.config), saved.manifest)
+    chosen_then = with_saved_batch(with_saved_compute(config, saved.config), saved.config)
+    check_resumable(saved, chosen_then, saved.manifest)
     if is_first_process():
         from simpletune.commands.train.finish_early import restore_result
 

@@ -270,11 +270,12 @@ class BatchLoader:
 
         predicted = [prior.predicts and source.regularization != each.second for source in sources]
         learned = column([float(not each.second and not one) for one in predicted])
-        kept = column([prior.factor * one for one in predicted])
+        factor, outside_masks = prior.prediction_weights
+        kept = column([factor * one for one in predicted])
         weights, inside = column([draw.loss_weight for draw in each.draws]), torch.ones(())
         if masks is not None:
             inside = torch.lerp(column([source.unmasked_weight for source in sources]), inside, masks)
-            kept = kept + learned * prior.outside * (1 - masks)
+            kept = kept + learned * outside_masks * (1 - masks)
         weight, base = weights * learned * inside, weights * kept
         return None if bool((weight == 1).all()) else weight, base if base.any() else None
 

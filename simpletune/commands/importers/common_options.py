@@ -1,14 +1,15 @@
-"""Optimizers and schedules by other trainers' names, and their arguments."""
+"""Options that several trainers name alike: adapters, optimizers and their arguments, schedules, offload, losses."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from simpletune.commands.importers.translation import Translation, boolean, number, round_digits
+from simpletune.commands.importers.translation import Translation, boolean, number, round_digits, whole_number
 from simpletune.config.schema import TrainConfig
-from simpletune.system.options import union_of
+from simpletune.system.options import Json, union_of
 
+VARIANTS = 8  # of each picture, where another trainer changes it anew in every epoch
 IN_FULL = "full precision there; 8-bit states here"
 OPTIMIZERS: dict[str, tuple[str, str]] = {
     "adamw": ("adamw", ""), "torchadamw": ("adamw", ""), "optimiadamw": ("adamw", ""), "bnbadamw": ("adamw", ""),
@@ -46,6 +47,50 @@ ALWAYS = {"decouple": "weight decay is always decoupled here", "stochastic_round
 def normalise_name(name: str) -> str:
     """Reduce a name to lower case without punctuation: ``bnb-adamw8bit`` becomes ``bnbadamw8bit``."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def take_alpha(found: Translation, key: str, alpha: float | None, rank: int | None) -> None:
+    """Translate a LoRA's alpha, if it is known."""
+    if alpha is None:
+        return
+    why = ""
+    if rank and alpha != rank:
+        why = f"a scale of {alpha / rank:g}: with alpha = rank, the same updates need a lower learning rate"
+    found.take(key, "adapter.alpha", alpha, why)
+
+
+def take_lycoris(found: Translation, key: str, own: Json) -> None:
+    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others."""
+    algo = str(own.get("algo", "lora")).lower()
+    methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
+    method = methods.get(algo)
+    if method is None:
+        return found.leave(key, f"algo={algo}: simpletune has {', '.join(methods)}")
+    if method == "lora" and boolean(own.get("dora_wd", False)):
+        method = "dora"
+    found.take(key, "adapter.method", method)
+    rank = own.get("linear_dim", own.get("dim"))
+    if rank is not None and method in ("lora", "dora", "loha"):
+        found.take(key, "adapter.rank", whole_number(rank))
+    if method == "lokr":
+        whole = rank is not None and (whole_number(rank) > 1024 or boolean(own.get("full_matrix", False)))
+        if whole:
+            found.take(key, "adapter.rank", None, "a rank above the matrix's dimensions trains it whole")
+        elif rank is not None:
+            found.take(key, "adapter.rank", whole_number(rank))
+        if own.get("factor") is not None:
+            found.take(key, "adapter.factor", whole_number(own["factor"]))
+        if boolean(own.get("decompose_both", False)):
+            found.take(key, "adapter.decompose_both", True)
+    alpha = own.get("linear_alpha", own.get("alpha"))
+    if alpha is not None and method in ("lora", "dora"):
+        found.take(key, "adapter.alpha", number(alpha))
+    elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
+        found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
+    known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
+    for name in own:
+        if name not in known and own[name] not in (False, None, "False", 1, 1.0):
+            found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
 
 
 def take_optimizer(found: Translation, key: str, name: str) -> str:
@@ -104,3 +149,17 @@ def take_warmup(found: Translation, key: str) -> None:
         found.take(key, "schedule.warmup_steps", count, f"the share is of {total} steps")
     else:
         found.leave(key, "a share of the steps, whose number is unknown. Set schedule.warmup_steps")
+
+
+def take_swapped_blocks(found: Translation, key: str, blocks: int) -> None:
+    """Translate the number of the model's ``blocks`` that are swapped to the host."""
+    swapped = found.read(key, whole_number)
+    if swapped:
+        why = f"the rest of the {blocks} blocks stays on the device"
+        found.take(key, "memory.resident_blocks", max(0, blocks - swapped), why)
+
+
+def take_huber(found: Translation, c: float | None, schedule: str | None) -> None:
+    """Translate ``loss_type`` huber or smooth_l1."""
+    huber = {"c": c or 0.1, "schedule": schedule or "snr"}
+    found.take("loss_type", "objective.huber", huber, "the pseudo-Huber loss of simpletune")
