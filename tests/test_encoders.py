@@ -18,15 +18,14 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WRITERS
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.commands.evaluate.encoders.encoder import (
+from simpletune.commands.evaluate.encoders import (
     CLIP,
     HALF,
     IMAGENET,
+    find_encoder,
     normalise,
     scaled_and_cut,
-    squashed,
 )
-from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
 from simpletune.commands.evaluate.estimate import encoding
 from simpletune.data.demo import pictures
 from simpletune.estimate.timing.recorder import Recorder
@@ -41,6 +40,10 @@ READ_PROMPTS = ("clip", "siglip")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("encoders")
     return {kind: write(place / kind) for kind, write in WRITERS.items()}
+
+
+def squashed(picture: Image.Image, side: int, by: Image.Resampling) -> Image.Image:
+    return picture.resize((side, side), by)
 
 
 def photo(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -85,7 +88,7 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
 
 def test_each_kind_prepares_pictures_its_own_way(folders: dict[str, Path]) -> None:
     picture = photo(90, 60)
-    found = {kind: load_encoder(find_encoder(str(folder)), CPU).pixels([picture]) for kind, folder in folders.items()}
+    found = {kind: find_encoder(str(folder)).load(CPU).pixels([picture]) for kind, folder in folders.items()}
     expected = {
         "dino": normalise([scaled_and_cut(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
         "dinov2": normalise([scaled_and_cut(picture, 32, 28)], IMAGENET),
@@ -101,7 +104,7 @@ def test_dinov2_looks_at_224_px_whatever_its_configuration_says(folders: dict[st
 
     config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=518, patch_size=14)
     Dinov2Model(config).save_pretrained(tmp_path)
-    encoder = load_encoder(find_encoder(str(tmp_path)), CPU)
+    encoder = find_encoder(str(tmp_path)).load(CPU)
     assert encoder.pixels([photo(300, 300)]).shape == (1, 3, 224, 224)
     assert encoder.of_pictures([photo(300, 300)]).shape == (1, 16)
 
@@ -110,7 +113,7 @@ def test_dinov2_looks_at_224_px_whatever_its_configuration_says(folders: dict[st
 def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Path]) -> None:
     from transformers import AutoModel
 
-    encoder = load_encoder(find_encoder(str(folders[kind])), CPU)
+    encoder = find_encoder(str(folders[kind])).load(CPU)
     pictures = [photo(64, 48, seed) for seed in range(3)]
     found = encoder.of_pictures(pictures)
     model = AutoModel.from_pretrained(folders[kind], local_files_only=True).eval()
@@ -128,7 +131,7 @@ def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Pat
 
 @pytest.mark.parametrize("kind", READ_PROMPTS)
 def test_prompts_are_embedded_in_the_same_space(kind: str, folders: dict[str, Path]) -> None:
-    encoder = load_encoder(find_encoder(str(folders[kind])), CPU)
+    encoder = find_encoder(str(folders[kind])).load(CPU)
     one, other, again = encoder.of_prompts(["a red star", "a large blue heart on the left", "a red star"])
     assert one.shape == encoder.of_pictures([photo(40, 40)])[0].shape
     assert torch.equal(one, again) and not torch.allclose(one, other)
@@ -136,7 +139,7 @@ def test_prompts_are_embedded_in_the_same_space(kind: str, folders: dict[str, Pa
 
 
 def test_siglip_reads_lower_case_padded_to_its_length(folders: dict[str, Path]) -> None:
-    encoder = load_encoder(find_encoder(str(folders["siglip"])), CPU)
+    encoder = find_encoder(str(folders["siglip"])).load(CPU)
     upper, lower = encoder.of_prompts(["A RED Star", "a red star"])
     assert torch.equal(upper, lower)
     ids = encoder.tokenizer("a red star").input_ids  # type: ignore[attr-defined]
@@ -148,7 +151,7 @@ def test_siglip_reads_lower_case_padded_to_its_length(folders: dict[str, Path]) 
 
 def test_dino_reads_no_prompts(folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="is a dino encoder, which reads no prompts. Use CLIP or SigLIP"):
-        load_encoder(find_encoder(str(folders["dino"])), CPU).of_prompts(["a star"])
+        find_encoder(str(folders["dino"])).load(CPU).of_prompts(["a star"])
 
 
 def operations_of(recorder: Recorder) -> int:
@@ -222,7 +225,7 @@ def test_a_broken_folder_is_refused_with_its_reason(damage: str, folders: dict[s
     harm, message = BROKEN[damage]
     harm(folder)
     with pytest.raises(UserError, match=message):
-        load_encoder(find_encoder(str(folder)), CPU)
+        find_encoder(str(folder)).load(CPU)
 
 
 def test_weights_that_are_not_finite_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ def test_weights_that_are_not_finite_are_refused(folders: dict[str, Path], tmp_p
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor * torch.nan for name, tensor in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(UserError, match="embeddings are not finite. Its weights are damaged"):
-        load_encoder(find_encoder(str(folder)), CPU).of_pictures([photo(32, 32)])
+        find_encoder(str(folder)).load(CPU).of_pictures([photo(32, 32)])
 
 
 @pytest.mark.parametrize(
@@ -292,7 +295,7 @@ def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -
     recorder = Recorder(cuda=False)
     predicted, operations = encoding(about, recorder), operations_of(recorder)
     clock, cpu = time.perf_counter(), time.process_time()
-    encoder = load_encoder(about, CPU)
+    encoder = about.load(CPU)
     loaded = time.perf_counter() - clock, time.process_time() - cpu
     photos = [photo(640, 480, seed) for seed in range(4)]
     cpu = time.process_time()

@@ -18,9 +18,8 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate import shared_base
-from simpletune.commands.generate.compare import compare
+from simpletune.commands.generate.compare import compare, latent_distance
 from simpletune.commands.generate.generate import generate
-from simpletune.commands.generate.image_scores import latent_distance
 from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
 from simpletune.commands.generate.shared_base import SharedBase
 from simpletune.config.schema import TrainConfig

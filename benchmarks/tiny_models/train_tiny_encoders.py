@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from benchmarks.tiny_models import vocabulary
 from benchmarks.tiny_models.log import log_line
 from benchmarks.tiny_models.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
-from simpletune.commands.evaluate.encoders.dino import SHORTER, TRAINED
-from simpletune.commands.evaluate.encoders.encoder import CLIP, IMAGENET, normalise, scaled_and_cut
+from simpletune.commands.evaluate.encoders import CLIP, IMAGENET, SHORTER, TRAINED, normalise, scaled_and_cut
 from simpletune.data.demo import ENCODERS, pictures
 from simpletune.system.atomic import new_folder
 

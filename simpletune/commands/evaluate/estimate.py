@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
+from simpletune.commands.evaluate.encoders import EncoderInfo
 from simpletune.commands.evaluate.plan import EvaluationPlan
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.tensors import all_tensors
@@ -33,7 +33,6 @@ from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
 
-CPU = torch.device("cpu")
 CAPABILITY = (8, 9)  # without a card: an L4's
 
 
