@@ -21,10 +21,9 @@ import pytest
 from fake_hub import Failure
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.doctor import card_checks, command, hub_checks, probe, step_checks, system_checks
+from simpletune.commands.doctor import card_checks, command, hub_checks, probe, system_checks
 from simpletune.commands.doctor.command import CHECKS, found, private, report
-from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.options import UserError
 
@@ -262,14 +261,14 @@ def test_without_a_card_what_only_a_card_needs_is_no_warning() -> None:
 )
 def test_steps_are_judged_by_losses_and_memory(changes: dict[str, Any], level: str, text: str) -> None:
     here = machine({"steps bf16 20": {**STEPS, **changes}})
-    (finding,) = step_checks.steps(here, "bf16", 20)
+    (finding,) = card_checks.steps(here, "bf16", 20)
     assert finding.level == level and text in f"{finding.value} {finding.why}"
 
 
 def test_steps_that_fail_are_a_problem() -> None:
     here = machine({"steps nf4 20": {"error": "the process ended (killed by SIGABRT)"}, **torch_is(devices=[T4])})
-    assert "SIGABRT" in levels(lambda on: step_checks.steps(on, "nf4", 20), here)[PROBLEM]
-    assert levels(lambda on: step_checks.steps(on, "int8", 20), here).keys() == {OK}
+    assert "SIGABRT" in levels(lambda on: card_checks.steps(on, "nf4", 20), here)[PROBLEM]
+    assert levels(lambda on: card_checks.steps(on, "int8", 20), here).keys() == {OK}
 
 
 def test_bf16_is_computed_where_it_exists() -> None:
@@ -294,12 +293,13 @@ def test_an_exception_of_a_check_is_its_result(monkeypatch: pytest.MonkeyPatch) 
     assert "ZeroDivisionError" in report(findings)
 
 
-def test_a_check_that_fails_late_keeps_what_it_found() -> None:
-    def check() -> Any:
+def test_a_check_that_fails_late_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(on: Machine) -> Any:
         yield Finding("first", OK, "")
         raise KeyError("MemTotal")
 
-    assert [finding.name for finding in examine("late", check)] == ["first", "late"]
+    monkeypatch.setattr(command, "CHECKS", (late,))
+    assert [finding.name for finding in found(machine(), 0)] == ["first", "late"]
 
 
 CHILD = """
@@ -475,7 +475,7 @@ def test_doctor_on_this_machine(offline: Path, capsys: pytest.CaptureFixture[str
     main(["doctor", "--steps", "2"])
     shown = capsys.readouterr().out
     assert "the check failed" not in shown and "the process ended" not in shown
-    for weights in step_checks.PRECISIONS:
+    for weights in card_checks.PRECISIONS:
         losses = re.search(rf"2 steps, {weights} weights: loss (\S+) to (\S+),", shown)
         assert losses is not None and 1 < float(losses[2]) < float(losses[1]) < 10, weights
 

@@ -1,17 +1,20 @@
-"""Checks of driver, torch, card, and the libraries that compute on it."""
+"""Checks of driver, torch, card, the libraries that compute on it, and of what they make of a few training steps."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
-from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
 from simpletune.system.devices import BF16_FROM, CUDA_13_FROM, sm
 from simpletune.system.disk import format_bytes
+from simpletune.system.options import plural
 
 DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is built for
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
+PRECISIONS = ("bf16", "int8", "nf4", "fp32")  # of the training steps
+ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
 COMPILERS = ("gcc", "clang", "cc")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
 PROCESSES = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
@@ -162,3 +165,36 @@ def int8_products(machine: Machine) -> Iterator[Finding]:
                       "Leave precision.products at dequantised, or fix the compiler (above)")  # fmt: skip
     else:
         yield Finding("int8 products", OK, f"they work; Triton {answer['triton']}")
+
+
+def steps(machine: Machine, weights: str, count: int) -> Iterator[Finding]:
+    """Train the demo model in one precision, and judge the steps by their losses and memory."""
+    name = f"{plural(count, 'step')}, {weights} weights"
+    answer = machine.ask(f"steps {weights} {count}")
+    if "error" in answer:
+        yield Finding(name, PROBLEM, answer["error"], f"Training with precision.weights={weights} fails here",
+                      "See the checks above; report it with this file attached")  # fmt: skip
+        return
+    losses = answer["losses"]
+    value = (
+        f"loss {losses[0]:.4f} to {losses[-1]:.4f}, {answer['seconds_per_step']:.4f} s a step in {answer['compute']}"
+    )
+    excess = 0.0
+    if answer.get("measured_mib") is None:
+        value += ", memory is measured on a card only"
+    else:
+        predicted, measured, reserved = (answer[f"{which}_mib"] for which in ("predicted", "measured", "reserved"))
+        value += f", peak {predicted:.1f} MiB predicted, {measured:.1f} measured ({reserved:.0f} reserved)"
+        excess = measured - predicted - max(ALLOWED * predicted, ALLOWED_MIB)
+    level: Level = OK
+    why = remedy = ""
+    if not all(map(math.isfinite, losses)):
+        level, why = PROBLEM, "A loss is not finite: this precision does not train here"
+        remedy = "Try another precision, and report it with this file attached"
+    elif not any(losses):
+        level, why = PROBLEM, "Every loss is 0: the device returns zeros instead of results"
+        remedy = "Check the driver, then report it with this file attached"
+    elif excess > 0:
+        level, why = WARNING, "More memory was used than predicted, so predictions for this card are too low"
+        remedy = "Leave room with --reserve, and report it with this file attached"
+    yield Finding(name, level, value, why, remedy)

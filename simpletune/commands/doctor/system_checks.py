@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Machine
 from simpletune.system.devices import ALLOCATOR
 from simpletune.system.disk import format_bytes
 

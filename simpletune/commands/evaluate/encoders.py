@@ -1,7 +1,7 @@
 """How alike are two pictures, or a picture and a prompt, to DINO, DINOv2, CLIP and SigLIP?
 
-The interface of encoders, how their papers prepare pictures (with Pillow's antialiased filters), and how one is found by
-name. A new kind takes a class here, and a line in ``KINDS``.
+The interface of encoders, how their papers prepare pictures (with Pillow's antialiased filters), and how an encoder is
+found by name. A new kind takes a class here, and a line in ``KINDS``.
 
 Shapes: n pictures or prompts, d width of an embedding, s side of an encoder's input in pixels.
 """
@@ -225,8 +225,8 @@ def projected(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
 
 
 class Siglip(Clip):
-    """SigLIP (arXiv:2303.15343) and, at a fixed size, SigLIP 2 (arXiv:2502.14786) in transformers' ``SiglipModel``, such
-    as google/siglip2-base-patch16-224."""
+    """SigLIP (arXiv:2303.15343) and, at a fixed size, SigLIP 2 (arXiv:2502.14786) in transformers' ``SiglipModel``,
+    such as google/siglip2-base-patch16-224."""
 
     name = "siglip"
     classes = ("SiglipModel", "SiglipConfig")

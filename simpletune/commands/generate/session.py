@@ -168,14 +168,23 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
             "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
             "one of the two"
         )
-    _require_streamable(config)
+    resident, blocks = config.memory.resident_blocks, config.model.blocks()
+    if resident is not None and resident >= blocks:
+        raise UserError(
+            f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
+            f"Use 0 to {blocks - 1}"
+        )
+    if resident is not None and not config.precision.can_offload:
+        raise UserError(
+            f"--resident-blocks: {config.precision.weights} weights cannot be offloaded block by block. Use "
+            "another --precision"
+        )
     speed = GenerationSpeed(
         **given_arguments(args, "batch_size", "reuse_guidance"), compiled=bool(vars(args).get("compile"))
     )
     stages = StageTimer(cuda=device.type == "cuda")
-    if run is None:
-        return GenerationSession(config, None, device, reason, stages, speed)
-    return GenerationSession(config, run.folder, device, reason, stages, speed, run.step)
+    folder, step = (None, None) if run is None else (run.folder, run.step)
+    return GenerationSession(config, folder, device, reason, stages, speed, step)
 
 
 def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -204,20 +213,3 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     if args.device:
         changes["device"] = args.device
     return changes
-
-
-def _require_streamable(config: TrainConfig) -> None:
-    """Check that there are blocks to stream and that their weights can move."""
-    resident, blocks = config.memory.resident_blocks, config.model.blocks()
-    if resident is None:
-        return
-    if resident >= blocks:
-        raise UserError(
-            f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
-            f"Use 0 to {blocks - 1}"
-        )
-    if not config.precision.can_offload:
-        raise UserError(
-            f"--resident-blocks: {config.precision.weights} weights cannot be offloaded block by block. Use "
-            "another --precision"
-        )
