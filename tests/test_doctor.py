@@ -22,7 +22,7 @@ from fake_hub import Failure
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.doctor import card_checks, command, hub_checks, probe, system_checks
-from simpletune.commands.doctor.command import CHECKS, found, private, report
+from simpletune.commands.doctor.command import CHECKS, private, report, run_checks
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.options import UserError
@@ -287,7 +287,7 @@ def test_an_exception_of_a_check_is_its_result(monkeypatch: pytest.MonkeyPatch) 
         raise ZeroDivisionError("in a check")
 
     monkeypatch.setattr(command, "CHECKS", (system_checks.python, broken, system_checks.port))
-    findings = list(found(machine(), 0))
+    findings = list(run_checks(machine(), 0))
     assert [finding.level for finding in findings] == [OK, PROBLEM, OK]
     assert re.search(r"ZeroDivisionError: in a check \(test_doctor.py:\d+\)", findings[1].value)
     assert "ZeroDivisionError" in report(findings)
@@ -299,7 +299,7 @@ def test_a_check_that_fails_late_keeps_what_it_found(monkeypatch: pytest.MonkeyP
         raise KeyError("MemTotal")
 
     monkeypatch.setattr(command, "CHECKS", (late,))
-    assert [finding.name for finding in found(machine(), 0)] == ["first", "late"]
+    assert [finding.name for finding in run_checks(machine(), 0)] == ["first", "late"]
 
 
 CHILD = """

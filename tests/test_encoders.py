@@ -24,9 +24,9 @@ from simpletune.commands.evaluate.encoders import (
     IMAGENET,
     find_encoder,
     normalise,
-    scaled_and_cut,
+    scale_and_crop,
 )
-from simpletune.commands.evaluate.estimate import encoding
+from simpletune.commands.evaluate.estimate import encoding_bytes
 from simpletune.data.demo import pictures
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import UserError
@@ -66,11 +66,11 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
             BitImageProcessorPil(
                 size={"shortest_edge": 256}, crop_size=square, resample=3, image_mean=IMAGENET[0], image_std=IMAGENET[1]
             ),
-            normalise([scaled_and_cut(picture, 256, 224)], IMAGENET),
+            normalise([scale_and_crop(picture, 256, 224)], IMAGENET),
         ),
         "clip": (
             CLIPImageProcessorPil(size={"shortest_edge": 224}, crop_size=square),
-            normalise([scaled_and_cut(picture, 224, 224)], CLIP),
+            normalise([scale_and_crop(picture, 224, 224)], CLIP),
         ),
         "siglip": (
             SiglipImageProcessorPil(size=square, resample=3),
@@ -90,9 +90,9 @@ def test_each_kind_prepares_pictures_its_own_way(folders: dict[str, Path]) -> No
     picture = photo(90, 60)
     found = {kind: find_encoder(str(folder)).load(CPU).pixels([picture]) for kind, folder in folders.items()}
     expected = {
-        "dino": normalise([scaled_and_cut(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
-        "dinov2": normalise([scaled_and_cut(picture, 32, 28)], IMAGENET),
-        "clip": normalise([scaled_and_cut(picture, 32, 32)], CLIP),
+        "dino": normalise([scale_and_crop(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
+        "dinov2": normalise([scale_and_crop(picture, 32, 28)], IMAGENET),
+        "clip": normalise([scale_and_crop(picture, 32, 32)], CLIP),
         "siglip": normalise([squashed(picture, 32, Image.Resampling.BILINEAR)], HALF),
     }
     for kind, pixels in found.items():
@@ -167,7 +167,7 @@ def operations_of(recorder: Recorder) -> int:
 def test_memory_and_operations_are_predicted_without_weights(kind: str, folders: dict[str, Path]) -> None:
     about = find_encoder(str(folders[kind]))
     recorder = Recorder(cuda=False)
-    assert encoding(about, recorder) > 4 * about.parameters
+    assert encoding_bytes(about, recorder) > 4 * about.parameters
     operations = operations_of(recorder)
     side, patch = (28, 14) if kind == "dinov2" else (32, 8)
     tokens = (side // patch) ** 2 + (kind != "siglip")
@@ -293,7 +293,7 @@ def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -
     about = find_encoder(str(tmp_path / name))
     assert about.parameters / 1e6 == pytest.approx(millions, rel=0.01)
     recorder = Recorder(cuda=False)
-    predicted, operations = encoding(about, recorder), operations_of(recorder)
+    predicted, operations = encoding_bytes(about, recorder), operations_of(recorder)
     clock, cpu = time.perf_counter(), time.process_time()
     encoder = about.load(CPU)
     loaded = time.perf_counter() - clock, time.process_time() - cpu

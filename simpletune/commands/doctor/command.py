@@ -35,7 +35,7 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
     probe = ProbeProcess()
     findings = []
     try:
-        for finding in found(Machine(probe), steps if train else 0):
+        for finding in run_checks(Machine(probe), steps if train else 0):
             findings.append(finding)
             if not as_json:
                 for line in finding.lines():
@@ -58,7 +58,7 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
         say(f"no problem, {plural(warnings, 'warning')}. Attach {out} to a bug report")
 
 
-def found(machine: Machine, steps: int) -> Iterator[Finding]:
+def run_checks(machine: Machine, steps: int) -> Iterator[Finding]:
     """Run every check; an exception becomes a finding, with reason and source line, and does not stop the others."""
     checks: dict[str, Callable[[], Iterable[Finding]]] = {check.__name__: partial(check, machine) for check in CHECKS}
     for weights in card_checks.PRECISIONS if steps else ():

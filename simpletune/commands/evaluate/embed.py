@@ -72,11 +72,11 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
         del encoder
         free_memory(device)
 
-    def stacked(names: Sequence[str]) -> Array:  # [n, d]
+    def load_rows(names: Sequence[str]) -> Array:  # [n, d]
         return np.asarray(torch.stack([store.load(name)["of"] for name in names]).numpy(), dtype=np.float64)
 
-    drawn = {point: stacked(own) for point, own in names.items()}
-    return PictureEmbeddings(about, drawn, stacked(real), stacked(texts) if reads_prompts else None)
+    drawn = {point: load_rows(own) for point, own in names.items()}
+    return PictureEmbeddings(about, drawn, load_rows(real), load_rows(texts) if reads_prompts else None)
 
 
 def _open_real(picture: Picture) -> Image.Image:

@@ -129,7 +129,7 @@ class ImageEncoder(ABC):
         return found
 
 
-def scaled_and_cut(picture: Image.Image, shorter: int, side: int) -> Image.Image:
+def scale_and_crop(picture: Image.Image, shorter: int, side: int) -> Image.Image:
     """Scale a picture's shorter side by a bicubic filter, keeping its aspect ratio, and crop the centre square;
     all in pixels."""
     width, height = picture.size
@@ -164,7 +164,7 @@ class Dino(ImageEncoder):
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Scale the shorter side to s x 256 / 224, and crop the centre."""
         side = self.side(self.model.config)
-        cut = [scaled_and_cut(picture, round(side * SHORTER / TRAINED), side) for picture in pictures]
+        cut = [scale_and_crop(picture, round(side * SHORTER / TRAINED), side) for picture in pictures]
         return normalise(cut, IMAGENET)
 
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
@@ -204,22 +204,20 @@ class Clip(ImageEncoder):
     def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Scale the shorter side to s, and crop the centre."""
         side = self.side(self.model.config)
-        return normalise([scaled_and_cut(picture, side, side) for picture in pictures], CLIP)
+        return normalise([scale_and_crop(picture, side, side) for picture in pictures], CLIP)
 
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
         """Return the projected embedding of pictures."""
-        return projected(self.model.get_image_features(pixel_values=pixels))
+        return unwrap(self.model.get_image_features(pixel_values=pixels))
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]
         """Return the projected embedding of prompts, cut at the model's length (77 tokens)."""
         length = self.model.config.text_config.max_position_embeddings
         ids = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt")
-        return projected(
-            self.model.get_text_features(ids.input_ids.to(self.device), ids.attention_mask.to(self.device))
-        )
+        return unwrap(self.model.get_text_features(ids.input_ids.to(self.device), ids.attention_mask.to(self.device)))
 
 
-def projected(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
+def unwrap(features: Tensor | BaseModelOutputWithPooling) -> Tensor:
     """Return embeddings, which newer versions of transformers wrap."""
     return features if isinstance(features, Tensor) else features.pooler_output
 
@@ -245,7 +243,7 @@ class Siglip(Clip):
         length = self.model.config.text_config.max_position_embeddings
         lower = [prompt.lower() for prompt in prompts]
         ids = self.tokenizer(lower, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        return projected(self.model.get_text_features(ids.input_ids.to(self.device)))
+        return unwrap(self.model.get_text_features(ids.input_ids.to(self.device)))
 
 
 KINDS: dict[str, type[ImageEncoder]] = {

@@ -69,7 +69,7 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undra
     pictures = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
         seen = Recorder(on_card)
-        size = encoding(about, seen)
+        size = encoding_bytes(about, seen)
         stages[about.title] = StageEstimate(size, pictures * alone(seen.sections, speeds))
     forget_values()
     say(f"predict by speeds {source}")
@@ -102,7 +102,7 @@ def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
     return current_cpu_speeds(), "measured on this CPU now"
 
 
-def encoding(about: EncoderInfo, recorder: Recorder) -> int:
+def encoding_bytes(about: EncoderInfo, recorder: Recorder) -> int:
     """Return the peak memory of one picture in an encoder; record the operations."""
     kind = about.kind
     with fake_tensors(), without_collection(), silent():

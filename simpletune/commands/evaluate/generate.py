@@ -96,7 +96,7 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
             wanted[point] = groups
     shots = [shot.request for groups in wanted.values() for group in groups for shot in group]
     prompts = [prompt for each in shots for prompt in (each.prompt, each.negative_prompt)]
-    texts = session.encoded([point.weights for point in wanted], prompts)
+    texts = session.encode_prompts([point.weights for point in wanted], prompts)
     shared = SharedBase(config, session.device, {(r.width, r.height) for r in shots}, session.speed.compiled)
     points = {point.weights: point for point in wanted}
     say(f"draw    {plural(len(shots), 'picture')} by {plural(len(wanted), 'model')}")

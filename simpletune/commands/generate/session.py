@@ -81,7 +81,7 @@ class GenerationSession:
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
         """
         config, speed, count = self.config, self.speed, len(requests)
-        texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
+        texts = self.encode_prompts(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
         starts: list[Tensor | None] = [None] * count
         if any(request.image is not None for request in requests):
             with self.stages.stage("encode"):
@@ -119,7 +119,7 @@ class GenerationSession:
         free_memory(self.device)
         return [done[weights] for weights in models]
 
-    def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
+    def encode_prompts(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
         """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
         config, stand_ins = self.config, stand_ins_of(models, self.config.text)
         stores: dict[str, PromptStore] = {}
