@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,33 +80,18 @@ class GenerationSession:
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
         """
-        config, speed, count = self.config, self.speed, len(requests)
+        config = self.config
         texts = self.encode_prompts(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
-        starts: list[Tensor | None] = [None] * count
+        starts: list[Tensor | None] | None = None
         if any(request.image is not None for request in requests):
             with self.stages.stage("encode"):
                 vae = self.autoencoder()
                 starts = encode_starts(vae, config.model, requests)
                 del vae
                 free_memory(self.device)
-        shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
-        for weights in shared.grouped_by_base(dict.fromkeys(models)):
-            with self.stages.stage("load"):
-                denoiser, modulation = shared.use(weights)
-            with self.stages.stage("denoise"):
-                clock = time.perf_counter()
-                precision = precision_of(config, weights)
-                sampler = Sampler(
-                    denoiser, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
-                    objective=config.objective,
-                )  # fmt: skip
-                latents[weights] = (
-                    sampler.latents(requests, texts[weights].load, starts),
-                    (time.perf_counter() - clock) / count,
-                )
-            del denoiser, modulation, sampler
-        shared.free()
+        for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts, starts):
+            latents[weights] = z, seconds / len(requests)
         with self.stages.stage("load"):
             vae = self.autoencoder()
         done: dict[Weights, GeneratedImages] = {}
@@ -118,6 +103,36 @@ class GenerationSession:
         del vae
         free_memory(self.device)
         return [done[weights] for weights in models]
+
+    def draw_latents(
+        self,
+        groups: Mapping[Weights, Sequence[Sequence[PictureRequest]]],
+        texts: Mapping[Weights, PromptStore],
+        starts: Sequence[Tensor | None] | None = None,
+    ) -> Iterator[tuple[Weights, int, list[Tensor], float]]:
+        """Draw every model's groups of requests; yield the model, the number of the group, its latents and the seconds
+        that they took. A base is loaded once for all its LoRAs, and the last transformer is freed at the end.
+
+        ``texts`` come from ``encode_prompts``, ``starts`` from ``encode_starts``.
+        """
+        config = self.config
+        sizes = {(each.width, each.height) for own in groups.values() for group in own for each in group}
+        shared = SharedBase(config, self.device, sizes, self.speed.compiled)
+        for weights in shared.grouped_by_base(groups):
+            with self.stages.stage("load"):
+                denoiser, modulation = shared.use(weights)
+            sampler = Sampler(
+                denoiser, config.model, precision_of(config, weights), modulation, self.speed.batch_size,
+                self.speed.reuse_guidance, objective=config.objective,
+            )  # fmt: skip
+            for number, group in enumerate(groups[weights]):
+                with self.stages.stage("denoise"):
+                    clock = time.perf_counter()
+                    latents = sampler.latents(group, texts[weights].load, starts)
+                    seconds = time.perf_counter() - clock
+                yield weights, number, latents, seconds
+            del denoiser, modulation, sampler  # before the next one is loaded
+        shared.free()
 
     def encode_prompts(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
         """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
