@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from simpletune import __version__
-from simpletune.commands.doctor import card_checks, hub_checks, system_checks
+from simpletune.commands.doctor import checks, hub_checks
 from simpletune.commands.doctor.machine import PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.console import say
@@ -24,10 +24,9 @@ from simpletune.system.redact import redact
 
 FOUND = 1  # exit code if there are problems
 CHECKS = (
-    system_checks.python, system_checks.system, system_checks.memory, system_checks.disks, system_checks.folders,
-    system_checks.environment, system_checks.port, card_checks.driver, card_checks.torch, card_checks.card,
-    card_checks.bf16, system_checks.pinned_memory, card_checks.bitsandbytes, card_checks.quanto, card_checks.compiler,
-    card_checks.int8_products, hub_checks.login, hub_checks.licence,
+    checks.python, checks.system, checks.memory, checks.disks, checks.folders, checks.environment, checks.port,
+    checks.driver, checks.torch, checks.card, checks.bf16, checks.pinned_memory, checks.bitsandbytes, checks.quanto,
+    checks.compiler, checks.int8_products, hub_checks.login, hub_checks.licence,
 )  # fmt: skip
 
 
@@ -60,10 +59,10 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
 
 def run_checks(machine: Machine, steps: int) -> Iterator[Finding]:
     """Run every check; an exception becomes a finding, with reason and source line, and does not stop the others."""
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {check.__name__: partial(check, machine) for check in CHECKS}
-    for weights in card_checks.PRECISIONS if steps else ():
-        checks[f"steps {weights}"] = partial(card_checks.steps, machine, weights, steps)
-    for name, check in checks.items():
+    named: dict[str, Callable[[], Iterable[Finding]]] = {check.__name__: partial(check, machine) for check in CHECKS}
+    for weights in checks.PRECISIONS if steps else ():
+        named[f"steps {weights}"] = partial(checks.steps, machine, weights, steps)
+    for name, check in named.items():
         try:
             yield from check()
         except Exception as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,23 @@ from PIL import Image
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.adapters.files.attach import load_loras, updated_layers
+from simpletune.adapters.methods.layers import detach, move_updates, rescale
 from simpletune.config.compute import compute_to_generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant import Precision
 from simpletune.models.families import family_of
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.compile import compile_blocks
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.folder import newest_run
 from simpletune.runs.text_side import stand_ins_of, text_side_of
-from simpletune.runs.weights import Weights, precision_of
+from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_starts
 from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
@@ -60,6 +65,63 @@ class GeneratedImages:
     latents: list[Tensor]  # [1, c, h, w], fp32
     denoise: float  # seconds per picture in the transformer
     decode: float  # seconds per picture in the autoencoder
+
+
+class SharedBase:
+    """A transformer that is loaded once and used by itself or with one set of LoRAs at a time.
+
+    Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
+    computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
+    needed, after the previous ones are freed.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
+        self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
+        self._transformer: Denoiser | None = None
+        self._modulation: DetachedModulation | None = None
+        self._loaded: Weights | None = None
+        self._active: Weights = BASE
+
+    def use(self, weights: Weights) -> tuple[Denoiser, DetachedModulation | None]:
+        """Return the transformer with these weights, and its modulation if it was detached. The transformer of an
+        earlier call then has these weights too, or is freed."""
+        base = self.base_of(weights)
+        if self._transformer is None or base != self._loaded:
+            self.free()
+            self._transformer, self._modulation = load_weights(self.config, base, self.device, self.sizes)
+            self._loaded, self._active = base, base
+            if self.compiled:
+                compile_blocks(self._transformer, self.device)
+        if base == replace(BASE, label=""):  # others are loaded with their LoRAs
+            if weights.lora == self._active.lora and not (weights.more or self._active.more):
+                rescale(self._transformer, weights.scale)
+            else:
+                detach(self._transformer)
+                if weights.loras:
+                    load_loras(self._transformer, weights.loras)
+                    move_updates(self._transformer, self.device)
+            self._active = weights
+        return self._transformer, self._modulation
+
+    def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
+        """Reorder models so that those on one base are adjacent and no base is loaded twice."""
+        bases: dict[Weights, list[Weights]] = {}
+        for weights in models:
+            bases.setdefault(self.base_of(weights), []).append(weights)
+        return [weights for group in bases.values() for weights in group]
+
+    def base_of(self, weights: Weights) -> Weights:
+        """Return the weights to load before these can be applied; equal for all that can share a base."""
+        shared = weights.lora is not None and not weights.merged
+        if shared and self.config.memory.modulation == "plan":
+            # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
+            is_conditioning = self.config.model.is_conditioning
+            shared = not any(is_conditioning(name) for file, _ in weights.loras for name in updated_layers(file))
+        return replace(BASE, label="") if shared else replace(weights, label="", short="", embeddings=())
+
+    def free(self) -> None:
+        self._transformer = self._modulation = self._loaded = None
+        free_memory(self.device)
 
 
 @dataclass
