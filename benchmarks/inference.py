@@ -25,8 +25,8 @@ from benchmarks.diffusers_pipeline import Plain
 from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
 from benchmarks.table import Results, describe_machine, no_such_row, table
 from simpletune.adapters.methods.lora import Lora
-from simpletune.commands.generate.image_scores import latent_distance
-from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.commands.generate.compare import latent_distance
+from simpletune.commands.generate.session import SharedBase
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder

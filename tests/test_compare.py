@@ -17,10 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
 
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
-from simpletune.commands.generate.compare import compare, models_to_compare, resolve_weights
+from simpletune.commands.generate.compare import (
+    compare,
+    models_to_compare,
+    open_encoder,
+    resolve_weights,
+    without_twins,
+)
 from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
-from simpletune.commands.generate.image_scores import open_encoder
-from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import open_session
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate

@@ -21,10 +21,9 @@ import pytest
 from fake_hub import Failure
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.doctor import card_checks, command, hub_checks, probe, step_checks, system_checks
-from simpletune.commands.doctor.command import CHECKS, found, private, report
-from simpletune.commands.doctor.finding import OK, PROBLEM, WARNING, Finding, examine
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor import checks, command, hub_checks, probe
+from simpletune.commands.doctor.command import CHECKS, private, report, run_checks
+from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.options import UserError
 
@@ -132,88 +131,88 @@ def smi(code: int, text: str) -> dict[str, tuple[int, str]]:
 
 
 WRONG = {
-    "old Python": (system_checks.python, {"python": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
-    "Windows": (system_checks.system, {"system": ("Windows", "11")}, PROBLEM, "WSL 2"),
-    "WSL": (system_checks.system, {"system": ("Linux", "5.15-microsoft-standard-WSL2")}, WARNING, "pinned memory"),
+    "old Python": (checks.python, {"python": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
+    "Windows": (checks.system, {"system": ("Windows", "11")}, PROBLEM, "WSL 2"),
+    "WSL": (checks.system, {"system": ("Linux", "5.15-microsoft-standard-WSL2")}, WARNING, "pinned memory"),
     "little memory": (
-        system_checks.memory, {"files": {"/proc/meminfo": MEMINFO.format(8 * 2**20, 2**20)}}, WARNING, "8.0 GiB",
+        checks.memory, {"files": {"/proc/meminfo": MEMINFO.format(8 * 2**20, 2**20)}}, WARNING, "8.0 GiB",
     ),
     "a small container": (
-        system_checks.memory,
-        {"files": {"/proc/meminfo": MEMINFO.format(32 * 2**20, 2**20), system_checks.LIMITS[0]: f"{2 * GIB}\n"}},
+        checks.memory,
+        {"files": {"/proc/meminfo": MEMINFO.format(32 * 2**20, 2**20), checks.LIMITS[0]: f"{2 * GIB}\n"}},
         PROBLEM, "may use 2.0 GiB",
     ),
     "memory that cannot be pinned": (
-        system_checks.pinned_memory, {"answers": {"pinned memory": {"error": "RuntimeError: CUDA error"}}}, PROBLEM,
+        checks.pinned_memory, {"answers": {"pinned memory": {"error": "RuntimeError: CUDA error"}}}, PROBLEM,
         "CUDA error; ulimit -l 8.0 MiB",
     ),
-    "a full disk": (system_checks.disks, {"room": {"runs": GIB // 2}}, PROBLEM, "512 MiB free for runs"),
-    "a small disk": (system_checks.disks, {"room": {".cache": 2 * GIB}}, WARNING, "2.0 GiB free for cache"),
-    "no room for the model": (system_checks.disks, {"room": {"hub": 10 * GIB}}, WARNING, "HF_HOME"),
-    "a folder of another user": (system_checks.folders, {"refused": ("runs",)}, PROBLEM, "runs: Permission denied"),
+    "a full disk": (checks.disks, {"room": {"runs": GIB // 2}}, PROBLEM, "512 MiB free for runs"),
+    "a small disk": (checks.disks, {"room": {".cache": 2 * GIB}}, WARNING, "2.0 GiB free for cache"),
+    "no room for the model": (checks.disks, {"room": {"hub": 10 * GIB}}, WARNING, "HF_HOME"),
+    "a folder of another user": (checks.folders, {"refused": ("runs",)}, PROBLEM, "runs: Permission denied"),
     "fixed segments": (
-        system_checks.environment, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}}, WARNING,
+        checks.environment, {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}}, WARNING,
         "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
     ),
     "segments off": (
-        system_checks.environment, {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}}, WARNING,
+        checks.environment, {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}}, WARNING,
         "expandable_segments:True",
     ),
-    "hidden cards": (system_checks.environment, {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, PROBLEM, "hides"),
-    "waiting launches": (system_checks.environment, {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, WARNING, "waits"),
-    "a taken port": (system_checks.port, {"taken": True}, WARNING, "8000: Address already in use"),
-    "no port": (system_checks.port, {"environment": {"AIP_HTTP_PORT": "http"}}, WARNING, "AIP_HTTP_PORT=http"),
+    "hidden cards": (checks.environment, {"environment": {"CUDA_VISIBLE_DEVICES": ""}}, PROBLEM, "hides"),
+    "waiting launches": (checks.environment, {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, WARNING, "waits"),
+    "a taken port": (checks.port, {"taken": True}, WARNING, "8000: Address already in use"),
+    "no port": (checks.port, {"environment": {"AIP_HTTP_PORT": "http"}}, WARNING, "AIP_HTTP_PORT=http"),
     "no driver": (
-        card_checks.driver, {"commands": {"--query-gpu": None}, "answers": {"torch": WITHOUT}}, WARNING, "not found",
+        checks.driver, {"commands": {"--query-gpu": None}, "answers": {"torch": WITHOUT}}, WARNING, "not found",
     ),
     "a failing driver": (
-        card_checks.driver, {"commands": smi(9, "Failed to initialize NVML: Driver/library version mismatch\nx")},
+        checks.driver, {"commands": smi(9, "Failed to initialize NVML: Driver/library version mismatch\nx")},
         PROBLEM, "version mismatch",
     ),
-    "an old driver": (card_checks.driver, {"commands": smi(0, "550.54.14, NVIDIA L4")}, PROBLEM, "580 or newer"),
+    "an old driver": (checks.driver, {"commands": smi(0, "550.54.14, NVIDIA L4")}, PROBLEM, "580 or newer"),
     "an old driver for CUDA 12": (
-        card_checks.driver, {"commands": smi(0, "470.1, Tesla V100"), "answers": torch_is(cuda="12.6")}, PROBLEM,
+        checks.driver, {"commands": smi(0, "470.1, Tesla V100"), "answers": torch_is(cuda="12.6")}, PROBLEM,
         "525 or newer",
     ),
     "no torch": (
-        card_checks.torch, {"answers": {"torch": {"error": "ImportError: libcudart.so.13"}}}, PROBLEM, "libcudart",
+        checks.torch, {"answers": {"torch": {"error": "ImportError: libcudart.so.13"}}}, PROBLEM, "libcudart",
     ),
     "a CPU build beside a card": (
-        card_checks.torch, {"answers": torch_is(cuda=None, devices=[], version="2.13.0+cpu")}, PROBLEM,
+        checks.torch, {"answers": torch_is(cuda=None, devices=[], version="2.13.0+cpu")}, PROBLEM,
         "cannot use the NVIDIA L4 .*SIMPLETUNE_TORCH_INDEX",
     ),
     "a card that torch does not know": (
-        card_checks.torch, {"answers": torch_is(devices=[V100], refused="it is sm_70, Install a CUDA 12.6 build")},
+        checks.torch, {"answers": torch_is(devices=[V100], refused="it is sm_70, Install a CUDA 12.6 build")},
         PROBLEM, "sm_70, Install a CUDA 12.6 build",
     ),
-    "a card that CUDA does not reach": (card_checks.torch, {"answers": {"torch": WITHOUT}}, PROBLEM, "refuses"),
-    "no card": (card_checks.card, {"answers": {"torch": WITHOUT}}, WARNING, "finds none"),
+    "a card that CUDA does not reach": (checks.torch, {"answers": {"torch": WITHOUT}}, PROBLEM, "refuses"),
+    "no card": (checks.card, {"answers": {"torch": WITHOUT}}, WARNING, "finds none"),
     "a card in use": (
-        card_checks.card,
+        checks.card,
         {"answers": torch_is(devices=[{**L4, "free": 10 * GIB}]), "commands": smi(0, "580.1, NVIDIA L4")}, WARNING,
         r"10.0 GiB of 22.5 GiB free .* python \(process 77, 9000 MiB\)",
     ),
-    "a card without bf16": (card_checks.bf16, {"answers": torch_is(devices=[T4])}, WARNING, r"no \(sm_75\)"),
-    "a V100": (card_checks.bf16, {"answers": torch_is(devices=[V100])}, WARNING, r"sm_70.*CUDA 12\.6"),
+    "a card without bf16": (checks.bf16, {"answers": torch_is(devices=[T4])}, WARNING, r"no \(sm_75\)"),
+    "a V100": (checks.bf16, {"answers": torch_is(devices=[V100])}, WARNING, r"sm_70.*CUDA 12\.6"),
     "no bitsandbytes": (
-        card_checks.bitsandbytes, {"answers": {"bitsandbytes": {"error": "the process ended (killed by SIGSEGV)"}}},
+        checks.bitsandbytes, {"answers": {"bitsandbytes": {"error": "the process ended (killed by SIGSEGV)"}}},
         PROBLEM, "SIGSEGV",
     ),
     "bitsandbytes for the CPU beside a card": (
-        card_checks.bitsandbytes, {"answers": {"bitsandbytes": {"version": "0.50", "cuda": False}}}, PROBLEM,
+        checks.bitsandbytes, {"answers": {"bitsandbytes": {"version": "0.50", "cuda": False}}}, PROBLEM,
         "loads no CUDA library",
     ),
     "no quanto": (
-        card_checks.quanto, {"answers": {"optimum-quanto": {"error": "ImportError: x"}}}, PROBLEM, "ImportError: x",
+        checks.quanto, {"answers": {"optimum-quanto": {"error": "ImportError: x"}}}, PROBLEM, "ImportError: x",
     ),
-    "no compiler": (card_checks.compiler, {"programs": ()}, WARNING, "C compiler not .*apt install gcc python3.12-dev"),
-    "no header": (card_checks.compiler, {"header": False}, WARNING, "Python.h not found"),
-    "a CC that is not there": (card_checks.compiler, {"environment": {"CC": "icc"}}, WARNING, r"icc \(CC\) not found"),
+    "no compiler": (checks.compiler, {"programs": ()}, WARNING, "C compiler not .*apt install gcc python3.12-dev"),
+    "no header": (checks.compiler, {"header": False}, WARNING, "Python.h not found"),
+    "a CC that is not there": (checks.compiler, {"environment": {"CC": "icc"}}, WARNING, r"icc \(CC\) not found"),
     "no int8 products": (
-        card_checks.int8_products, {"answers": {"int8 products": {"why_not": "no compiler"}}}, WARNING, "no compiler",
+        checks.int8_products, {"answers": {"int8 products": {"why_not": "no compiler"}}}, WARNING, "no compiler",
     ),
     "int8 products that crash": (
-        card_checks.int8_products, {"answers": {"int8 products": {"error": "RuntimeError: PTX"}}}, WARNING, "PTX",
+        checks.int8_products, {"answers": {"int8 products": {"error": "RuntimeError: PTX"}}}, WARNING, "PTX",
     ),
 }  # fmt: skip
 
@@ -234,14 +233,14 @@ def test_every_check_is_seen_to_fail() -> None:
 
 
 def test_a_card_that_torch_reaches_needs_no_nvidia_smi() -> None:
-    assert "torch reaches the card" in levels(card_checks.driver, machine(commands={"--query-gpu": None}))[OK]
+    assert "torch reaches the card" in levels(checks.driver, machine(commands={"--query-gpu": None}))[OK]
 
 
 def test_without_a_card_what_only_a_card_needs_is_no_warning() -> None:
     bare = machine({"torch": WITHOUT}, programs=(), header=False)
-    assert levels(card_checks.compiler, bare).keys() == {OK}
-    assert list(card_checks.int8_products(bare)) == list(card_checks.bf16(bare)) == []
-    assert "not tried" in levels(system_checks.pinned_memory, bare)[OK]
+    assert levels(checks.compiler, bare).keys() == {OK}
+    assert list(checks.int8_products(bare)) == list(checks.bf16(bare)) == []
+    assert "not tried" in levels(checks.pinned_memory, bare)[OK]
 
 
 # Steps
@@ -262,14 +261,14 @@ def test_without_a_card_what_only_a_card_needs_is_no_warning() -> None:
 )
 def test_steps_are_judged_by_losses_and_memory(changes: dict[str, Any], level: str, text: str) -> None:
     here = machine({"steps bf16 20": {**STEPS, **changes}})
-    (finding,) = step_checks.steps(here, "bf16", 20)
+    (finding,) = checks.steps(here, "bf16", 20)
     assert finding.level == level and text in f"{finding.value} {finding.why}"
 
 
 def test_steps_that_fail_are_a_problem() -> None:
     here = machine({"steps nf4 20": {"error": "the process ended (killed by SIGABRT)"}, **torch_is(devices=[T4])})
-    assert "SIGABRT" in levels(lambda on: step_checks.steps(on, "nf4", 20), here)[PROBLEM]
-    assert levels(lambda on: step_checks.steps(on, "int8", 20), here).keys() == {OK}
+    assert "SIGABRT" in levels(lambda on: checks.steps(on, "nf4", 20), here)[PROBLEM]
+    assert levels(lambda on: checks.steps(on, "int8", 20), here).keys() == {OK}
 
 
 def test_bf16_is_computed_where_it_exists() -> None:
@@ -287,19 +286,20 @@ def test_an_exception_of_a_check_is_its_result(monkeypatch: pytest.MonkeyPatch) 
     def broken(on: Machine) -> list[Finding]:
         raise ZeroDivisionError("in a check")
 
-    monkeypatch.setattr(command, "CHECKS", (system_checks.python, broken, system_checks.port))
-    findings = list(found(machine(), 0))
+    monkeypatch.setattr(command, "CHECKS", (checks.python, broken, checks.port))
+    findings = list(run_checks(machine(), 0))
     assert [finding.level for finding in findings] == [OK, PROBLEM, OK]
     assert re.search(r"ZeroDivisionError: in a check \(test_doctor.py:\d+\)", findings[1].value)
     assert "ZeroDivisionError" in report(findings)
 
 
-def test_a_check_that_fails_late_keeps_what_it_found() -> None:
-    def check() -> Any:
+def test_a_check_that_fails_late_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(on: Machine) -> Any:
         yield Finding("first", OK, "")
         raise KeyError("MemTotal")
 
-    assert [finding.name for finding in examine("late", check)] == ["first", "late"]
+    monkeypatch.setattr(command, "CHECKS", (late,))
+    assert [finding.name for finding in run_checks(machine(), 0)] == ["first", "late"]
 
 
 CHILD = """
@@ -357,7 +357,7 @@ def test_the_surroundings_are_really_asked(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
     assert here.command("/no/such/program") is None
     assert here.command("sh", "-c", "echo out; echo err >&2; exit 3") == (3, "out\nerr")
-    assert {finding.level for check in (system_checks.python, system_checks.memory) for finding in check(here)} <= {
+    assert {finding.level for check in (checks.python, checks.memory) for finding in check(here)} <= {
         OK, WARNING,
     }  # fmt: skip
     import socket
@@ -475,7 +475,7 @@ def test_doctor_on_this_machine(offline: Path, capsys: pytest.CaptureFixture[str
     main(["doctor", "--steps", "2"])
     shown = capsys.readouterr().out
     assert "the check failed" not in shown and "the process ended" not in shown
-    for weights in step_checks.PRECISIONS:
+    for weights in checks.PRECISIONS:
         losses = re.search(rf"2 steps, {weights} weights: loss (\S+) to (\S+),", shown)
         assert losses is not None and 1 < float(losses[2]) < float(losses[1]) < 10, weights
 

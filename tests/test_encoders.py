@@ -18,16 +18,15 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import WRITERS
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.commands.evaluate.encoders.encoder import (
+from simpletune.commands.evaluate.encoders import (
     CLIP,
     HALF,
     IMAGENET,
+    find_encoder,
     normalise,
-    scaled_and_cut,
-    squashed,
+    scale_and_crop,
 )
-from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
-from simpletune.commands.evaluate.estimate import encoding
+from simpletune.commands.evaluate.estimate import encoding_bytes
 from simpletune.data.demo import pictures
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import UserError
@@ -41,6 +40,10 @@ READ_PROMPTS = ("clip", "siglip")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("encoders")
     return {kind: write(place / kind) for kind, write in WRITERS.items()}
+
+
+def squashed(picture: Image.Image, side: int, by: Image.Resampling) -> Image.Image:
+    return picture.resize((side, side), by)
 
 
 def photo(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -63,11 +66,11 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
             BitImageProcessorPil(
                 size={"shortest_edge": 256}, crop_size=square, resample=3, image_mean=IMAGENET[0], image_std=IMAGENET[1]
             ),
-            normalise([scaled_and_cut(picture, 256, 224)], IMAGENET),
+            normalise([scale_and_crop(picture, 256, 224)], IMAGENET),
         ),
         "clip": (
             CLIPImageProcessorPil(size={"shortest_edge": 224}, crop_size=square),
-            normalise([scaled_and_cut(picture, 224, 224)], CLIP),
+            normalise([scale_and_crop(picture, 224, 224)], CLIP),
         ),
         "siglip": (
             SiglipImageProcessorPil(size=square, resample=3),
@@ -85,11 +88,11 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
 
 def test_each_kind_prepares_pictures_its_own_way(folders: dict[str, Path]) -> None:
     picture = photo(90, 60)
-    found = {kind: load_encoder(find_encoder(str(folder)), CPU).pixels([picture]) for kind, folder in folders.items()}
+    found = {kind: find_encoder(str(folder)).load(CPU).pixels([picture]) for kind, folder in folders.items()}
     expected = {
-        "dino": normalise([scaled_and_cut(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
-        "dinov2": normalise([scaled_and_cut(picture, 32, 28)], IMAGENET),
-        "clip": normalise([scaled_and_cut(picture, 32, 32)], CLIP),
+        "dino": normalise([scale_and_crop(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
+        "dinov2": normalise([scale_and_crop(picture, 32, 28)], IMAGENET),
+        "clip": normalise([scale_and_crop(picture, 32, 32)], CLIP),
         "siglip": normalise([squashed(picture, 32, Image.Resampling.BILINEAR)], HALF),
     }
     for kind, pixels in found.items():
@@ -101,7 +104,7 @@ def test_dinov2_looks_at_224_px_whatever_its_configuration_says(folders: dict[st
 
     config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=518, patch_size=14)
     Dinov2Model(config).save_pretrained(tmp_path)
-    encoder = load_encoder(find_encoder(str(tmp_path)), CPU)
+    encoder = find_encoder(str(tmp_path)).load(CPU)
     assert encoder.pixels([photo(300, 300)]).shape == (1, 3, 224, 224)
     assert encoder.of_pictures([photo(300, 300)]).shape == (1, 16)
 
@@ -110,7 +113,7 @@ def test_dinov2_looks_at_224_px_whatever_its_configuration_says(folders: dict[st
 def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Path]) -> None:
     from transformers import AutoModel
 
-    encoder = load_encoder(find_encoder(str(folders[kind])), CPU)
+    encoder = find_encoder(str(folders[kind])).load(CPU)
     pictures = [photo(64, 48, seed) for seed in range(3)]
     found = encoder.of_pictures(pictures)
     model = AutoModel.from_pretrained(folders[kind], local_files_only=True).eval()
@@ -128,7 +131,7 @@ def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Pat
 
 @pytest.mark.parametrize("kind", READ_PROMPTS)
 def test_prompts_are_embedded_in_the_same_space(kind: str, folders: dict[str, Path]) -> None:
-    encoder = load_encoder(find_encoder(str(folders[kind])), CPU)
+    encoder = find_encoder(str(folders[kind])).load(CPU)
     one, other, again = encoder.of_prompts(["a red star", "a large blue heart on the left", "a red star"])
     assert one.shape == encoder.of_pictures([photo(40, 40)])[0].shape
     assert torch.equal(one, again) and not torch.allclose(one, other)
@@ -136,7 +139,7 @@ def test_prompts_are_embedded_in_the_same_space(kind: str, folders: dict[str, Pa
 
 
 def test_siglip_reads_lower_case_padded_to_its_length(folders: dict[str, Path]) -> None:
-    encoder = load_encoder(find_encoder(str(folders["siglip"])), CPU)
+    encoder = find_encoder(str(folders["siglip"])).load(CPU)
     upper, lower = encoder.of_prompts(["A RED Star", "a red star"])
     assert torch.equal(upper, lower)
     ids = encoder.tokenizer("a red star").input_ids  # type: ignore[attr-defined]
@@ -148,7 +151,7 @@ def test_siglip_reads_lower_case_padded_to_its_length(folders: dict[str, Path]) 
 
 def test_dino_reads_no_prompts(folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="is a dino encoder, which reads no prompts. Use CLIP or SigLIP"):
-        load_encoder(find_encoder(str(folders["dino"])), CPU).of_prompts(["a star"])
+        find_encoder(str(folders["dino"])).load(CPU).of_prompts(["a star"])
 
 
 def operations_of(recorder: Recorder) -> int:
@@ -164,7 +167,7 @@ def operations_of(recorder: Recorder) -> int:
 def test_memory_and_operations_are_predicted_without_weights(kind: str, folders: dict[str, Path]) -> None:
     about = find_encoder(str(folders[kind]))
     recorder = Recorder(cuda=False)
-    assert encoding(about, recorder) > 4 * about.parameters
+    assert encoding_bytes(about, recorder) > 4 * about.parameters
     operations = operations_of(recorder)
     side, patch = (28, 14) if kind == "dinov2" else (32, 8)
     tokens = (side // patch) ** 2 + (kind != "siglip")
@@ -222,7 +225,7 @@ def test_a_broken_folder_is_refused_with_its_reason(damage: str, folders: dict[s
     harm, message = BROKEN[damage]
     harm(folder)
     with pytest.raises(UserError, match=message):
-        load_encoder(find_encoder(str(folder)), CPU)
+        find_encoder(str(folder)).load(CPU)
 
 
 def test_weights_that_are_not_finite_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -231,7 +234,7 @@ def test_weights_that_are_not_finite_are_refused(folders: dict[str, Path], tmp_p
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor * torch.nan for name, tensor in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(UserError, match="embeddings are not finite. Its weights are damaged"):
-        load_encoder(find_encoder(str(folder)), CPU).of_pictures([photo(32, 32)])
+        find_encoder(str(folder)).load(CPU).of_pictures([photo(32, 32)])
 
 
 @pytest.mark.parametrize(
@@ -290,9 +293,9 @@ def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -
     about = find_encoder(str(tmp_path / name))
     assert about.parameters / 1e6 == pytest.approx(millions, rel=0.01)
     recorder = Recorder(cuda=False)
-    predicted, operations = encoding(about, recorder), operations_of(recorder)
+    predicted, operations = encoding_bytes(about, recorder), operations_of(recorder)
     clock, cpu = time.perf_counter(), time.process_time()
-    encoder = load_encoder(about, CPU)
+    encoder = about.load(CPU)
     loaded = time.perf_counter() - clock, time.process_time() - cpu
     photos = [photo(640, 480, seed) for seed in range(4)]
     cpu = time.process_time()

@@ -18,7 +18,7 @@ from tiny_encoders import write_clip, write_dino
 from simpletune.apps.cli.evaluate import evaluate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.evaluate import evaluate as command
-from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
+from simpletune.commands.evaluate.encoders import find_encoder
 from simpletune.commands.evaluate.estimate import estimate_stages
 from simpletune.commands.evaluate.evaluate import evaluate, plan_of
 from simpletune.commands.evaluate.generate import Gallery
@@ -75,7 +75,7 @@ def test_every_point_has_every_score_and_they_are_the_references(
     assert result["prompts"]["scored"] == ["a large red on the left", "a small blue", "a green star"]
     assert result["main"] == {"subject_fidelity": "eye", "prompt_fidelity": "reader"}
     assert result["real"] == {"pictures": 6, "of": 6}
-    eye, reader = (load_encoder(find_encoder(name), torch.device("cpu")) for name in encoders)
+    eye, reader = (find_encoder(name).load(torch.device("cpu")) for name in encoders)
     real = [Image.open(file) for file in sorted(tiny_pictures.glob("*.png"))]
     for point in result["points"]:
         drawn = pictures_in(run, point)
@@ -146,7 +146,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
 
         monkeypatch.setattr(owner, name, stopping)
 
-    from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
+    from simpletune.commands.evaluate.encoders import ImageEncoder
 
     counting(Sampler, "latents", 0)
     counting(ImageEncoder, "of_pictures", 1)

@@ -28,7 +28,7 @@ from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressRep
 from tiny_encoders import write_clip
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.evaluate.encoders.loading import find_encoder
+from simpletune.commands.evaluate.encoders import find_encoder
 from simpletune.system import hub as ours
 from simpletune.system.hub import (
     HubFile,

@@ -17,12 +17,10 @@ from PIL import Image
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
-from simpletune.commands.generate import shared_base
-from simpletune.commands.generate.compare import compare
+from simpletune.commands.generate import session as session_module
+from simpletune.commands.generate.compare import compare, latent_distance
 from simpletune.commands.generate.generate import generate
-from simpletune.commands.generate.image_scores import latent_distance
-from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
-from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.commands.generate.session import GenerationSession, GenerationSpeed, SharedBase
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
@@ -160,7 +158,7 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     }  # fmt: skip
     models["both"] = combine([models["half"], models["b"]])
     shared, loads = SharedBase(config, CPU, {SIZE}), []
-    monkeypatch.setattr(shared_base, "load_weights", lambda *given: loads.append(given) or load_weights(*given))
+    monkeypatch.setattr(session_module, "load_weights", lambda *given: loads.append(given) or load_weights(*given))
     order = ["a", "half", "a", "base", "half", "both", "half", "b", "base", "all", "base"]
     expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
     for name in order:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from simpletune.apps.cli.main import main
 from simpletune.apps.cli.train import of_folder
-from simpletune.commands.doctor.finding import OK, WARNING, Finding
+from simpletune.commands.doctor.machine import OK, WARNING, Finding
 from simpletune.commands.init import Answers, Suggestion, command, inspect_folder, machine, suggest
 from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import ask

@@ -27,7 +27,7 @@ from simpletune.adapters.text.side import AppliedText, TextSide
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
 from simpletune.apps.serve.requests import ImageRequest
-from simpletune.commands.generate.same_weights import without_twins
+from simpletune.commands.generate.compare import without_twins
 from simpletune.models.shared.text_layers import split_text
 from simpletune.runs.push import files_of
 from simpletune.runs.report.run_data import read_run

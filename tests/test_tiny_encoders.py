@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.tiny_models import train_tiny_encoders as script
 from simpletune.commands.evaluate import scores
-from simpletune.commands.evaluate.encoders.encoder import ImageEncoder
-from simpletune.commands.evaluate.encoders.loading import find_encoder, load_encoder
+from simpletune.commands.evaluate.encoders import ImageEncoder, find_encoder
 from simpletune.data.demo import ENCODERS, pictures
 from simpletune.data.demo.pictures import Scene
 
@@ -22,12 +21,12 @@ SHIPPED = ENCODERS["demo:tiny-dino"].parent
 
 @pytest.fixture(scope="module")
 def dino() -> ImageEncoder:
-    return load_encoder(find_encoder("demo:tiny-dino"), torch.device("cpu"))
+    return find_encoder("demo:tiny-dino").load(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def clip() -> ImageEncoder:
-    return load_encoder(find_encoder("demo:tiny-clip"), torch.device("cpu"))
+    return find_encoder("demo:tiny-clip").load(torch.device("cpu"))
 
 
 def embedded(encoder: ImageEncoder, drawn: list) -> np.ndarray:
@@ -96,7 +95,7 @@ def test_the_script_makes_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = {file.relative_to(SHIPPED) for file in SHIPPED.rglob("*")}
     assert {file.relative_to(tmp_path / "made") for file in (tmp_path / "made").rglob("*")} == expected
     for kind in ("dino", "clip"):
-        encoder = load_encoder(find_encoder(str(tmp_path / "made" / f"tiny_{kind}")), torch.device("cpu"))
+        encoder = find_encoder(str(tmp_path / "made" / f"tiny_{kind}")).load(torch.device("cpu"))
         assert encoder.of_pictures([pictures.draw_subject("white", "small", "on the left")]).isfinite().all()
         logged = [json.loads(line) for line in (tmp_path / "made" / f"tiny_{kind}_log.jsonl").read_text().splitlines()]
         assert logged[-1]["step"] == 4 and math.isfinite(logged[-1]["loss"])

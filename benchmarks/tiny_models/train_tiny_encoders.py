@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from benchmarks.tiny_models import vocabulary
 from benchmarks.tiny_models.log import log_line
 from benchmarks.tiny_models.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
-from simpletune.commands.evaluate.encoders.dino import SHORTER, TRAINED
-from simpletune.commands.evaluate.encoders.encoder import CLIP, IMAGENET, normalise, scaled_and_cut
+from simpletune.commands.evaluate.encoders import CLIP, IMAGENET, SHORTER, TRAINED, normalise, scale_and_crop
 from simpletune.data.demo import ENCODERS, pictures
 from simpletune.system.atomic import new_folder
 
@@ -48,7 +47,7 @@ UNKNOWN = -100  # cross-entropy's ignore_index
 
 def bytes_of(drawn: Sequence[Image.Image], shorter: int) -> Tensor:  # [b, s, s, 3] of bytes
     """Preprocess pictures up to their normalisation."""
-    return torch.from_numpy(np.stack([np.asarray(scaled_and_cut(each, shorter, SIDE)) for each in drawn]))
+    return torch.from_numpy(np.stack([np.asarray(scale_and_crop(each, shorter, SIDE)) for each in drawn]))
 
 
 def noisy(values: Tensor, norm: tuple, rng: torch.Generator) -> Tensor:  # [b, s, s, 3] -> [b, 3, s, s]
@@ -178,7 +177,7 @@ def dino_accuracy(model: PreTrainedModel, count: int = 200, seed: int = 99) -> f
     chosen = [figure for figure in figures(4 * count, seed) if figure not in seen][:count]
     views = [[view(figure, 10**6 + 2 * number + which) for number, figure in enumerate(chosen)] for which in range(2)]
     shorter = round(SIDE * SHORTER / TRAINED)
-    cut = [[scaled_and_cut(each, shorter, SIDE) for each in drawn] for drawn in views]
+    cut = [[scale_and_crop(each, shorter, SIDE) for each in drawn] for drawn in views]
     one, other = (
         F.normalize(model(pixel_values=normalise(each, IMAGENET)).last_hidden_state[:, 0], dim=-1) for each in cut
     )
@@ -191,7 +190,7 @@ def clip_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, co
     attribute; and as ``caption``, how often its own caption is the nearest of all."""
     drawn, captions, scenes = scenes_with_captions(count, 98, held_out=True)
     rng = np.random.default_rng(98)
-    pixels = normalise([scaled_and_cut(each, SIDE, SIDE) for each in drawn], CLIP)
+    pixels = normalise([scale_and_crop(each, SIDE, SIDE) for each in drawn], CLIP)
 
     def embedded(texts: list[str]) -> Tensor:  # [b, d]
         ids = tokenizer(texts, padding="max_length", max_length=vocabulary.CLIP_LENGTH, return_tensors="pt")

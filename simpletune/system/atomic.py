@@ -137,7 +137,16 @@ def flush_to_disk(path: Path) -> None:
 def remove_stale(folder: Path) -> None:
     """Remove unfinished files of killed processes from a folder, but not those of running ones."""
     for entry in folder.glob(".*.part") if folder.is_dir() else ():
-        if _is_abandoned(entry):
+        match = _SHARED.match(entry.name)
+        try:
+            if match and match[1] == _machine():
+                has_ended = not Path(f"/proc/{match[2]}").exists() and Path("/proc/self").exists()
+                abandoned = has_ended and int(match[2]) != os.getpid()
+            else:
+                abandoned = time.time() - entry.stat().st_mtime > STALE
+        except FileNotFoundError:
+            continue
+        if abandoned:
             remove(entry)
 
 
@@ -147,13 +156,3 @@ def remove(entry: Path) -> None:
         shutil.rmtree(entry, ignore_errors=True)
     else:
         entry.unlink(missing_ok=True)
-
-
-def _is_abandoned(entry: Path) -> bool:
-    match = _SHARED.match(entry.name)
-    if match and match[1] == _machine():
-        return int(match[2]) != os.getpid() and not Path(f"/proc/{match[2]}").exists() and Path("/proc/self").exists()
-    try:
-        return time.time() - entry.stat().st_mtime > STALE
-    except FileNotFoundError:
-        return False

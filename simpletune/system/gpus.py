@@ -95,12 +95,8 @@ def find_card(text: str) -> Card:
 
 
 def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> Card:
-    """Describe the device in use, with figures from the table if the card is known.
-
-    Args:
-        name: CUDA's name, such as ``NVIDIA GeForce RTX 4090``.
-        total: memory in bytes that torch reports.
-    """
+    """Describe the device in use by CUDA's name (``NVIDIA GeForce RTX 4090``) and the bytes of memory that torch
+    reports, with figures from the table if the card is known."""
     like = min(cards_like(name), key=lambda card: abs(card.bytes - total), default=None)
     gib = total / GIB
     if like is None:

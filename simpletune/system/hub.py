@@ -398,7 +398,20 @@ def _explain(error: BaseException, repository: Repository, file: HubFile | None)
     if "ProxyError" in _class_names(error):
         return Unreachable(f"{name}: the proxy refuses the connection to the hub. Check HTTPS_PROXY and NO_PROXY")
     if isinstance(error, (errors.HTTPError, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)):
-        return _explain_silence(error, name, file)
+        # a missing or interrupted response
+        slow = bool(_class_names(error) & {"TimeoutException", "TimeoutError"})
+        if file is not None:
+            what = "the download timed out" if slow else "the connection was interrupted"
+            return UserError(
+                f"{name}: {what} while fetching {file.path} ({file.size:,} bytes). "
+                "Start again: this file is fetched from the start, complete files are kept"
+                + (" (HF_HUB_DOWNLOAD_TIMEOUT sets the seconds to wait)" if slow else "")
+            )
+        what = "the hub did not respond in time" if slow else f"the hub cannot be reached ({type(error).__name__})"
+        return Unreachable(
+            f"{name} is not in the local cache, and {what}. Check the network and HTTPS_PROXY, try again, or "
+            f"{LOCAL_FOLDER}"
+        )
     if kind := reason_full(error):
         return DiskFull(
             f"{name}: the disk of {cache} {kind}; complete files are kept. "
@@ -408,22 +421,6 @@ def _explain(error: BaseException, repository: Repository, file: HubFile | None)
         return UserError(f"{name}: {cache} cannot be written ({error.strerror}). Set HF_HOME to another folder")
     without_xet = ", set HF_HUB_DISABLE_XET=1" if isinstance(error, RuntimeError) else ""
     return Unreachable(f"{name} cannot be fetched ({type(error).__name__}). Try again{without_xet}, or {LOCAL_FOLDER}")
-
-
-def _explain_silence(error: BaseException, name: str, file: HubFile | None) -> UserError:
-    """Explain a missing or interrupted response."""
-    slow = bool(_class_names(error) & {"TimeoutException", "TimeoutError"})
-    if file is not None:
-        what = "the download timed out" if slow else "the connection was interrupted"
-        return UserError(
-            f"{name}: {what} while fetching {file.path} ({file.size:,} bytes). "
-            "Start again: this file is fetched from the start, complete files are kept"
-            + (" (HF_HUB_DOWNLOAD_TIMEOUT sets the seconds to wait)" if slow else "")
-        )
-    what = "the hub did not respond in time" if slow else f"the hub cannot be reached ({type(error).__name__})"
-    return Unreachable(
-        f"{name} is not in the local cache, and {what}. Check the network and HTTPS_PROXY, try again, or {LOCAL_FOLDER}"
-    )
 
 
 def _explain_answer(error: BaseException, repository: Repository, file: HubFile | None) -> UserError:

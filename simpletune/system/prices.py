@@ -45,9 +45,12 @@ SHIPPED = ASSETS / "prices.json"
 def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
     """Return prices by lower-case card name; a user's file (of the command line, else ``output.prices``) overrides the
     prices that ship with this package."""
-    given = read_prices(file) if file else read_prices(Path(configured), "output.prices") if configured else {}
-    both = [read_prices(SHIPPED), given]
-    return {name.lower(): price for prices in both for name, price in prices.items()}
+    prices = [read_prices(SHIPPED)]
+    if file:
+        prices.append(read_prices(file))
+    elif configured:
+        prices.append(read_prices(Path(configured), "output.prices"))
+    return {name.lower(): price for each in prices for name, price in each.items()}
 
 
 def card_price(card: Card, configured: str | None = None, file: Path | None = None) -> Price | None:

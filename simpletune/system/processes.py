@@ -6,10 +6,8 @@ import os
 
 
 def is_first_process() -> bool:
-    """Whether this process prints and writes for all; true for a single process.
-
-    For code without an ``Accelerator``; agrees with its ``is_main_process``, because launchers set ``RANK``.
-    """
+    """Whether this process prints and writes for all; true for a single process."""
+    # For code without an Accelerator; agrees with its is_main_process, because launchers set RANK.
     return process_number() == 0
 
 

@@ -51,11 +51,6 @@ INDEX_SUFFIX = ".shards.json"
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 
 
-def bytes_per_number(kind: str) -> int:
-    """Return the bytes per number; 1 for unknown types, as in all newer ones."""
-    return TYPES[kind].bytes if kind in TYPES else 1
-
-
 def require_safetensors(file: Path) -> None:
     """Refuse missing files and files in other formats, above all pickles; a ``UserError`` names the format."""
     if not file.is_file():
@@ -86,8 +81,16 @@ def read_header(file: Path) -> dict[str, Any]:
             if not 2 <= length <= 100_000_000:
                 raise ValueError
             header = json.loads(handle.read(length))
-        entries = [value for name, value in header.items() if name != "__metadata__"]
-        size = 8 + length + max((_end(entry) for entry in entries), default=0)
+        size = 8 + length
+        for entry in (value for name, value in header.items() if name != "__metadata__"):
+            begin, end = entry["data_offsets"]
+            numbers = [begin, end, *entry["shape"]]
+            if not isinstance(entry["dtype"], str) or any(type(n) is not int or n < 0 for n in numbers) or end < begin:
+                raise ValueError
+            kind = TYPES.get(entry["dtype"])
+            if kind is not None and end - begin != math.prod(entry["shape"]) * kind.bytes:
+                raise ValueError
+            size = max(size, 8 + length + end)
         about = header.get("__metadata__") or {}
         if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
             raise ValueError
@@ -96,18 +99,6 @@ def read_header(file: Path) -> dict[str, Any]:
     if file.stat().st_size < size:
         raise UserError(f"{file} is truncated: {file.stat().st_size:,} of {size:,} bytes. Download it again")
     return header
-
-
-def _end(entry: Any) -> int:
-    """Return the end offset of a header entry; ``ValueError`` and the like say that it is invalid."""
-    begin, end = entry["data_offsets"]
-    numbers = [begin, end, *entry["shape"]]
-    if not isinstance(entry["dtype"], str) or any(type(n) is not int or n < 0 for n in numbers) or end < begin:
-        raise ValueError
-    kind = TYPES.get(entry["dtype"])
-    if kind is not None and end - begin != math.prod(entry["shape"]) * kind.bytes:
-        raise ValueError
-    return end
 
 
 class WeightReader:
@@ -228,11 +219,12 @@ class SafetensorsWriter:
     def __init__(self, file: Path, entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]):
         self._file = file
         self._entries: dict[str, Any] = {}
+        # bytes per number; 1 for unknown types, as in all newer ones
+        widths = {name: TYPES[kind].bytes if kind in TYPES else 1 for name, (kind, _) in entries.items()}
         offset = 0
-        for name, (kind, shape) in sorted(
-            entries.items(), key=lambda entry: (-bytes_per_number(entry[1][0]), entry[0])
-        ):
-            end = offset + bytes_per_number(kind) * math.prod(shape)
+        for name in sorted(entries, key=lambda name: (-widths[name], name)):
+            kind, shape = entries[name]
+            end = offset + widths[name] * math.prod(shape)
             self._entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         header = {"__metadata__": dict(metadata), **self._entries} if metadata else self._entries

@@ -80,12 +80,9 @@ def deferred_signals(processes: int) -> Iterator[None]:
 
 
 def poll() -> None:
-    """Stop if a signal was received, during work that can be interrupted anywhere.
-
-    Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
-    Each call counts as progress.
-    """
+    """Count progress, and stop if a signal was received, during work that can be interrupted anywhere."""
     progressed.count += 1
+    # Before training, the handler raises by itself, but Python loses an exception raised while it finalises an object.
     if Signals.received is not None and (Signals.may_stop_in_poll or not Signals.deferred):
         raise Stopped(Signals.received)
 

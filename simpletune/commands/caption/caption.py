@@ -15,7 +15,6 @@ from simpletune.commands.caption.captioner import Captioner
 from simpletune.commands.caption.loading import (
     PRECISIONS,
     CaptionerInfo,
-    CaptionerMemory,
     estimate_memory,
     find_captioner,
     load_captioner,
@@ -77,11 +76,11 @@ def run(request: CaptionRequest) -> CaptionOutcome:
         say(f"note    {names}: the same name as another picture, so they share its caption file")
     precision = PRECISIONS[request.precision]
     device = _device(request)
-    prediction = estimate_memory(about, precision, request.batch, request.length)
-    _require_room(request, prediction, device)
+    weights, working = estimate_memory(about, precision, request.batch, request.length)
+    _require_room(request, weights, working, device)
     outcome = CaptionOutcome(0, 0, [f"{each.name}: {each.reason}" for each in work.rejected])
     if work.wanted and not request.only_predict:
-        _caption_all(request, about, work.wanted, (precision, device), outcome)
+        _caption_all(request, about, work.wanted, precision, device, outcome)
     say(f"written {plural(outcome.written, 'caption')}")
     if outcome.cut:
         longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
@@ -112,21 +111,21 @@ def _device(request: CaptionRequest) -> torch.device:
     return device
 
 
-def _require_room(request: CaptionRequest, prediction: CaptionerMemory, device: torch.device) -> None:
-    """Print the prediction, and refuse a model that does not fit on a card."""
-    batch = f"{plural(request.batch, 'picture')} at a time"
+def _require_room(request: CaptionRequest, weights: int, working: int, device: torch.device) -> None:
+    """Print the predicted bytes, and refuse a model that does not fit on a card."""
+    total = weights + working
     say(
-        f"memory  predicted {prediction.total / MIB:,.0f} MiB on the device: {prediction.weights / MIB:,.0f} of "
-        f"weights in {request.precision}, about {prediction.work / MIB:,.0f} for {batch}"
+        f"memory  predicted {total / MIB:,.0f} MiB on the device: {weights / MIB:,.0f} of weights in "
+        f"{request.precision}, about {working / MIB:,.0f} for {plural(request.batch, 'picture')} at a time"
     )
     if device.type != "cuda":
         return
     card, held = card_at_hand(device)
-    if needed(prediction.total) + held > card.bytes:
+    if needed(total) + held > card.bytes:
         cheaper = [] if request.precision == "int8" else ["--precision int8"]
         cheaper += ["--batch-size 1"] if request.batch > 1 else []
         raise UserError(
-            f"memory: captioning needs {needed(prediction.total) / MIB:,.0f} MiB and {card.name} has "
+            f"memory: captioning needs {needed(total) / MIB:,.0f} MiB and {card.name} has "
             f"{(card.bytes - held) / MIB:,.0f} free. Use {' or '.join([*cheaper, 'a smaller model'])}"
         )
 
@@ -135,12 +134,13 @@ def _caption_all(
     request: CaptionRequest,
     about: CaptionerInfo,
     wanted: Sequence[UncaptionedPicture],
-    on: tuple[WeightPrecision, torch.device],
+    precision: WeightPrecision,
+    device: torch.device,
     outcome: CaptionOutcome,
 ) -> None:
     for folder in {one.picture.parent for one in wanted}:
         remove_stale(folder)  # left by a run that was killed
-    captioner = load_captioner(about, *on, request.prompt)
+    captioner = load_captioner(about, precision, device, request.prompt)
     with progress("caption", len(wanted), "pictures") as advance:
         for start in range(0, len(wanted), request.batch):
             batch: list[tuple[UncaptionedPicture, Image.Image]] = []

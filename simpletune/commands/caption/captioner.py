@@ -53,6 +53,8 @@ class Captioner(ABC):
     own_prompt: ClassVar[str]
     continues: ClassVar[bool] = True
     """Whether the caption continues the prompt's tokens rather than being decoded separately."""
+    answers: ClassVar[bool] = False
+    """Whether the prompt is a question, which the caption leaves out, rather than its beginning."""
 
     def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
         self.model = model
@@ -98,15 +100,9 @@ class Captioner(ABC):
             ValueError: the model does not accept a picture's shape.
         """
 
-    def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
-        """Turn generated ids into text; the prompt's ids are for the kinds that repeat them."""
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-
     @torch.no_grad()
     def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
         """Write the most likely caption of each RGB picture, of at most ``length`` tokens, and whether it was cut off.
-
-        Ignores sampling in the folder's settings.
 
         Raises:
             ValueError: the model does not accept a picture's shape.
@@ -122,12 +118,13 @@ class Captioner(ABC):
         room = self.model.config.text_config.max_position_embeddings - given.shape[1] * self.continues
         if length > room:
             raise UserError(f"--max-new-tokens {length}: this model has room for {max(0, room):,} beside its prompt")
+        # whatever sampling the folder's settings ask for
         unsampled = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with quiet():
             ids = self.model.generate(**inputs, max_new_tokens=length, **unsampled)
         new, ends = self.new_ids(ids, given), self.ends()
         cut = [not any(int(each) in ends for each in row) and len(row) >= length for row in new]
-        return self.texts(ids, given), cut
+        return self.tokenizer.batch_decode(new if self.answers else ids, skip_special_tokens=True), cut
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
         """Return the generated tokens without the prompt."""

@@ -36,20 +36,6 @@ class CaptionerInfo:
     digest: str  # digest of its configuration and weights
 
 
-@dataclass(frozen=True)
-class CaptionerMemory:
-    """Predicted bytes on the device."""
-
-    weights: int  # the model's weights, exact
-    # A batch of the largest pictures, approximate: the widest layer of either tower, the language model's cache, the
-    # scores of the next token, and the largest layer while it is read or dequantised.
-    work: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.work
-
-
 def find_captioner(name: str) -> CaptionerInfo:
     """Find a model and read its configuration; load no weights."""
     place = find_folder(name, "--model", "model", "florence-community/Florence-2-base")
@@ -58,8 +44,9 @@ def find_captioner(name: str) -> CaptionerInfo:
     return CaptionerInfo(place, KINDS[found], fingerprint(place.folder))
 
 
-def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int, length: int) -> CaptionerMemory:
-    """Predict memory of captions of at most ``length`` tokens from the configuration alone."""
+def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int, length: int) -> tuple[int, int]:
+    """Predict, from the configuration alone, the bytes on the device of the weights (exact), and of the work on a batch
+    of the largest pictures with captions of at most ``length`` tokens (approximate)."""
     dtype = precision.compute_dtype()
     with torch.device("meta"):
         model = about.place.empty(*about.kind.classes(about.place.config()))
@@ -75,13 +62,15 @@ def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int
         largest = max(largest, sum(each.nbytes for each in all_tensors(layer)))
         put_module(model, name, precision.convert(name, layer))
     weights = sum({id(each): each.nbytes for each in all_tensors(model)}.values())
+    # The widest layer of either tower, the language model's cache, the scores of the next token, and the largest layer
+    # while it is read or dequantised.
     beams = max(1, getattr(model.generation_config, "num_beams", None) or 1)
     shape = about.kind.shape(model)
     towers = max(shape.patches * shape.vision, shape.tokens * shape.text)
     kept = beams * shape.cached * (shape.tokens + length)
     scores = 2 * beams * shape.vocabulary  # fp32, and a sorted copy
     work = batch * (dtype.itemsize * (towers + kept) + 4 * scores)
-    return CaptionerMemory(weights, work + largest)
+    return weights, work + largest
 
 
 def load_captioner(

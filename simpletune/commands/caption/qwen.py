@@ -28,6 +28,7 @@ class Qwen(Captioner):
 
     names: ClassVar[Mapping[str, str]] = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
     processor_name = "Qwen2VL"
+    answers = True
     own_prompt = (
         "Write a caption for this picture in one or two plain sentences: the subject first, then what it does, its "
         "surroundings, the light and the style. Answer with the caption only."
@@ -94,7 +95,3 @@ class Qwen(Captioner):
             "pixel_values": prepared["pixel_values"], "image_grid_thw": grids, "input_ids": ids,
             "attention_mask": mask, "mm_token_type_ids": (ids == image).int(),
         }  # fmt: skip
-
-    def texts(self, ids: Tensor, given: Tensor) -> list[str]:  # [n, t], [n, t]
-        """Decode the answer only."""
-        return super().texts(self.new_ids(ids, given), given)

@@ -48,8 +48,15 @@ class Record:
         except UnusablePicture as reason:
             raise UserError(f"{self.place} {reason}. Remove it, and its captions count as written by hand") from None
         for line in lines:
-            if (made := _parsed(line)) is not None:  # the last may be cut off
-                self._made[made.file] = made
+            try:
+                found = strict_json.parse(line)
+            except strict_json.JsonError:  # the last may be cut off
+                continue
+            if not isinstance(found, dict):
+                continue
+            texts = {name: value for name, value in found.items() if isinstance(value, str)}
+            if found.keys() == texts.keys() == WrittenCaption.__dataclass_fields__.keys():
+                self._made[texts["file"]] = WrittenCaption(**texts)
 
     def of(self, caption: CaptionFile) -> WrittenCaption | None:
         """Return the record of a caption; None if a person wrote or edited it, or there is none."""
@@ -70,14 +77,3 @@ class Record:
 
     def _name(self, caption: CaptionFile) -> str:
         return caption.file.relative_to(self.folder).as_posix()
-
-
-def _parsed(line: str) -> WrittenCaption | None:
-    try:
-        found = strict_json.parse(line)
-    except strict_json.JsonError:
-        return None
-    if not isinstance(found, dict) or set(found) != set(WrittenCaption.__dataclass_fields__):
-        return None
-    texts = {name: value for name, value in found.items() if isinstance(value, str)}
-    return WrittenCaption(**texts) if len(texts) == len(found) else None

@@ -5,28 +5,28 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from simpletune import __version__
-from simpletune.commands.doctor import card_checks, hub_checks, step_checks, system_checks
-from simpletune.commands.doctor.finding import PROBLEM, WARNING, Check, Finding, examine
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor import checks, hub_checks
+from simpletune.commands.doctor.machine import PROBLEM, WARNING, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.console import say
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.options import UserError, plural
+from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
 
 FOUND = 1  # exit code if there are problems
 CHECKS = (
-    system_checks.python, system_checks.system, system_checks.memory, system_checks.disks, system_checks.folders,
-    system_checks.environment, system_checks.port, card_checks.driver, card_checks.torch, card_checks.card,
-    card_checks.bf16, system_checks.pinned_memory, card_checks.bitsandbytes, card_checks.quanto, card_checks.compiler,
-    card_checks.int8_products, hub_checks.login, hub_checks.licence,
+    checks.python, checks.system, checks.memory, checks.disks, checks.folders, checks.environment, checks.port,
+    checks.driver, checks.torch, checks.card, checks.bf16, checks.pinned_memory, checks.bitsandbytes, checks.quanto,
+    checks.compiler, checks.int8_products, hub_checks.login, hub_checks.licence,
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
     probe = ProbeProcess()
     findings = []
     try:
-        for finding in found(Machine(probe), steps if train else 0):
+        for finding in run_checks(Machine(probe), steps if train else 0):
             findings.append(finding)
             if not as_json:
                 for line in finding.lines():
@@ -57,29 +57,33 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
         say(f"no problem, {plural(warnings, 'warning')}. Attach {out} to a bug report")
 
 
-def found(machine: Machine, steps: int) -> Iterator[Finding]:
-    checks: dict[str, Check] = {check.__name__: partial(check, machine) for check in CHECKS}
-    for weights in step_checks.PRECISIONS if steps else ():
-        checks[f"steps {weights}"] = partial(step_checks.steps, machine, weights, steps)
-    for name, check in checks.items():
-        yield from examine(name, check)
+def run_checks(machine: Machine, steps: int) -> Iterator[Finding]:
+    """Run every check; an exception becomes a finding, with reason and source line, and does not stop the others."""
+    named: dict[str, Callable[[], Iterable[Finding]]] = {check.__name__: partial(check, machine) for check in CHECKS}
+    for weights in checks.PRECISIONS if steps else ():
+        named[f"steps {weights}"] = partial(checks.steps, machine, weights, steps)
+    for name, check in named.items():
+        try:
+            yield from check()
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+            said = f"the check failed: {describe_exception(error)} ({where})"
+            yield Finding(name, PROBLEM, said, "Its answer is unknown", "Report it with this file attached")
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Format the file: versions, then every finding."""
+    """Format the file: every finding, then the versions of the libraries."""
     now = datetime.datetime.now(datetime.UTC)
     lines = [f"simpletune doctor: simpletune {__version__}, {now:%Y-%m-%d %H:%M} UTC", ""]
     lines += [line for finding in findings for line in finding.lines()]
-    return (
-        "\n".join([*lines, "", *(f"{name} {_version(name)}" for name in (*LIBRARIES, "accelerate", "triton"))]) + "\n"
-    )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "is not installed"
+    lines.append("")
+    for name in (*LIBRARIES, "accelerate", "triton"):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return "\n".join(lines) + "\n"
 
 
 def private(text: str) -> str:

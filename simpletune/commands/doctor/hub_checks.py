@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simpletune.commands.doctor.finding import OK, WARNING, Finding
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.machine import OK, WARNING, Finding, Machine
 
 FILE = "model_index.json"
 SECONDS = 5.0  # timeout for the hub

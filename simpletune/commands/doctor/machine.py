@@ -1,4 +1,4 @@
-"""Queries of the checks to the machine. Tests replace it."""
+"""What a check takes, the machine (tests replace it), and what it yields, findings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,37 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.disk import existing, free_disk_bytes
 from simpletune.system.options import Json
 
 SECONDS = 20  # timeout of nvidia-smi
+Level = Literal["ok", "warning", "problem"]
+OK: Level = "ok"
+WARNING: Level = "warning"
+PROBLEM: Level = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding of a check."""
+
+    name: str
+    level: Level  # ``ok``; ``warning``: something is slower, smaller or unknown; ``problem``: something does not work
+    value: str
+    why: str = ""  # why it matters
+    remedy: str = ""  # what to do
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines of text; with reason and remedy only if action is needed."""
+        yield f"{self.level:<8} {self.name}: {self.value}"
+        if self.level != OK:
+            yield from (f"{'':<9}{text}" for text in (self.why, self.remedy) if text)
 
 
 def written_folders() -> dict[str, Path]:

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo, ImageEncoder
-from simpletune.commands.evaluate.encoders.loading import load_encoder
+from simpletune.commands.evaluate.encoders import EncoderInfo, ImageEncoder
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
@@ -58,7 +57,7 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
     encoder: ImageEncoder | None = None
     if any(name in jobs for name in missing) or (missing and reads_prompts):
         with plan.session.stages.stage(f"load {about.title}"):
-            encoder = load_encoder(about, device)
+            encoder = about.load(device)
     if encoder is not None:
         unseen = [name for name in missing if name in jobs]
         with plan.session.stages.stage(about.title):
@@ -73,11 +72,11 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
         del encoder
         free_memory(device)
 
-    def stacked(names: Sequence[str]) -> Array:  # [n, d]
+    def load_rows(names: Sequence[str]) -> Array:  # [n, d]
         return np.asarray(torch.stack([store.load(name)["of"] for name in names]).numpy(), dtype=np.float64)
 
-    drawn = {point: stacked(own) for point, own in names.items()}
-    return PictureEmbeddings(about, drawn, stacked(real), stacked(texts) if reads_prompts else None)
+    drawn = {point: load_rows(own) for point, own in names.items()}
+    return PictureEmbeddings(about, drawn, load_rows(real), load_rows(texts) if reads_prompts else None)
 
 
 def _open_real(picture: Picture) -> Image.Image:

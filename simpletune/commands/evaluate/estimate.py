@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
+from simpletune.commands.evaluate.encoders import EncoderInfo
 from simpletune.commands.evaluate.plan import EvaluationPlan
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.tensors import all_tensors
@@ -33,7 +33,6 @@ from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
 
-CPU = torch.device("cpu")
 CAPABILITY = (8, 9)  # without a card: an L4's
 
 
@@ -70,7 +69,7 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undra
     pictures = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
         seen = Recorder(on_card)
-        size = encoding(about, seen)
+        size = encoding_bytes(about, seen)
         stages[about.title] = StageEstimate(size, pictures * alone(seen.sections, speeds))
     forget_values()
     say(f"predict by speeds {source}")
@@ -103,7 +102,7 @@ def speeds_at_hand(cache: Path, card: Card | None) -> tuple[Speeds, str]:
     return current_cpu_speeds(), "measured on this CPU now"
 
 
-def encoding(about: EncoderInfo, recorder: Recorder) -> int:
+def encoding_bytes(about: EncoderInfo, recorder: Recorder) -> int:
     """Return the peak memory of one picture in an encoder; record the operations."""
     kind = about.kind
     with fake_tensors(), without_collection(), silent():

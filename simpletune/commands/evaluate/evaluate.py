@@ -8,8 +8,7 @@ from pathlib import Path
 
 from simpletune import __version__
 from simpletune.commands.evaluate.embed import embed
-from simpletune.commands.evaluate.encoders.encoder import EncoderInfo
-from simpletune.commands.evaluate.encoders.loading import find_encoder
+from simpletune.commands.evaluate.encoders import EncoderInfo, find_encoder
 from simpletune.commands.evaluate.estimate import estimate_stages
 from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure

@@ -10,12 +10,11 @@ from PIL import Image
 
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot
 from simpletune.commands.generate.generate import made_with
-from simpletune.commands.generate.shared_base import SharedBase
 from simpletune.data.storage.cache import FileCache
-from simpletune.runs.weights import precision_of
+from simpletune.runs.weights import Weights
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Sampler, decode
+from simpletune.stages.sample import decode
 from simpletune.system.atomic import atomic_file, quarantine
 from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, plural
@@ -88,31 +87,20 @@ def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
 
 def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) -> None:
     """Draw latents with every point's weights; a base is loaded once for all its LoRAs."""
-    session, config = plan.session, plan.session.config
-    wanted: dict[EvaluatedWeights, list[list[Shot]]] = {}
+    session = plan.session
+    points: dict[Weights, EvaluatedWeights] = {}
+    wanted: dict[Weights, list[list[Shot]]] = {}
     for point in plan.points:
         groups = [group for group in plan.groups() if any(plan.keys[point, shot] in undrawn for shot in group)]
         if groups:
-            wanted[point] = groups
-    shots = [shot.request for groups in wanted.values() for group in groups for shot in group]
-    prompts = [prompt for each in shots for prompt in (each.prompt, each.negative_prompt)]
-    texts = session.encoded([point.weights for point in wanted], prompts)
-    shared = SharedBase(config, session.device, {(r.width, r.height) for r in shots}, session.speed.compiled)
-    points = {point.weights: point for point in wanted}
-    say(f"draw    {plural(len(shots), 'picture')} by {plural(len(wanted), 'model')}")
-    with progress("draw", len(shots), "pictures") as advance:
-        for weights in shared.grouped_by_base(points):
-            with session.stages.stage("load"):
-                denoiser, modulation = shared.use(weights)
-            sampler = Sampler(
-                denoiser, config.model, precision_of(config, weights), modulation, session.speed.batch_size,
-                session.speed.reuse_guidance, objective=config.objective,
-            )  # fmt: skip
-            for group in wanted[points[weights]]:
-                with session.stages.stage("denoise"):
-                    drawn = sampler.latents([shot.request for shot in group], texts[weights].load)
-                for shot, z in zip(group, drawn, strict=True):
-                    gallery.latents.save(plan.keys[points[weights], shot], {"z": z})
-                    advance()
-            del denoiser, modulation, sampler
-    shared.free()
+            points[point.weights], wanted[point.weights] = point, groups
+    requests = {weights: [[shot.request for shot in group] for group in groups] for weights, groups in wanted.items()}
+    every = [request for groups in requests.values() for group in groups for request in group]
+    prompts = [prompt for each in every for prompt in (each.prompt, each.negative_prompt)]
+    texts = session.encode_prompts(list(points), prompts)
+    say(f"draw    {plural(len(every), 'picture')} by {plural(len(wanted), 'model')}")
+    with progress("draw", len(every), "pictures") as advance:
+        for weights, number, latents, _ in session.draw_latents(requests, texts):
+            for shot, z in zip(wanted[weights][number], latents, strict=True):
+                gallery.latents.save(plan.keys[points[weights], shot], {"z": z})
+                advance()

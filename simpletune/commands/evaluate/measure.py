@@ -84,10 +84,10 @@ def of_sets(
     if min(count, len(one.real)) < 2:
         return None
 
-    def computed(chosen: Sequence[int]) -> float:
+    def distance(chosen: Sequence[int]) -> float:
         return statistic(drawn[np.concatenate([rows[prompts[each]] for each in chosen])], one.real)
 
-    measured = over_sets(computed, len(prompts), interval=smallest > 1)
+    measured = over_sets(distance, len(prompts), interval=smallest > 1)
     return {**measured.as_json(), "n": count, "prompts": len(prompts)}
 
 

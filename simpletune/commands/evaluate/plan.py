@@ -161,5 +161,5 @@ def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
     found = list(different.values())
     if not found:
         raise UserError(f"{config.data.place} has no usable picture to compare with. Put the run's pictures back")
-    chosen = [found[number * len(found) // min(REAL, len(found))] for number in range(min(REAL, len(found)))]
-    return chosen, len(found)
+    count = min(REAL, len(found))
+    return [found[number * len(found) // count] for number in range(count)], len(found)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
 from torch.nn.functional import normalize
 
-from simpletune.commands.generate.compare_page import LATEST, REDIRECT, write_page
+from simpletune.commands.evaluate.encoders import ImageEncoder, find_encoder
+from simpletune.commands.generate.compare_page import LATEST, REDIRECT, ModelFigures, write_page
 from simpletune.commands.generate.generate import (
     GenerationSession,
     build_requests,
@@ -17,8 +22,6 @@ from simpletune.commands.generate.generate import (
     made_with,
     open_session,
 )
-from simpletune.commands.generate.image_scores import ModelFigures, latent_distance, open_encoder, pixel_difference
-from simpletune.commands.generate.same_weights import without_twins
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
 from simpletune.estimate.job_estimate import MIB, needed
@@ -35,10 +38,13 @@ from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
+from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.sheets import grid
 
 SCALES = (0.5, 1.0)
 PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
+ENCODERS = {"--clip": ("clip",), "--dino": ("dino", "dinov2")}
+"""The kinds of encoders that each option takes."""
 
 
 def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> list[Weights]:
@@ -84,6 +90,56 @@ def resolve_weights(text: str) -> list[Weights]:
     if found.scale is not None and found.lora is None:
         raise UserError(f"{text}: a full model has no strength. Leave out :{found.scale:g}")
     return [find_weights(found)]
+
+
+def without_twins(models: Sequence[Weights]) -> list[Weights]:
+    """Drop duplicates. Of two models with equal weights, keep the one with the later position and name, because
+    checkpoints are ordered by step; for full models keep the result, which has the base's precision."""
+    kept: list[Weights] = []
+    for weights in dict.fromkeys(models):
+        twin = next((each for each in kept if _are_same(each, weights)), None)
+        if twin is not None:
+            say(f"{twin.title} and {weights.title} have the same weights: one column, {weights.title}")
+            kept.remove(twin)
+            weights = replace(twin, short=weights.title) if weights.trained else weights
+        kept.append(weights)
+    return kept
+
+
+def _are_same(a: Weights, b: Weights) -> bool:
+    if a.merged != b.merged or [token for _, token in a.embeddings] != [token for _, token in b.embeddings]:
+        return False
+    if not _equal_files(a.embeddings, b.embeddings):
+        return False
+    if a.embeddings and not (a.lora or b.lora or a.trained or b.trained or a.denoiser or b.denoiser):
+        return True
+    if a.loras and [scale for _, scale in a.loras] == [scale for _, scale in b.loras]:
+        return _equal_files(a.loras, b.loras)
+    trained, whole = (a.trained, b.denoiser) if a.trained else (b.trained, a.denoiser)
+    if trained is None or whole is None:
+        return False
+    if trained.resolve().parents[2] != whole.resolve().parent:  # RUN/checkpoints/step-N/FILE and RUN/transformer
+        return False  # of different runs: they need not be read
+    return _holds_all_of(sorted(whole.glob("*.safetensors")), trained)
+
+
+def _equal_files(a: Sequence[tuple[Path, object]], b: Sequence[tuple[Path, object]]) -> bool:
+    """Whether the files of two lists hold the same tensors, pair by pair."""
+    pairs = [(one, other) for (one, _), (other, _) in zip(a, b, strict=True)]
+    return all(one == other or _holds_all_of([one], other, both=True) for one, other in pairs)
+
+
+def _holds_all_of(files: list[Path], part: Path, both: bool = False) -> bool:
+    """Whether ``files`` contain every tensor of ``part`` with equal values, compared in the type of ``files``; both:
+    and no others."""
+    whole, some = WeightReader(files), WeightReader([part])
+    if not (some.names == whole.names if both else some.names <= whole.names):
+        return False
+    for name in sorted(some.names):
+        one, other = whole.get(name), some.get(name)
+        if one.shape != other.shape or not bool((one == other.to(one.dtype)).all()):
+            return False
+    return True
 
 
 def compare(args: argparse.Namespace) -> Path:
@@ -164,6 +220,16 @@ def require_memory(session: GenerationSession, models: Sequence[Weights], reques
             )
 
 
+def pixel_difference(a: Image.Image, b: Image.Image) -> float:
+    """Mean absolute difference of two pictures' values, 0 to 1."""
+    return float(np.abs(np.asarray(a, dtype=np.float32) - np.asarray(b, dtype=np.float32)).mean() / 255)
+
+
+def latent_distance(a: Tensor, b: Tensor) -> float:
+    """Root mean square difference of two latents; latents have a variance of about 1."""
+    return float((a - b).square().mean().sqrt())
+
+
 def figures_of(session: GenerationSession, column: GeneratedImages, base: GeneratedImages) -> ModelFigures:
     """Compute one model's times, and the distance of its pictures from the base's."""
     return {
@@ -175,6 +241,11 @@ def figures_of(session: GenerationSession, column: GeneratedImages, base: Genera
         "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
         "latent_distance_from_base": [latent_distance(a, b) for a, b in zip(column.latents, base.latents, strict=True)],
     }
+
+
+def open_encoder(option: str, name: str, device: torch.device) -> ImageEncoder:
+    """Load the encoder that ``--clip`` or ``--dino`` names."""
+    return find_encoder(name, option, ENCODERS[option]).load(device)
 
 
 def add_scores(

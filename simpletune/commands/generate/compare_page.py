@@ -6,11 +6,11 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal, NotRequired, TypedDict
 
 import numpy as np
 from PIL import Image
 
-from simpletune.commands.generate.image_scores import Measure, ModelFigures
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.runs.report.page import page_template
 from simpletune.stages.sample import PictureRequest
@@ -27,6 +27,24 @@ REDIRECT = """<!doctype html>
 </html>
 """
 LOSSLESS = 256  # pixels; larger pictures are embedded as WebP, with the PNGs beside the page
+Measure = Literal["difference_from_base", "latent_distance_from_base", "clip_prompt", "clip_base", "dino_base"]
+
+
+class ModelFigures(TypedDict):
+    """One model's times and its pictures' distances from the base's, as in ``compare.json``."""
+
+    weights: str
+    title: str
+    precision: str
+    seconds_per_picture: float
+    seconds: dict[str, float]
+    difference_from_base: list[float]
+    latent_distance_from_base: list[float]
+    clip_prompt: NotRequired[list[float]]
+    clip_base: NotRequired[list[float]]
+    dino_base: NotRequired[list[float]]
+
+
 MEASURES: dict[Measure, tuple[str, str]] = {
     "difference_from_base": ("pixels", "mean difference from the base's picture, 0 to 1"),
     "latent_distance_from_base": ("latents", "root mean square distance from the base's latents"),
@@ -72,8 +90,7 @@ def write_page(
     write_text(file, text)
 
 
-def picture_data_uri(image: Image.Image) -> str:
-    """Encode a picture as a data URI: small ones losslessly, large ones as WebP."""
+def picture_data_uri(image: Image.Image) -> str:  # small ones losslessly, large ones as WebP
     data = io.BytesIO()
     lossless = max(image.size) <= LOSSLESS
     image.save(data, "PNG") if lossless else image.save(data, "WEBP", quality=92)

@@ -75,7 +75,7 @@ def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tupl
         return "base", with_embeddings(BASE, given)
     if args.lora:
         loras = [lora_weights(text, args.scale, "--lora: ") for text in args.lora]
-        return "lora", _fused(session, args, with_embeddings(combine(loras), given))
+        return "lora", _fuse_if_asked(session, args, with_embeddings(combine(loras), given))
     if session.run is None and given:
         return "embeddings", with_embeddings(Weights("base with embeddings"), given)
     if session.run is None:
@@ -84,14 +84,14 @@ def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tupl
         return "full", with_embeddings(full_model_of(session.run, session.step), given)
     weights = with_embeddings(run_result(session.run, args.scale, session.step), given)
     alone = weights.denoiser is None and weights.trained is None
-    return ("lora" if weights.lora else "embeddings" if alone else "full"), _fused(session, args, weights)
+    return ("lora" if weights.lora else "embeddings" if alone else "full"), _fuse_if_asked(session, args, weights)
 
 
 def given_embeddings(args: argparse.Namespace) -> list[Embedding]:
     return [embedding_of(text) for text in vars(args).get("embedding") or ()]
 
 
-def _fused(session: GenerationSession, args: argparse.Namespace, weights: Weights) -> Weights:
+def _fuse_if_asked(session: GenerationSession, args: argparse.Namespace, weights: Weights) -> Weights:
     """Apply ``--fuse``: add the LoRA to the base's weights, W + scale B A, so that it costs no time."""
     if not given_arguments(args, "fuse") or not args.fuse or weights.lora is None:
         return weights

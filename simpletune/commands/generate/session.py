@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,24 @@ from PIL import Image
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from simpletune.commands.generate.shared_base import SharedBase
+from simpletune.adapters.files.attach import holds_hypernetwork, load_loras
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.methods.layers import detach, move_updates, rescale
 from simpletune.config.compute import compute_to_generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant import Precision
 from simpletune.models.families import family_of
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.compile import compile_blocks
+from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.folder import newest_run
 from simpletune.runs.text_side import stand_ins_of, text_side_of
-from simpletune.runs.weights import Weights, precision_of
+from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_starts
 from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
@@ -62,6 +68,65 @@ class GeneratedImages:
     decode: float  # seconds per picture in the autoencoder
 
 
+class SharedBase:
+    """A transformer that is loaded once and used by itself or with one set of LoRAs at a time.
+
+    Switching between LoRAs on one base replaces only the LoRA. To draw with the base, all LoRAs are detached, so it
+    computes exactly as in a process that never loaded one. Other weights (a full model, a fused LoRA) are loaded when
+    needed, after the previous ones are freed.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, sizes: Collection[Size], compiled: bool = False):
+        self.config, self.device, self.sizes, self.compiled = config, device, sizes, compiled
+        self._transformer: Denoiser | None = None
+        self._modulation: DetachedModulation | None = None
+        self._loaded: Weights | None = None
+        self._active: Weights = BASE
+
+    def use(self, weights: Weights) -> tuple[Denoiser, DetachedModulation | None]:
+        """Return the transformer with these weights, and its modulation if it was detached. The transformer of an
+        earlier call then has these weights too, or is freed."""
+        base = self.base_of(weights)
+        if self._transformer is None or base != self._loaded:
+            self.free()
+            self._transformer, self._modulation = load_weights(self.config, base, self.device, self.sizes)
+            self._loaded, self._active = base, base
+            if self.compiled:
+                compile_blocks(self._transformer, self.device)
+        if base == replace(BASE, label=""):  # others are loaded with their LoRAs
+            if weights.lora == self._active.lora and not (weights.more or self._active.more):
+                rescale(self._transformer, weights.scale)
+            else:
+                detach(self._transformer)
+                if weights.loras:
+                    load_loras(self._transformer, weights.loras)
+                    move_updates(self._transformer, self.device)
+            self._active = weights
+        return self._transformer, self._modulation
+
+    def grouped_by_base(self, models: Iterable[Weights]) -> list[Weights]:
+        """Reorder models so that those on one base are adjacent and no base is loaded twice."""
+        bases: dict[Weights, list[Weights]] = {}
+        for weights in models:
+            bases.setdefault(self.base_of(weights), []).append(weights)
+        return [weights for group in bases.values() for weights in group]
+
+    def base_of(self, weights: Weights) -> Weights:
+        """Return the weights to load before these can be applied; equal for all that can share a base."""
+        shared = weights.lora is not None and not weights.merged
+        if shared and self.config.memory.modulation == "plan":
+            # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
+            is_conditioning = self.config.model.is_conditioning
+            # A hypernetwork changes no layer.
+            files = [file for file, _ in weights.loras if not holds_hypernetwork(file)]
+            shared = not any(is_conditioning(layer) for file in files for layer in read_lora(file))
+        return replace(BASE, label="") if shared else replace(weights, label="", short="", embeddings=())
+
+    def free(self) -> None:
+        self._transformer = self._modulation = self._loaded = None
+        free_memory(self.device)
+
+
 @dataclass
 class GenerationSession:
     """Everything for drawing that does not depend on the weights: configuration, device, prompts, autoencoder."""
@@ -80,33 +145,18 @@ class GenerationSession:
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
         """
-        config, speed, count = self.config, self.speed, len(requests)
-        texts = self.encoded(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
-        starts: list[Tensor | None] = [None] * count
+        config = self.config
+        texts = self.encode_prompts(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
+        starts: list[Tensor | None] | None = None
         if any(request.image is not None for request in requests):
             with self.stages.stage("encode"):
                 vae = self.autoencoder()
                 starts = encode_starts(vae, config.model, requests)
                 del vae
                 free_memory(self.device)
-        shared = SharedBase(config, self.device, {(r.width, r.height) for r in requests}, speed.compiled)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
-        for weights in shared.grouped_by_base(dict.fromkeys(models)):
-            with self.stages.stage("load"):
-                denoiser, modulation = shared.use(weights)
-            with self.stages.stage("denoise"):
-                clock = time.perf_counter()
-                precision = precision_of(config, weights)
-                sampler = Sampler(
-                    denoiser, config.model, precision, modulation, speed.batch_size, speed.reuse_guidance,
-                    objective=config.objective,
-                )  # fmt: skip
-                latents[weights] = (
-                    sampler.latents(requests, texts[weights].load, starts),
-                    (time.perf_counter() - clock) / count,
-                )
-            del denoiser, modulation, sampler
-        shared.free()
+        for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts, starts):
+            latents[weights] = z, seconds / len(requests)
         with self.stages.stage("load"):
             vae = self.autoencoder()
         done: dict[Weights, GeneratedImages] = {}
@@ -119,7 +169,37 @@ class GenerationSession:
         free_memory(self.device)
         return [done[weights] for weights in models]
 
-    def encoded(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
+    def draw_latents(
+        self,
+        groups: Mapping[Weights, Sequence[Sequence[PictureRequest]]],
+        texts: Mapping[Weights, PromptStore],
+        starts: Sequence[Tensor | None] | None = None,
+    ) -> Iterator[tuple[Weights, int, list[Tensor], float]]:
+        """Draw every model's groups of requests; yield the model, the number of the group, its latents and the seconds
+        that they took. A base is loaded once for all its LoRAs, and the last transformer is freed at the end.
+
+        ``texts`` come from ``encode_prompts``, ``starts`` from ``encode_starts``.
+        """
+        config = self.config
+        sizes = {(each.width, each.height) for own in groups.values() for group in own for each in group}
+        shared = SharedBase(config, self.device, sizes, self.speed.compiled)
+        for weights in shared.grouped_by_base(groups):
+            with self.stages.stage("load"):
+                denoiser, modulation = shared.use(weights)
+            sampler = Sampler(
+                denoiser, config.model, precision_of(config, weights), modulation, self.speed.batch_size,
+                self.speed.reuse_guidance, objective=config.objective,
+            )  # fmt: skip
+            for number, group in enumerate(groups[weights]):
+                with self.stages.stage("denoise"):
+                    clock = time.perf_counter()
+                    latents = sampler.latents(group, texts[weights].load, starts)
+                    seconds = time.perf_counter() - clock
+                yield weights, number, latents, seconds
+            del denoiser, modulation, sampler  # before the next one is loaded
+        shared.free()
+
+    def encode_prompts(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
         """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
         config, stand_ins = self.config, stand_ins_of(models, self.config.text)
         stores: dict[str, PromptStore] = {}
@@ -168,14 +248,23 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
             "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
             "one of the two"
         )
-    _require_streamable(config)
+    resident, blocks = config.memory.resident_blocks, config.model.blocks()
+    if resident is not None and resident >= blocks:
+        raise UserError(
+            f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
+            f"Use 0 to {blocks - 1}"
+        )
+    if resident is not None and not config.precision.can_offload:
+        raise UserError(
+            f"--resident-blocks: {config.precision.weights} weights cannot be offloaded block by block. Use "
+            "another --precision"
+        )
     speed = GenerationSpeed(
         **given_arguments(args, "batch_size", "reuse_guidance"), compiled=bool(vars(args).get("compile"))
     )
     stages = StageTimer(cuda=device.type == "cuda")
-    if run is None:
-        return GenerationSession(config, None, device, reason, stages, speed)
-    return GenerationSession(config, run.folder, device, reason, stages, speed, run.step)
+    folder, step = (None, None) if run is None else (run.folder, run.step)
+    return GenerationSession(config, folder, device, reason, stages, speed, step)
 
 
 def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -204,20 +293,3 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     if args.device:
         changes["device"] = args.device
     return changes
-
-
-def _require_streamable(config: TrainConfig) -> None:
-    """Check that there are blocks to stream and that their weights can move."""
-    resident, blocks = config.memory.resident_blocks, config.model.blocks()
-    if resident is None:
-        return
-    if resident >= blocks:
-        raise UserError(
-            f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
-            f"Use 0 to {blocks - 1}"
-        )
-    if not config.precision.can_offload:
-        raise UserError(
-            f"--resident-blocks: {config.precision.weights} weights cannot be offloaded block by block. Use "
-            "another --precision"
-        )

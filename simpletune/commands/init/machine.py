@@ -8,9 +8,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from simpletune.commands.doctor.finding import OK, Finding
 from simpletune.commands.doctor.hub_checks import access, login
-from simpletune.commands.doctor.machine import Machine
+from simpletune.commands.doctor.machine import OK, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.commands.init.defaults import PROFILES, Reason, Suggestion
 from simpletune.config.load import validate
