@@ -63,8 +63,13 @@ class SampleIndex:
         """Read an ``index.parquet``, without its keys; a ``UserError`` if it is damaged."""
         index, parts = cls(), {field: [column] for field, column in cls()._sorted.items()}
         for batch in _batches(content, COLUMNS):
-            for field, column in index._columns(batch).items():
-                parts[field].append(column)
+            names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
+            shards = _renumbered(batch.column("shard"), index._shards.number)
+            layouts = _renumbered(batch.column("tensors"), lambda text: index._layouts.number(parse_layout(text)))
+            found = {"high": names[:, 0], "low": names[:, 1], "shard": shards, "layout": layouts}
+            found |= {field: batch.column(field).to_numpy() for field in ("start", "size", "crc32")}
+            for field, kind in FIELDS.items():
+                parts[field].append(found[field].astype(kind))
         index._sort({field: np.concatenate(columns) for field, columns in parts.items()})
         index.note(named_shards(content))
         return index
@@ -79,15 +84,6 @@ class SampleIndex:
         for shard in shards:
             self._shards.number(shard)
             self._lost.discard(shard)
-
-    def _columns(self, batch: RecordBatch) -> dict[str, np.ndarray]:
-        """A batch's columns, by the names of the fields in memory."""
-        names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
-        shards = _renumbered(batch.column("shard"), self._shards.number)
-        layouts = _renumbered(batch.column("tensors"), lambda text: self._layouts.number(parse_layout(text)))
-        found = {"high": names[:, 0], "low": names[:, 1], "shard": shards, "layout": layouts}
-        found |= {field: batch.column(field).to_numpy() for field in ("start", "size", "crc32")}
-        return {field: found[field].astype(kind) for field, kind in FIELDS.items()}
 
     def __len__(self) -> int:
         return len(self._sorted["high"]) + len(self._recent)
