@@ -16,7 +16,7 @@ from simpletune.runs.report.content import (
 from simpletune.runs.report.evaluations import fidelity_sections
 from simpletune.runs.report.losses import MIXED, loss_data, loss_section, loss_title
 from simpletune.runs.report.run_data import Json, RunData, outcome, resumes
-from simpletune.runs.report.settings import plain_settings, settings_of
+from simpletune.runs.report.settings import settings_of
 from simpletune.system.console import duration
 
 NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.prices", "output.report")
@@ -169,10 +169,7 @@ def table_section(runs: list[RunData], price: float | None) -> ReportSection:
 
 def differing(runs: list[RunData]) -> dict[str, list[str]]:
     """The settings in which the runs differ: path, and each run's value."""
-    tables = [
-        {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
-        for run in runs
-    ]
+    tables = [{row.path: row for row in settings_of(run.config, run.settings)} for run in runs]
     found = {}
     for path in dict.fromkeys(path for table in tables for path in table):
         rows = [table.get(path) for table in tables]
