@@ -61,11 +61,7 @@ class Attempt(BaseModel):
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Read the attempts of a run, oldest first; empty if there is no record.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the attempts of a run, oldest first; empty if there is no record, a ValueError if it is damaged."""
     file = folder / ATTEMPTS
     return TypeAdapter(list[Attempt]).validate_json(file.read_bytes()) if file.exists() else []
 
