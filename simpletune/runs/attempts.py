@@ -116,11 +116,6 @@ def total_seconds(attempts: Iterable[Attempt]) -> float:
     return round(sum(attempt.seconds for attempt in attempts), 2)
 
 
-def setup_seconds(attempts: Iterable[Attempt]) -> float:
-    """Sum the seconds before the first step of each attempt."""
-    return round(sum(attempt.seconds_setup for attempt in attempts), 2)
-
-
 def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:
     """Merge the stages of all attempts: add times and take the largest peaks."""
     found: dict[str, Stage] = {}

@@ -20,7 +20,6 @@ from simpletune.runs.attempts import (
     median_seconds,
     merged_stages,
     read_attempts,
-    setup_seconds,
     total_seconds,
 )
 from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best
@@ -63,7 +62,8 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
         for peak in ("peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"):
             summary[peak] = round_figure(peak_of_stages(stages, peak))
         summary |= {"stages": stages_as_json(stages), "device": attempts[-1].device, "attempts": len(attempts)}
-        summary |= {"seconds_total": total_seconds(attempts), "seconds_setup": setup_seconds(attempts)}
+        summary["seconds_total"] = total_seconds(attempts)
+        summary["seconds_setup"] = round(sum(attempt.seconds_setup for attempt in attempts), 2)
     for row in read_rows(run / EVALUATIONS):
         if row["step"] == steps and "drift" in row:
             summary["drift_after"] = row["drift"]

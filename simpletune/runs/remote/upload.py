@@ -86,7 +86,7 @@ class Uploader:
         linked = linked_run(self.folder) == self.index.run
         if not lost and linked:
             patience = AT_END if error is None else AT_STOP if isinstance(error, Stopped) else AT_FAILURE
-            self._last(patience, finished=error is None)
+            self._upload_rest(patience, finished=error is None)
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -133,7 +133,7 @@ class Uploader:
             self._waiting = UploadJob(step, staged, finished)
             self._changed.notify_all()
 
-    def _last(self, patience: float, finished: bool) -> None:
+    def _upload_rest(self, patience: float, finished: bool) -> None:
         """Upload everything that is left, waiting at most ``patience`` seconds."""
         found = list_checkpoints(self.folder)
         self._queue(found[-1][0] if found else None, finished)
