@@ -95,18 +95,17 @@ def clear_unsaved(config: TrainConfig) -> None:
     folder, traces = run_folder(config), profile_folder(config)
     if not folder.is_dir():
         return
-    early = {each for each in RunFile.known if each.first} | {CHECKPOINTS}
-    unsaved = []
+    unsaved = {each for each in RunFile.known if each.first} | {CHECKPOINTS}
+    gone = [traces]
     for entry in folder.iterdir():
-        if entry.name == CHECKPOINTS and entry.is_dir() and any(not LEFT_OVER.match(e.name) for e in entry.iterdir()):
+        if entry.name == CHECKPOINTS and entry.is_dir():
+            if any(not LEFT_OVER.match(saved.name) for saved in entry.iterdir()):
+                return
+        elif entry.name not in unsaved and not LEFT_OVER.match(entry.name) and not entry.name.endswith("lock"):
             return
-        if entry.name.endswith("lock"):
-            continue
-        if entry.name not in early and not LEFT_OVER.match(entry.name):
-            return
-        if entry.name != ATTEMPTS:
-            unsaved.append(entry)
-    for entry in [traces, *unsaved]:
+        if entry.name != ATTEMPTS and not entry.name.endswith("lock"):
+            gone.append(entry)
+    for entry in gone:
         remove(entry)
 
 
