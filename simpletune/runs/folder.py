@@ -61,6 +61,7 @@ for _name in ("README.md", "report.html", "report.md", "pytorch_lora_weights.saf
 RunFile("wandb", first=True)  # its own copy
 NEEDED = {each: each.rows for each in RunFile.known if each.rows}
 
+OLD_SAMPLES = 16  # of an evaluation, before per-sample losses were recorded
 LEFT_OVER = re.compile(r"^\..*\.part$")
 
 
@@ -112,6 +113,12 @@ def clear_unsaved(config: TrainConfig) -> None:
 def read_summary(folder: Path) -> Json | None:
     """Read the summary of a run; None if it is missing or damaged."""
     return read_own(folder / SUMMARY, {"steps": (int,), "steps_per_epoch": (int,), "output": (str,)})
+
+
+def earlier_validation_samples(folder: Path) -> int | None:
+    """The number of samples in a run's evaluations; None if it has made none."""
+    rows = list(read_rows(folder / EVALUATIONS))
+    return len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
 
 
 def finished_steps(folder: Path) -> int | None:

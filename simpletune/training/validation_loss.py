@@ -23,7 +23,7 @@ from simpletune.config.validation_schedule import TRAINED, choose_validation_sam
 from simpletune.data.samples import SampleDraw
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import finite_passes
-from simpletune.runs.folder import DRIFT, EVALUATIONS, read_rows
+from simpletune.runs.folder import DRIFT, earlier_validation_samples
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
@@ -32,8 +32,6 @@ from simpletune.system.disk import room_for
 from simpletune.system.options import Json
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 from simpletune.system.signals import poll
-
-OLD_SAMPLES = 16  # of an evaluation, before per-sample losses were recorded
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,7 @@ class LossEvaluator:
 def validation_samples(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
     """Choose the number of samples for evaluations, and print it; a resumed run keeps its number.
     ``samples_per_step``: the mean number that a step of all ``steps`` trains on."""
-    rows = list(read_rows(run_folder(config) / EVALUATIONS)) if resumed else []
-    before = len(rows[-1].get("eval_losses", [])) or OLD_SAMPLES if rows else None
+    before = earlier_validation_samples(run_folder(config)) if resumed else None
     chosen = choose_validation_samples(config, samples_per_step, steps, before)
     if chosen.samples:
         say(f"evaluate {chosen.in_words()}")

@@ -155,7 +155,8 @@ def table_section(runs: list[RunData], price: float | None) -> ReportSection:
             f"{final:.4f}" if final is not None else "",
             f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
         ]
-        cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
+        if price:
+            cells.append(dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else "")
         rows.append(tuple(cells))
         time = run.seconds_total
         cost = [dollars(time / 3600 * price) if time is not None else ""] if price else []
