@@ -67,6 +67,7 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
     for row in read_rows(run / EVALUATIONS):
         if row["step"] == steps and "drift" in row:
             summary["drift_after"] = row["drift"]
+            break
     overflows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= steps]
     undone = {
         "skipped_steps": sum(row["step"] <= steps for row in read_rows(run / SKIPPED)),
