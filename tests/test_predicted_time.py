@@ -26,10 +26,10 @@ from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.work import KernelWork
-from simpletune.runs.estimate_record import beside_measured, lines
 from simpletune.runs.folder import PREDICTED
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
+from simpletune.runs.summary import beside_measured, time_lines
 from simpletune.stages.plan_data import plan_data
 from simpletune.system.atomic import write_json
 from simpletune.system.environment import cpu_name
@@ -216,7 +216,7 @@ def test_a_prediction_stands_beside_what_the_run_took(tmp_path: Path) -> None:
     assert {name: pair["ratio"] for name, pair in found["stages"].items()} == {"text": 2.0, "train": 0.5}
     assert found["seconds"] == {"predicted": 7.5, "measured": 6.0, "ratio": 1.25}
     assert found["cost"] == {"predicted": pytest.approx(0.0075), "measured": pytest.approx(0.36), "ratio": 0.021}
-    first, second = lines(found)
+    first, second = time_lines(found)
     assert "0.4 s a step, measured 0.5 (0.80)" in first and "8 s of 6 s for text, train (1.25)" in first
     assert "0.0075 USD" in second and "0.36" in second
     file.write_text(json.dumps(summary | {"predicted_time": found}))
@@ -230,7 +230,7 @@ def test_a_run_of_another_length_is_compared_by_its_step(tmp_path: Path) -> None
     write_json(run / PREDICTED, a_prediction())
     found = beside_measured(run, json.loads((run / "summary.json").read_text()))
     assert found is not None and found["seconds_per_step"]["ratio"] == 0.8 and not {"stages", "seconds"} & set(found)
-    assert len(list(lines(found))) == 1
+    assert len(list(time_lines(found))) == 1
 
 
 def test_a_damaged_prediction_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

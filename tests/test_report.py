@@ -253,7 +253,8 @@ def test_the_verb_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_settings_and_their_defaults() -> None:
-    rows = {row.path: row for row in settings_of(config_of("x", precision={"weights": "int8"}, ema={"decay": 0.99}))}
+    config = config_of("x", precision={"weights": "int8"}, ema={"decay": 0.99})
+    rows = {row.path: row for row in settings_of(config, {})}
     weights, rank = rows["precision.weights"], rows["adapter.rank"]
     assert (weights.value, weights.default, weights.changed) == ("int8", "bf16", True)
     assert (rank.value, rank.default, rank.changed) == ("16", "16", False) and rank.says

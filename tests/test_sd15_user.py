@@ -62,7 +62,7 @@ def test_the_family_decides_guidance_and_resolution(run: Path) -> None:
     assert (config.data.resolution, config.validation.guidance, config.objective.name) == (1024, 4.5, "flow")
     own = validate(simple(data={"path": "demo:pictures", "resolution": 768}, validation={"guidance": 3}), "x")
     assert (own.data.resolution, own.validation.guidance) == (768, 3)
-    settings = {row.path: row for row in settings_of(run_config(run, ""))}
+    settings = {row.path: row for row in settings_of(run_config(run, ""), {})}
     assert not settings["objective.name"].changed and not settings["validation.guidance"].changed
     assert settings["data.resolution"].changed and settings["data.resolution"].default == "512"
 

@@ -20,7 +20,7 @@ from simpletune.data.storage.shards import HEADER_BYTES, ShardStore, parse_heade
 from simpletune.system.options import UserError
 from simpletune.system.stores.folder_store import FolderStore
 from simpletune.system.stores.object_store import ObjectStore
-from simpletune.system.stores.store import ObjectChanged
+from simpletune.system.stores.store import ObjectChanged, StoreError
 
 
 def opened(folder: Path) -> ShardCache:
@@ -80,6 +80,19 @@ def test_a_sample_is_set_aside_wherever_it_lies(tmp_path: Path) -> None:
     assert [key in opened(tmp_path) for key in KEYS[:3]] == [True, False, True]
     cache.save(KEYS[5], sample(KEYS[5]))  # in a file of its own, in no shard yet
     assert ".damaged" in cache.quarantine(KEYS[5]) and KEYS[5] not in cache
+
+
+def test_a_store_that_cannot_note_a_damaged_sample_says_what_to_do(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    fill(cache, KEYS[:3])
+
+    def replace(key: str, content: bytes, known: str | None) -> None:
+        raise StoreError("no rights to write")
+
+    cache.shards.store.replace = replace  # type: ignore[assignment, method-assign]
+    with pytest.raises(UserError, match="output.cache: no rights to write. Check the URL"):
+        cache.quarantine(KEYS[1])
+    assert KEYS[1] in cache
 
 
 def test_an_index_that_others_keep_replacing_is_given_up_with_words(tmp_path: Path, capsys) -> None:

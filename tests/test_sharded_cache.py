@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import failpoints
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_shards_are_plain_safetensors_and_the_index_says_where_samples_lie(tmp_p
         assert expected == {} and row["start"] % 8 == 0
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "old"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "old", "values"])
 def test_the_index_is_made_again_from_the_shards(damage: str, tmp_path: Path, capsys) -> None:
     index = tmp_path / "text/a/index.parquet"
     fill(opened(tmp_path), KEYS[:7])
@@ -114,12 +115,16 @@ def test_the_index_is_made_again_from_the_shards(damage: str, tmp_path: Path, ca
     fill(opened(tmp_path))
     whole = index.read_bytes()
     index.unlink()
-    if damage != "missing":
+    if damage == "values":
+        table = pq.read_table(pa.BufferReader(whole))
+        words = pa.array(["no layout"] * len(table)).dictionary_encode()
+        pq.write_table(table.set_column(table.schema.get_field_index("tensors"), "tensors", words), index)
+    elif damage != "missing":
         index.write_bytes(b"" if damage == "empty" else old)
     cache = opened(tmp_path)
     assert fill(cache) == []
     require_all(cache)
-    assert ("is damaged" in capsys.readouterr().out) == (damage == "empty")
+    assert ("is damaged" in capsys.readouterr().out) == (damage in ("empty", "values"))
     assert {row.key: row for row in read_rows(index.read_bytes())} == {row.key: row for row in _rows(whole, tmp_path)}
 
 

@@ -19,8 +19,8 @@ from simpletune.adapters.files.describe import describe
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
+from simpletune.commands.lora_tools.metadata import MOST, PREFIX, small_jpeg, trained_at, trigger_of
 from simpletune.config.load import validate
-from simpletune.runs.shared_metadata import MOST, PREFIX, small_jpeg, trained_at, trigger_of
 from simpletune.system.safetensors_file import content_hash
 
 LAYER = "transformer_blocks.0.attn.to_q"

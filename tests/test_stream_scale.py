@@ -122,7 +122,7 @@ def test_preparing_takes_memory_for_a_portion(million: Path, tiny_config: dict) 
         f"{million.name}: MiB more after each 10,000 rows: {[round(size) for size in sizes]}; {pace:,.0f} rows a second"
     )
     assert filling.caches.read == filling.caches.prompts == 100_000
-    held = 256 if million.name == "parquet" else 0  # row groups, up to ``rows.HELD``
+    held = 256 if million.name == "parquet" else 0  # row groups, up to ``rows.BLOCKS_IN_MEMORY``
     assert max(sizes) < 500 and sizes[-1] - max(sizes[:3]) < 50 + held
 
 

@@ -61,11 +61,7 @@ class Attempt(BaseModel):
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """Read the attempts of a run, oldest first; empty if there is no record.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the attempts of a run, oldest first; empty if there is no record, a ValueError if it is damaged."""
     file = folder / ATTEMPTS
     return TypeAdapter(list[Attempt]).validate_json(file.read_bytes()) if file.exists() else []
 
@@ -118,11 +114,6 @@ def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
 def total_seconds(attempts: Iterable[Attempt]) -> float:
     """Sum the seconds of all attempts."""
     return round(sum(attempt.seconds for attempt in attempts), 2)
-
-
-def setup_seconds(attempts: Iterable[Attempt]) -> float:
-    """Sum the seconds before the first step of each attempt."""
-    return round(sum(attempt.seconds_setup for attempt in attempts), 2)
 
 
 def merged_stages(attempts: Iterable[Attempt]) -> dict[str, Stage]:

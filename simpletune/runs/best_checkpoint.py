@@ -27,7 +27,7 @@ USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint to use."""
+    """The checkpoint to use; the summary has these fields."""
 
     step: int
     by: str  # what it was chosen by
@@ -38,10 +38,6 @@ class BestCheckpoint:
     def suffix(self) -> str:
         """The suffix to the run's name that selects it: ``@200`` or ``@200:0.8``."""
         return f"@{self.step}" + (f":{self.strength:g}" if self.strength != 1 else "")
-
-    def as_json(self) -> Json:
-        """The choice as fields of the summary."""
-        return {"step": self.step, "by": self.by, "why": self.why, "strength": self.strength}
 
 
 def choose_best(run: Path) -> BestCheckpoint | None:

@@ -90,7 +90,33 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
     written = [*held_parameters(state.model).values(), *tensors.values(), *averages.values()]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in written)  # bytes, without the exported file
     with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
-        _write(part, state, tensors, scalars)
+        metadata = metadata_of(state.config, state.step)
+        leading = rank_zero_driver(state.model)
+        if leading is None:
+            write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
+            write_safetensors(tensors, part / OPTIMIZER, {})
+            if state.average is not None:
+                write_safetensors(averages, part / AVERAGE, {})
+        else:
+            leading.tell(Command.SAVE, state.step)
+            write_together(part, leading.fsdp, state.optimizer, state.average, metadata)
+            scalars = {"values": {}, "shared": {}}
+        if state.config.adapter.exports_to_checkpoints:
+            with use_average(state.average):
+                export_result(state.config, state.model, part, metadata)
+        values = {
+            "step": state.step,
+            "config": state.config.model_dump(mode="json", by_alias=True),
+            "manifest": state.manifest,
+            "optimizer": scalars,
+            "processes": state.processes,
+            "micro_batches": state.config.train.accumulation,
+            "fp16": state.fp16,
+            "torch": torch.__version__,
+            "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
+        }
+        (part / STATE).write_text(with_checksum(values))  # last, because it has the checksums of the others
+        flush_to_disk(part / STATE)
     flush_to_disk(folder.parent)
     remove_oldest(run, state.config.checkpoint, best_step(run))
     return folder
@@ -104,43 +130,8 @@ def save_own_part(run: Path, state: TrainingState) -> None:
     write_together(part, fsdp, state.optimizer, state.average, metadata)
 
 
-def _write(part: Path, state: TrainingState, tensors: dict[str, torch.Tensor], scalars: Json) -> None:
-    """Write the files of a checkpoint, state.json last; tensors and scalars are those of the optimizer's state."""
-    metadata = metadata_of(state.config, state.step)
-    leading = rank_zero_driver(state.model)
-    if leading is None:
-        write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
-        write_safetensors(tensors, part / OPTIMIZER, {})
-        if state.average is not None:
-            write_safetensors(state.average.tensors(), part / AVERAGE, {})
-    else:
-        leading.tell(Command.SAVE, state.step)
-        write_together(part, leading.fsdp, state.optimizer, state.average, metadata)
-        scalars = {"values": {}, "shared": {}}
-    if state.config.adapter.exports_to_checkpoints:
-        with use_average(state.average):
-            export_result(state.config, state.model, part, metadata)
-    values = {
-        "step": state.step,
-        "config": state.config.model_dump(mode="json", by_alias=True),
-        "manifest": state.manifest,
-        "optimizer": scalars,
-        "processes": state.processes,
-        "micro_batches": state.config.train.accumulation,
-        "fp16": state.fp16,
-        "torch": torch.__version__,
-        "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
-    }
-    (part / STATE).write_text(with_checksum(values))
-    flush_to_disk(part / STATE)
-
-
 def find_checkpoint(resume: str, run: Path) -> SavedState | None:
-    """Find the checkpoint that ``--resume`` names: ``latest``, a checkpoint's folder, or ``auto``, the latest if any.
-
-    Raises:
-        UserError: the checkpoint does not exist or is damaged.
-    """
+    """Find the checkpoint that ``--resume`` names: ``latest``, ``auto`` (the latest, if any), or its folder."""
     if resume == "auto":
         return find_checkpoint("latest", run) if list_checkpoints(run) else None
     if resume == "latest":
@@ -178,7 +169,9 @@ def read_checkpoint(folder: Path) -> SavedState:
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
             raise ValueError(f"it belongs to step {saved.step}")
-        faults = {file: fault for file, checksum in checksums.items() if (fault := _fault(folder / file, checksum))}
+        for file, checksum in checksums.items():
+            if (fault := _fault(folder / file, checksum)) is not None:
+                raise DamagedCheckpoint(f"--resume: {folder / file} is {fault}. {older}")
     except FileNotFoundError:
         if named:
             raise DamagedCheckpoint(f"--resume: {folder / STATE} is missing. {older}") from None
@@ -192,8 +185,6 @@ def read_checkpoint(folder: Path) -> SavedState:
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         reason = redact(str(error) if isinstance(error, ValueError) else repr(error))[:200]
         raise DamagedCheckpoint(f"--resume: {folder / STATE} is damaged ({reason}). {older}") from None
-    for file, fault in faults.items():
-        raise DamagedCheckpoint(f"--resume: {folder / file} is {fault}. {older}")
     return saved
 
 

@@ -92,11 +92,8 @@ class ControlFile(Option):
 
 
 def read_requests(folder: Path) -> list[AnyRequest]:
-    """Read a run's control file; no requests if it does not exist.
-
-    Raises:
-        UserError: the file does not match ``ControlFile``; the message lists every problem.
-    """
+    """Read a run's control file; no requests if it does not exist, a UserError that lists every problem if it does not
+    match ``ControlFile``."""
     file = folder / CONTROL
     try:
         data = strict_json.read(file)
@@ -113,11 +110,7 @@ def read_requests(folder: Path) -> list[AnyRequest]:
 
 
 def ask(folder: Path, request: AnyRequest) -> AnyRequest:
-    """Add a request to a run's control file, keeping those that wait; returns it with its time set.
-
-    Raises:
-        UserError: the run is not training, or too many requests are waiting.
-    """
+    """Add a request to a run's control file, keeping those that wait; returns it with its time set."""
     if not is_held(folder):
         raise UserError(
             f"{folder} is not training, so nothing would answer. Continue it with train CONFIG --resume auto, or draw "
@@ -146,9 +139,7 @@ def new_id(kind: str) -> str:
 
 
 def read_answers(folder: Path) -> list[Json]:
-    """Read the outcomes of a run's requests, oldest first: ``id``, ``ask``, ``state``, ``step``, ``why``, ``file``.
-    Skips damaged lines.
-    """
+    """Read the outcomes of a run's requests, oldest first; skips damaged lines."""
     return _rows(folder / CONTROL_ANSWERS, {"id": str, "state": str})
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside
+from simpletune.runs.repair import parse_row, read_own, read_own_rows, set_aside
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -94,31 +94,25 @@ def clear_unsaved(config: TrainConfig) -> None:
     the record of attempts, because their time counts for this run.
     """
     folder, traces = run_folder(config), profile_folder(config)
-    if not folder.is_dir() or any(_is_worth_keeping(entry) for entry in folder.iterdir()):
+    if not folder.is_dir():
         return
-    stay = [entry for entry in folder.iterdir() if entry.name == ATTEMPTS or entry.name.endswith("lock")]
-    for entry in [traces, *(entry for entry in folder.iterdir() if entry not in stay)]:
+    unsaved = {each for each in RunFile.known if each.first} | {CHECKPOINTS}
+    gone = [traces]
+    for entry in folder.iterdir():
+        if entry.name == CHECKPOINTS and entry.is_dir():
+            if any(not LEFT_OVER.match(saved.name) for saved in entry.iterdir()):
+                return
+        elif entry.name not in unsaved and not LEFT_OVER.match(entry.name) and not entry.name.endswith("lock"):
+            return
+        if entry.name != ATTEMPTS and not entry.name.endswith("lock"):
+            gone.append(entry)
+    for entry in gone:
         remove(entry)
-
-
-def _is_worth_keeping(entry: Path) -> bool:
-    if entry.name == CHECKPOINTS and entry.is_dir():
-        return any(not LEFT_OVER.match(saved.name) for saved in entry.iterdir())
-    first = {each for each in RunFile.known if each.first}
-    return (
-        entry.name not in first | {CHECKPOINTS} and not LEFT_OVER.match(entry.name) and not entry.name.endswith("lock")
-    )
 
 
 def read_summary(folder: Path) -> Json | None:
     """Read the summary of a run; None if it is missing or damaged."""
     return read_own(folder / SUMMARY, {"steps": (int,), "steps_per_epoch": (int,), "output": (str,)})
-
-
-def read_first_validation(folder: Path) -> float | None:
-    """Read the validation loss before the first step, if known."""
-    evaluation = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))})
-    return evaluation["eval_loss"] if evaluation else None
 
 
 def earlier_validation_samples(folder: Path) -> int | None:
@@ -204,11 +198,6 @@ def record_validation(folder: Path, row: Json) -> None:
     """Record an evaluation, replacing one of the same step: a resumed run may evaluate a step again."""
     others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
     write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
-
-
-def has_validation(folder: Path, step: int) -> bool:
-    """Whether the validation loss after ``step`` steps is recorded."""
-    return any(row["step"] == step for row in read_rows(folder / EVALUATIONS))
 
 
 def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:

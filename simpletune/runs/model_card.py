@@ -34,21 +34,14 @@ RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
 
 
 def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> Path:
-    """Write the model card of a run, whose folder has the result and the grid of pictures; returns its path.
-
-    Args:
-        folder: the run's folder.
-        config: the configuration as the user gave it.
-        summary: the run's summary.
-        manifest: the training samples (``Plan.manifest``).
-    """
+    """Write the model card of a run, whose folder has the result and the grid of pictures; returns its path."""
     file = folder / CARD
     write_text(file, model_card_text(folder, config, summary, manifest))
     return file
 
 
 def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
-    """Build the text of a model card; see ``write_card`` for the arguments."""
+    """Build the text of a model card, of the configuration as the user gave it and the manifest of the run's plan."""
     example = example_of(config, manifest[0]["caption"])
     pictures = pictures_in(manifest)
     sections = [

@@ -22,11 +22,7 @@ ENDINGS = (".json", ".safetensors")
 
 def push(name: str, repository: str, private: bool, yes: bool) -> str:
     """List the files of a run's result or checkpoint (``RUN@STEP``), ask for confirmation, and upload them to
-    owner/name on the hub, which is created if missing; returns its URL.
-
-    Raises:
-        UserError: the result, the token or the consent is missing, or the hub refuses.
-    """
+    owner/name on the hub, which is created if missing; returns its URL."""
     from huggingface_hub import get_token
 
     if not HUB_NAME.match(repository):

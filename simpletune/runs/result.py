@@ -45,10 +45,9 @@ def damaged_results(config: TrainConfig, folder: Path, summary: Json) -> list[Pa
     """List the files or folders of a run's result that are missing or do not match the checksums in its summary."""
     known = summary.get(CHECKSUMS)
     recorded = known if isinstance(known, dict) else {}
-
-    def is_intact(place: Path) -> bool:
-        own = {name: value for name, value in recorded.items() if Path(name).parts[:1] == (place.name,)}
-        files = [(folder / name, value) for name, value in own.items()]
-        return bool(files) and all(file.is_file() and sha256_of(file) == value for file, value in files)
-
-    return [place for place in result_files(config, folder) if not is_intact(place)]
+    damaged = []
+    for place in result_files(config, folder):
+        files = {folder / name: value for name, value in recorded.items() if Path(name).parts[:1] == (place.name,)}
+        if not files or not all(file.is_file() and sha256_of(file) == value for file, value in files.items()):
+            damaged.append(place)
+    return damaged

@@ -22,17 +22,9 @@ PINNED = (
 def check_resumable(
     saved: SavedState, config: TrainConfig, manifest: list[Json], processes: int | None = None
 ) -> list[str]:
-    """Compare a configuration, as the user gave it, and the data's manifest with those of a checkpoint.
-
-    Args:
-        processes: current number of processes; None skips the comparison.
-
-    Returns:
-        Allowed changes, as ``path: old -> new``.
-
-    Raises:
-        UserError: a change affects the meaning of the weights or the order of samples.
-    """
+    """Compare a configuration, as the user gave it, and the data's manifest with those of a checkpoint; list the
+    allowed changes, as ``path: old -> new``. A UserError lists those that affect the meaning of the weights or the
+    order of samples. ``processes``: the current number; None skips this comparison."""
     before = saved.config
     with suppress(ValidationError):  # a field was removed since; the differences name it
         # Defaults of newer fields do not change the run.

@@ -1,10 +1,12 @@
-"""Summarise a run in summary.json, and print its data, its stop and its results."""
+"""Summarise a run in summary.json, its time and price beside the predicted ones; and print its data, its stop and its
+results."""
 
 from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
@@ -18,23 +20,23 @@ from simpletune.runs.attempts import (
     median_seconds,
     merged_stages,
     read_attempts,
-    setup_seconds,
     total_seconds,
 )
 from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints, saved_file
-from simpletune.runs.estimate_record import beside_measured
 from simpletune.runs.folder import (
     EVALUATION,
     EVALUATIONS,
     OVERFLOWS,
+    PREDICTED,
     SKIPPED,
     overflow_words,
     read_json_or_none,
     read_metrics,
     read_rows,
 )
+from simpletune.runs.repair import NUMBER, read_own
 from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, join_names, plural
@@ -42,40 +44,56 @@ from simpletune.system.safetensors_file import WeightReader
 from simpletune.system.stage_timer import peak_of_stages, round_figure, stages_as_json
 
 
-def summarise(
-    config: TrainConfig, folder: Path, steps: int, device: str, attempts: Sequence[Attempt], samples: float
-) -> Json:
-    """Summarise the measurements of a whole run; ``samples`` is those of a step in all processes, averaged over an
-    epoch."""
-    rows = read_metrics(folder)
-    return {
-        "name": config.name,
-        "device": device,
-        "steps": steps,
-        **_paced(rows, attempts, samples),
-        **_peaks(attempts),
-        **_first_and_final([row["loss"] for row in rows]),
+def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Attempt], samples: float) -> Json:
+    """Summarise what a run's files tell of its first ``steps`` steps; time and memory cover all attempts. ``samples``
+    is those of a step in all processes, averaged over an epoch."""
+    rows = [row for row in read_metrics(run) if row["step"] <= steps]
+    per_step = median_seconds(rows, attempts)  # None, like the pace and the losses, if the rows were lost
+    pace = samples / per_step if per_step else None
+    summary: Json = {"name": config.name, "steps": steps}
+    summary |= {"seconds_per_step": round_figure(per_step), "samples_per_second": round_figure(pace)}
+    if waited := [row["waited"] for row in rows if "waited" in row]:
+        summary["seconds_waited_per_step"] = round_figure(statistics.fmean(waited))
+    tenth = max(1, len(rows) // 10)
+    for name, part in (("first_loss", rows[:tenth]), ("final_loss", rows[-tenth:])):
+        summary[name] = statistics.fmean(row["loss"] for row in part) if part else None
+    if attempts:
+        stages = merged_stages(attempts)
+        for peak in ("peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"):
+            summary[peak] = round_figure(peak_of_stages(stages, peak))
+        summary |= {"stages": stages_as_json(stages), "device": attempts[-1].device, "attempts": len(attempts)}
+        summary["seconds_total"] = total_seconds(attempts)
+        summary["seconds_setup"] = round(sum(attempt.seconds_setup for attempt in attempts), 2)
+    for row in read_rows(run / EVALUATIONS):
+        if row["step"] == steps and "drift" in row:
+            summary["drift_after"] = row["drift"]
+            break
+    overflows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= steps]
+    undone = {
+        "skipped_steps": sum(row["step"] <= steps for row in read_rows(run / SKIPPED)),
+        "overflow_steps": len(overflows),
+        "fp32_blocks": sorted({block for row in overflows for block in row.get("blocks", [])}),
     }
+    summary |= {name: value for name, value in undone.items() if value}
+    if (best := choose_best(run)) is not None:
+        summary["best"] = asdict(best)
+    if (timed := beside_measured(run, summary)) is not None:
+        summary["predicted_time"] = timed
+    return summary
 
 
 def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
-    """Summarise a stopped run up to a checkpoint; time and memory cover all attempts, and the configuration has the
-    model's folder resolved."""
-    step, attempts = saved.step, read_attempts(run)
+    """Summarise a stopped run up to a checkpoint; the configuration has the model's folder resolved."""
+    step = saved.step
     buckets = samples_by_bucket(saved.manifest)
     micros = saved.micro_batches or config.train.accumulation * saved.processes
     batch = GlobalBatch(config.train.micro_batch, micros)
     per_epoch = steps_in_epoch(buckets.values(), batch)
     asked = config.steps(per_epoch)
-    summary: Json = {"name": config.name, "steps": step, "steps_asked": asked, "steps_per_epoch": per_epoch}
+    summary = summarise(run, config, step, read_attempts(run), buckets.total() / per_epoch)
+    summary |= {"steps_asked": asked, "steps_per_epoch": per_epoch}
     if step < asked:
         summary["status"] = f"finished early at step {step} of {asked}"
-    rows = [row for row in read_metrics(run) if row["step"] <= step]
-    summary |= _paced(rows, attempts, buckets.total() / per_epoch)
-    summary |= _first_and_final([row["loss"] for row in rows])
-    if attempts:
-        summary |= {"device": attempts[-1].device, "attempts": len(attempts), **_peaks(attempts)}
-        summary |= {"seconds_total": total_seconds(attempts), "seconds_setup": setup_seconds(attempts)}
     trained = WeightReader([saved_file(saved.folder, TRAINABLE)])
     before: Json = read_json_or_none(run / EVALUATION) or {}
     evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
@@ -85,53 +103,57 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
         "eval_loss_before": before.get("eval_loss"),
         "eval_loss_after": evaluated.get(step),
     }
-    summary |= {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
-    summary |= drift_at(run, step)
-    if (best := choose_best(run)) is not None:
-        summary["best"] = best.as_json()
-    if (timed := beside_measured(run, summary)) is not None:
-        summary["predicted_time"] = timed
-    return summary | left_out(run, step)
+    return summary | {key: value for key, value in before.items() if key in ("eval_loss_is", "held_out_pictures")}
 
 
-def drift_at(run: Path, step: int) -> Json:
-    """The drift from the base after ``step`` steps by group of prompts, if it was measured."""
-    found = next((row["drift"] for row in read_rows(run / EVALUATIONS) if row["step"] == step and "drift" in row), None)
-    return {} if found is None else {"drift_after": found}
-
-
-def left_out(run: Path, step: int) -> Json:
-    """Count the skipped steps, and list the blocks that compute in fp32 because they overflow fp16."""
-    rows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= step]
-    counts = {
-        "skipped_steps": sum(row["step"] <= step for row in read_rows(run / SKIPPED)),
-        "overflow_steps": len(rows),
-        "fp32_blocks": sorted({block for row in rows for block in row.get("blocks", [])}),
+def beside_measured(folder: Path, summary: Json) -> Json | None:
+    """Compare the time and price predicted when the run started (``JobTime.as_json``) with what all its attempts took:
+    ``predicted``, ``measured`` and ``ratio`` of a step, each stage, all of these stages, and the price; None without a
+    prediction. Omits everything but the step if the run's length was not as planned.
+    """
+    time = read_own(folder / PREDICTED, {"seconds_per_step": NUMBER, "seconds_by_stage": (dict,), "steps": (int,)})
+    if time is None or not summary.get("seconds_per_step"):
+        return None
+    found: Json = {name: time.get(name) for name in ("device", "speeds", "seconds_per_step_range", "bound_by")}
+    found["seconds_per_step"] = _pair(time["seconds_per_step"], summary["seconds_per_step"])
+    measured = {name: stage["seconds"] for name, stage in summary.get("stages", {}).items()}
+    stages = {
+        name: _pair(seconds, measured[name])
+        for name, seconds in time["seconds_by_stage"].items()
+        if seconds and measured.get(name)  # a stage whose results were cached took no time
     }
-    return {name: value for name, value in counts.items() if value}
+    if summary["steps"] != time["steps"] or not stages:
+        return found
+    whole = _pair(*(sum(pair[side] for pair in stages.values()) for side in ("predicted", "measured")))
+    found |= {"stages": stages, "seconds": whole}
+    price = time.get("price")
+    if price is not None:
+        from simpletune.system.prices import cost_of_picture
+
+        # Starting the process costs money, too.
+        costs = (
+            cost_of_picture(seconds, price["per_hour"]) for seconds in (whole["predicted"], summary["seconds_total"])
+        )
+        found |= {"cost": _pair(*costs), "price": price}
+    return found
 
 
-def _paced(rows: Sequence[Json], attempts: Sequence[Attempt], samples: float) -> Json:
-    """The pace of a run from the seconds of its steps; None if the rows were lost."""
-    per_step = median_seconds(rows, attempts)
-    pace = samples / per_step if per_step else None
-    waited = [row["waited"] for row in rows if "waited" in row]
-    waits = {"seconds_waited_per_step": round_figure(statistics.fmean(waited))} if waited else {}
-    return {"seconds_per_step": round_figure(per_step), "samples_per_second": round_figure(pace), **waits}
+def _pair(predicted: float, measured: float) -> Json:
+    return {"predicted": predicted, "measured": measured, "ratio": round(predicted / measured, 3)}
 
 
-def _peaks(attempts: Sequence[Attempt]) -> Json:
-    """Time and memory by stage, and the largest peaks."""
-    stages = merged_stages(attempts)
-    peaks = ("peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib")
-    return {peak: round_figure(peak_of_stages(stages, peak)) for peak in peaks} | {"stages": stages_as_json(stages)}
-
-
-def _first_and_final(losses: list[float]) -> Json:
-    """Average the loss over the first and the last tenth of the steps; None if the rows were lost."""
-    tenth = max(1, len(losses) // 10)
-    first, final = (statistics.fmean(part) if part else None for part in (losses[:tenth], losses[-tenth:]))
-    return {"first_loss": first, "final_loss": final}
+def time_lines(time: Mapping[str, Json]) -> Iterator[str]:
+    """Format what ``beside_measured`` found as at most two lines."""
+    step = time["seconds_per_step"]
+    text = f"time    predicted {step['predicted']:.3g} s a step, measured {step['measured']:.3g} ({step['ratio']:.2f})"
+    if "seconds" in time:
+        whole = time["seconds"]
+        names = ", ".join(time["stages"])
+        text += f"; {duration(whole['predicted'])} of {duration(whole['measured'])} for {names} ({whole['ratio']:.2f})"
+    yield text
+    if "cost" in time:
+        cost, currency = time["cost"], time["price"].get("currency") or ""
+        yield f"        predicted {cost['predicted']:.4g} {currency}, with its start {cost['measured']:.4g}".rstrip()
 
 
 def print_stopped(run: Path, steps: int) -> None:

@@ -23,11 +23,7 @@ StandIns = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def embedding_of(text: str) -> Embedding:
-    """Find the embeddings that ``--embedding`` names: a file or a run, with an optional ``:TOKEN``.
-
-    Raises:
-        UserError: there is no such file or run, or it holds no embeddings.
-    """
+    """Find the embeddings that ``--embedding`` names: a file or a run, with an optional ``:TOKEN``."""
     path, token = Path(text), None
     if not path.exists() and ":" in text:
         name, _, token = text.rpartition(":")
@@ -62,11 +58,7 @@ def embeddings_of(weights: Weights) -> tuple[EmbeddingFile, ...]:
 
 
 def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
-    """Read the text side of weights; ``stand_ins`` are words for tokens without an embedding in these weights.
-
-    Raises:
-        UserError: a file is damaged, or two embeddings have the same token.
-    """
+    """Read the text side of weights; ``stand_ins`` are words for tokens without an embedding in these weights."""
     from simpletune.adapters.files.attach import holds_hypernetwork
     from simpletune.adapters.files.header import open_lora
     from simpletune.adapters.text.side import AppliedText, TextSide
@@ -74,11 +66,11 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
 
     embeddings = embeddings_of(weights)
     own = {each.token for each in embeddings}
-    loras = [
-        AppliedText(str(file), _text_updates(file, digest), scale, digest)
-        for file, scale in weights.loras
-        if not holds_hypernetwork(file) and open_lora(file).text_modules and (digest := sha256_of(file))
-    ]
+    loras = []
+    for file, scale in weights.loras:
+        if not holds_hypernetwork(file) and open_lora(file).text_modules:
+            digest = sha256_of(file)
+            loras.append(AppliedText(str(file), _text_updates(file, digest), scale, digest))
     return TextSide(embeddings, tuple(loras), tuple(each for each in stand_ins if each[0] not in own))
 
 

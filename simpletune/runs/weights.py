@@ -86,7 +86,7 @@ def checkpoints_of(run: Path, scale: float = 1.0) -> list[Weights]:
     found = list_checkpoints(run)
     if not found:
         raise UserError(f"--checkpoints: {run} has no checkpoint. Remove the option, or name another run")
-    return [find_weights(find_in_run(CheckpointRef(run, step)), scale) for step, _ in found]
+    return [run_result(run, scale, step) for step, _ in found]
 
 
 def combine(all_of_them: list[Weights]) -> Weights:
@@ -123,18 +123,11 @@ def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:
 def load_weights(
     config: TrainConfig, weights: Weights, device: torch.device, sizes: Collection[Size]
 ) -> tuple[Denoiser, DetachedModulation | None]:
-    """Load the denoiser with these weights.
-
-    Nothing trains here, so the modulation plan always removes the modulation, including a LoRA's updates to it.
+    """Load the denoiser with these weights, and its modulation if it was removed.
 
     Args:
         config: configuration with folders resolved.
-        weights: weights to load.
-        device: target device.
         sizes: (width, height) in pixels of the pictures to draw.
-
-    Returns:
-        The denoiser, and its modulation if it was removed.
     """
     from simpletune.adapters.files.attach import fold_lora, load_loras
     from simpletune.models.shared.denoiser import model_device, model_units
@@ -151,6 +144,7 @@ def load_weights(
         load_loras(denoiser, weights.loras)
     if weights.merged:
         fold_lora(denoiser)
+    # Nothing trains here, so the plan always removes the modulation, including a LoRA's updates to it.
     modulation = modulation_of(denoiser, config.memory, precision, device)
     config.memory.attach(model_units(denoiser), model_device(denoiser))
     return denoiser, modulation

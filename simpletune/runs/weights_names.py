@@ -66,15 +66,8 @@ class WeightsRef:
 
 
 def find_named(text: str, option: str = "") -> WeightsRef:
-    """Resolve a name.
-
-    Args:
-        text: name, with optional ``@STEP``, ``@best`` or ``@latest`` and ``:STRENGTH``.
-        option: prefix of messages, such as ``--lora: ``.
-
-    Raises:
-        UserError: nothing has that name, or the run has no result.
-    """
+    """Resolve a name with optional ``@STEP``, ``@best`` or ``@latest`` and ``:STRENGTH``; a UserError, which begins
+    with ``option`` (such as ``--lora: ``), if nothing has that name or the run has no result."""
     try:
         name, scale = split_scale(text)
         named = _find(name)
@@ -87,17 +80,8 @@ def find_named(text: str, option: str = "") -> WeightsRef:
 
 
 def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength: bool = True) -> WeightsRef:
-    """Resolve a name that must be a LoRA.
-
-    Args:
-        text: name.
-        option: prefix of messages.
-        remedy: advice if the name is a full model.
-        strength: accept a strength.
-
-    Raises:
-        UserError: nothing has that name, it is a full model, or it has a strength that is not accepted.
-    """
+    """Resolve a name that must be a LoRA; ``option`` is the prefix of messages, ``remedy`` the advice if the name is a
+    full model, ``strength`` whether one is accepted."""
     named = find_named(text, option)
     if named.scale is not None and not strength:
         raise UserError(f"{option}{text}: this command takes no strength. Remove :{named.scale:g}")
@@ -140,8 +124,7 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
 
 
 def find_run(text: str, option: str = "") -> CheckpointRef:
-    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``; ``option`` is the prefix of
-    messages."""
+    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``."""
     try:
         return split_step(text) or CheckpointRef(Path(text))
     except UserError as error:
@@ -175,11 +158,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def split_scale(text: str) -> tuple[str, float | None]:
-    """Split a name from the strength after its last colon, if any: ``my.safetensors:0.8``.
-
-    Raises:
-        UserError: the name exists, but what follows the colon is not a number.
-    """
+    """Split a name from the strength after its last colon, if any: ``my.safetensors:0.8``."""
     name, colon, scale = text.rpartition(":")
     if not colon or Path(text).exists():
         return text, None
@@ -195,11 +174,8 @@ def split_scale(text: str) -> tuple[str, float | None]:
 
 
 def split_step(name: str) -> CheckpointRef | None:
-    """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix.
-
-    Raises:
-        UserError: the run does not exist, or has no checkpoint of that step.
-    """
+    """Split ``RUN@STEP``, ``RUN@best`` or ``RUN@latest`` into run and step; None if the name has no such suffix, a
+    UserError if there is no such run or checkpoint."""
     before, at, step = name.rpartition("@")
     if not at or not before or Path(name).exists():
         return None

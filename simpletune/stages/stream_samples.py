@@ -11,7 +11,7 @@ import numpy as np
 
 from simpletune.data.samples import Sample
 from simpletune.data.sources.stream import Stream
-from simpletune.data.storage.rows import HELD, ShardedRows
+from simpletune.data.storage.rows import BLOCKS_IN_MEMORY, ShardedRows
 from simpletune.models.shared.buckets import Size
 from simpletune.system.options import UserError, plural
 from simpletune.system.rng import stream
@@ -85,7 +85,7 @@ class StreamedSamples(Sequence[Sample]):
         """
         blocks = self.rows.blocks_of(self.numbers[places])
         first = np.diff(blocks, prepend=-1) != 0
-        return np.cumsum(np.where(first, self.rows.block_bytes[blocks], 0)) // HELD
+        return np.cumsum(np.where(first, self.rows.block_bytes[blocks], 0)) // BLOCKS_IN_MEMORY
 
 
 def streamed_samples(source: Stream, step: int, local: Path) -> StreamedSamples:

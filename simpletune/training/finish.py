@@ -8,13 +8,11 @@ from pathlib import Path
 from simpletune.engine.optim.ema import use_average
 from simpletune.engine.profiling.traces import EpochTraces
 from simpletune.runs import checkpoint
-from simpletune.runs.attempts import setup_seconds, total_seconds
-from simpletune.runs.best_checkpoint import choose_best
-from simpletune.runs.estimate_record import beside_measured, lines
-from simpletune.runs.folder import SUMMARY, read_first_validation
+from simpletune.runs.folder import EVALUATION, SUMMARY
 from simpletune.runs.model_card import shareable, write_card
+from simpletune.runs.repair import NUMBER, read_own
 from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
-from simpletune.runs.summary import drift_at, left_out, print_results, summarise
+from simpletune.runs.summary import print_results, summarise, time_lines
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.devices import capability_of
@@ -33,35 +31,28 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     validator.try_to_draw(steps)
     trainer.attempt.update(ended="finished")
     attempts = trainer.attempt.all
-    summary = summarise(config, folder, steps, job.device, attempts, plan.samples_per_step)
+    summary = summarise(folder, config, steps, attempts, plan.samples_per_step)
     to_first_step = trainer.metrics.to_first_step
+    before = read_own(folder / EVALUATION, {"eval_loss": (*NUMBER, type(None))}) or {}
     summary |= {
-        "attempts": len(attempts),
-        "seconds_total": total_seconds(attempts),
-        "seconds_setup": setup_seconds(attempts),
         "seconds_to_first_step": None if to_first_step is None else round(to_first_step, 2),
         "attention": job.attention,
         "trainable_parameters": sum(parameter.numel() for parameter in core.named.values()),
         "total_parameters": core.config.model.parameter_count(),
         "steps_per_epoch": plan.steps_per_epoch,
-        "eval_loss_before": read_first_validation(folder),
+        "eval_loss_before": before.get("eval_loss"),
         "eval_loss_after": eval_after,
         **validator.evaluated_on,
         "output": str(output),
         CHECKSUMS: result_checksums(config, folder),
     }
-    summary |= left_out(folder, steps) | drift_at(folder, steps)
     if trainer.early is not None:
         asked = config.steps(plan.steps_per_epoch)
         summary |= {"stopped_early": True, "status": trainer.early, "steps_asked": asked}
-    if (best := choose_best(folder)) is not None:
-        summary["best"] = best.as_json()
     if job.predicted is not None:
         from simpletune.estimate.run_estimate import compare_with_measured
 
         summary["predicted"] = compare_with_measured(job.predicted, trainer.stages.as_json())
-    if (timed := beside_measured(folder, summary)) is not None:
-        summary["predicted_time"] = timed
     warnings = trackers.warnings
     # Written again below: a tracker may take minutes to close.
     write_json(folder / SUMMARY, summary | {"warnings": warnings, "complete": False})
@@ -80,8 +71,9 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
         from simpletune.estimate.run_estimate import print_comparison
 
         print_comparison(summary["predicted"])
-    for line in lines(timed) if timed is not None else ():
-        say(line)
+    if timed := summary.get("predicted_time"):
+        for line in time_lines(timed):
+            say(line)
 
 
 def write_page(trainer: Trainer) -> dict[str, str]:

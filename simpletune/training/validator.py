@@ -10,7 +10,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import is_due, is_validation_due, loss_name
 from simpletune.engine.optim.ema import use_average
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import EVALUATION, has_validation, record_validation
+from simpletune.runs.folder import EVALUATION, EVALUATIONS, read_rows, record_validation
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
@@ -69,9 +69,9 @@ class Validator:
 
     def after_step(self, step: int) -> None:
         """Evaluate and draw if due after ``step`` steps; skips what a stopped run has already done."""
-        evaluated = not self.evaluator.samples or has_validation(self.folder, step)
-        if is_validation_due(self.config, step) and not evaluated:
-            self.try_to_evaluate(step)
+        if self.evaluator.samples and is_validation_due(self.config, step):
+            if not any(row["step"] == step for row in read_rows(self.folder / EVALUATIONS)):
+                self.try_to_evaluate(step)
         drawn = not self.previews.requests or self.previews.folder_of(step).is_dir()
         if is_due(self.config.validation.every, step) and not drawn:
             self.try_to_draw(step)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from PIL import Image, ImageOps
 
 from simpletune import __version__
 from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_lora, is_sd3
 from simpletune.adapters.files.keys import DORA, LORA
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.text_layers import split_text
+from simpletune.runs.attempts import attempts_of
+from simpletune.runs.folder import SAMPLES
 from simpletune.runs.model_card import licence, public_name, shareable
-from simpletune.runs.shared_metadata import tags_of, thumbnail, trained_at, trigger_of
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
@@ -26,6 +31,12 @@ SAID = ("title", "author", "description", "tags")  # header fields that the comm
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 MEDIUM_3 = SD3_WIDTHS[1536]
 SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
+SIDE = 256  # pixels of a thumbnail; the model spec recommends 256x256
+MOST = 32_000  # characters of a thumbnail in the header
+QUALITIES = ((SIDE, 85), (SIDE, 70), (SIDE, 50), (SIDE, 30), (SIDE // 2, 50), (SIDE // 4, 50))
+"""Sides and JPEG qualities to try, in this order."""
+PREFIX = "data:image/jpeg;base64,"
+DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
@@ -110,7 +121,7 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     if (trigger := trigger_of(config)) is not None:
         yield "modelspec.trigger_phrase", trigger
         yield "modelspec.usage_hint", f"Write {trigger!r} into the prompt"
-    yield "modelspec.tags", ", ".join(tags_of(config))
+    yield "modelspec.tags", ", ".join((adapter.method, config.model.diffusers.tag, "simpletune"))
     yield "modelspec.description", f"LoRA for {base}, trained with simpletune {__version__}"
     yield "ss_output_name", config.name
     yield "ss_sd_model_name", base
@@ -134,3 +145,53 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
 def source_note(what: str, sources: Json) -> dict[str, str]:
     """Record in the header how a file was made from others; names them without their folders."""
     return {"simpletune_made_by": what, "simpletune_made_from": json.dumps(sources)}
+
+
+def trained_at(run: Path) -> str | None:
+    """When a run's last attempt ended, in UTC as ISO 8601; None if it is not recorded.
+
+    Exports of one run have the same date, and so the same bytes.
+    """
+    attempts = attempts_of(run)
+    if not attempts:
+        return None
+    return (attempts[-1].started + timedelta(seconds=round(attempts[-1].seconds))).strftime(DATE)
+
+
+def thumbnail(run: Path, step: int | None) -> str | None:
+    """A run's validation picture of a step, or of the last one drawn, as a small JPEG in a data URI; None if there is
+    none."""
+    states = sorted((run / SAMPLES).glob("step-*")) if step is None else [run / SAMPLES / f"step-{step:06d}"]
+    for state in reversed(states):
+        for file in sorted(state.glob("prompt-*.png")):
+            return small_jpeg(file)
+    return None
+
+
+def small_jpeg(file: Path) -> str | None:
+    """A picture as a square JPEG in a data URI of at most ``MOST`` characters; None if it cannot be read.
+
+    Drops metadata, because a PNG's text chunks contain the prompt.
+    """
+    try:
+        with Image.open(file) as image:
+            plain = image.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
+    for side, quality in QUALITIES:
+        small = ImageOps.fit(plain, (side, side), Image.Resampling.LANCZOS)
+        clean, buffer = Image.new("RGB", small.size), io.BytesIO()
+        clean.paste(small)
+        clean.save(buffer, "JPEG", quality=quality, optimize=True)
+        uri = PREFIX + base64.b64encode(buffer.getvalue()).decode()
+        if len(uri) <= MOST:
+            return uri
+    return None
+
+
+def trigger_of(config: TrainConfig) -> str | None:
+    """The trigger words: the prompt of all pictures, or what precedes every caption."""
+    if config.data.prompt:
+        return config.data.prompt
+    prefixes = {source.caption_prefix.strip(" ,") for source in config.data.members if not source.regularization}
+    return (prefixes.pop() or None) if len(prefixes) == 1 else None

@@ -47,21 +47,16 @@ class DamagedSample(Exception):
 
 
 class Cache(ABC):
-    """Tensors by key, of which a process encodes those that are lacking.
+    """Tensors by key, of which a process encodes those that are lacking."""
 
-    Args:
-        folder: this machine's folder; its name identifies the encoder.
-    """
-
+    folder: Path
+    """This machine's folder; its name identifies the encoder."""
     remote = False
     """Whether samples come from an object store."""
     local_limit = 0
     """The most bytes of remote samples that are kept on this machine."""
     waited = 0.0
     """Seconds that ``load`` has waited for an object store."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
 
     @abstractmethod
     def __contains__(self, key: str) -> bool: ...

@@ -19,21 +19,15 @@ def open_rows(
     local: Path | None = None,
     local_gib: float = 16.0,
 ) -> ShardedRows:
-    """Open a data set and read its index.
+    """Open a data set and read its index; a ``UserError`` if it is missing or damaged, or lacks a column.
 
     Args:
-        place: where it is: a file, a folder, a pattern, or a URL of one of them.
-        columns: the columns to read.
-        kind: the kind of its shards; ``auto``: mds if there is an index.json.
+        place: a file, a folder, a pattern, or a URL of one of them.
         split: text in the names of the parquet files, or the folder with index.json.
         local: the folder for shards that are fetched whole; None: a temporary folder.
-        local_gib: GiB of disk space for these.
-
-    Raises:
-        UserError: it is missing or damaged, or lacks a column.
     """
     files = DataFiles(place)
-    if kind == "auto":
+    if kind == "auto":  # MDS data sets have an index.json
         index = INDEX if split is None else f"{split}/{INDEX}"
         kind = "mds" if index in files.sizes(INDEX) else "parquet"
     if kind == "parquet":

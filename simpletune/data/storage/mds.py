@@ -180,22 +180,21 @@ class MDSRows(ShardedRows):
     def _offsets_of(self, shard: int) -> np.ndarray:
         """The offsets of a shard's samples, and of the last one's end; verifies the shard's hashes at first use."""
         with self._lock:
-            if shard not in self._offsets:
-                self._offsets[shard] = self._verified(self._entries[shard])
+            if shard in self._offsets:
+                return self._offsets[shard]
+            entry = self._entries[shard]
+            name, end = self._folder + entry.raw.name, entry.raw.bytes
+            if not entry.compression and verifiable(entry.raw.hashes):
+                verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
+            head = 4 * (entry.samples + 2)
+            numbers = np.frombuffer(self._bytes(entry, 0, min(head, end)), "<u4")
+            offsets = numbers[1:].astype(np.int64)
+            if len(offsets) != entry.samples + 1 or numbers[0] != entry.samples:
+                raise damaged_shard_error(entry, f"its head does not list {entry.samples:,} samples, as {INDEX} does")
+            if offsets[0] < head or (np.diff(offsets) < 0).any() or offsets[-1] != end:
+                raise damaged_shard_error(entry, "its offsets do not follow each other up to its end")
+            self._offsets[shard] = numbers[1:]
             return self._offsets[shard]
-
-    def _verified(self, entry: MDSShard) -> np.ndarray:
-        name, end = self._folder + entry.raw.name, entry.raw.bytes
-        if not entry.compression and verifiable(entry.raw.hashes):
-            verify(entry.raw, (self._files.read(name, at, min(end, at + PIECE)) for at in range(0, end, PIECE)))
-        head = 4 * (entry.samples + 2)
-        numbers = np.frombuffer(self._bytes(entry, 0, min(head, entry.raw.bytes)), "<u4")
-        offsets = numbers[1:].astype(np.int64)
-        if len(offsets) != entry.samples + 1 or numbers[0] != entry.samples:
-            raise damaged_shard_error(entry, f"its head does not list {entry.samples:,} samples, as {INDEX} does")
-        if offsets[0] < head or (np.diff(offsets) < 0).any() or offsets[-1] != entry.raw.bytes:
-            raise damaged_shard_error(entry, "its offsets do not follow each other up to its end")
-        return numbers[1:]
 
 
 def verifiable(hashes: Mapping[str, str]) -> list[str]:
@@ -223,23 +222,22 @@ def damaged_shard_error(entry: MDSShard, why: str) -> UserError:
 
 def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
     """Read an index, which ``place`` names in messages; a ``UserError`` if it is not that of an MDS data set."""
+    found = []
     try:
-        return [_entry(shard) for shard in json.loads(data)["shards"]]
+        for shard in json.loads(data)["shards"]:
+            if (shard["format"], shard["version"]) != ("mds", 2):
+                raise ValueError(f"a shard of the format {shard['format']!r}, version {shard['version']!r}")
+            compression = shard.get("compression") or ""
+            zipped = _stored(shard["zip_data"]) if compression else None
+            columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
+            checked = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
+            raw = _stored(shard["raw_data"])
+            found.append(MDSShard(raw, zipped or raw, compression, _number(shard["samples"]), checked))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"data.path: {place} is not the index of an MDS data set ({describe_exception(error)})"
         ) from None
-
-
-def _entry(shard: Json) -> MDSShard:
-    if (shard["format"], shard["version"]) != ("mds", 2):
-        raise ValueError(f"a shard of the format {shard['format']!r}, version {shard['version']!r}")
-    compression = shard.get("compression") or ""
-    zipped = _stored(shard["zip_data"]) if compression else None
-    columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
-    checked = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-    raw = _stored(shard["raw_data"])
-    return MDSShard(raw, zipped or raw, compression, _number(shard["samples"]), checked)
+    return found
 
 
 def _stored(entry: Json) -> MDSFile:

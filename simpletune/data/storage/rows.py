@@ -16,7 +16,7 @@ import numpy as np
 
 from simpletune.system.options import UserError
 
-HELD = 2**28  # bytes of blocks in memory; always holds at least one block
+BLOCKS_IN_MEMORY = 2**28  # bytes; always holds at least one block
 MAX_BLOCK = 2**30  # limit in bytes of an uncompressed block: a row group's pictures, or a shard of an MDS data set
 
 Value = TypeVar("Value")
@@ -73,7 +73,7 @@ class Block(NamedTuple):
 class LruCache(Generic[Value]):
     """The most recently read blocks, up to a number of bytes. Thread-safe; only one thread reads a block at a time."""
 
-    def __init__(self, most: int = HELD):
+    def __init__(self, most: int = BLOCKS_IN_MEMORY):
         self._most, self._lock = most, threading.Lock()
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
 
@@ -176,19 +176,12 @@ class ShardedRows(ABC):
         return self._notes.get(row, lambda: self._cell(*_located(self.starts, row), column))
 
     def picture(self, row: int) -> object:
-        """A row's picture cell.
-
-        Raises:
-            UserError: its shard is damaged.
-        """
+        """A row's picture cell; a ``UserError`` if its shard is damaged."""
         return self._cell(*_located(self.starts, row), self.columns.picture)
 
     def sizes(self) -> np.ndarray:
-        """The pictures' (width, height) from the size columns: int64 [rows, 2].
-
-        Raises:
-            UserError: a shard is damaged, or a size is not a positive number.
-        """
+        """The pictures' (width, height) from the size columns: int64 [rows, 2]; a ``UserError`` if a shard is damaged,
+        or a size is not positive."""
         assert self.columns.size is not None
         found = np.concatenate([self._sizes(block, self.columns.size) for block in range(len(self.block_bytes))])
         bad = np.flatnonzero((found <= 0).any(axis=1))

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ class ShardCache(Cache):
 
     def __init__(self, folder: Path, shards: ShardStore, copies: LocalCopies | None = None, label: str = ""):
         self.staged = FileCache(folder / "staged")
-        super().__init__(self.staged.folder)
+        self.folder = self.staged.folder
         self.shards, self.copies, self.label = shards, copies, label
         self.remote, self.local_limit = copies is not None, 0 if copies is None else copies.limit
         self.index = ShardIndex(shards)
@@ -244,19 +245,19 @@ class ShardCache(Cache):
             return self._fetching.setdefault(at.name, Lock())
 
     def quarantine(self, key: str) -> str:
-        at = self.location(key)
-        if at is None:
-            return self.staged.quarantine(key)
-        self.staged.sound.discard(key)
-        place = self.shards.set_aside(at.name, at.shard)
+        with _store_errors():
+            at = self.location(key)
+            if at is None:
+                return self.staged.quarantine(key)
+            self.staged.sound.discard(key)
+            place = self.shards.set_aside(at.name, at.shard)
         self.index.forget(at.name, at.shard)
         if self.copies is not None:
             self.copies.remove(self._copy(at))
         return place
 
     def _set_aside(self, key: str) -> str:
-        with _store_errors():
-            return f"noted in {self.quarantine(key)}"
+        return f"noted in {self.quarantine(key)}"
 
 
 class ShardWriter:
@@ -302,12 +303,13 @@ class ShardWriter:
                 key = str((read_header(file).get("__metadata__") or {}).get("key"))
                 if key not in self.staged.sound:
                     self.staged.load(key)
-            damaged, again = {shard for _, shard in self.shards.damaged()}, 0
-            while (written := write_shard(new, self.staged.folder.parent / "joined", again))[0] in damaged:
-                again += 1  # for a name that no damaged shard has
+            damaged = {shard for _, shard in self.shards.damaged()}
+            for again in count():  # until it has a name that no damaged shard has
+                shard, joined = write_shard(new, self.staged.folder.parent / "joined", again)
+                if shard not in damaged:
+                    break
         except FileNotFoundError:
             return  # another process has joined them, on a file system without locks
-        shard, joined = written
         with open(joined, "rb") as handle:
             header, start = parse_header(lambda end: os.pread(handle.fileno(), end, 0), shard, 8)
         self.shards.put(shard, joined)

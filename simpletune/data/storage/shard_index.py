@@ -22,7 +22,7 @@ from simpletune.system.options import UserError
 from simpletune.system.stores.store import READS, ObjectChanged, StoreError, send_with_retries
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 HEADER = 2**18  # bytes read first from a shard; its header usually fits into them
 TRIES = 8  # attempts to replace an index that other processes replace, too
@@ -62,9 +62,15 @@ class SampleIndex:
     def read(cls, content: bytes) -> SampleIndex:
         """Read an ``index.parquet``, without its keys; a ``UserError`` if it is damaged."""
         index, parts = cls(), {field: [column] for field, column in cls()._sorted.items()}
-        for batch in _batches(content, COLUMNS):
-            for field, column in index._columns(batch).items():
-                parts[field].append(column)
+        with _opened(content) as table:
+            for batch in table.iter_batches(BATCH, columns=list(COLUMNS)):
+                names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
+                shards = _renumbered(batch.column("shard"), index._shards.number)
+                layouts = _renumbered(batch.column("tensors"), lambda text: index._layouts.number(parse_layout(text)))
+                found = {"high": names[:, 0], "low": names[:, 1], "shard": shards, "layout": layouts}
+                found |= {field: batch.column(field).to_numpy() for field in ("start", "size", "crc32")}
+                for field, kind in FIELDS.items():
+                    parts[field].append(found[field].astype(kind))
         index._sort({field: np.concatenate(columns) for field, columns in parts.items()})
         index.note(named_shards(content))
         return index
@@ -79,15 +85,6 @@ class SampleIndex:
         for shard in shards:
             self._shards.number(shard)
             self._lost.discard(shard)
-
-    def _columns(self, batch: RecordBatch) -> dict[str, np.ndarray]:
-        """A batch's columns, by the names of the fields in memory."""
-        names = np.frombuffer(b"".join(batch.column("name").to_pylist()), ">u8").reshape(-1, 2)
-        shards = _renumbered(batch.column("shard"), self._shards.number)
-        layouts = _renumbered(batch.column("tensors"), lambda text: self._layouts.number(parse_layout(text)))
-        found = {"high": names[:, 0], "low": names[:, 1], "shard": shards, "layout": layouts}
-        found |= {field: batch.column(field).to_numpy() for field in ("start", "size", "crc32")}
-        return {field: found[field].astype(kind) for field, kind in FIELDS.items()}
 
     def __len__(self) -> int:
         return len(self._sorted["high"]) + len(self._recent)
@@ -104,16 +101,14 @@ class SampleIndex:
     def find(self, name: str) -> SampleLocation | None:
         """Where a sample is, as a row without its key; None if it is in no shard."""
         own = numbers_of(name)
-        recent = self._recent.get(own)
-        if recent is not None:
-            return self._row(*own, *recent)
-        columns = self._sorted  # another thread may replace it
-        place = self._place(own, columns)
-        return None if place is None else self._row(*(int(column[place]) for column in columns.values()))
-
-    def _row(self, *numbers: int) -> SampleLocation:
-        high, low, shard, start, size, crc32, layout = numbers
-        name = f"{high:016x}{low:016x}"
+        row = self._recent.get(own)
+        if row is None:
+            columns = self._sorted  # another thread may replace it
+            place = self._place(own, columns)
+            if place is None:
+                return None
+            row = tuple(int(column[place]) for column in columns.values())[2:]  # without the halves of the name
+        shard, start, size, crc32, layout = row
         return SampleLocation(name, self._shards.values[shard], start, size, crc32, self._layouts.values[layout])
 
     @staticmethod
@@ -163,36 +158,28 @@ class SampleIndex:
 
 def read_rows(content: bytes) -> Iterator[SampleLocation]:
     """Read the rows of an ``index.parquet`` with their keys, a part at a time."""
-    for batch in _batches(content, ("key", *COLUMNS)):
-        for row in batch.to_pylist():
-            name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
-            yield SampleLocation(**row, name=name, layout=layout)
-
-
-def _batches(content: bytes, columns: tuple[str, ...]) -> Iterator[RecordBatch]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with _damage(), pq.ParquetFile(pa.BufferReader(content), read_dictionary=["shard", "tensors"]) as table:
-        yield from table.iter_batches(BATCH, columns=list(columns))
+    with _opened(content) as table:
+        for batch in table.iter_batches(BATCH, columns=["key", *COLUMNS]):
+            for row in batch.to_pylist():
+                name, layout = row.pop("name").hex(), parse_layout(row.pop("tensors"))
+                yield SampleLocation(**row, name=name, layout=layout)
 
 
 def named_shards(content: bytes) -> list[str]:
     """The shards that an ``index.parquet`` covers."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with _damage():
-        about = pq.read_metadata(pa.BufferReader(content)).metadata or {}
-        return [str(shard) for shard in json.loads(about[COVERED])]
+    with _opened(content) as table:
+        return [str(shard) for shard in json.loads((table.metadata.metadata or {})[COVERED])]
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
+def _opened(content: bytes) -> Iterator[ParquetFile]:
+    """An ``index.parquet``; a ``UserError`` if it turns out damaged within this context."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        yield
+        with pq.ParquetFile(pa.BufferReader(content), read_dictionary=["shard", "tensors"]) as table:
+            yield table
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())[:120]
         raise UserError(f"{INDEX} is damaged ({reason}). Remove it: it is rebuilt from the shards") from None

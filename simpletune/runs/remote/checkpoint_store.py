@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from simpletune.config.schema import TrainConfig, run_folder, run_url
+from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
+from simpletune.runs.remote.index import (
+    INDEX,
+    RunIndex,
+    StoredCheckpoint,
+    link,
+    read_index,
+    require_same_run,
+    stored_words,
+    take,
+)
+from simpletune.runs.remote.upload import LEFT_OUT, Uploader
+from simpletune.system.atomic import atomic_folder
+from simpletune.system.checksums import sha256_of
+from simpletune.system.console import progress, say
+from simpletune.system.disk import format_bytes
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import UserError
 from simpletune.system.processes import is_first_process
-
-if TYPE_CHECKING:
-    from simpletune.runs.remote.index import RunIndex
-    from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.signals import poll
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import StoreError, send_with_retries
 
 
 class CheckpointStore(Protocol):
@@ -35,6 +51,10 @@ class LocalOnly(CheckpointStore):
     """For a run that is kept only in its folder."""
 
 
+class DamagedFile(StoreError):
+    """Report that a stored file is missing or differs from what was uploaded."""
+
+
 @contextmanager
 def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[CheckpointStore]:
     """Within this context, keep a run in the object store that ``output.runs`` names; upload the last files at the end.
@@ -51,12 +71,6 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
     if url is None:
         yield LocalOnly()
         return
-    from simpletune.runs.remote.fetch import fetch
-    from simpletune.runs.remote.index import take
-    from simpletune.runs.remote.upload import Uploader
-    from simpletune.system.stores.object_store import ObjectStore
-    from simpletune.system.stores.store import StoreError
-
     store = ObjectStore(url)
     try:
         if resume in ("auto", "latest"):
@@ -75,8 +89,6 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
 
 def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
     """The index with which this process takes a run over, unless a new run would replace a stored one."""
-    from simpletune.runs.remote.index import RunIndex, require_same_run, stored_words
-
     owner, machine = uuid.uuid4().hex, socket.gethostname()
     if stored is None:
         return RunIndex(owner=owner, machine=machine)
@@ -88,3 +100,71 @@ def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: st
     if stored.checkpoints:
         require_same_run(folder, store.url, stored.run)
     return RunIndex(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints)
+
+
+def fetch(store: ObjectStore, folder: Path) -> None:
+    """Bring a run's folder to the state of the stored run, if there is one, unless the folder has later checkpoints.
+    Skips a damaged checkpoint with a warning; an older one is then the newest."""
+    found = read_index(store)
+    if found is None:
+        return
+    index, _ = found
+    say(f"store   {store.url}: {stored_words(index)}, by {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC")
+    if index.checkpoints:
+        require_same_run(folder, store.url, index.run)
+        _fetch_missing(store, index, folder)
+        link(folder, store.url, index.run)
+
+
+def _fetch_missing(store: ObjectStore, index: RunIndex, folder: Path) -> None:
+    here = [step for step, _ in list_checkpoints(folder)]
+    missing = {step: each for step, each in index.checkpoints.items() if step not in here}
+    if not missing or (here and here[-1] >= max(index.checkpoints)):
+        return
+    size = sum(file.size for each in missing.values() for file in each.files.values())
+    say(f"fetch   {store.url}: {format_bytes(size)}")
+    with progress("fetch", sum(len(each.files) for each in missing.values()), "files") as advance:
+        for step, stored in sorted(missing.items(), reverse=True):
+            try:
+                _fetch_checkpoint(store, stored, checkpoint_folder(folder, step), advance)
+            except DamagedFile as damage:
+                say(f"warning {damage}: the checkpoint of step {step} is left out")
+    if not list_checkpoints(folder):
+        raise UserError(
+            f"--resume: none of the checkpoints in {store.url} is intact. Restore them, or start a new run under "
+            "another name: name=..."
+        )
+    for key, size in store.keys().items():  # metrics, samples, configuration
+        parts = key.split("/")
+        if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
+            continue
+        send_with_retries(partial(store.fetch, key, folder / key, size))
+        poll()
+
+
+def _fetch_checkpoint(store: ObjectStore, stored: StoredCheckpoint, target: Path, advance: Callable[[], None]) -> None:
+    """Fetch a checkpoint whole or not at all."""
+    with atomic_folder(target, "fetching a checkpoint") as part:
+        for name in stored.files:
+            _fetch_file(store, stored, name, part)
+            advance()
+            poll()
+
+
+def _fetch_file(store: ObjectStore, stored: StoredCheckpoint, name: str, folder: Path) -> None:
+    known, key = stored.files[name], f"{stored.folder}/{name}"
+
+    def fetch_and_check() -> None:
+        store.fetch(key, folder / name, known.size)
+        if sha256_of(folder / name) != known.sha256:
+            raise DamagedFile(f"{store.url}/{key} is damaged (its checksum does not match)")
+
+    try:
+        send_with_retries(fetch_and_check)
+    except StoreError:
+        there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
+        if key not in there:
+            raise DamagedFile(f"{store.url}/{key} is missing") from None
+        if there[key] != known.size:
+            raise DamagedFile(f"{store.url}/{key} has {there[key]} bytes instead of {known.size}") from None
+        raise

@@ -70,12 +70,7 @@ class LostRun(UserError):
 
 
 def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
-    """Read the index of a run and its ETag; None if there is none.
-
-    Raises:
-        UserError: it is damaged or was written by a newer version.
-        StoreError: it could not be read.
-    """
+    """Read the index of a run and its ETag; None if there is none, a UserError if it is damaged or newer than this."""
     place = f"{store.url}/{INDEX}"
     for left in reversed(range(READS)):
         found = store.read(INDEX)
@@ -95,12 +90,8 @@ def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
 
 
 def put_index(store: ObjectStore, index: RunIndex, known: str | None) -> str | None:
-    """Replace the index that this process last read or wrote, with the ETag ``known``; returns the new ETag.
-
-    Raises:
-        LostRun: another process has written the index since.
-        StoreError: it could not be written.
-    """
+    """Replace the index that this process last read or wrote, with the ETag ``known``; returns the new ETag. LostRun:
+    another process has written it since."""
     content = index.model_dump_json(indent=2).encode()
     while True:
         try:
@@ -115,12 +106,7 @@ def put_index(store: ObjectStore, index: RunIndex, known: str | None) -> str | N
 
 
 def take(store: ObjectStore, change: Callable[[RunIndex | None], RunIndex]) -> tuple[RunIndex, str | None]:
-    """Replace the index, regardless of its owner, by what ``change`` makes of it; returns the new one and its ETag.
-
-    Raises:
-        UserError: the stored index is damaged, or ``change`` refuses.
-        StoreError: it could not be read or written.
-    """
+    """Replace the index, regardless of its owner, by what ``change`` makes of it; returns the new one and its ETag."""
     for _ in range(TAKES):
         found = read_index(store)
         index = change(found[0] if found else None)

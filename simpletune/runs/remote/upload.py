@@ -86,7 +86,7 @@ class Uploader:
         linked = linked_run(self.folder) == self.index.run
         if not lost and linked:
             patience = AT_END if error is None else AT_STOP if isinstance(error, Stopped) else AT_FAILURE
-            self._last(patience, finished=error is None)
+            self._upload_rest(patience, finished=error is None)
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -113,34 +113,30 @@ class Uploader:
         if isinstance(self._failure, LostRun):
             raise self._failure
         link(self.folder, self.store.url, self.index.run)
+        self._queue(step)
+
+    def _queue(self, step: int | None, finished: bool = False) -> None:
+        """Upload a checkpoint and the run's other files next; replaces what waits."""
+        staged = None
+        if step is not None:  # links to its files, because the run may soon remove the checkpoint
+            self._stagings += 1
+            staged = self.folder / STAGED / f"{self._stagings}"
+            staged.mkdir(parents=True)
+            for file in checkpoint_folder(self.folder, step).iterdir():
+                try:
+                    os.link(file, staged / file.name)
+                except OSError:  # the file system has no links
+                    shutil.copy2(file, staged / file.name)
         with self._changed:
-            self._queue(UploadJob(step, self._stage(step)))
+            if self._waiting is not None and self._waiting.staged is not None:
+                remove(self._waiting.staged)
+            self._waiting = UploadJob(step, staged, finished)
+            self._changed.notify_all()
 
-    def _queue(self, job: UploadJob) -> None:
-        """Make a job the next one; it replaces a waiting job."""
-        if self._waiting is not None and self._waiting.staged is not None:
-            remove(self._waiting.staged)
-        self._waiting = job
-        self._changed.notify_all()
-
-    def _stage(self, step: int) -> Path:
-        """Link a checkpoint's files into a separate folder, because the run may soon remove the checkpoint."""
-        self._stagings += 1
-        staged = self.folder / STAGED / f"{self._stagings}"
-        staged.mkdir(parents=True)
-        for file in checkpoint_folder(self.folder, step).iterdir():
-            try:
-                os.link(file, staged / file.name)
-            except OSError:  # the file system has no links
-                shutil.copy2(file, staged / file.name)
-        return staged
-
-    def _last(self, patience: float, finished: bool) -> None:
+    def _upload_rest(self, patience: float, finished: bool) -> None:
         """Upload everything that is left, waiting at most ``patience`` seconds."""
         found = list_checkpoints(self.folder)
-        step = found[-1][0] if found else None
-        with self._changed:
-            self._queue(UploadJob(step, None if step is None else self._stage(step), finished))
+        self._queue(found[-1][0] if found else None, finished)
         began, said = time.monotonic(), False
         while not self._is_done() and time.monotonic() - began < patience:
             if not said and time.monotonic() - began > 2:

@@ -28,19 +28,21 @@ def make_report(
         price: the machine's price in dollars per hour.
         title: the title of a comparison; the report of one run has the run's name as its title.
         lead: sentence under the title of a comparison.
-        names: the runs' names; default: their folders' names.
+        names: the runs' names; default: their folders' names, or the whole paths of those with equal names.
         more: further sections.
-
-    Raises:
-        UserError: a folder is not a run.
     """
     from simpletune.runs.report.comparison import comparison_report
-    from simpletune.runs.report.run_data import read_runs
+    from simpletune.runs.report.run_data import read_run
     from simpletune.runs.report.single_run import single_run_report
 
-    runs = read_runs(list(folders))
-    for run, name in zip(runs, names, strict=False):
-        run.name = name
+    runs = [read_run(folder) for folder in folders]
+    own_names = [run.name for run in runs]
+    for number, run in enumerate(runs):
+        if number < len(names):
+            run.name = names[number]
+        elif own_names.count(run.name) > 1:
+            again = folders[:number].count(run.folder)
+            run.name = f"{run.folder} ({again + 1})" if again else str(run.folder)
     single = len(runs) == 1
     report = single_run_report(runs[0], price) if single else comparison_report(runs, price, title, lead)
     report.sections += more

@@ -328,17 +328,14 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> ReportChart
         points: ``run``, ``title``, ``subject``, ``picture``, ``place`` in the order of steps, and the other field.
         several: whether they belong to several runs, distinguished by colour.
     """
-
-    def of(field: str, title: str) -> Json:
-        return {"field": field, "type": "quantitative", "title": title, "scale": {"zero": False, "padding": 36}}
-
-    across, up = of(x, axis), of("subject", "subject fidelity")
-    across["axis"] = {"format": "~%" if x == "drift" else "~g", "tickCount": 5}
+    scale: Json = {"zero": False, "padding": 36}
+    up: Json = {"field": "subject", "type": "quantitative", "title": "subject fidelity", "scale": scale}
+    across = {**up, "field": x, "title": axis, "axis": {"format": "~%" if x == "drift" else "~g", "tickCount": 5}}
     names = list(dict.fromkeys(point["run"] for point in points))
     colour: Json = {"value": "@first"}
     if several:
-        scale = {"domain": names, "range": "@runs"}
-        colour = {"field": "run", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
+        runs = {"domain": names, "range": "@runs"}
+        colour = {"field": "run", "type": "nominal", "scale": runs, "legend": {"orient": "top", "title": None}}
     tooltip = [
         {"field": "title", "title": "model"},
         {"field": x, "title": axis, "format": ".1%" if x == "drift" else ".3f"},
@@ -489,14 +486,7 @@ STEEP = "▁▂▃▄▅▆▇█"
 
 
 def text_bar(parts: Sequence[float], most: float, width: int, signs: str = "█") -> str:
-    """Draw a bar of characters.
-
-    Args:
-        parts: what it is made of, each in its own sign.
-        most: the value of the longest bar.
-        width: characters of the longest bar.
-        signs: one for each part.
-    """
+    """Draw a bar of characters: parts, each in its own sign; a bar of the value ``most`` has ``width`` characters."""
     total, upto, drawn = sum(parts), 0.0, ""
     length = round(width * total / (most or 1))
     for part, sign in zip(parts, signs, strict=True):

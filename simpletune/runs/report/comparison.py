@@ -16,7 +16,7 @@ from simpletune.runs.report.content import (
 from simpletune.runs.report.evaluations import fidelity_sections
 from simpletune.runs.report.losses import MIXED, loss_data, loss_section, loss_title
 from simpletune.runs.report.run_data import Json, RunData, outcome, resumes
-from simpletune.runs.report.settings import plain_settings, settings_of
+from simpletune.runs.report.settings import settings_of
 from simpletune.system.console import duration
 
 NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "output.prices", "output.report")
@@ -155,7 +155,8 @@ def table_section(runs: list[RunData], price: float | None) -> ReportSection:
             f"{final:.4f}" if final is not None else "",
             f"{run.evaluations[-1][1]:.4f}" if run.evaluations else "",
         ]
-        cells += [dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else ""] if price else []
+        if price:
+            cells.append(dollars(run.seconds_per_step * 1000 / 3600 * price) if run.seconds_per_step else "")
         rows.append(tuple(cells))
         time = run.seconds_total
         cost = [dollars(time / 3600 * price) if time is not None else ""] if price else []
@@ -169,10 +170,7 @@ def table_section(runs: list[RunData], price: float | None) -> ReportSection:
 
 def differing(runs: list[RunData]) -> dict[str, list[str]]:
     """The settings in which the runs differ: path, and each run's value."""
-    tables = [
-        {row.path: row for row in (settings_of(run.config) if run.config else plain_settings(run.settings))}
-        for run in runs
-    ]
+    tables = [{row.path: row for row in settings_of(run.config, run.settings)} for run in runs]
     found = {}
     for path in dict.fromkeys(path for table in tables for path in table):
         rows = [table.get(path) for table in tables]

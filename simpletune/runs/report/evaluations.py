@@ -23,7 +23,7 @@ ABOUT_DRIFT = (
     "E|v - v_base|² / E|v_base|², with its standard error over the samples. It should rise for the captions and stay "
     "low for other prompts."
 )
-SCORES = {
+SCORE_TITLES = {
     "subject_fidelity": "subject", "prompt_fidelity": "prompt", "diversity": "diversity", "pres": "PRES",
     "copying": "copied", "cmmd": "CMMD", "kid": "KID",
 }  # fmt: skip
@@ -90,7 +90,8 @@ def fidelity_sections(runs: Sequence[RunData]) -> Iterator[ReportSection]:
         name = f"{run.name}: " if len(runs) > 1 else ""
         section.tables += [_score_table(name, result, encoder["title"]) for encoder in result["encoders"]]
     if not points:
-        yield from [section] if section.notes else []
+        if section.notes:
+            yield section
         return
     subject, prompt = points[0]["subject_by"], points[0]["prompt_by"]
     several = len({point["run"] for point in points}) > 1
@@ -148,7 +149,7 @@ def _thumbnail(file: Path) -> str | None:
 
 def _score_table(name: str, result: Json, encoder: str) -> ReportTable:
     """Tabulate every score of one encoder with its interval, a row for each model."""
-    shown = [score for score in SCORES if encoder in result["points"][0]["scores"].get(score, {})]
+    shown = [score for score in SCORE_TITLES if encoder in result["points"][0]["scores"].get(score, {})]
     rows = []
     for model in result["points"]:
         cells = [model["title"]]
@@ -157,4 +158,4 @@ def _score_table(name: str, result: Json, encoder: str) -> ReportTable:
             limits = f" ({score['low']:.3f} to {score['high']:.3f})" if score and score.get("low") is not None else ""
             cells.append(f"{score['value']:.3f}{limits}" if score is not None else "")
         rows.append(tuple(cells))
-    return ReportTable(f"{name}Scores by {encoder}", ("model", *(SCORES[score] for score in shown)), rows)
+    return ReportTable(f"{name}Scores by {encoder}", ("model", *(SCORE_TITLES[score] for score in shown)), rows)

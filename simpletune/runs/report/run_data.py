@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from simpletune.runs.attempts import (
     with_unrecorded_steps,
 )
 from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
+from simpletune.runs.repair import parse_row
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import stages_as_json
@@ -49,7 +49,7 @@ class RunData:
     environment: dict[str, str]  # machine and versions
     profiles: list[Json]  # summaries of the traced epochs
     attempts: list[Attempt] = field(default_factory=list)  # one for each process; empty for runs of older versions
-    held: bool = False  # whether a process has the run's folder locked now
+    locked: bool = False  # whether a process has the run's folder locked now
     notes: list[str] = field(default_factory=list)  # what is missing or broken
     loss_is: str = ON_TRAINING  # name of the validation loss
 
@@ -157,7 +157,7 @@ def read_run(folder: Path) -> RunData:
         environment=read_object(folder / ENVIRONMENT, notes, expected=False),
         profiles=_profiles(folder, settings, notes),
         attempts=with_unrecorded_steps(attempts, metrics),
-        held=is_held(folder),
+        locked=is_held(folder),
         notes=notes,
     )
     if status := found.summary.get("status"):
@@ -166,19 +166,8 @@ def read_run(folder: Path) -> RunData:
         notes.append(f"{SUMMARY} is outdated, from step {found.summary['steps']}, and was ignored.")
         found.summary = {}
     notes[:0] = [] if found.summary.get("status") else state_notes(found)
-    found.evaluations = _evaluations(folder, found, notes)
+    _add_evaluations(found)
     return found
-
-
-def read_runs(folders: list[Path]) -> list[RunData]:
-    """Read several runs; those with equal names are named by their folders."""
-    runs = [read_run(folder) for folder in folders]
-    names = [run.name for run in runs]
-    for number, run in enumerate(runs):
-        if names.count(run.name) > 1:
-            again = folders[:number].count(run.folder)
-            run.name = f"{run.folder} ({again + 1})" if again else str(run.folder)
-    return runs
 
 
 def state_notes(run: RunData) -> list[str]:
@@ -187,12 +176,15 @@ def state_notes(run: RunData) -> list[str]:
     if last == "finished" or (run.summary and not run.attempts):
         return []
     train = run.settings.get("train", {})
-    asked = run.summary["steps"] if run.summary else None if train.get("epochs") else train.get("steps")
-    if not run.summary and train.get("epochs") and run.steps_per_epoch:
-        asked = train["epochs"] * run.steps_per_epoch
+    if run.summary:
+        asked = run.summary["steps"]
+    elif train.get("epochs"):
+        asked = train["epochs"] * run.steps_per_epoch if run.steps_per_epoch else None
+    else:
+        asked = train.get("steps")
     of = f" of {asked:,}" if asked else ""
     steps = f"Recorded: {run.steps_done:,}{of} steps"
-    if run.held:
+    if run.locked:
         return [f"This run is still running. {steps} so far."]
     if not run.attempts:
         return [f"This run is not finished, and how it ended was not recorded. {steps}."]
@@ -211,9 +203,11 @@ def outcome(run: RunData) -> str:
         return str(status)
     if run.attempts and run.attempts[-1].ended:
         return run.attempts[-1].in_words()
+    if run.locked:
+        return "running"
     if run.attempts:
-        return "running" if run.held else "killed"
-    return "running" if run.held else "finished" if run.summary else "not recorded"
+        return "killed"
+    return "finished" if run.summary else "not recorded"
 
 
 def resumes(run: RunData) -> str:
@@ -265,36 +259,27 @@ def _read_rows(file: Path, needed: tuple[str, ...], notes: list[str]) -> list[Js
     except OSError as error:
         notes.append(f"{file.name} cannot be read ({error}).")
         return []
-    rows, broken = [], 0
-    for number, line in enumerate(lines):
-        try:
-            row = json.loads(line)
-            whole = isinstance(row, dict) and all(isinstance(row.get(key), int | float) for key in needed)
-        except ValueError:
-            whole = False
-        if whole and all(math.isfinite(row[key]) for key in needed):
-            rows.append(row)
-        else:
-            broken += number != len(lines) - 1
-    if broken:
+    rows = [parse_row(line, needed) for line in lines]
+    if broken := sum(row is None for row in rows[:-1]):
         notes.append(f"{file.name}: ignored {plural(broken, 'line')} that cannot be read.")
-    return rows
+    return [row for row in rows if row is not None]
 
 
-def _evaluations(folder: Path, run: RunData, notes: list[str]) -> list[tuple[int, float]]:
-    """Validation losses by step, from the records and the summary; a repeated step counts once."""
+def _add_evaluations(run: RunData) -> None:
+    """Set the validation losses by step, from the records and the summary, and their name; a repeated step counts
+    once."""
     found: dict[int, float] = {}
-    first = read_object(folder / EVALUATION, notes, expected=False)
+    first = read_object(run.folder / EVALUATION, run.notes, expected=False)
     run.loss_is = str(run.summary.get("eval_loss_is") or first.get("eval_loss_is") or ON_TRAINING)
     before = first.get("eval_loss")
     if isinstance(before, float):
         found[0] = before
-    for row in _read_rows(folder / EVALUATIONS, ("step", "eval_loss"), notes):
+    for row in _read_rows(run.folder / EVALUATIONS, ("step", "eval_loss"), run.notes):
         found[row["step"]] = row["eval_loss"]
     after = run.summary.get("eval_loss_after")
     if after is not None:
         found[run.summary["steps"]] = after
-    return sorted(found.items())
+    run.evaluations = sorted(found.items())
 
 
 def _profiles(folder: Path, settings: Json, notes: list[str]) -> list[Json]:

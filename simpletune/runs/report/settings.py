@@ -23,8 +23,11 @@ class Setting:
     says: str  # the field's documentation
 
 
-def settings_of(config: TrainConfig) -> list[Setting]:
-    """List every field of a configuration, in the order of its definition."""
+def settings_of(config: TrainConfig | None, raw: Json) -> list[Setting]:
+    """List every field of a configuration, in the order of its definition; if this version cannot read it (None), the
+    raw values, without defaults."""
+    if config is None:
+        return [Setting(path, _text(value), "", False, "") for path, value in _leaves(raw)]
     usual = {
         f"{section}.{name}": _text(value)
         for section, fields in family_defaults(config.model).items()
@@ -42,17 +45,13 @@ def settings_of(config: TrainConfig) -> list[Setting]:
     ]
 
 
-def plain_settings(settings: Json) -> list[Setting]:
-    """List the values of a configuration that this version cannot read, without defaults."""
-
-    def leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-        if not isinstance(value, dict):
-            yield path, value
-            return
-        for key, inner in value.items():
-            yield from leaves(inner, f"{path}.{key}" if path else key)
-
-    return [Setting(path, _text(value), "", False, "") for path, value in leaves(settings, "")]
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """The values inside JSON objects, with their dotted paths."""
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{path}.{key}" if path else key)
 
 
 def _rows(option: Option, usual: Option | None, prefix: str, tag: str = "") -> list[Setting]:

@@ -19,7 +19,7 @@ from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTa
 from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
 from simpletune.runs.report.losses import loss_data, loss_section
 from simpletune.runs.report.run_data import Json, RunData, read_object, resumes, without_folders
-from simpletune.runs.report.settings import Setting, plain_settings, settings_of, without_parents
+from simpletune.runs.report.settings import Setting, settings_of, without_parents
 from simpletune.runs.report.time_and_memory import memory_section, profile_sections, time_sections
 from simpletune.system.console import duration
 from simpletune.system.options import UserError, join_names, plural
@@ -31,8 +31,7 @@ POINTS = 800  # maximum of points of a line
 
 def single_run_report(run: RunData, price: float | None) -> Report:
     """Build the report of one run; the price is in dollars per hour."""
-    settings = settings_of(run.config) if run.config else plain_settings(run.settings)
-    settings = [row for row in settings if row.path != "about"]  # shown under the title
+    settings = [row for row in settings_of(run.config, run.settings) if row.path != "about"]  # shown under the title
     found = list(pictures.validation_pictures(run.folder, run.notes))
     shown, shown_pictures = picture_section(run, found)
     warnings = [str(text) for text in run.summary.get("warnings", [])]
@@ -271,7 +270,7 @@ def attempts_sections(run: RunData) -> Iterator[ReportSection]:
         peak = format_gib(on_gpu if on_gpu is not None else peak_of_stages(row.stages, "peak_rss_gib"))
         ending = row.in_words()
         if row.ended is None:
-            ending = "running" if run.held and row is rows[-1] else "killed"
+            ending = "running" if run.locked and row is rows[-1] else "killed"
         elif row.ended == "failed" and row.reason:
             ending = f"failed: {without_folders(row.reason).splitlines()[0]}"
         cells.append((f"{row.started:%Y-%m-%d %H:%M}", steps, duration(row.seconds), peak, row.device, ending))
