@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.fake_results import FakeResults
-from simpletune.estimate.auto_checkpointing import with_checkpointed
+from simpletune.estimate.auto_settings import with_checkpointed
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import _stored
 from simpletune.estimate.simulate import simulate

@@ -13,8 +13,7 @@ from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.auto_batch import choose_batch
-from simpletune.estimate.auto_checkpointing import resolve_checkpointing
+from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
 from simpletune.estimate.job_estimate import MIB, Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
