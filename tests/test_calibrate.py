@@ -11,7 +11,7 @@ import torch
 from recorded_work import seen
 from torch import Tensor
 
-from simpletune.estimate.timing import calibrate, host_probes, probes, stopwatch
+from simpletune.estimate.timing import calibrate, host_probes, probes
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, read_constants
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
@@ -249,9 +249,7 @@ def card(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CudaStopwatch:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
-    watch = stopwatch.stopwatch_of(CUDA)
-    assert isinstance(watch, CudaStopwatch) and isinstance(stopwatch.stopwatch_of(CPU), CpuStopwatch)
-    return watch
+    return CudaStopwatch(CUDA)
 
 
 def test_waiting_for_the_device_is_not_the_hosts_time(card: CudaStopwatch, clock: Clock) -> None:
@@ -410,7 +408,7 @@ def test_the_constants_are_written_before_a_failure_is_reported(
         clock.now += 12.34
         return constants(failed=failed)
 
-    monkeypatch.setattr(calibrate, "stopwatch_of", lambda device: on_cpu())
+    monkeypatch.setattr(calibrate, "CpuStopwatch", on_cpu)
     monkeypatch.setattr(calibrate, "measure", measure)
     wanted = tmp_path / ("mine.json" if named else "calibrations/a-cpu-2-threads.json")
     out = wanted if named else None

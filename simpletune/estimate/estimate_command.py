@@ -18,7 +18,7 @@ from simpletune.estimate.job_estimate import MIB, Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.simulate import square
-from simpletune.estimate.terminal import as_text, card_table, comparison, comparison_chart, time_lines
+from simpletune.estimate.terminal import card_table, comparison, comparison_chart, estimate_lines, time_lines
 from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
@@ -31,19 +31,12 @@ GIB = 2**30
 
 
 def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``.
-
-    An estimate is for a card, so ``auto`` is resolved as on a card.
-
-    Raises:
-        ConfigError: the configuration has problems.
-        UserError: the model's configuration cannot be read.
-    """
+    """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``."""
     config, notices = read_config(file, list(overrides), needs_data=False)
     note(notices)
     config = resolve_model_folder(config)
     require_model_rules(config)
-    return settle_modulation(config, on_host=False)
+    return settle_modulation(config, on_host=False)  # an estimate is for a card, also where there is none
 
 
 def estimate_config(
@@ -81,7 +74,7 @@ def estimate_config(
         timed = None if time is None else time.as_json()
         return json.dumps({**about, **prediction.as_json(card, reserved), "time": timed}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
-    lines = [as_text(name, prediction, card, reserved), *unfit(config, card)]
+    lines = [*estimate_lines(name, prediction, card, reserved), *unfit(config, card)]
     if card is not None and card.capability < CUDA_13_FROM:
         lines.append(
             f"  {card.name} is {sm(card.capability)}, and torch's CUDA 13 builds start at {sm(CUDA_13_FROM)}: install "

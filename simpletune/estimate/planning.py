@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import OutOfMemory
-from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
+from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, cached_step, estimate, largest_peak, needed
 from simpletune.estimate.job_time import JobTime, speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, simulate, train
@@ -222,7 +222,7 @@ class Search:
             return trained.report
 
         if key not in self._known:
-            self._known[key] = kept_step(config, simulated, limit)
+            self._known[key] = cached_step(config, simulated, limit)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
 

@@ -93,7 +93,8 @@ def _write_own(
         return {"bad": bad}
 
     def write(kind: str, tensors: Mapping[str, Tensor], header: dict[str, str]) -> Json:
-        file = write_safetensors(tensors, folder / part_file(kind, fsdp.rank, fsdp.processes), header)
+        name = f"{kind}-{fsdp.rank:05d}-of-{fsdp.processes:05d}.safetensors"
+        file = write_safetensors(tensors, folder / name, header)
         return {"file": file.name, "sha256": sha256_of(file)}
 
     names = list(held)
@@ -104,11 +105,6 @@ def _write_own(
     if average is not None:
         written[AVERAGES] = write(AVERAGES, average.tensors(), {})
     return written
-
-
-def part_file(kind: str, rank: int, processes: int) -> str:
-    """The name of the file with one process's parts."""
-    return f"{kind}-{rank:05d}-of-{processes:05d}.safetensors"
 
 
 def _renamed(key: str, names: Sequence[str]) -> str:

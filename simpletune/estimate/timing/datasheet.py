@@ -8,6 +8,7 @@ a minimum time. Imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents
 from simpletune.system.gpus import CARDS, Card, cards_like
@@ -55,6 +56,7 @@ class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
 
     cuda = True
+    rates: Mapping[str, float] = {}
 
     def __init__(self, card: Card):
         self.card = card
@@ -66,10 +68,6 @@ class DatasheetSpeeds:
     def host(self, what: str) -> float:
         """The host's seconds for one of its tasks."""
         return HOST[what]
-
-    def rate(self, name: str, otherwise: float) -> float:
-        """Return the default: no single figure is known."""
-        return otherwise
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Seconds of one kernel."""
@@ -85,7 +83,7 @@ class DatasheetSpeeds:
             is_int8 = kind.startswith("int8")
             rate = self._rate * INT8 if is_int8 else self._of(dtype)
             moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
-            filled = self._filled_by_one_of(m, n) if is_int8 else self._filled(m, n, k)
+            filled = self._filled_in_int8(m, n) if is_int8 else self._filled(m, n, k)
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
@@ -111,7 +109,7 @@ class DatasheetSpeeds:
         whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
         return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
 
-    def _filled_by_one_of(self, m: int, n: int) -> float:
+    def _filled_in_int8(self, m: int, n: int) -> float:
         """The fraction of the card that the int8 kernels' tiles fill. They do not split sums, but tuning finds smaller
         tiles where the usual ones would leave multiprocessors idle."""
         tile = TILE if math.ceil(m / TILE) * math.ceil(n / TILE) >= self._multiprocessors else SMALL_TILE

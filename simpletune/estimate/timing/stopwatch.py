@@ -160,11 +160,6 @@ def reference_load() -> Call:
 Stopwatch = CpuStopwatch | CudaStopwatch
 
 
-def stopwatch_of(device: torch.device) -> Stopwatch:
-    """Make a stopwatch for a device."""
-    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
-
-
 def cpu_seconds(call: Call) -> float:
     """Seconds of a call on the CPU; with a single thread, only the time that the thread ran."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

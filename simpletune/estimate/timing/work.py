@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,8 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
         moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
         yield KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
         return
-    given = {argument: value for argument, value in kwargs.items() if argument not in _only_written(op)}
+    written = {argument.name for argument in op._schema.arguments if argument.is_out} if kwargs else set()
+    given = {argument: value for argument, value in kwargs.items() if argument not in written}
     inputs, outputs = tensors_in((args, given)), tensors_in(output)
     if not outputs and op.namespace == "simpletune":
         # Our operations without a result name in their schema what they write to. For others, such as bitsandbytes'
@@ -84,12 +84,6 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
     moved = sum(map(tensor_bytes, outputs)) + (0 if name in WRITES else sum(map(tensor_bytes, inputs)))
     if moved:
         yield KernelWork(grid_kind(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
-
-
-@cache
-def _only_written(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an operation writes its results to."""
-    return frozenset(argument.name for argument in op._schema.arguments if argument.is_out)
 
 
 def grid_kind(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
