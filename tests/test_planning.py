@@ -19,7 +19,7 @@ from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import changes_of_quality, differing, with_changes
-from simpletune.estimate.plan_command import _described
+from simpletune.estimate.plan_command import describe_result
 from simpletune.estimate.planning import (
     Search,
     batch_table,
@@ -275,7 +275,7 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
         "an update follows 1 instead of 2 micro-batches: noisier, but more of them (train.gradient_accumulation)",
     ]
     best = Search(config_of("precision.weights=int8"), L4).fastest()[0]
-    lines = list(_described(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
+    lines = list(describe_result(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
     told = [line for line in lines if line.strip().startswith("quality")]
     assert len(told) == 2 and "per_parameter" in told[0] and "1 instead of 2" in told[1]
     lora = config_of("adapter.method=lora", "precision.weights=int8")

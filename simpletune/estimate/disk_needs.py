@@ -74,8 +74,7 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
     """Refuse a run that needs more disk than is free; warn if it is close.
 
     Args:
-        config: configuration with folders resolved.
-        plan: plan of the run.
+        config: with folders resolved.
         start: steps already done; their checkpoints free space as they are replaced.
         force: warn instead of refusing.
 

@@ -50,11 +50,8 @@ def estimate_config(
     """Return what ``simpletune estimate CONFIG`` prints.
 
     Args:
-        file: the configuration.
-        overrides: ``key.path=value`` overrides.
         device: a card by name or memory, several with commas between, or None.
         reserve: GiB of the card that other programs use.
-        as_json: return JSON instead of text.
         prices: file of the user's prices.
     """
     cards = [find_card(name) for name in (device or "").split(",") if name.strip()]

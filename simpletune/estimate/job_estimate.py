@@ -69,8 +69,7 @@ class Estimate:
 
     @property
     def stages(self) -> Mapping[str, MemorySnapshot]:
-        """The largest snapshot of ``text``, ``latents``, ``train`` and, if the run has them, ``class`` and
-        ``validate``."""
+        """The largest snapshot of each stage (see ``JobReport``)."""
         return self.job.stages
 
     @property
@@ -231,15 +230,11 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
 
 
 def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
-    """Predict the training stage for squares of ``data.resolution``; use the cached prediction if there is one.
-
-    Args:
-        config: configuration of the run.
-        simulated: predicts the stage as on an L4, without library workspaces, or raises ``OutOfMemory`` at the limit.
-        limit: peak in bytes above which the step counts as too large; None: the whole prediction is needed.
+    """Return the cached prediction of a step with square pictures, or make it, as on an L4, by ``simulated``.
 
     Raises:
-        OutOfMemory: the step is known to take more than the limit.
+        OutOfMemory: the step takes more than ``limit`` bytes. Where it ran out is cached too; without a limit the whole
+            prediction is needed.
     """
     file = cache_file(config, L4, square(config), "-step")
     cached = read_json_or_none(file) or {}

@@ -46,14 +46,11 @@ def plan_config(
     """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
 
     Args:
-        file: the configuration.
-        overrides: ``key.path=value`` overrides.
         cards: card that the settings must fit on, or several to choose from.
         goal: ``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``.
         reserve: GiB of the card that other programs use.
         prices: file of the user's prices.
         out: file to write; None: beside the configuration, named after it and the card.
-        as_json: return JSON instead of text.
 
     Raises:
         UserError: nothing fits.
@@ -67,7 +64,7 @@ def plan_config(
             plans = _plan_cards(config, cards, goal, reserved, prices)
             card, best = choose_card(plans, goal)
             figures = {"goal": goal, "chosen": card.name, "cards": [plan_json(*each) for each in plans]}
-            lines = [*table(config.name, plans, best), "", *_described(1, best, best, config)]
+            lines = [*table(config.name, plans, best), "", *describe_result(1, best, best, config)]
         else:
             (card,), clock = cards, time.perf_counter()
             with counting("plan    search", "predictions") as count:
@@ -77,7 +74,7 @@ def plan_config(
             figures = {"device": card.name, "plans": [_result_json(config, each) for each in results]}
             lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
             for number, each in enumerate(results, 1):
-                lines += ["", *_described(number, each, best, config)]
+                lines += ["", *describe_result(number, each, best, config)]
         changes = differing(config, best.choice.config, best.choice.overrides)
         out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
         merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
@@ -216,7 +213,7 @@ def table(name: str, plans: Sequence[CardPlan], best: PlanResult) -> Iterator[st
     yield from notes
 
 
-def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
+def describe_result(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
     """Describe a choice in a few lines."""
     estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"

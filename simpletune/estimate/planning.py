@@ -353,8 +353,7 @@ def first_that_fits(
 
 
 def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
-    """Return the index of the first configuration, by decreasing memory, whose weights, states and gradients leave
-    room for a step in ``room`` bytes, or their number."""
+    """Guess the index for ``first_that_fits`` by what lasts throughout a step, in ``room`` bytes."""
     return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting(config) <= room), len(configs))
 
 

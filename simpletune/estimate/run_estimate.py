@@ -32,15 +32,11 @@ Measured = Mapping[str, Mapping[str, float | None]]
 
 
 def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
-    """Predict a run, print the prediction, and refuse a run that does not fit on the device (``force``: warn).
+    """Predict a run, print the prediction, and refuse a run that does not fit on a CUDA device (``force``: warn).
 
     Args:
         config: with folders resolved.
-        device: where it will run; a run on the CPU is never refused.
         size: width and height in pixels of its largest bucket.
-
-    Raises:
-        UserError: the run does not fit on the device.
     """
     card, held = card_at_hand(device) if device.type == "cuda" else (None, 0)
     prediction = estimate(config, WITHOUT_GPU if card is None else card.capability, size)
@@ -97,13 +93,7 @@ def cheapest_change(
 
 
 def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
-    """Predict a run's time and price, and print them.
-
-    Args:
-        config: with folders resolved.
-        prediction: prediction of its memory.
-        device: where it will run; on a CPU only the steps are predicted.
-        plan: plan of its data; counts only what is not cached yet.
+    """Predict a run's time and price, and print them; on a CPU only the steps. Counts only what is not cached yet.
 
     Returns:
         ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is

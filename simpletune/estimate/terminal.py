@@ -39,15 +39,15 @@ def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: i
         )
     yield ""
     host, disk, download = (sum(part.values()) for part in (estimate.host, estimate.disk, estimate.download))
-    yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(estimate.host, 2**30)})"
+    yield f"  host memory about {host / 2**30:.1f} GiB ({_list_sizes(estimate.host, 2**30)})"
     if estimate.shared >= 2**30 / 20:
         yield (
             f"  each further process on a machine about {(host - estimate.shared) / 2**30:.1f} GiB: they share "
             f"{estimate.shared / 2**30:.1f} GiB of frozen weights"
         )
-    yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **estimate.disk}, GB)})"
+    yield f"  disk about {(disk + download) / GB:.1f} GB ({_list_sizes({'download': download, **estimate.disk}, GB)})"
     if download:
-        yield f"  to download {download / GB:.1f} GB ({_listed(estimate.download, GB)})"
+        yield f"  to download {download / GB:.1f} GB ({_list_sizes(estimate.download, GB)})"
     if estimate.counts is not None:
         pictures, prompts = plural(estimate.counts.pictures, "picture"), plural(estimate.counts.prompts, "prompt")
         yield f"  {pictures} to encode with {prompts}, limited by data.variants"
@@ -74,7 +74,7 @@ def place(snapshot: MemorySnapshot) -> str:
     return ", ".join(part for part in (snapshot.phase, where) if part)
 
 
-def _listed(sizes: Mapping[str, int], unit: int) -> str:
+def _list_sizes(sizes: Mapping[str, int], unit: int) -> str:
     return ", ".join(f"{name} {size / unit:.1f}" for name, size in sizes.items() if size >= unit / 20) or "little"
 
 

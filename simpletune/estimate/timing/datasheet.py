@@ -81,7 +81,7 @@ class DatasheetSpeeds:
         if kind.startswith(("product", "int8_product", "int8_gradient")):
             m, n, k = extents
             is_int8 = kind.startswith("int8")
-            rate = self._rate * INT8 if is_int8 else self._of(dtype)
+            rate = self._rate * INT8 if is_int8 else self._rate_of(dtype)
             moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
             filled = self._filled_in_int8(m, n) if is_int8 else self._filled(m, n, k)
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
@@ -89,16 +89,18 @@ class DatasheetSpeeds:
             heads, queries, keys, width = extents
             products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
             operations = products * 2 * heads * queries * keys * max(width, 32)
-            return KERNEL + operations / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
+            return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled(heads * queries, TILE)
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
-            rate = max(self._of(dtype), self._rate * TF32) if self.card.capability >= TF32_FROM else self._of(dtype)
+            rate = self._rate_of(dtype)
+            if self.card.capability >= TF32_FROM:
+                rate = max(rate, self._rate * TF32)
             work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
             return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
         return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
 
-    def _of(self, dtype: str) -> float:
+    def _rate_of(self, dtype: str) -> float:
         """Operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
 

@@ -36,7 +36,8 @@ class CalibratedSpeeds:
     """Speeds of a calibrated device."""
 
     def __init__(self, constants: Constants):
-        self.constants, self.cuda, self.rates = constants, constants.kind == "cuda", constants.rates
+        self.constants, self.cuda = constants, constants.kind == "cuda"
+        self.rates: Mapping[str, float] = constants.rates
         self.seconds = lru_cache(maxsize=100_000)(self._seconds)
         # How much longer host and device take in a step than its parts in loops (composite.py).
         self._host_scale = self._device_scale = 1.0

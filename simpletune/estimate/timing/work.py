@@ -177,13 +177,13 @@ def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[Ke
             yield KernelWork("unpack_int8", _dtype([x]), (weight.numel() * (1 + scales.element_size()),))
             yield KernelWork("product_tn", _dtype([x]), (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
         case "convolution":
-            yield _convolved("convolution", results[0], *given[:2])
+            yield _convolution("convolution", results[0], *given[:2])
         case "convolution_backward":
             mask = args[-1]
             assert isinstance(mask, (list, tuple))
             for wanted, kind in zip(mask, ("convolution_input", "convolution_weight"), strict=False):
                 if wanted:
-                    yield _convolved(kind, *given[:3])
+                    yield _convolution(kind, *given[:3])
         case "round_into":  # its first argument, the result, is only written
             yield KernelWork("add", "bf16", (sum(map(tensor_bytes, given)),))
         case "modulate_backward" | "gate_backward":
@@ -198,7 +198,7 @@ def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[Ke
             yield KernelWork("attention_backward" if backward else "attention", _dtype([q]), extents)
 
 
-def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:
+def _convolution(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:
     """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
     pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
     outputs, inputs = weight.shape[:2]
