@@ -27,7 +27,7 @@ from simpletune.estimate.planning import (
     candidate_lists,
     first_that_fits,
     largest_peak,
-    lasting,
+    lasting_bytes,
     likely_first,
 )
 from simpletune.estimate.simulate.simulate import simulate, train
@@ -178,7 +178,7 @@ def test_the_first_that_fits_is_found_wherever_the_search_begins() -> None:
 
 def test_the_search_begins_where_weights_and_states_leave_room(config_of) -> None:
     candidates = [each.config for each in list(candidate_lists(config_of("adapter.method=full"), L4))[1]]
-    sizes = [lasting(config) for config in candidates]
+    sizes = [lasting_bytes(config) for config in candidates]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
     config = candidates[0]
     model = config.model.empty_denoiser(config.precision, torch.device("meta"))

@@ -67,7 +67,7 @@ class DataCounts(NamedTuple):
         return cls.of(config, plan)._replace(prompts=prompts, pixels=pixels)
 
 
-NOTHING = DataCounts(0, 0, 0, 0)
+NO_DATA = DataCounts(0, 0, 0, 0)
 
 
 def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
@@ -113,7 +113,7 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
 
 
 def disk_needs(
-    config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NOTHING
+    config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NO_DATA
 ) -> Iterator[tuple[str, Path, int]]:
     """Yield what a run will write, the folder and the bytes. Leaves out the quantised base, which is cached only if
     there is space to spare.

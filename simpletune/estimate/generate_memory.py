@@ -21,11 +21,10 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base, modulation_of
 from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
 from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
-
-CPU = torch.device("cpu")
 
 
 def require_memory(

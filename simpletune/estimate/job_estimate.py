@@ -19,7 +19,7 @@ from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
 from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
-from simpletune.estimate.disk_needs import NOTHING, DataCounts, bytes_of_prompt, disk_needs
+from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, square
 from simpletune.estimate.simulate.simulate_stages import JobReport, parts_in_steps, simulate_parts, with_workspaces
@@ -184,8 +184,8 @@ def estimate(
 def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
     """Add to a simulated job what the run needs besides GPU memory; demo names may be unresolved."""
     counts, train = counts_of(config), job.train
-    disk = {what: size for what, _, size in disk_needs(config, counts=counts or NOTHING)}
-    prompts = min(CHUNK_BYTES, (counts or NOTHING).prompts * bytes_of_prompt(config))
+    disk = {what: size for what, _, size in disk_needs(config, counts=counts or NO_DATA)}
+    prompts = min(CHUNK_BYTES, (counts or NO_DATA).prompts * bytes_of_prompt(config))
     in_transit = max(prompts, train.trained_bytes, train.state_bytes)
     host = {
         "libraries": HOST_LIBRARIES + CUDA_LIBRARIES,

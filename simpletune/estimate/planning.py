@@ -354,10 +354,10 @@ def first_that_fits(
 
 def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
     """Guess the index for ``first_that_fits`` by what lasts throughout a step, in ``room`` bytes."""
-    return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting(config) <= room), len(configs))
+    return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting_bytes(config) <= room), len(configs))
 
 
-def lasting(config: TrainConfig) -> float:
+def lasting_bytes(config: TrainConfig) -> float:
     """Estimate the device bytes that weights, their optimizer states and gradients take throughout a step."""
     model, trains = config.model, config.adapter.trains_base
     on_host, found = config.memory.on_host(model.units()), 0.0

@@ -213,7 +213,7 @@ def take_steps(
     accounting.forget_peak()
     denoiser.train()
     batches = SyntheticBatches(config, core, size)
-    hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(places(denoiser))
+    hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(reported_modules(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if core.fsdp is None else counting_gathered():
         accounting.forget_snapshots()
@@ -306,7 +306,7 @@ def simulated_attention(config: TrainConfig) -> Kernel:
     return "math" if config.speed.attention == "math" else "auto"
 
 
-def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def reported_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules to name in a report: a model's children and the elements of its lists."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
