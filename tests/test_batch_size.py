@@ -157,12 +157,16 @@ def test_estimate_chooses_by_the_card_and_plan_asks_for_a_number(
     config = auto(tiny_config, budget=None)
     file = tmp_path / "auto.json"
     file.write_text(config.model_dump_json(by_alias=True))
-    assert main(["estimate", str(file)]) == 2
-    assert "train.batch_size: auto depends on the card's memory, and there is no card here" in capsys.readouterr().err
+    for command in (["estimate", str(file)], ["estimate", "--compare", str(file)]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert "train.batch_size: auto depends on the card's memory, and there is no card here" in told
     with monkeypatch.context() as patch:
         patch.setattr(auto_settings, "peak_of", lambda config, size: config.train.micro_batch * 2**33)
         assert resolve_auto(config, find_card("L4"), 0).train.micro_batch == 2
         assert resolve_auto(config, find_card("L4"), 8 * 2**30).train.micro_batch == 1
+        assert main(["estimate", "--compare", str(file), "--device", "L4"]) == 0  # as for one configuration
+        assert "batch   auto: 2 micro-batches of 2 pictures" in capsys.readouterr().out
     assert main(["plan", str(file), "--device", "L4"]) == 2
     assert "Add train.batch_size=N" in capsys.readouterr().err
     with pytest.raises(UserError, match="this run is on the CPU. Set memory.budget_gib too, or set a number"):

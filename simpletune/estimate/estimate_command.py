@@ -151,7 +151,7 @@ def compare_configs(
         if name in predictions:
             raise UserError(f"--compare: {file} is given twice. Name each configuration once")
         with silent() if as_json else nullcontext():
-            config = resolve_checkpointing(config, square(config), card)
+            config = resolve_auto(config, card, 0)
         predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]
     if picture is not None:

@@ -19,7 +19,7 @@ from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.job_time import job_time
 from simpletune.estimate.levers import changes_of_quality, differing
-from simpletune.estimate.planning import PlanResult, Search, batch_table
+from simpletune.estimate.planning import PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
@@ -61,17 +61,27 @@ def plan_config(
         names = ", ".join(card.name for card in cards)
         say(f"plan    searching settings for {config.name} on {names}, goal: {goal.replace('-', ' ')}")
         if len(cards) > 1 or goal == "cheapest":
-            plans = _plan_cards(config, cards, goal, reserved, prices)
-            card, best = choose_card(plans, goal)
-            figures = {"goal": goal, "chosen": card.name, "cards": [plan_json(*each) for each in plans]}
-            lines = [*table(config.name, plans, best), "", *describe_result(1, best, best, config)]
+            on_cards = _plan_cards(config, cards, goal, reserved, prices)
+            card, best = choose_card(on_cards, goal)
+            figures = {"goal": goal, "chosen": card.name, "cards": [plan_json(*each) for each in on_cards]}
+            lines = [*table(config.name, on_cards, best), "", *describe_result(1, best, best, config)]
         else:
             (card,), clock = cards, time.perf_counter()
             with counting("plan    search", "predictions") as count:
                 search = Search(config, card, reserved, count)
                 results = search.fastest() if goal == "fastest" else search.largest(LARGEST[goal])
             best, seconds = results[0], time.perf_counter() - clock
-            figures = {"device": card.name, "plans": [_result_json(config, each) for each in results]}
+            plans = [
+                {
+                    "about": each.choice.about,
+                    "settings": differing(config, each.choice.config, each.choice.overrides),
+                    "needed_mib": round(each.estimate.needed() / MIB, 1),
+                    "seconds_per_step": each.step_time.seconds,
+                    "costs": list(describe_settings(config, each)),
+                }
+                for each in results
+            ]
+            figures = {"device": card.name, "plans": plans}
             lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
             for number, each in enumerate(results, 1):
                 lines += ["", *describe_result(number, each, best, config)]
@@ -175,17 +185,6 @@ def plan_json(card: Card, plan: PlanResult | str) -> dict[str, object]:
     }
 
 
-def _result_json(config: TrainConfig, result: PlanResult) -> dict[str, object]:
-    """Return settings for the one card as plain values."""
-    return {
-        "about": result.choice.about,
-        "settings": differing(config, result.choice.config, result.choice.overrides),
-        "needed_mib": round(result.estimate.needed() / MIB, 1),
-        "seconds_per_step": result.step_time.seconds,
-        "costs": list(describe_settings(config, result)),
-    }
-
-
 def table(name: str, plans: Sequence[CardPlan], best: PlanResult) -> Iterator[str]:
     """Tabulate time and price of the job on each card with its fastest settings."""
     _, done_first = choose_card(plans, "fastest")
@@ -271,7 +270,7 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     with silent() if as_json else nullcontext():
         config = _read(file, overrides)
     cards = [find_card(name) for name in devices or SHOWN_CARDS]
-    resolutions = [side for side in RESOLUTIONS if side <= config.model.largest_side] or [config.model.largest_side]
+    resolutions = possible_resolutions(config, RESOLUTIONS)
     table = batch_table(config, cards, resolutions)
     if as_json:
         return json.dumps({name: dict(zip(map(str, resolutions), row, strict=True)) for name, row in table.items()})

@@ -148,9 +148,8 @@ class Search:
             UserError: not even the smallest value fits.
         """
         values: Sequence[int] = range(1, MOST + 1)
-        if setting == "data.resolution":  # a model takes no picture beyond its position embeddings
-            side = self.config.model.largest_side
-            values = [each for each in RESOLUTIONS if each <= side] or [side]
+        if setting == "data.resolution":
+            values = possible_resolutions(self.config, RESOLUTIONS)
         choice = next(each for each in candidate_lists(self.config, self.card) if not each[0].lossy)[-1]
 
         def fits(value: int) -> bool:
@@ -225,6 +224,12 @@ class Search:
             self._known[key] = cached_step(config, simulated, limit)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
+
+
+def possible_resolutions(config: TrainConfig, sides: Sequence[int]) -> list[int]:
+    """Those of some resolutions that the model takes; if it takes none of them, its largest."""
+    most = config.model.largest_side  # simulating a picture beyond its position embeddings fails within diffusers
+    return [side for side in sides if side <= most] or [most]
 
 
 def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingChanges]]:

@@ -78,9 +78,12 @@ class JobReport:
 
     def as_json(self) -> Json:
         """The report as plain values."""
-        plain = asdict(replace(self, work={}, train=replace(self.train, sections=())))
-        work = {name: [each.as_json() for each in part] for name, part in self.work.items()}
-        return {**plain, "train": self.train.as_json(), "work": work}
+        return {
+            "stages": {name: asdict(snapshot) for name, snapshot in self.stages.items()},
+            "train": self.train.as_json(),
+            "part_bytes": dict(self.part_bytes),
+            "work": {name: [each.as_json() for each in part] for name, part in self.work.items()},
+        }
 
     @classmethod
     def from_json(cls, data: Json) -> JobReport:
