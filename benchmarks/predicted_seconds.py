@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +28,7 @@ from simpletune.estimate.simulate.simulate_stages import (
     text_snapshots,
 )
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.recorder import Recorder, StreamWork
 from simpletune.estimate.timing.speeds import ITEM
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.prompts import BATCH
@@ -95,7 +96,7 @@ def of_step(config: TrainConfig, speeds: DatasheetSpeeds) -> tuple[StepSeconds, 
 
 def encoding(config: TrainConfig, speeds: DatasheetSpeeds) -> float:
     """Seconds to encode one picture and its prompt."""
-    side, recorders = config.data.resolution, Recorders()
+    side, recorders = config.data.resolution, Recorders(partial(Recorder, cuda=True))
     with fake_tensors(), without_collection(), silent():
         simulate_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
         list(text_snapshots(config, recorders))
@@ -105,7 +106,7 @@ def encoding(config: TrainConfig, speeds: DatasheetSpeeds) -> float:
 
 def pictures(config: TrainConfig, speeds: DatasheetSpeeds, stores_scores: bool) -> Json:
     """Predict the drawing of pictures in one batch, and their decoding one by one."""
-    prior, recorders = config.prior, Recorders()
+    prior, recorders = config.prior, Recorders(partial(Recorder, cuda=True))
     assert isinstance(prior, ClassPictures), "the rows of served pictures are jobs that draw them"
     with fake_tensors(), without_collection(), silent():
         simulate_class_pictures(config, speeds.card.capability, recorders, TOGETHER)

@@ -22,7 +22,7 @@ GPU = "needs an NVIDIA GPU: tests marked gpu (make gpu)"
 DRY = "needs torch's CUDA build: make dry"
 SLOW = "takes minutes: its result is committed (benchmarks/results, simpletune/assets)"
 REASONS: dict[str, str] = {
-    r"forecast\.py::(card_at_hand|_own_context)": GPU,
+    r"run_estimate\.py::card_at_hand": GPU,
     r"memory/copy_stream\.py::": GPU,
     r"optim/options\.py::PagedAdamW8bit": GPU,
     r"int8_kernel\.py::_seconds": GPU,

@@ -21,8 +21,8 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.snapshot import round_to_block
-from simpletune.estimate import auto_batch
-from simpletune.estimate.auto_batch import choose_batch, peak_of
+from simpletune.estimate import auto_settings
+from simpletune.estimate.auto_settings import choose_batch, peak_of
 from simpletune.estimate.estimate_command import resolve_auto
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs import checkpoint
@@ -124,7 +124,7 @@ def test_the_largest_that_fits_is_chosen_and_not_predicted_again(
     def never(*_: object) -> None:
         raise AssertionError("the prediction is kept")
 
-    monkeypatch.setattr(auto_batch, "simulate", never)
+    monkeypatch.setattr(auto_settings, "simulate", never)
     for size, peak in peaks.items():
         for spare, expected in ((0, size), (-1, max(1, size // 2))):
             memory = config.memory.model_copy(update={"budget_gib": (peak + spare) / 2**30})
@@ -157,15 +157,19 @@ def test_estimate_chooses_by_the_card_and_plan_asks_for_a_number(
     config = auto(tiny_config, budget=None)
     file = tmp_path / "auto.json"
     file.write_text(config.model_dump_json(by_alias=True))
-    assert main(["estimate", str(file)]) == 2
-    assert "train.batch_size: auto depends on the card's memory, and there is no card here" in capsys.readouterr().err
+    for command in (["estimate", str(file)], ["estimate", "--compare", str(file)]):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert "train.batch_size: auto depends on the card's memory, and there is no card here" in told
     with monkeypatch.context() as patch:
-        patch.setattr(auto_batch, "peak_of", lambda config, size: config.train.micro_batch * 2**33)
+        patch.setattr(auto_settings, "peak_of", lambda config, size: config.train.micro_batch * 2**33)
         assert resolve_auto(config, find_card("L4"), 0).train.micro_batch == 2
         assert resolve_auto(config, find_card("L4"), 8 * 2**30).train.micro_batch == 1
+        assert main(["estimate", "--compare", str(file), "--device", "L4"]) == 0  # as for one configuration
+        assert "batch   auto: 2 micro-batches of 2 pictures" in capsys.readouterr().out
     assert main(["plan", str(file), "--device", "L4"]) == 2
     assert "Add train.batch_size=N" in capsys.readouterr().err
-    with pytest.raises(UserError, match="this run is on the CPU. Set memory.budget_gib too, or a number"):
+    with pytest.raises(UserError, match="this run is on the CPU. Set memory.budget_gib too, or set a number"):
         train(config)
 
 
@@ -184,11 +188,11 @@ def test_the_number_is_part_of_the_run_which_never_chooses_anew(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = resolved(auto(tiny_config, batch_size="auto"))
-    monkeypatch.setattr(auto_batch, "peak_of", lambda config, size: config.train.micro_batch * 2**29)
+    monkeypatch.setattr(auto_settings, "peak_of", lambda config, size: config.train.micro_batch * 2**29)
     run = train(config)
     assert json.loads((run / "config.json").read_text())["train"]["batch_size"] == 2
     assert "batch   auto: 2 micro-batches of 2 pictures" in capsys.readouterr().out
-    monkeypatch.setattr(auto_batch, "choose_batch_on", None)
+    monkeypatch.setattr(auto_settings, "choose_batch", None)
     assert train(config, resume="auto") == run and "is already finished" in capsys.readouterr().out
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
     train(longer, resume="latest")
@@ -201,7 +205,7 @@ def test_the_number_is_part_of_the_run_which_never_chooses_anew(
 @pytest.fixture
 def everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As predicted."""
-    monkeypatch.setattr(auto_batch, "peak_of", lambda config, size: 1)
+    monkeypatch.setattr(auto_settings, "peak_of", lambda config, size: 1)
 
 
 def too_large(monkeypatch: pytest.MonkeyPatch, most: int, at: tuple[int, int]) -> list[int]:

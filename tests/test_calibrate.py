@@ -11,7 +11,7 @@ import torch
 from recorded_work import seen
 from torch import Tensor
 
-from simpletune.estimate.timing import calibrate, host_probes, probes, stopwatch
+from simpletune.estimate.timing import calibrate, host_probes, probes
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, read_constants
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
@@ -44,7 +44,7 @@ def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
 
 def test_nf4_is_unpacked_by_its_levels() -> None:
     x = torch.empty(4, 64)
-    found = probes.unpacked_nf4(x)()
+    found = probes.nf4_unpacking(x)()
     assert isinstance(found, Tensor) and found.shape == x.shape
     torch.testing.assert_close(found, torch.full_like(x, -1.0))  # the lowest level, times 1
 
@@ -61,7 +61,7 @@ def test_the_8_bit_update_is_adams_by_hand() -> None:
     x = torch.tensor([1.0, -2.0, 0.5, -0.25] * 128)
     first, second = 0.9 * create_dynamic_map(True)[0] + 0.1 * x, 0.001 * x.square()
     expected = x - 1e-4 * (first / (1 - 0.9)) / (second / (1 - 0.999)).sqrt()
-    probes.updated_in_8_bits(x)()
+    probes.adam8bit_update(x)()
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
 
 
@@ -129,7 +129,7 @@ def test_bytes_are_written_through_to_the_disk(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(host_probes, "WRITTEN", 1234)
     monkeypatch.setattr(host_probes.os, "fsync", lambda number: sizes.append(host_probes.os.fstat(number).st_size))
-    host_probes._written()
+    host_probes._write_file()
     assert sizes == [1234] and list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +176,7 @@ class Watch(CudaStopwatch):
         taken = [call() or self.one for _ in range(repeats)]
         return sum(float(each) for each in taken) / repeats * (1.0 if repeats == 3 else next(self.waits))  # type: ignore[arg-type]
 
-    def _captured(self, calls: Sequence[Call], what: str) -> Call | None:
+    def _capture(self, calls: Sequence[Call], what: str) -> Call | None:
         self.graphs.append(len(calls))
         if not self.captures:
             self.graphs_failed[what] = "not permitted"
@@ -249,9 +249,7 @@ def card(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CudaStopwatch:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: torch.no_grad())
-    watch = stopwatch.stopwatch_of(CUDA)
-    assert isinstance(watch, CudaStopwatch) and isinstance(stopwatch.stopwatch_of(CPU), CpuStopwatch)
-    return watch
+    return CudaStopwatch(CUDA)
 
 
 def test_waiting_for_the_device_is_not_the_hosts_time(card: CudaStopwatch, clock: Clock) -> None:
@@ -277,11 +275,11 @@ def test_a_graph_that_fails_is_ended_and_its_first_line_kept(card: CudaStopwatch
         raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be")
 
     calls: list[int] = []
-    replay = card._captured([lambda: calls.append(1)] * 3, "add")
+    replay = card._capture([lambda: calls.append(1)] * 3, "add")
     assert replay is not None and calls == [1, 1, 1] and not card.graphs_failed
     replay()
     assert Graph.asked == ["thread_local", "end", "replay"]
-    assert card._captured([refuse], "normal") is None and Graph.asked[3:] == ["thread_local", "end"]
+    assert card._capture([refuse], "normal") is None and Graph.asked[3:] == ["thread_local", "end"]
     assert card.graphs_failed == {"normal": "operation not permitted when stream is capturing"}
 
 
@@ -410,7 +408,7 @@ def test_the_constants_are_written_before_a_failure_is_reported(
         clock.now += 12.34
         return constants(failed=failed)
 
-    monkeypatch.setattr(calibrate, "stopwatch_of", lambda device: on_cpu())
+    monkeypatch.setattr(calibrate, "CpuStopwatch", on_cpu)
     monkeypatch.setattr(calibrate, "measure", measure)
     wanted = tmp_path / ("mine.json" if named else "calibrations/a-cpu-2-threads.json")
     out = wanted if named else None

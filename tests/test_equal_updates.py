@@ -16,7 +16,7 @@ from simpletune.engine.optim import Optimizer
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.job_estimate import _stored, estimate
+from simpletune.estimate.job_estimate import estimate
 from simpletune.estimate.planning import Search
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
@@ -121,6 +121,6 @@ def test_a_whole_job_goes_on_from_the_steps_that_were_simulated(
     apart = chosen.model_copy(update={"output": chosen.output.model_copy(update={"cache": str(tmp_path / "apart")})})
     alone = estimate(apart, card.capability)
     assert len(steps) == predicted + 1
-    found, wanted = _stored(result.estimate.job), _stored(alone.job)
+    found, wanted = result.estimate.job.as_json(), alone.job.as_json()
     found["train"]["seconds"] = wanted["train"]["seconds"]
     assert found == wanted

@@ -133,13 +133,13 @@ def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatc
 
 def test_a_kept_prediction_is_for_one_version_of_the_code(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     config = validate(tiny_config, "test")
-    names = {estimating.estimate_key(config, L4.capability, SIZE)}
+    names = {estimating.cache_file(config, L4.capability, SIZE)}
     monkeypatch.setattr(estimating, "VERSION", estimating.VERSION + 1)
-    names.add(estimating.estimate_key(config, L4.capability, SIZE))
+    names.add(estimating.cache_file(config, L4.capability, SIZE))
     monkeypatch.setattr(estimating, "__version__", "0.0.0")
-    names.add(estimating.estimate_key(config, L4.capability, SIZE))
+    names.add(estimating.cache_file(config, L4.capability, SIZE))
     monkeypatch.setattr(estimating, "version", lambda name: "0.0.0")
-    names.add(estimating.estimate_key(config, L4.capability, SIZE))
+    names.add(estimating.cache_file(config, L4.capability, SIZE))
     assert len(names) == 4
 
 
@@ -148,7 +148,7 @@ def test_a_kept_prediction_is_for_one_kernel_of_attention(tiny_config: dict) -> 
     tiny_config["precision"]["compute"] = "bf16"
     config = validate(tiny_config, "test")
     volta, ampere, ada, hopper = (
-        estimating.estimate_key(config, capability, SIZE) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
+        estimating.cache_file(config, capability, SIZE) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
     )
     assert ampere == ada and len({volta, ada, hopper}) == 3
 
@@ -186,7 +186,7 @@ def test_disk_needs_without_a_plan_count_checkpoints(
 ) -> None:
     config = validate(tiny_config | {"checkpoint": checkpoint, "train": train}, "test")
     sizes = {
-        need.what: need.bytes for need in disk_needs(config, counts=DataCounts(3, 3, 3 * config.data.resolution**2, 3))
+        what: size for what, _, size in disk_needs(config, counts=DataCounts(3, 3, 3 * config.data.resolution**2, 3))
     }
     assert sizes["checkpoints"] == count * checkpoint_bytes(config)[0]
     assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2

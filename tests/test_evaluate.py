@@ -318,15 +318,13 @@ class Counted:
     """A CPU that takes a millisecond for each operation, whatever it computes."""
 
     cuda = False
+    rates: dict = {}
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
         return 0.0
 
     def host(self, what: str) -> float:
         return 1e-3 if what == "operation" else 0.0
-
-    def rate(self, name: str, otherwise: float) -> float:
-        return otherwise
 
 
 def test_predicted_time_is_that_of_every_operation(

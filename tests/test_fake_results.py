@@ -17,9 +17,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.fake_results import FakeResults
-from simpletune.estimate.auto_checkpointing import with_checkpointed
+from simpletune.estimate.auto_settings import with_checkpointed
 from simpletune.estimate.estimate_command import read_for_estimate
-from simpletune.estimate.job_estimate import _stored
 from simpletune.estimate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.system.options import ConfigError, Json, UserError
@@ -56,7 +55,7 @@ def report_of(config: TrainConfig, *, whole: bool, monkeypatch: pytest.MonkeyPat
         if whole:
             patch.setattr(fake, "RESULTS", Whole())
             patch.setattr(simulate, "count_equal_updates", lambda optimizer: None)
-        found = _stored(simulate_parts(config, None, (8, 9)))
+        found = simulate_parts(config, None, (8, 9)).as_json()
     found["train"]["seconds"] = 0
     for section in found["train"]["sections"]:
         section["work"].sort()  # counted by operation; what is counted again may come first in another order

@@ -247,16 +247,16 @@ def test_what_cannot_be_kept_is_refused(checkpoints: dict, message: str, tiny_co
 def test_the_disk_that_is_asked_for_holds_what_stays(keep: dict, count: int, tiny_config: dict) -> None:
     changes = {"train": {"steps": 9}, "checkpoint": {"every": 1, **keep}}
     config = validate(tiny_config | changes, "test")
-    asked = next(need.bytes for need in disk_needs(config, counts=DataCounts(6, 6, 0, 6))) / checkpoint_bytes(config)[0]
+    asked = next(size for _, _, size in disk_needs(config, counts=DataCounts(6, 6, 0, 6))) / checkpoint_bytes(config)[0]
     assert asked == count
     most = []
     run = Path(tiny_config["output"]["runs"]) / "tiny"
     failpoints.watch(lambda moment: most.append(len(steps_of(run))) if moment == "checkpoint.after-rename" else None)
     run_with(tiny_config, **changes)
     assert max(most) == count
-    assert next(need.bytes for need in disk_needs(config, plan_of(config), 9)) == 0
+    assert next(size for _, _, size in disk_needs(config, plan_of(config), 9)) == 0
     if keep["keep_last"] in ("all", 20):
-        assert next(need.bytes for need in disk_needs(config, plan_of(config), 6)) == 3 * checkpoint_bytes(config)[0]
+        assert next(size for _, _, size in disk_needs(config, plan_of(config), 6)) == 3 * checkpoint_bytes(config)[0]
 
 
 def plan_of(config: TrainConfig) -> Plan:

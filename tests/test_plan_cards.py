@@ -82,15 +82,13 @@ class Only:
     """Speeds of a device on which one use takes a second for each of its units, and all else nothing."""
 
     cuda = True
+    rates: dict = {}
 
     def __init__(self, use: str):
         self.use = use
 
     def host(self, what: str) -> float:
         return 0.0
-
-    def rate(self, name: str, otherwise: float) -> float:
-        return otherwise
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
         return float(units(kind, extents)) if use_of(KernelWork(kind, dtype, extents)) == self.use else 0.0

@@ -19,16 +19,15 @@ from simpletune.estimate import planning
 from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import changes_of_quality, differing, with_changes
-from simpletune.estimate.plan_command import _described
+from simpletune.estimate.plan_command import describe_result
 from simpletune.estimate.planning import (
     Search,
-    SettingChanges,
     batch_table,
     block_options,
     candidate_lists,
     first_that_fits,
     largest_peak,
-    lasting,
+    lasting_bytes,
     likely_first,
 )
 from simpletune.estimate.simulate.simulate import simulate, train
@@ -123,7 +122,7 @@ def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) ->
 @pytest.mark.parametrize("length", [2, 3, 4, 7])
 def test_bisection_finds_the_first_candidate_that_fits(length: int, config_of, monkeypatch) -> None:
     config = config_of()
-    candidates = [SettingChanges((), with_changes(config, [f"train.seed={n}"]), "", 0) for n in range(length)]
+    candidates = [with_changes(config, [f"train.seed={n}"]) for n in range(length)]
     for first in range(length + 1):
         asked: list[int] = []
 
@@ -134,10 +133,11 @@ def test_bisection_finds_the_first_candidate_that_fits(length: int, config_of, m
 
         monkeypatch.setattr(Search, "fits", fits)
         search = Search(config, L4)
-        assert search._first_that_fits(candidates, None) == (first if first < length else None)
+        likely = likely_first(candidates, search._limit)
+        assert first_that_fits(candidates, search.fits, likely) == (first if first < length else None)
         if 0 < first < length:
             asked.clear()
-            assert search._first_that_fits(candidates, length - 1) == first
+            assert first_that_fits(candidates, search.fits, likely, length - 1) == first
 
 
 def test_a_step_that_does_not_fit_ends_where_it_runs_out(
@@ -172,13 +172,13 @@ def test_the_first_that_fits_is_found_wherever_the_search_begins() -> None:
                 asked.append(number)
                 return number >= first
 
-            assert first_that_fits(count, fits, likely, known) == (first if first < count else None)
+            assert first_that_fits(range(count), fits, likely, known) == (first if first < count else None)
             assert likely != first or len(asked) <= 2
 
 
 def test_the_search_begins_where_weights_and_states_leave_room(config_of) -> None:
     candidates = [each.config for each in list(candidate_lists(config_of("adapter.method=full"), L4))[1]]
-    sizes = [lasting(config) for config in candidates]
+    sizes = [lasting_bytes(config) for config in candidates]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
     config = candidates[0]
     model = config.model.empty_denoiser(config.precision, torch.device("meta"))
@@ -207,9 +207,25 @@ def test_the_largest_batch_is_found_by_bisection(config_of, monkeypatch: pytest.
 
     monkeypatch.setattr("simpletune.estimate.planning.MOST", 64)
     monkeypatch.setattr(Search, "fits", fits)
-    best = Search(config_of("train.batch_size=4"), L4).largest_batch()[0]
+    best = Search(config_of("train.batch_size=4"), L4).largest("train.batch_size")[0]
     assert best.choice.config.train.batch_size == 11 and best.choice.overrides[0] == "train.batch_size=11"
     assert asked[0] == 1 and {11, 12} <= set(asked) and len(asked) < 10
+
+
+def test_no_resolution_is_tried_that_the_model_cannot_take(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learned position embedding has a largest picture; simulating a larger one fails within diffusers."""
+    config, tried = config_of(), []
+    monkeypatch.setattr(planning, "RESOLUTIONS", (32, config.model.largest_side, 2 * config.model.largest_side))
+    fits = Search.fits
+    monkeypatch.setattr(
+        Search, "fits", lambda self, config: (tried.append(config.data.resolution), fits(self, config))[1]
+    )
+    best = Search(config, L4).largest("data.resolution")[0]
+    assert best.choice.config.data.resolution == config.model.largest_side == max(tried)
+    monkeypatch.setattr(planning, "RESOLUTIONS", (2 * config.model.largest_side,))
+    assert Search(config, L4).largest("data.resolution")[0].choice.overrides[0] == (
+        f"data.resolution={config.model.largest_side}"
+    )
 
 
 @pytest.mark.slow
@@ -218,7 +234,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config_of, monkeypatch: py
     config = config_of("train.batch_size=4")
     card = a_card(must_have(config) + 10)
     search = Search(config, card)
-    best = search.largest_batch()[0]
+    best = search.largest("train.batch_size")[0]
     batch = best.choice.config.train.batch_size
     assert batch > 1 and f"train.batch_size={batch}" in best.choice.overrides and best.estimate.fits(card)
     smallest = next(iter(candidate_lists(config, card)))[-1].config
@@ -232,7 +248,7 @@ def test_nothing_that_fits_is_an_error_with_a_remedy(config_of, monkeypatch: pyt
     with pytest.raises(UserError, match="no settings fit on Test 505.*data.resolution=512"):
         Search(config_of(), a_card(505)).fastest()
     with pytest.raises(UserError, match="train.batch_size: not even 1 fits"):
-        Search(config_of(), a_card(505)).largest_batch()
+        Search(config_of(), a_card(505)).largest("train.batch_size")
 
 
 def test_the_batch_table_is_what_a_prediction_says(config_of) -> None:
@@ -259,7 +275,7 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
         "an update follows 1 instead of 2 micro-batches: noisier, but more of them (train.gradient_accumulation)",
     ]
     best = Search(config_of("precision.weights=int8"), L4).fastest()[0]
-    lines = list(_described(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
+    lines = list(describe_result(1, replace(best, choice=replace(best.choice, config=new, overrides=())), best, full))
     told = [line for line in lines if line.strip().startswith("quality")]
     assert len(told) == 2 and "per_parameter" in told[0] and "1 instead of 2" in told[1]
     lora = config_of("adapter.method=lora", "precision.weights=int8")

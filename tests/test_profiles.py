@@ -18,8 +18,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.profiles import FULL, LORA
-from simpletune.estimate import auto_checkpointing, levers
-from simpletune.estimate.auto_checkpointing import RecomputeCounts, choose_on, resolve_checkpointing, with_checkpointed
+from simpletune.estimate import auto_settings, levers
+from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpointing, with_checkpointed
 from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.simulate.simulate import simulate
@@ -45,7 +45,7 @@ def four_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_once) -> None:
-    for module in ("levers", "auto_checkpointing"):
+    for module in ("levers", "auto_settings"):
         monkeypatch.setattr(f"simpletune.estimate.{module}.simulate", simulate_once)
 
 
@@ -187,7 +187,7 @@ def test_auto_without_a_budget_takes_the_card_and_asks_once(
     peak = f"{peaks[2] / MIB:,.0f}"
     told = f"auto: 2 of 4 blocks, 2 keeping attention's output, predicted peak {peak} of {peak} MiB"
     assert told in capsys.readouterr().out
-    monkeypatch.setattr(auto_checkpointing, "simulate", None)  # a second start has kept what it needs
+    monkeypatch.setattr(auto_settings, "simulate", None)  # a second start has kept what it needs
     assert resolve_checkpointing(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
     assert resolve_checkpointing(auto, SIZE, a_card(peaks[2]), before=RecomputeCounts(3, 3)).memory.checkpointing == 3
     assert resolve_checkpointing(auto, SIZE, a_card(peaks[2]), before=RecomputeCounts(1, 1)).memory.checkpointing == 2
@@ -199,12 +199,12 @@ def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
     auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, simulate_once
 ) -> None:
     peak = simulate_once(with_checkpointed(auto, 0), SIZE).peak.bytes
-    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), 0))
-    assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == "none"
-    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(peak), MIB))
-    assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 1
-    monkeypatch.setattr(auto_checkpointing, "card_at_hand", lambda device: (a_card(1000), 0))
-    assert choose_on(auto, torch.device("cuda"), SIZE).memory.checkpointing == 4  # the forecast refuses it
+    monkeypatch.setattr(auto_settings, "card_at_hand", lambda device: (a_card(peak), 0))
+    assert resolve_checkpointing(auto, SIZE, torch.device("cuda")).memory.checkpointing == "none"
+    monkeypatch.setattr(auto_settings, "card_at_hand", lambda device: (a_card(peak), MIB))
+    assert resolve_checkpointing(auto, SIZE, torch.device("cuda")).memory.checkpointing == 1
+    monkeypatch.setattr(auto_settings, "card_at_hand", lambda device: (a_card(1000), 0))
+    assert resolve_checkpointing(auto, SIZE, torch.device("cuda")).memory.checkpointing == 4  # the forecast refuses it
     with pytest.raises(UserError, match="memory.checkpointing: auto .* is on the CPU. .*memory.budget_gib too"):
         train(auto)
 
@@ -228,10 +228,12 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(config_of, capsys: pytest.Capt
 def test_every_lever_that_applies_is_valid_and_savings_are_in_order(of_two_blocks: TrainConfig) -> None:
     config = of_two_blocks
     found = savings(config)
-    assert [saving.saved_bytes for saving in found] == sorted((s.saved_bytes for s in found), reverse=True)
-    names = {" ".join(saving.lever.overrides) for saving in found}
+    assert [saved for _, saved in found] == sorted((saved for _, saved in found), reverse=True)
+    names = {" ".join(lever.overrides) for lever, _ in found}
     assert {"memory.checkpointing=all", "precision.weights=int8", "train.batch_size=1"} <= names
-    assert simulate(found[-1].config).peak.bytes == found[-1].peak_bytes  # by a simulation of its own
+    least, saved = found[-1]
+    smaller = changed(config, least.overrides)
+    assert simulate(config).peak.bytes - simulate(smaller).peak.bytes == saved  # by a simulation of its own
     assert changed(config, ["memory.checkpointing=none"]) is None  # changes nothing
     assert changed(config, ["memory.resident_blocks=0"]) is None  # not without checkpointing
     assert len(LEVERS) > len(found)
@@ -256,7 +258,7 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
     assert "Tried to allocate 2.00 GiB." in text and "More." not in text
     assert "frozen weights" in text
     most = savings(of_two_blocks)[:3]
-    assert len(most) == 3 and all(f"{' '.join(saving.lever.overrides)} " in text for saving in most)
+    assert len(most) == 3 and all(f"{' '.join(lever.overrides)} " in text for lever, _ in most)
 
 
 def test_resident_counts_each_kind(config_of) -> None:

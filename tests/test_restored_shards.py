@@ -18,7 +18,6 @@ from simpletune.engine.fsdp.checkpoints import (
     SavedStates,
     held_rows,
     parameter_ranges,
-    part_file,
     require_written,
     restore_parts,
     restore_states,
@@ -61,7 +60,7 @@ def write(folder: Path) -> tuple[Path, Path]:
                 counters = {f"{name}/step": torch.tensor(7.0) for name in {key.partition("/")[0] for key in own}}
                 own |= counters
                 about = {VALUES: json.dumps({"values": {}, "shared": {}})}
-            name = part_file(kind, rank, 3)
+            name = f"{kind}-{rank:05d}-of-00003.safetensors"
             save_file(own, folder / name, about)
             files.append({"file": name})
         index = {"files": files, "parameters": {n: {"shape": SHAPES[n], "starts": STARTS[n]} for n in SHAPES}}

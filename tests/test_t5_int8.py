@@ -83,7 +83,7 @@ def test_packed_embeddings_need_less_disk(tiny_config: dict) -> None:
     packed = tiny_config | {"model": tiny_config["model"] | {"t5_cached": "int8"}}
     counts = DataCounts(6, 6, 6 * 32 * 32, 6)
     needs = [
-        {need.what: need.bytes for need in disk_needs(validate(config, "test"), counts=counts)}["cached prompts"]
+        {what: size for what, _, size in disk_needs(validate(config, "test"), counts=counts)}["cached prompts"]
         for config in (tiny_config, packed)
     ]
     width = validate(packed, "test").model.text_width

@@ -18,10 +18,9 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.job_estimate import _restored, _stored
 from simpletune.estimate.job_time import JobTime, job_time, speeds_of
 from simpletune.estimate.simulate.simulate import StepReport, simulate
-from simpletune.estimate.simulate.simulate_stages import simulate_parts
+from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts
 from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, write_constants
@@ -125,15 +124,13 @@ class Seconds:
     """A device whose work takes as many seconds as its first extent, and whose host takes 0.1 an operation."""
 
     cuda = True
+    rates: dict = {}
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
         return float(extents[0])
 
     def host(self, what: str) -> float:
         return 0.1
-
-    def rate(self, name: str, otherwise: float) -> float:
-        return otherwise
 
 
 def section(stream: str, seconds: int, **more: object) -> StreamWork:
@@ -221,7 +218,7 @@ def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
 
     data = copy.deepcopy(tiny_config) | {"validation": {"prompts": ["a"], "steps": 4, "loss_samples": 2}}
     job = simulate_parts(validate(data, "x"), (32, 32), (8, 9))
-    again = _restored(json.loads(json.dumps(_stored(job))))
+    again = JobReport.from_json(json.loads(json.dumps(job.as_json())))
     assert list(again.train.sections) == list(job.train.sections) and again.work == job.work
     assert {"latents", "draw", "evaluate"} < set(job.work) and any(name.startswith("text.") for name in job.work)
     config = validate(data, "x")

@@ -31,14 +31,6 @@ TRIED = 32  # rows of a stream examined to estimate how much of it is cached
 CLOSE = 0.8  # share of the free space; warn above it
 
 
-class DiskNeed(NamedTuple):
-    """One thing that a run writes."""
-
-    what: str
-    folder: Path
-    bytes: int
-
-
 class DataCounts(NamedTuple):
     """Counts of a run's data."""
 
@@ -74,30 +66,29 @@ class DataCounts(NamedTuple):
         return cls.of(config, plan)._replace(prompts=prompts, pixels=pixels)
 
 
-NOTHING = DataCounts(0, 0, 0, 0)
+NO_DATA = DataCounts(0, 0, 0, 0)
 
 
 def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
     """Refuse a run that needs more disk than is free; warn if it is close.
 
     Args:
-        config: configuration with folders resolved.
-        plan: plan of the run.
+        config: with folders resolved.
         start: steps already done; their checkpoints free space as they are replaced.
         force: warn instead of refusing.
 
     Raises:
         DiskFull: lists the space needed, by use, and the free space.
     """
-    by_disk: dict[int, list[DiskNeed]] = defaultdict(list)
-    for need in disk_needs(config, plan, start):
-        by_disk[existing(need.folder).stat().st_dev].append(need)
+    by_disk: dict[int, list[tuple[str, Path, int]]] = defaultdict(list)
+    for what, folder, size in disk_needs(config, plan, start):
+        by_disk[existing(folder).stat().st_dev].append((what, folder, size))
     lacking = []
     for needs in by_disk.values():
-        place, wanted = existing(needs[0].folder), sum(need.bytes for need in needs)
+        place, wanted = existing(needs[0][1]), sum(size for _, _, size in needs)
         free = free_disk_bytes(place)
         text = (
-            f"{format_bytes(wanted)} ({', '.join(f'{need.what} {format_bytes(need.bytes)}' for need in needs)}) "
+            f"{format_bytes(wanted)} ({', '.join(f'{what} {format_bytes(size)}' for what, _, size in needs)}) "
             f"and {format_bytes(free)} are free on the disk of {place}"
         )
         if wanted > free:
@@ -121,9 +112,10 @@ def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = 
 
 
 def disk_needs(
-    config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NOTHING
-) -> Iterator[DiskNeed]:
-    """Yield what a run will write, except the quantised base, which is cached only if there is space to spare.
+    config: TrainConfig, plan: Plan | None = None, start: int = 0, counts: DataCounts = NO_DATA
+) -> Iterator[tuple[str, Path, int]]:
+    """Yield what a run will write, the folder and the bytes. Leaves out the quantised base, which is cached only if
+    there is space to spare.
 
     Args:
         config: configuration of the run; with a plan, folders must be resolved.
@@ -133,20 +125,20 @@ def disk_needs(
     """
     run, cache = run_folder(config), config.output.cache_folder
     one, result = checkpoint_bytes(config)
-    yield DiskNeed("checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one)
-    yield DiskNeed("result", run, result)
+    yield "checkpoints", run, _more_checkpoints(config, plan, start, counts.samples) * one
+    yield "result", run, result
     prompts, pixels = (counts.prompts, counts.pixels) if plan is None else _to_encode(config, plan, start)
     prompt = bytes_of_prompt(config)
     per_latent = config.model.latent_channels * LATENT_BYTES  # of 8 x 8 pixels
     if config.output.place.url is None:
-        yield DiskNeed("cached pictures", cache, pixels // 64 * per_latent)
-        yield DiskNeed("cached prompts", cache, prompts * prompt)
+        yield "cached pictures", cache, pixels // 64 * per_latent
+        yield "cached prompts", cache, prompts * prompt
     else:
         read = counts if plan is None else DataCounts.of(config, plan, start)
         whole = read.pixels // 64 * per_latent + read.prompts * prompt
-        yield DiskNeed("local part of the cache", cache, min(config.output.place.limit, whole))
+        yield "local part of the cache", cache, min(config.output.place.limit, whole)
     if plan is None and isinstance(config.prior, ClassPictures):
-        yield DiskNeed("class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES)
+        yield "class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES
 
 
 def bytes_of_prompt(config: TrainConfig) -> int:

@@ -13,13 +13,12 @@ from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.auto_batch import choose_batch
-from simpletune.estimate.auto_checkpointing import resolve_checkpointing
+from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
 from simpletune.estimate.job_estimate import MIB, Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.simulate import square
-from simpletune.estimate.terminal import as_text, card_table, comparison, comparison_chart, time_lines
+from simpletune.estimate.terminal import card_table, comparison, comparison_chart, estimate_lines, time_lines
 from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
@@ -32,19 +31,12 @@ GIB = 2**30
 
 
 def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
-    """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``.
-
-    An estimate is for a card, so ``auto`` is resolved as on a card.
-
-    Raises:
-        ConfigError: the configuration has problems.
-        UserError: the model's configuration cannot be read.
-    """
+    """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``."""
     config, notices = read_config(file, list(overrides), needs_data=False)
     note(notices)
     config = resolve_model_folder(config)
     require_model_rules(config)
-    return settle_modulation(config, on_host=False)
+    return settle_modulation(config, on_host=False)  # an estimate is for a card, also where there is none
 
 
 def estimate_config(
@@ -58,11 +50,8 @@ def estimate_config(
     """Return what ``simpletune estimate CONFIG`` prints.
 
     Args:
-        file: the configuration.
-        overrides: ``key.path=value`` overrides.
         device: a card by name or memory, several with commas between, or None.
         reserve: GiB of the card that other programs use.
-        as_json: return JSON instead of text.
         prices: file of the user's prices.
     """
     cards = [find_card(name) for name in (device or "").split(",") if name.strip()]
@@ -82,7 +71,7 @@ def estimate_config(
         timed = None if time is None else time.as_json()
         return json.dumps({**about, **prediction.as_json(card, reserved), "time": timed}, indent=2)
     name = config.name if processes == 1 else f"{config.name}, each of {processes} processes"
-    lines = [as_text(name, prediction, card, reserved), *unfit(config, card)]
+    lines = [*estimate_lines(name, prediction, card, reserved), *unfit(config, card)]
     if card is not None and card.capability < CUDA_13_FROM:
         lines.append(
             f"  {card.name} is {sm(card.capability)}, and torch's CUDA 13 builds start at {sm(CUDA_13_FROM)}: install "
@@ -160,7 +149,7 @@ def compare_configs(
         if name in predictions:
             raise UserError(f"--compare: {file} is given twice. Name each configuration once")
         with silent() if as_json else nullcontext():
-            config = resolve_checkpointing(config, square(config), card)
+            config = resolve_auto(config, card, 0)
         predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]
     if picture is not None:

@@ -21,31 +21,22 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_base, modulation_of
 from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
 from simpletune.system.options import UserError
 from simpletune.system.startup import without_collection
-
-CPU = torch.device("cpu")
 
 
 def require_memory(
     config: TrainConfig, device: torch.device, size: Size, known: Estimate | None, encodes: bool
 ) -> None:
-    """Refuse a picture that is predicted not to fit on the device.
-
-    The training state stays in memory, so the prediction is that of validation with the picture's settings; if the
-    prompt is not cached, also that of the largest text encoder beside the training state. Predictions are cached; for a
-    picture as large as validation's, the run's own is used.
+    """Refuse a picture that is predicted not to fit on the CUDA device beside the training state.
 
     Args:
         config: configuration of the run, with folders and memory resolved and the picture's settings as validation.
-        device: CUDA device.
         size: width and height in pixels of the run's largest bucket.
         known: prediction of the run, if its validation draws pictures that take as much memory.
-        encodes: whether a prompt has to be encoded.
-
-    Raises:
-        UserError: the picture does not fit.
+        encodes: whether a prompt has to be encoded, by a text encoder beside the training state.
     """
     card, held = card_at_hand(device)
     prediction = known or estimate(as_simulated(config), card.capability, size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
 from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
-from simpletune.estimate.disk_needs import NOTHING, DataCounts, bytes_of_prompt, disk_needs
+from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, square
 from simpletune.estimate.simulate.simulate_stages import JobReport, parts_in_steps, simulate_parts, with_workspaces
-from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.sources import hub_parts
 from simpletune.models.shared.t5_layers import CHUNK_BYTES
@@ -39,8 +38,9 @@ from simpletune.system.options import Json, UserError
 VERSION = 6  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
-# Allowances for what torch's caching allocator reserves beyond the peak. They cover all but two rows of
-# benchmarks/results/dry-l4, and those two run on a card of exactly that size, too.
+# Allowances for what torch's caching allocator reserves beyond the peak. Compared with the real allocator by
+# ``python -m benchmarks dry``, they cover all but two rows of benchmarks/results/dry-l4, and those two run on a card of
+# exactly that size, too.
 FRAGMENTED = 0.05  # share of the peak
 LEAST_FRAGMENTED = 256 * MIB
 HOST_LIBRARIES = int(1.0 * 2**30)  # bytes: a process took 0.9 GiB after its imports (Python 3.11, torch 2.13.0 CPU)
@@ -69,8 +69,7 @@ class Estimate:
 
     @property
     def stages(self) -> Mapping[str, MemorySnapshot]:
-        """The largest snapshot of ``text``, ``latents``, ``train`` and, if the run has them, ``class`` and
-        ``validate``."""
+        """The largest snapshot of each stage (see ``JobReport``)."""
         return self.job.stages
 
     @property
@@ -126,10 +125,7 @@ def needed(peak: int) -> int:
 
 
 def fragmentation(peak: int) -> int:
-    """Return an allowance in bytes for what torch's allocator has reserved but cannot use at a peak.
-
-    ``python -m benchmarks dry`` compares it with the real allocator.
-    """
+    """Return an allowance in bytes for what torch's allocator has reserved but cannot use at a peak."""
     return max(int(FRAGMENTED * peak), LEAST_FRAGMENTED)
 
 
@@ -179,17 +175,17 @@ def estimate(
     if cached is None:
         job = simulate_parts(config, size, capability, trained)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, _stored(job), shared=True)
+        write_json(file, job.as_json(), shared=True)
     else:
-        job = _restored(cached)
+        job = JobReport.from_json(cached)
     return needs_of(config, with_workspaces(job, capability), size)  # the file serves all cards of an attention kernel
 
 
 def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
     """Add to a simulated job what the run needs besides GPU memory; demo names may be unresolved."""
     counts, train = counts_of(config), job.train
-    disk = {need.what: need.bytes for need in disk_needs(config, counts=counts or NOTHING)}
-    prompts = min(CHUNK_BYTES, (counts or NOTHING).prompts * bytes_of_prompt(config))
+    disk = {what: size for what, _, size in disk_needs(config, counts=counts or NO_DATA)}
+    prompts = min(CHUNK_BYTES, (counts or NO_DATA).prompts * bytes_of_prompt(config))
     in_transit = max(prompts, train.trained_bytes, train.state_bytes)
     host = {
         "libraries": HOST_LIBRARIES + CUDA_LIBRARIES,
@@ -233,21 +229,17 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
     return DataCounts(found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels, found.samples + drawn)
 
 
-def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
-    """Predict the training stage for squares of ``data.resolution``; use the cached prediction if there is one.
-
-    Args:
-        config: configuration of the run.
-        simulated: predicts the stage as on an L4, without library workspaces, or raises ``OutOfMemory`` at the limit.
-        limit: peak in bytes above which the step counts as too large; None: the whole prediction is needed.
+def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:
+    """Return the cached prediction of a step with square pictures, or make it, as on an L4, by ``simulated``.
 
     Raises:
-        OutOfMemory: the step is known to take more than the limit.
+        OutOfMemory: the step takes more than ``limit`` bytes. Where it ran out is cached too; without a limit the whole
+            prediction is needed.
     """
     file = cache_file(config, L4, square(config), "-step")
     cached = read_json_or_none(file) or {}
     if "peak" in cached:
-        return _restored_step(cached)
+        return StepReport.from_json(cached)
     if limit is not None and "exceeds" in cached and cached["exceeds"] > limit:
         raise OutOfMemory(cached["exceeds"])
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -256,42 +248,8 @@ def kept_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: i
     except OutOfMemory as error:
         write_json(file, {"exceeds": error.bytes}, shared=True)
         raise
-    write_json(file, _stored_step(report), shared=True)
+    write_json(file, report.as_json(), shared=True)
     return report
-
-
-def _stored(job: JobReport) -> Json:
-    """Return the report as plain values."""
-    plain = asdict(replace(job, work={}, train=replace(job.train, sections=())))
-    work = {name: [each.as_json() for each in part] for name, part in job.work.items()}
-    return {**plain, "train": _stored_step(job.train), "work": work}
-
-
-def _stored_step(train: StepReport) -> Json:
-    return {**asdict(replace(train, sections=())), "sections": [section.as_json() for section in train.sections]}
-
-
-def _restored(data: Json) -> JobReport:
-    """Rebuild the report from ``_stored``."""
-    stages = {name: MemorySnapshot(**m) for name, m in data["stages"].items()}
-    work = {name: [StreamWork.from_json(each) for each in part] for name, part in data["work"].items()}
-    return JobReport(stages, _restored_step(data["train"]), data["part_bytes"], work)
-
-
-def _restored_step(train: Json) -> StepReport:
-    built = {
-        "peak": MemorySnapshot(**train["peak"]),
-        "phases": {name: MemorySnapshot(**snapshot) for name, snapshot in train["phases"].items()},
-        "steady": MemorySnapshot(**train["steady"]),
-        "trained": {name: tuple(shape) for name, shape in train["trained"].items()},
-        "sections": [StreamWork.from_json(each) for each in train["sections"]],
-    }
-    return StepReport(**{**train, **built})
-
-
-def cache_file(config: TrainConfig, capability: tuple[int, int], size: Size, kind: str = "") -> Path:
-    """Name the file of a cached prediction; ``kind`` distinguishes predictions of parts of the job."""
-    return config.output.cache_folder / "estimates" / f"{estimate_key(config, capability, size)}{kind}.json"
 
 
 def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
@@ -299,12 +257,14 @@ def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
     return attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
 
 
-def estimate_key(config: TrainConfig, capability: tuple[int, int], size: Size) -> str:
-    """Hash everything that a prediction depends on."""
+def cache_file(config: TrainConfig, capability: tuple[int, int], size: Size, kind: str = "") -> Path:
+    """Name the file of a cached prediction by a hash of everything that it depends on; ``kind`` distinguishes
+    predictions of parts of the job."""
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     if config.train.uses_fsdp(simulated_processes()):
         options["processes"] = simulated_processes()
     versions = [VERSION, __version__, *map(version, LIBRARIES)]
     attention = attention_of(config, capability)
     about = json.dumps([options, attention, size, versions], sort_keys=True)
-    return hashlib.sha256(about.encode()).hexdigest()[:24]
+    key = hashlib.sha256(about.encode()).hexdigest()[:24]
+    return config.output.cache_folder / "estimates" / f"{key}{kind}.json"

@@ -110,7 +110,7 @@ def job_time(
     batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
-    bring = speeds.rate("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
+    bring = speeds.rates.get("read_byte", READ_BYTE) + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
     base = 2 * config.model.parameter_count() * bring
     beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
@@ -120,14 +120,15 @@ def job_time(
         stages["class"] = base + vae + prior.count * one
     stages["latents"] = 0.0
     if counts is not None and counts.pixels:
-        read_picture = speeds.rate("read_jpeg", READ_JPEG) * side * side * 4  # pictures are larger than their crops
+        # pictures are larger than their crops
+        read_picture = speeds.rates.get("read_jpeg", READ_JPEG) * side * side * 4
         stages["latents"] = vae + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_picture)
     stages |= {"load": base + beside, "train": steps * step.seconds}
     if validate := _validation(config, job, speeds, steps, vae):
         stages["validate"] = validate
     checkpoint, result = checkpoint_bytes(config)
     saved = times_due(config.checkpoint.every, steps) * checkpoint + result
-    stages["save"] = saved * speeds.rate("write_byte", WRITE_BYTE)
+    stages["save"] = saved * speeds.rates.get("write_byte", WRITE_BYTE)
     return JobTime(card, step, steps, per_epoch, stages, interval, source, price)
 
 
@@ -153,7 +154,7 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
 def _drawing(sections: Sequence[StreamWork], speeds: Speeds, steps: int, size: Size) -> float:
     """Predict the seconds of drawing one picture and writing it; ``SIMULATED`` of its steps were recorded."""
     sample, decode = (alone([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode"))
-    png = math.prod(size) * speeds.rate("write_png", WRITE_PNG)
+    png = math.prod(size) * speeds.rates.get("write_png", WRITE_PNG)
     return sample / min(SIMULATED, steps) * steps + decode + png
 
 

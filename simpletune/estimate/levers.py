@@ -55,18 +55,6 @@ IN_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Saving:
-    """What a change would save for a configuration."""
-
-    lever: Lever
-    config: TrainConfig
-    """With the change."""
-    peak_bytes: int
-    """Peak of the training stage with the change."""
-    saved_bytes: int
-
-
 def with_changes(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None:
     """Apply overrides to a configuration as the command line does; None if the result is invalid."""
     data, _, problems = merge(config.model_dump(mode="json", by_alias=True), list(overrides))
@@ -82,18 +70,18 @@ def changed(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig | None
     return None if new == config else new
 
 
-def savings(config: TrainConfig) -> list[Saving]:
-    """Predict what each lever would save, largest first; demo names must be resolved."""
+def savings(config: TrainConfig) -> list[tuple[Lever, int]]:
+    """Predict the bytes that each lever would save of the training step, largest first; demo names must be resolved."""
     before = simulate(config).peak.bytes
     result = []
     for lever in LEVERS:
         new = changed(config, lever.overrides)
         if new is None or new.data.resolution > config.data.resolution:
             continue
-        peak = simulate(new).peak.bytes
-        if peak < before:
-            result.append(Saving(lever, new, peak, before - peak))
-    return sorted(result, key=lambda saving: -saving.saved_bytes)
+        saved = before - simulate(new).peak.bytes
+        if saved > 0:
+            result.append((lever, saved))
+    return sorted(result, key=lambda saving: -saving[1])
 
 
 def differing(config: TrainConfig, new: TrainConfig, overrides: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from simpletune.config.compute import settle_compute
@@ -19,7 +19,7 @@ from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.job_time import job_time
 from simpletune.estimate.levers import changes_of_quality, differing
-from simpletune.estimate.planning import PlanResult, Search, batch_table
+from simpletune.estimate.planning import PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
 from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
@@ -29,39 +29,69 @@ from simpletune.system.prices import Price, of_cards
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
+LARGEST = {"largest-batch": "train.batch_size", "highest-resolution": "data.resolution"}  # settings by goal
+CardPlan = tuple[Card, PlanResult | str]  # the fastest settings on a card, or why none fit
 
 
-@dataclass(frozen=True)
-class PlanArguments:
-    """Arguments of ``plan``."""
-
-    file: Path
-    overrides: Sequence[str]
-    cards: Sequence[Card]
-    goal: str = "fastest"
-    """``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``."""
-    reserve: float = 0.0
-    """GiB of the card that other programs use."""
-    prices: Path | None = None
-    """File of the user's prices."""
-    out: Path | None = None
-    """File to write; None: beside the configuration, named after it and the card."""
-    as_json: bool = False
-
-
-def plan_config(asked: PlanArguments) -> str:
+def plan_config(
+    file: Path,
+    overrides: Sequence[str],
+    cards: Sequence[Card],
+    goal: str = "fastest",
+    reserve: float = 0.0,
+    prices: Path | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> str:
     """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
+
+    Args:
+        cards: card that the settings must fit on, or several to choose from.
+        goal: ``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``.
+        reserve: GiB of the card that other programs use.
+        prices: file of the user's prices.
+        out: file to write; None: beside the configuration, named after it and the card.
 
     Raises:
         UserError: nothing fits.
     """
-    with silent() if asked.as_json else nullcontext():
-        config = _read(asked.file, asked.overrides)
-        names, goal = ", ".join(card.name for card in asked.cards), asked.goal.replace("-", " ")
-        say(f"plan    searching settings for {config.name} on {names}, goal: {goal}")
-        if len(asked.cards) > 1 or asked.goal == "cheapest":
-            return _of_cards(asked, config)
-        return _of_card(asked, config)
+    reserved = int(reserve * GIB)
+    with silent() if as_json else nullcontext():
+        config = _read(file, overrides)
+        names = ", ".join(card.name for card in cards)
+        say(f"plan    searching settings for {config.name} on {names}, goal: {goal.replace('-', ' ')}")
+        if len(cards) > 1 or goal == "cheapest":
+            on_cards = _plan_cards(config, cards, goal, reserved, prices)
+            card, best = choose_card(on_cards, goal)
+            figures = {"goal": goal, "chosen": card.name, "cards": [plan_json(*each) for each in on_cards]}
+            lines = [*table(config.name, on_cards, best), "", *describe_result(1, best, best, config)]
+        else:
+            (card,), clock = cards, time.perf_counter()
+            with counting("plan    search", "predictions") as count:
+                search = Search(config, card, reserved, count)
+                results = search.fastest() if goal == "fastest" else search.largest(LARGEST[goal])
+            best, seconds = results[0], time.perf_counter() - clock
+            plans = [
+                {
+                    "about": each.choice.about,
+                    "settings": differing(config, each.choice.config, each.choice.overrides),
+                    "needed_mib": round(each.estimate.needed() / MIB, 1),
+                    "seconds_per_step": each.step_time.seconds,
+                    "costs": list(describe_settings(config, each)),
+                }
+                for each in results
+            ]
+            figures = {"device": card.name, "plans": plans}
+            lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
+            for number, each in enumerate(results, 1):
+                lines += ["", *describe_result(number, each, best, config)]
+        changes = differing(config, best.choice.config, best.choice.overrides)
+        out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
+        merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
+        write_json(out, merged)
+    if as_json:
+        return json.dumps({**figures, "written": str(out)}, indent=2)
+    return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
 
 
 def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
@@ -79,63 +109,25 @@ def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:
     return config
 
 
-def _of_card(asked: PlanArguments, config: TrainConfig) -> str:
-    """Report the best settings on one card, and the second best."""
-    (card,), clock = asked.cards, time.perf_counter()
+def _plan_cards(
+    config: TrainConfig, cards: Sequence[Card], goal: str, reserved: int, prices: Path | None
+) -> list[CardPlan]:
+    """Plan the job on each card with its fastest settings there, by which cards are compared."""
+    if goal not in ("fastest", "cheapest"):
+        raise UserError(f"--goal {goal}: takes one card. Name one with --device, or use fastest or cheapest")
+    known, plans = of_cards(prices, config.output.prices), list[CardPlan]()
     with counting("plan    search", "predictions") as count:
-        search = Search(config, card, int(asked.reserve * GIB), count)
-        ways = {
-            "fastest": search.fastest,
-            "largest-batch": search.largest_batch,
-            "highest-resolution": search.highest_resolution,
-        }
-        results = ways[asked.goal]()
-    seconds, best = time.perf_counter() - clock, results[0]
-    out = _written(asked, config, card, best)
-    if asked.as_json:
-        plans = [
-            {
-                "about": each.choice.about,
-                "settings": differing(config, each.choice.config, each.choice.overrides),
-                "needed_mib": round(each.estimate.needed() / MIB, 1),
-                "seconds_per_step": each.step_time.seconds,
-                "costs": list(describe_settings(config, each)),
-            }
-            for each in results
-        ]
-        return json.dumps({"device": card.name, "plans": plans, "written": str(out)}, indent=2)
-    lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
-    for number, each in enumerate(results, 1):
-        lines += ["", *_described(number, each, best, config)]
-    return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
-
-
-def _of_cards(asked: PlanArguments, config: TrainConfig) -> str:
-    """Report the card on which the job is cheapest or finishes first; compares cards by their fastest settings."""
-    if asked.goal not in ("fastest", "cheapest"):
-        raise UserError(f"--goal {asked.goal}: takes one card. Name one with --device, or use fastest or cheapest")
-    prices, plans = of_cards(asked.prices, config.output.prices), list[CardPlan]()
-    with counting("plan    search", "predictions") as count:
-        for card in asked.cards:
-            settled, price = settle_compute(config, card.capability), prices.get(card.name.lower())
+        for card in cards:
+            settled, price = settle_compute(config, card.capability), known.get(card.name.lower())
 
             def here(last: str, card: Card = card) -> None:
                 count(f"{last} on {card.name}")
 
             try:
-                plans.append((card, plan_on(settled, card, price, int(asked.reserve * GIB), here)))
+                plans.append((card, plan_on(settled, card, price, reserved, here)))
             except UserError as error:
                 plans.append((card, str(error)))
-    card, best = choose_card(plans, asked.goal)
-    out = _written(asked, config, card, best)
-    if asked.as_json:
-        rows = [plan_json(*each) for each in plans]
-        return json.dumps({"goal": asked.goal, "chosen": card.name, "cards": rows, "written": str(out)}, indent=2)
-    lines = [*table(config.name, plans, best), "", *_described(1, best, best, config)]
-    return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
-
-
-CardPlan = tuple[Card, PlanResult | str]  # the fastest settings on a card, or why none fit
+    return plans
 
 
 def plan_on(
@@ -220,17 +212,7 @@ def table(name: str, plans: Sequence[CardPlan], best: PlanResult) -> Iterator[st
     yield from notes
 
 
-def _written(asked: PlanArguments, config: TrainConfig, card: Card, best: PlanResult) -> Path:
-    """Write the best settings, and return the file."""
-    changes = differing(config, best.choice.config, best.choice.overrides)
-    named = f"{asked.file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json"
-    out = asked.out or asked.file.with_name(named)
-    merged, _, _ = merge(read_json(asked.file), [*asked.overrides, *changes, f"name={out.stem}"])
-    write_json(out, merged)
-    return out
-
-
-def _described(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
+def describe_result(number: int, result: PlanResult, best: PlanResult, config: TrainConfig) -> Iterator[str]:
     """Describe a choice in a few lines."""
     estimate, choice = result.estimate, result.choice
     yield f"{number}. {choice.about}"
@@ -288,7 +270,7 @@ def batches(file: Path, overrides: Sequence[str], devices: Sequence[str], as_jso
     with silent() if as_json else nullcontext():
         config = _read(file, overrides)
     cards = [find_card(name) for name in devices or SHOWN_CARDS]
-    resolutions = [side for side in RESOLUTIONS if side <= config.model.largest_side] or [config.model.largest_side]
+    resolutions = possible_resolutions(config, RESOLUTIONS)
     table = batch_table(config, cards, resolutions)
     if as_json:
         return json.dumps({name: dict(zip(map(str, resolutions), row, strict=True)) for name, row in table.items()})

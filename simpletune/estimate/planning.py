@@ -17,7 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import OutOfMemory
-from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, estimate, kept_step, largest_peak, needed
+from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, cached_step, estimate, largest_peak, needed
 from simpletune.estimate.job_time import JobTime, speeds_of
 from simpletune.estimate.levers import with_changes
 from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, simulate, train
@@ -109,7 +109,8 @@ class Search:
         for number, candidates in enumerate(candidate_lists(self.config, self.card)):
             if chosen and candidates[0].last_resort:
                 continue
-            index = self._first_that_fits(candidates, bound)
+            configs = [each.config for each in candidates]
+            index = first_that_fits(configs, self.fits, likely_first(configs, self._limit), bound)
             if index is None:
                 continue
             bound = index if number == 0 else bound
@@ -138,44 +139,35 @@ class Search:
         seconds = self.step_time(choice.config).seconds
         return seconds / train.micro_batch / train.accumulation * WORTH**choice.lossy
 
-    def largest_batch(self) -> list[PlanResult]:
-        """Like ``fastest``, with the largest batch that fits at this precision under any setting."""
-        return self._with_largest("train.batch_size", range(1, MOST + 1))
+    def largest(self, setting: str) -> list[PlanResult]:
+        """Like ``fastest``, with the largest ``train.batch_size`` or ``data.resolution`` that fits at this precision.
 
-    def highest_resolution(self) -> list[PlanResult]:
-        """Like ``fastest``, with the highest resolution that fits at this precision under any setting."""
-        return self._with_largest("data.resolution", RESOLUTIONS)
-
-    def _with_largest(self, path: str, values: Sequence[int]) -> list[PlanResult]:
-        """Bisect for the largest value that fits with the lossless candidate that saves most; search with it.
+        Bisects with the lossless candidate that saves most, and searches with what it finds.
 
         Raises:
             UserError: not even the smallest value fits.
         """
+        values: Sequence[int] = range(1, MOST + 1)
+        if setting == "data.resolution":
+            values = possible_resolutions(self.config, RESOLUTIONS)
         choice = next(each for each in candidate_lists(self.config, self.card) if not each[0].lossy)[-1]
 
         def fits(value: int) -> bool:
-            new = with_changes(choice.config, [f"{path}={value}"])
+            new = with_changes(choice.config, [f"{setting}={value}"])
             return new is not None and self.fits(new)
 
         if not fits(values[0]):
-            raise UserError(f"{path}: not even {values[0]} fits on {self.card.name} with {choice.about}")
+            raise UserError(f"{setting}: not even {values[0]} fits on {self.card.name} with {choice.about}")
         low, high = 0, len(values) - 1
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(values[middle]) else (low, middle - 1)
-        override = f"{path}={values[low]}"
+        override = f"{setting}={values[low]}"
         config = with_changes(self.config, [override])
         assert config is not None
         results = Search(config, self.card, self.reserved, self.count).fastest()
         more = [replace(each.choice, overrides=(override, *each.choice.overrides)) for each in results]
         return [replace(each, choice=choice) for each, choice in zip(results, more, strict=True)]
-
-    def _first_that_fits(self, candidates: list[SettingChanges], bound: int | None) -> int | None:
-        """Bisect for the index of the fastest candidate that fits, given a ``bound`` that does; None if none does."""
-        configs = [each.config for each in candidates]
-        likely = likely_first(configs, self._limit)
-        return first_that_fits(len(configs), lambda number: self.fits(configs[number]), likely, bound)
 
     def _whole_job(self, choice: SettingChanges) -> list[PlanResult]:
         """Add the largest autoencoder tiles with which the other stages fit, if tiles are needed; empty if none do."""
@@ -229,9 +221,15 @@ class Search:
             return trained.report
 
         if key not in self._known:
-            self._known[key] = kept_step(config, simulated, limit)
+            self._known[key] = cached_step(config, simulated, limit)
             self.count(f"a step of {self._known[key].peak.bytes / MIB:,.0f} MiB")
         return self._known[key]
+
+
+def possible_resolutions(config: TrainConfig, sides: Sequence[int]) -> list[int]:
+    """Those of some resolutions that the model takes; if it takes none of them, its largest."""
+    most = config.model.largest_side  # simulating a picture beyond its position embeddings fails within diffusers
+    return [side for side in sides if side <= most] or [most]
 
 
 def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingChanges]]:
@@ -334,22 +332,23 @@ def may_keep_attention(config: TrainConfig) -> bool:
     return config.speed.attention != "math" and not config.speed.compile
 
 
-def first_that_fits(count: int, fits: Callable[[int], bool], likely: int = 0, known: int | None = None) -> int | None:
-    """Bisect for the first of several settings that fits; None if none does.
-
-    Each setting takes less memory than the one before. Predicting a setting that almost fits takes as long as one that
-    fits, so the search begins at the likely answer.
+def first_that_fits(
+    configs: Sequence[TrainConfig], fits: Callable[[TrainConfig], bool], likely: int = 0, known: int | None = None
+) -> int | None:
+    """Bisect for the index of the first configuration that fits; None if none does.
 
     Args:
-        count: number of settings.
-        fits: predicts whether a setting fits; called at most once for each.
-        likely: the likely answer; ``count`` or more: probably none fits.
-        known: a setting that is known to fit, if any.
+        configs: by decreasing memory.
+        fits: predicts whether a configuration fits; called at most once for each.
+        likely: the likely answer; their number or more: probably none fits.
+        known: an index that is known to fit, if any.
     """
+    # Predicting a step that almost fits takes as long as one that fits, so the search begins at the likely answer.
+    count = len(configs)
     low, high = 0, count if known is None else known  # none below low fits; high does, or equals count
     asked = min(likely, high - 1)
     while low < high:
-        if fits(asked):
+        if fits(configs[asked]):
             high = asked
             asked = asked - 1 if asked == likely else (low + high) // 2
         else:
@@ -359,12 +358,11 @@ def first_that_fits(count: int, fits: Callable[[int], bool], likely: int = 0, kn
 
 
 def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
-    """Return the index of the first configuration, by decreasing memory, whose weights, states and gradients leave
-    room for a step in ``room`` bytes, or their number."""
-    return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting(config) <= room), len(configs))
+    """Guess the index for ``first_that_fits`` by what lasts throughout a step, in ``room`` bytes."""
+    return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting_bytes(config) <= room), len(configs))
 
 
-def lasting(config: TrainConfig) -> float:
+def lasting_bytes(config: TrainConfig) -> float:
     """Estimate the device bytes that weights, their optimizer states and gradients take throughout a step."""
     model, trains = config.model, config.adapter.trains_base
     on_host, found = config.memory.on_host(model.units()), 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -32,15 +32,11 @@ Measured = Mapping[str, Mapping[str, float | None]]
 
 
 def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: bool = False) -> Estimate:
-    """Predict a run, print the prediction, and refuse a run that does not fit on the device (``force``: warn).
+    """Predict a run, print the prediction, and refuse a run that does not fit on a CUDA device (``force``: warn).
 
     Args:
         config: with folders resolved.
-        device: where it will run; a run on the CPU is never refused.
         size: width and height in pixels of its largest bucket.
-
-    Raises:
-        UserError: the run does not fit on the device.
     """
     card, held = card_at_hand(device) if device.type == "cuda" else (None, 0)
     prediction = estimate(config, WITHOUT_GPU if card is None else card.capability, size)
@@ -49,10 +45,19 @@ def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: b
     say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
     if card is None or prediction.fits(card, held):
         return prediction
-    if not force:
-        raise UserError("\n".join(_refusal(config, prediction, card, held, size)))
-    say(f"memory  {(needed + held - card.bytes) / MIB:,.0f} MiB are missing: the run may run out of memory (--force)")
-    return prediction
+    if force:
+        missing = needed + held - card.bytes
+        say(f"memory  {missing / MIB:,.0f} MiB are missing: the run may run out of memory (--force)")
+        return prediction
+    others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
+    lines = [f"memory: this run needs {needed / MIB:,.0f} MiB and {card.name} has {card.bytes / MIB:,.0f}{others}"]
+    change = cheapest_change(config, card, held, size)
+    if change is not None:
+        overrides, costs, less = change
+        lines.append(f"  the cheapest change that fits: {' '.join(overrides)} (needs {less / MIB:,.0f} MiB; {costs})")
+    else:
+        lines.append(f"  no single change fits. Try simpletune plan CONFIG --device {card.gib:.0f}GiB")
+    raise UserError("\n".join([*lines, "  --force starts it anyway"]))
 
 
 def card_at_hand(device: torch.device) -> tuple[Card, int]:
@@ -62,22 +67,6 @@ def card_at_hand(device: torch.device) -> tuple[Card, int]:
     own_context = CONTEXT if torch.cuda.is_initialized() else 0  # the allowances include it
     held = max(0, total - free - torch.cuda.memory_reserved(device) - own_context)
     return card_named_by_driver(properties.name, total, (properties.major, properties.minor)), held
-
-
-def _refusal(config: TrainConfig, prediction: Estimate, card: Card, held: int, size: Size) -> Iterator[str]:
-    """Explain why a run was refused, and what would make it fit."""
-    others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
-    yield (
-        f"memory: this run needs {prediction.needed() / MIB:,.0f} MiB "
-        f"and {card.name} has {card.bytes / MIB:,.0f}{others}"
-    )
-    change = cheapest_change(config, card, held, size)
-    if change is not None:
-        overrides, costs, needed = change
-        yield f"  the cheapest change that fits: {' '.join(overrides)} (needs {needed / MIB:,.0f} MiB; {costs})"
-    else:
-        yield f"  no single change fits. Try simpletune plan CONFIG --device {card.gib:.0f}GiB"
-    yield "  --force starts it anyway"
 
 
 def cheapest_change(
@@ -104,13 +93,7 @@ def cheapest_change(
 
 
 def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
-    """Predict a run's time and price, and print them.
-
-    Args:
-        config: with folders resolved.
-        prediction: prediction of its memory.
-        device: where it will run; on a CPU only the steps are predicted.
-        plan: plan of its data; counts only what is not cached yet.
+    """Predict a run's time and price, and print them; on a CPU only the steps. Counts only what is not cached yet.
 
     Returns:
         ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is

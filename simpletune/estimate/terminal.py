@@ -16,13 +16,43 @@ SIGNS = "█▓▚▒░▞·"  # of KINDS
 GB = 10**9
 
 
-def as_text(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> str:
-    """Return what ``simpletune estimate`` prints about memory and disk; ``card``: that the run should fit on, if one
-    was named."""
+def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> Iterator[str]:
+    """Describe a run's memory and disk; ``card``: that the run should fit on, if one was named."""
     width, height = estimate.size
-    lines = [f"{name}: predicted peak memory on the card, MiB ({width}x{height} px), nothing loaded", ""]
-    lines += [*bars(estimate.stages), "", *_verdict(estimate, card, reserved), "", *_needs(estimate)]
-    return "\n".join(lines)
+    yield f"{name}: predicted peak memory on the card, MiB ({width}x{height} px), nothing loaded"
+    yield ""
+    yield from bars(estimate.stages)
+    yield ""
+    peak = estimate.peak
+    lost, least = fragmentation(peak.bytes) / MIB, LEAST_FRAGMENTED / MIB
+    yield f"  peak of the whole job  {peak.bytes / MIB:>8,.0f}  {estimate.peak_stage}: {place(peak)}"
+    yield f"  fragmentation          {lost:>8,.0f}  an allowance of {FRAGMENTED:.0%}, at least {least:.0f}"
+    yield f"  CUDA context           {CONTEXT / MIB:>8,.0f}  an allowance: kernels and libraries"
+    if reserved:
+        yield f"  other programs         {reserved / MIB:>8,.0f}  from --reserve"
+    yield f"  the card must have     {(estimate.needed() + reserved) / MIB:>8,.0f}"
+    if card is not None:
+        yield f"  {card.name + ' has':<22} {card.bytes / MIB:>8,.0f}  as torch reports it"
+        left = (card.bytes - reserved - estimate.needed()) / MIB
+        yield (
+            f"  it fits, {left:,.0f} MiB are left" if left >= 0 else f"  it does not fit: {-left:,.0f} MiB are missing"
+        )
+    yield ""
+    host, disk, download = (sum(part.values()) for part in (estimate.host, estimate.disk, estimate.download))
+    yield f"  host memory about {host / 2**30:.1f} GiB ({_list_sizes(estimate.host, 2**30)})"
+    if estimate.shared >= 2**30 / 20:
+        yield (
+            f"  each further process on a machine about {(host - estimate.shared) / 2**30:.1f} GiB: they share "
+            f"{estimate.shared / 2**30:.1f} GiB of frozen weights"
+        )
+    yield f"  disk about {(disk + download) / GB:.1f} GB ({_list_sizes({'download': download, **estimate.disk}, GB)})"
+    if download:
+        yield f"  to download {download / GB:.1f} GB ({_list_sizes(estimate.download, GB)})"
+    if estimate.counts is not None:
+        pictures, prompts = plural(estimate.counts.pictures, "picture"), plural(estimate.counts.prompts, "prompt")
+        yield f"  {pictures} to encode with {prompts}, limited by data.variants"
+    else:
+        yield "  the data set was not read, so its cache on disk is not counted"
 
 
 def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
@@ -44,42 +74,7 @@ def place(snapshot: MemorySnapshot) -> str:
     return ", ".join(part for part in (snapshot.phase, where) if part)
 
 
-def _verdict(estimate: Estimate, card: Card | None, reserved: int) -> Iterator[str]:
-    peak = estimate.peak
-    yield f"  peak of the whole job  {peak.bytes / MIB:>8,.0f}  {estimate.peak_stage}: {place(peak)}"
-    lost, least = fragmentation(peak.bytes) / MIB, LEAST_FRAGMENTED / MIB
-    yield f"  fragmentation          {lost:>8,.0f}  an allowance of {FRAGMENTED:.0%}, at least {least:.0f}"
-    yield f"  CUDA context           {CONTEXT / MIB:>8,.0f}  an allowance: kernels and libraries"
-    if reserved:
-        yield f"  other programs         {reserved / MIB:>8,.0f}  from --reserve"
-    yield f"  the card must have     {(estimate.needed() + reserved) / MIB:>8,.0f}"
-    if card is not None:
-        yield f"  {card.name + ' has':<22} {card.bytes / MIB:>8,.0f}  as torch reports it"
-        left = (card.bytes - reserved - estimate.needed()) / MIB
-        yield (
-            f"  it fits, {left:,.0f} MiB are left" if left >= 0 else f"  it does not fit: {-left:,.0f} MiB are missing"
-        )
-
-
-def _needs(estimate: Estimate) -> Iterator[str]:
-    host, disk, download = (sum(part.values()) for part in (estimate.host, estimate.disk, estimate.download))
-    yield f"  host memory about {host / 2**30:.1f} GiB ({_listed(estimate.host, 2**30)})"
-    if estimate.shared >= 2**30 / 20:
-        yield (
-            f"  each further process on a machine about {(host - estimate.shared) / 2**30:.1f} GiB: they share "
-            f"{estimate.shared / 2**30:.1f} GiB of frozen weights"
-        )
-    yield f"  disk about {(disk + download) / GB:.1f} GB ({_listed({'download': download, **estimate.disk}, GB)})"
-    if download:
-        yield f"  to download {download / GB:.1f} GB ({_listed(estimate.download, GB)})"
-    if estimate.counts is not None:
-        pictures, prompts = plural(estimate.counts.pictures, "picture"), plural(estimate.counts.prompts, "prompt")
-        yield f"  {pictures} to encode with {prompts}, limited by data.variants"
-    else:
-        yield "  the data set was not read, so its cache on disk is not counted"
-
-
-def _listed(sizes: Mapping[str, int], unit: int) -> str:
+def _list_sizes(sizes: Mapping[str, int], unit: int) -> str:
     return ", ".join(f"{name} {size / unit:.1f}" for name, size in sizes.items() if size >= unit / 20) or "little"
 
 

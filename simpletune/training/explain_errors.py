@@ -85,8 +85,7 @@ def out_of_memory(config: TrainConfig, kinds: dict[str, int], error: Exception, 
     if found:
         lines.append("These options would save most (predicted for the training step; costs in brackets):")
         lines += [
-            f"  {' '.join(saving.lever.overrides):<60} -{saving.saved_bytes / MIB:,.0f} MiB ({saving.lever.costs})"
-            for saving in found
+            f"  {' '.join(lever.overrides):<60} -{saved / MIB:,.0f} MiB ({lever.costs})" for lever, saved in found
         ]
     remedy = "Change an option and start again"
     if list_checkpoints(folder):

@@ -82,13 +82,12 @@ def plan(args: argparse.Namespace) -> None:
 
     cards = [find_card(name) for name in names]  # before torch is imported, which takes seconds
     _import()
-    from simpletune.estimate.plan_command import PlanArguments, batches, plan_config
+    from simpletune.estimate.plan_command import batches, plan_config
 
     if args.batches:
         print(batches(args.config, args.overrides, names, args.json))
         return
-    more = {"reserve": args.reserve, "prices": args.prices, "out": args.out, "as_json": args.json}
-    print(plan_config(PlanArguments(args.config, args.overrides, cards, args.goal, **more)))
+    print(plan_config(args.config, args.overrides, cards, args.goal, args.reserve, args.prices, args.out, args.json))
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undra
     on_card = device.type == "cuda"
     card = card_at_hand(device) if on_card else None
     speeds, source = speeds_at_hand(config.output.cache_folder, card[0] if card else None)
-    recorders, stages = Recorders(on_card), dict[str, StageEstimate]()
+    recorders, stages = Recorders(partial(Recorder, on_card)), dict[str, StageEstimate]()
     if undrawn:
         # all prompts, as if none were cached
         taken = simulate_stage(config, "text", card[0].capability if card else CAPABILITY, recorders).bytes

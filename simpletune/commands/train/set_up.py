@@ -154,19 +154,19 @@ def settle_memory(
     before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
     config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
     if config.train.batch_size == "auto":
-        from simpletune.estimate.auto_batch import choose_batch_on
+        from simpletune.estimate.auto_settings import choose_batch
 
-        config = choose_batch_on(config, device, plan.largest(), processes)
+        config = choose_batch(config, plan.largest(), processes, device)
         if processes > 1:
             config = with_batch(config, min(gather_object([config.train.micro_batch])))
     require_processes(config, processes)
     if config.memory.checkpointing != "auto":
         return config
-    from simpletune.estimate.auto_checkpointing import RecomputeCounts, choose_on
+    from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpointing
 
     count = before.get("checkpointed")
     earlier = None if count is None else RecomputeCounts(count, before.get("keeping_attention", 0))
-    chosen = choose_on(of_process(config, processes), device, plan.largest(), earlier)
+    chosen = resolve_checkpointing(of_process(config, processes), plan.largest(), device, before=earlier)
     return chosen.model_copy(update={"train": config.train})
 
 

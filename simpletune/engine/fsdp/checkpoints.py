@@ -93,36 +93,32 @@ def _write_own(
         return {"bad": bad}
 
     def write(kind: str, tensors: Mapping[str, Tensor], header: dict[str, str]) -> Json:
-        file = write_safetensors(tensors, folder / part_file(kind, fsdp.rank, fsdp.processes), header)
+        name = f"{kind}-{fsdp.rank:05d}-of-{fsdp.processes:05d}.safetensors"
+        file = write_safetensors(tensors, folder / name, header)
         return {"file": file.name, "sha256": sha256_of(file)}
 
     names = list(held)
     written: Json = {WEIGHTS: write(WEIGHTS, held, metadata)}
     tensors, scalars = state_to_tensors(optimizer)
-    states = {_renamed(key, names): tensor for key, tensor in tensors.items()}
-    written[STATES] = write(STATES, states, {VALUES: json.dumps(_named(scalars, names))})
+    states = {_state_name(key, names): tensor for key, tensor in tensors.items()}
+    written[STATES] = write(STATES, states, {VALUES: json.dumps(_by_state_name(scalars, names))})
     if average is not None:
         written[AVERAGES] = write(AVERAGES, average.tensors(), {})
     return written
 
 
-def part_file(kind: str, rank: int, processes: int) -> str:
-    """The name of the file with one process's parts."""
-    return f"{kind}-{rank:05d}-of-{processes:05d}.safetensors"
-
-
-def _renamed(key: str, names: Sequence[str]) -> str:
+def _state_name(key: str, names: Sequence[str]) -> str:
     """``12.exp_avg`` -> ``blocks.0.weight/exp_avg``; ``names`` are the parameters', in the optimizer's order."""
     match = STATE_KEY.match(key)
     assert match is not None, key
     return f"{names[int(match[1])]}/{match[2]}"
 
 
-def _named(scalars: Json, names: Sequence[str]) -> Json:
+def _by_state_name(scalars: Json, names: Sequence[str]) -> Json:
     """What ``state_to_tensors`` returned beside tensors, by ``PARAMETER/STATE``."""
     return {
-        "values": {_renamed(key, names): value for key, value in scalars["values"].items()},
-        "shared": {_renamed(key, names): _renamed(source, names) for key, source in scalars["shared"].items()},
+        "values": {_state_name(key, names): value for key, value in scalars["values"].items()},
+        "shared": {_state_name(key, names): _state_name(source, names) for key, source in scalars["shared"].items()},
     }
 
 
@@ -151,8 +147,7 @@ def restore_parts(
     """Restore weights and optimizer state that any number of processes has written, into a model, sharded or not.
 
     Args:
-        optimizer: the optimizer of what ``held_parameters`` returns.
-        files: the files of the weights and of the state: the indices, or the one file.
+        files: those of the weights and of the state: the index, or the one file.
         scalars: other values of the state, for a checkpoint in one file.
     """
     held, whole = held_parameters(model), trained_parameters(model)
@@ -196,9 +191,9 @@ class SavedStates:
         names = list(sizes)
         if not file.name.endswith(INDEX_SUFFIX):
             reader = WeightReader([file])
-            named = {_renamed(key, names): key for key in reader.names}
+            named = {_state_name(key, names): key for key in reader.names}
             self._parts = {name: [(0, size)] for name, size in sizes.items()}
-            self._files = [_StateFile(reader, named, _named(scalars, names))]
+            self._files = [_StateFile(reader, named, _by_state_name(scalars, names))]
             return
         found: Json = json.loads(file.read_text())
         self._parts = {

@@ -65,18 +65,12 @@ class FsdpModel:
                 held = nn.Parameter(local(whole).detach())
             place = ParameterRange(number, starts[self.rank], starts[-1])
             self.shards[name] = ParameterPart(whole, held, starts, place)
+        self.held = {name: shard.held for name, shard in self.shards.items() if shard.held.numel()}
+        """This process's parts of parameters by name, without empty ones."""
+        self.places = [self.shards[name].place for name in self.held]
+        """The places of these parts."""
         self.device = device
         model.__dict__[KEY] = self
-
-    @property
-    def held(self) -> dict[str, nn.Parameter]:
-        """This process's parts of parameters by name, without empty ones."""
-        return {name: shard.held for name, shard in self.shards.items() if shard.held.numel()}
-
-    @property
-    def places(self) -> list[ParameterRange]:
-        """The places of these parts."""
-        return [shard.place for shard in self.shards.values() if shard.held.numel()]
 
     def take_gradients(self) -> list[nn.Parameter]:
         """Move the gradients, summed over the processes, to this process's parts; returns the whole parameters that

@@ -124,7 +124,7 @@ class Memory(Option):
         """The number of checkpointed blocks."""
         if isinstance(self.checkpointing, int):
             return self.checkpointing
-        assert self.checkpointing != "auto", "resolve it with estimate.auto_checkpointing first"
+        assert self.checkpointing != "auto", "resolve it with estimate.auto_settings first"
         return blocks if self.checkpointing == "all" else 0
 
     def keeping_attention(self, blocks: int) -> int:

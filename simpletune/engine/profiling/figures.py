@@ -66,11 +66,7 @@ class Recording:
     """(time, change in bytes) of the device's memory, or without a device, of the host's."""
 
     def whole_steps(self, count: int) -> list[Span]:
-        """Return the first ``count`` recorded steps, without a truncated one after them.
-
-        Raises:
-            ValueError: no step was recorded.
-        """
+        """Return the first ``count`` recorded steps, without a truncated one after them; an error without any."""
         found = sorted((span for span in self.ranges if span.name.startswith(STEP)), key=lambda span: span.start)
         if not (steps := found[:count]):
             raise ValueError("the profiler recorded no step")
@@ -156,13 +152,7 @@ def figures(recording: Recording, count: int) -> Json:
     """Compute figures per recorded step.
 
     Without a device, a phase's time is its range minus nested phases. With a device, it runs from the end of the
-    preceding device work to the end of the last work that the phase launched.
-
-    Args:
-        count: number of complete steps; a truncated one may follow.
-
-    Raises:
-        ValueError: no step was recorded.
+    preceding device work to the end of the last work that the phase launched. ``count``: of the complete steps.
     """
     steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop
@@ -264,13 +254,8 @@ def shares(recording: Recording, count: int) -> dict[str, float]:
     """Compute shares of the recorded steps' time by kind; they add up to 1.
 
     With a device, count device time; a kernel has the kind of the operation that launched it. Without a device, count
-    the operations' own time on the host; ``idle`` is then the time of Python and autograd between them.
-
-    Args:
-        count: number of complete steps.
-
-    Raises:
-        ValueError: no step was recorded.
+    the operations' own time on the host; ``idle`` is then the time of Python and autograd between them. ``count``: of
+    the complete steps.
     """
     steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop

@@ -26,17 +26,11 @@ PREDICTED = (
 def summarise(
     epoch: int, recording: Recording, steps: int, flops: Sequence[float] | None, device: str, cuda: bool = False
 ) -> Json:
-    """Summarise a window.
+    """Summarise a window of completely recorded ``steps``.
 
     Args:
-        epoch: counted from 0.
-        steps: number of completely recorded steps.
         flops: floating-point operations of each recorded step; None: unknown.
-        device: its name.
-        cuda: whether it was recorded.
-
-    Raises:
-        ValueError: no step was recorded.
+        device: its name, to look up its peak rate; ``cuda``: whether it was recorded.
     """
     values = {"epoch": epoch, **figures(recording, steps)}
     notes = ["times are slower than in the run's summary.json: the profiler slows the steps in its window"]

@@ -149,11 +149,7 @@ class EpochTraces:
                 self._guard(self._leave, window)
 
     def add_memory(self, predicted: Callable[[], Sequence[MemorySnapshot]]) -> None:
-        """Add a step's predicted memory to the summaries, if there are any.
-
-        Args:
-            predicted: returns the memory snapshots of one step, in order; may fail.
-        """
+        """Add a step's predicted memory, in order, to the summaries, if there are any; the prediction may fail."""
         if not self.summaries:
             return
         if snapshots := self._guard(predicted):
@@ -404,17 +400,8 @@ class TooLarge(Exception):
 def write_trace(export: Callable[[str], object], folder: Path, max_mb: float) -> Path:
     """Export a trace into an epoch's folder, gzipped, with the category names that TensorBoard's plugin knows.
 
-    Args:
-        export: writes the raw trace to a path.
-        folder: the epoch's folder.
-        max_mb: maximum size of the file, in MB of 10^6 bytes.
-
-    Returns:
-        The file.
-
     Raises:
-        TooLarge: the file would exceed ``max_mb``; nothing is left behind.
-        OSError: the file cannot be written; nothing is left behind.
+        TooLarge: the file would exceed ``max_mb`` of 10^6 bytes; as after any error, nothing is left behind.
     """
     with TemporaryDirectory(dir=folder, prefix=".trace-") as temporary:
         raw, packed = Path(temporary) / "raw.json", Path(temporary) / "packed.json.gz"

@@ -44,10 +44,10 @@ def count_equal_updates(optimizer: torch.optim.Optimizer) -> None:
     """In an accounting of fake tensors, run the update of one of several equal parameters, and count the others alike;
     changes an optimizer that updates parameters one by one and independently of each other."""
     if isinstance(optimizer, RoundedOptimizer) and optimizer.independent:
-        optimizer.update = _Counted(optimizer)  # type: ignore[method-assign]
+        optimizer.update = _UpdateCounter(optimizer)  # type: ignore[method-assign]
 
 
-class _Counted:
+class _UpdateCounter:
     """Replaces ``RoundedOptimizer.update``."""
 
     def __init__(self, optimizer: RoundedOptimizer):

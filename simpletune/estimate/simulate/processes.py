@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 
 from torch import distributed
 from torch.distributed import distributed_c10d as c10d
@@ -16,6 +15,7 @@ from simpletune.engine.memory.accounting import allocating
 from simpletune.engine.memory.fake import replaced
 
 _processes = 1
+_groups: dict[int, distributed.ProcessGroup | None] = {}  # never destroyed: torch would forget all groups' names
 
 
 @contextmanager
@@ -37,7 +37,13 @@ def simulated_processes() -> int:
 @contextmanager
 def fake_processes(processes: int) -> Iterator[None]:
     """Within this context, make this process the first of a fake group. Restores a real group at the end."""
-    with _default(_fake_group(processes)):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if processes not in _groups:
+        with _default(None):
+            distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+            _groups[processes] = c10d._world.default_pg
+    with _default(_groups[processes]):
         yield
 
 
@@ -70,15 +76,3 @@ def _default(group: distributed.ProcessGroup | None) -> Iterator[None]:
         yield
     finally:
         c10d._world.default_pg = before
-
-
-@cache
-def _fake_group(processes: int) -> distributed.ProcessGroup:
-    """Make a fake group. Never destroys it, because torch would then forget the names of all groups."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with _default(None):
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-        made = c10d._world.default_pg
-    assert made is not None
-    return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
+from simpletune.system.options import Json
 from simpletune.system.startup import without_collection
 
 L4 = (8, 9)  # whose kernels are counted if no device is named
@@ -62,6 +63,22 @@ class StepReport:
     sections: Sequence[StreamWork] = ()
     """The step's work on host and device, in order; empty if nothing recorded it."""
 
+    def as_json(self) -> Json:
+        """The report as plain values."""
+        return {**asdict(replace(self, sections=())), "sections": [section.as_json() for section in self.sections]}
+
+    @classmethod
+    def from_json(cls, data: Json) -> StepReport:
+        """Make a report from the result of ``as_json``."""
+        built = {
+            "peak": MemorySnapshot(**data["peak"]),
+            "phases": {name: MemorySnapshot(**snapshot) for name, snapshot in data["phases"].items()},
+            "steady": MemorySnapshot(**data["steady"]),
+            "trained": {name: tuple(shape) for name, shape in data["trained"].items()},
+            "sections": [StreamWork.from_json(each) for each in data["sections"]],
+        }
+        return cls(**{**data, **built})
+
 
 @dataclass(frozen=True)
 class SimulatedTraining:
@@ -77,12 +94,6 @@ class SimulatedTraining:
     accounting: Accounting
     mode: Fake | None
     """The mode that makes its tensors fake; None: they are real."""
-
-    @contextmanager
-    def counting(self, config: TrainConfig) -> Iterator[Accounting]:
-        """Continue counting; call within ``fake_tensors(mode)``."""
-        with autocast_like_cuda() if config.precision.autocast else nullcontext(), self.accounting as accounting:
-            yield accounting
 
 
 def square(config: TrainConfig) -> Size:
@@ -202,7 +213,7 @@ def take_steps(
     accounting.forget_peak()
     denoiser.train()
     batches = SyntheticBatches(config, core, size)
-    hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(places(denoiser))
+    hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(reported_modules(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if core.fsdp is None else counting_gathered():
         accounting.forget_snapshots()
@@ -212,6 +223,7 @@ def take_steps(
     for hook in hooks:
         hook.remove()
     accounting.limit = None
+    state_values = [value for state in core.optimizer.state.values() for value in state.values()]
     report = StepReport(
         peak=accounting.peak,
         phases=accounting.peaks,
@@ -220,7 +232,7 @@ def take_steps(
         shared_bytes=on_host,
         trained={name: tuple(p.shape) for name, p in trained_parameters(denoiser).items()},
         trained_bytes=sum(parameter.nbytes for parameter in core.parameters),
-        state_bytes=sum(value.nbytes for value in states(core.optimizer)),
+        state_bytes=sum(value.nbytes for value in state_values if isinstance(value, Tensor)),
         average_bytes=4 * sum(parameter.numel() for parameter in core.parameters) if average else 0,
         seconds=time.perf_counter() - started,
         sections=recorder.sections if recorder else (),
@@ -289,18 +301,12 @@ def host_counters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (counter for counter in counters if isinstance(counter, Tensor))
 
 
-def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return (value for value in values if isinstance(value, Tensor))
-
-
 def simulated_attention(config: TrainConfig) -> Kernel:
     """The kernel to run instead of the configured one: all but math use as much memory as flash."""
     return "math" if config.speed.attention == "math" else "auto"
 
 
-def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def reported_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules to name in a report: a model's children and the elements of its lists."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):

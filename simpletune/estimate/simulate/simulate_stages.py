@@ -8,9 +8,10 @@ the algorithm that cuDNN chooses on the device.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.fake import autocast_like_cuda, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace, cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import use_average
@@ -49,11 +50,13 @@ from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
+from simpletune.system.options import Json
 from simpletune.system.phases import phase
 from simpletune.system.startup import without_collection
 
 STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
 SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
+Recorders = defaultdict[str, Recorder]  # for the parts of a job, by name
 TextReport = tuple[str, int, MemorySnapshot]  # a text encoder's part, its size at 2 bytes per parameter, its peak
 
 
@@ -73,16 +76,21 @@ class JobReport:
     """The job's work on host and device, by part: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for one
     picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
 
+    def as_json(self) -> Json:
+        """The report as plain values."""
+        return {
+            "stages": {name: asdict(snapshot) for name, snapshot in self.stages.items()},
+            "train": self.train.as_json(),
+            "part_bytes": dict(self.part_bytes),
+            "work": {name: [each.as_json() for each in part] for name, part in self.work.items()},
+        }
 
-class Recorders(dict[str, Recorder]):
-    """Recorders for the parts of a job, by name, on a GPU or a CPU."""
-
-    def __init__(self, cuda: bool = True):
-        super().__init__()
-        self.cuda = cuda
-
-    def __missing__(self, name: str) -> Recorder:
-        return self.setdefault(name, Recorder(self.cuda))
+    @classmethod
+    def from_json(cls, data: Json) -> JobReport:
+        """Make a report from the result of ``as_json``."""
+        stages = {name: MemorySnapshot(**snapshot) for name, snapshot in data["stages"].items()}
+        work = {name: [StreamWork.from_json(each) for each in part] for name, part in data["work"].items()}
+        return cls(stages, StepReport.from_json(data["train"]), data["part_bytes"], work)
 
 
 def simulate_parts(
@@ -104,7 +112,7 @@ def simulate_parts(
         UserError: a part's configuration cannot be read.
     """
     size = size or square(config)
-    recorders = Recorders()
+    recorders = Recorders(partial(Recorder, cuda=True))
     with fake_tensors(trained.mode if trained else None), without_collection(), silent():
         vae = empty_autoencoder(config)
         texts, work = texts_of(config)
@@ -184,7 +192,7 @@ def texts_of(config: TrainConfig) -> tuple[list[TextReport], dict[str, list[Stre
     about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
     key = json.dumps(about, sort_keys=True, default=str)
     if key not in _TEXTS:
-        recorders = Recorders()
+        recorders = Recorders(partial(Recorder, cuda=True))
         texts = list(text_snapshots(config, recorders))
         _TEXTS[key] = texts, {name: each.sections for name, each in recorders.items()}
     return _TEXTS[key]
@@ -259,7 +267,8 @@ def validation(
 ) -> MemorySnapshot | None:
     """Simulate sampling and evaluation with the training state still allocated; None if the run does neither."""
     vae, core, denoiser = empty_autoencoder(config), trained.core, trained.denoiser
-    with trained.counting(config) as accounting, accounting.allocating(HOST), use_average(trained.average):
+    autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
+    with autocast, trained.accounting as accounting, accounting.allocating(HOST), use_average(trained.average):
         denoiser.eval()
         snapshots = []
         if config.validation.loss_samples:

@@ -22,7 +22,7 @@ from simpletune.estimate.timing.constants import (
 )
 from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds, machine_rates
 from simpletune.estimate.timing.probes import TimingProbe, probes_of
-from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch, stopwatch_of
+from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch
 from simpletune.system.console import say
 from simpletune.system.environment import cpu_name, describe_machine
 from simpletune.system.options import UserError
@@ -45,7 +45,7 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     clock = time.perf_counter()
     with torch.no_grad():
-        watch = stopwatch_of(here)
+        watch = CudaStopwatch(here) if device == "cuda" else CpuStopwatch()
         constants = measure(watch, probes_of(here), budget)
     constants = constants.model_copy(update={"seconds": round(time.perf_counter() - clock, 1)})
     file = out or constants_file(folder, constants.device, constants.threads, constants.kind)

@@ -51,7 +51,7 @@ def composites(watch: Stopwatch, sizes: Sequence[CompositeModel] | None = None) 
     if sizes is None:
         sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
     with torch.enable_grad():
-        return [_timed(watch, *_model(size, watch.device)) for size in (CompositeModel(32, 16, 4), *sizes)]
+        return [_time_step(watch, *_model(size, watch.device)) for size in (CompositeModel(32, 16, 4), *sizes)]
 
 
 def _model(size: CompositeModel, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -76,7 +76,7 @@ def _model(size: CompositeModel, device: torch.device) -> tuple[nn.Module, Calla
     return model, forward
 
 
-def _timed(watch: Stopwatch, model: nn.Module, forward: Callable[[], Tensor]) -> Composite:
+def _time_step(watch: Stopwatch, model: nn.Module, forward: Callable[[], Tensor]) -> Composite:
     """Time a model's forward and backward pass, and count their operations."""
 
     def step() -> None:

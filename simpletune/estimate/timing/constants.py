@@ -33,19 +33,15 @@ class Grid(Option):
     """One for each point, with the last axis varying fastest; null: not measured, because it takes too long."""
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The number of points along each axis."""
-        return tuple(len(values) for values in self.axes.values())
-
-    @cached_property
     def _filled(self) -> list[float]:
         """Logarithms of the seconds; fills points that were not measured from a neighbour, in proportion to the work.
 
         Raises:
             ValueError: the first point was not measured, or the number of points is wrong.
         """
-        if len(self.seconds) != math.prod(self.shape):
-            raise ValueError(f"{len(self.seconds)} points for axes of {self.shape}")
+        shape = tuple(map(len, self.axes.values()))
+        if len(self.seconds) != math.prod(shape):
+            raise ValueError(f"{len(self.seconds)} points for axes of {shape}")
         if self.seconds[0] is None:
             raise ValueError("the smallest point was not measured")
         filled: list[float] = []
@@ -53,16 +49,13 @@ class Grid(Option):
             if seconds is not None:
                 filled.append(math.log(seconds))
                 continue
-            below = [(*self._before(index, axis), axis) for axis in range(len(self.shape))]
-            steps = [(filled[near] + math.log(point[axis] / extent)) for near, extent, axis in below if near >= 0]
+            steps, stride = [], len(self.seconds)
+            for extent, values in zip(point, self.axes.values(), strict=True):
+                stride //= len(values)
+                if place := values.index(extent):  # else it has no neighbour below on this axis
+                    steps.append(filled[index - stride] + math.log(extent / values[place - 1]))
             filled.append(min(steps))  # larger work is no less efficient
         return filled
-
-    def _before(self, index: int, axis: int) -> tuple[int, int]:
-        """The index of the point one step down an axis, and its extent there; -1 if there is none."""
-        stride = math.prod(self.shape[axis + 1 :])
-        place = index // stride % self.shape[axis]
-        return (-1, 1) if place == 0 else (index - stride, list(self.axes.values())[axis][place - 1])
 
     def time(self, *point: float) -> float:
         """Interpolate the seconds at a point: an extent for each axis, at least 1."""
@@ -73,8 +66,8 @@ class Grid(Option):
         total = 0.0
         for chosen in product(*corners):
             index, weight = 0, 1.0
-            for (place, share), length in zip(chosen, self.shape, strict=True):
-                index, weight = index * length + place, weight * share
+            for (place, share), values in zip(chosen, self.axes.values(), strict=True):
+                index, weight = index * len(values) + place, weight * share
             total += weight * self._filled[index]
         return math.exp(total) * beyond
 

@@ -8,6 +8,7 @@ a minimum time. Imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents
 from simpletune.system.gpus import CARDS, Card, cards_like
@@ -55,6 +56,7 @@ class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
 
     cuda = True
+    rates: Mapping[str, float] = {}
 
     def __init__(self, card: Card):
         self.card = card
@@ -66,10 +68,6 @@ class DatasheetSpeeds:
     def host(self, what: str) -> float:
         """The host's seconds for one of its tasks."""
         return HOST[what]
-
-    def rate(self, name: str, otherwise: float) -> float:
-        """Return the default: no single figure is known."""
-        return otherwise
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Seconds of one kernel."""
@@ -83,24 +81,26 @@ class DatasheetSpeeds:
         if kind.startswith(("product", "int8_product", "int8_gradient")):
             m, n, k = extents
             is_int8 = kind.startswith("int8")
-            rate = self._rate * INT8 if is_int8 else self._of(dtype)
+            rate = self._rate * INT8 if is_int8 else self._rate_of(dtype)
             moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
-            filled = self._filled_by_one_of(m, n) if is_int8 else self._filled(m, n, k)
+            filled = self._filled_in_int8(m, n) if is_int8 else self._filled(m, n, k)
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
             products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
             operations = products * 2 * heads * queries * keys * max(width, 32)
-            return KERNEL + operations / (self._of(dtype) * share) / self._filled(heads * queries, TILE)
+            return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled(heads * queries, TILE)
         if kind.startswith("convolution"):
             pixels, inputs, outputs = extents
             moved = ITEM[dtype] * (pixels * (inputs + outputs) + 9 * inputs * outputs)
-            rate = max(self._of(dtype), self._rate * TF32) if self.card.capability >= TF32_FROM else self._of(dtype)
+            rate = self._rate_of(dtype)
+            if self.card.capability >= TF32_FROM:
+                rate = max(rate, self._rate * TF32)
             work = 18 * pixels * inputs * outputs / (rate * CONVOLUTION)
             return KERNEL + max(work / self._filled(pixels, outputs), moved / self._bandwidth)
         return KERNEL + TWICE_READ.get(kind, 1.0) * extents[0] / self._bandwidth
 
-    def _of(self, dtype: str) -> float:
+    def _rate_of(self, dtype: str) -> float:
         """Operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
 
@@ -111,7 +111,7 @@ class DatasheetSpeeds:
         whole = m * n / (math.ceil(m / TILE) * math.ceil(n / TILE) * TILE * TILE)
         return tiles / (waves * self._multiprocessors) * max(whole, 1 / TILE)
 
-    def _filled_by_one_of(self, m: int, n: int) -> float:
+    def _filled_in_int8(self, m: int, n: int) -> float:
         """The fraction of the card that the int8 kernels' tiles fill. They do not split sums, but tuning finds smaller
         tiles where the usual ones would leave multiprocessors idle."""
         tile = TILE if math.ceil(m / TILE) * math.ceil(n / TILE) >= self._multiprocessors else SMALL_TILE

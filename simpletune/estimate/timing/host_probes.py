@@ -177,11 +177,11 @@ def machine_rates() -> dict[str, float]:
         "read_jpeg": _seconds(read) / pixels,
         "write_png": _seconds(lambda: picture.save(io.BytesIO(), "PNG")) / pixels,
         "noise": _seconds(lambda: stream(0, "noise").standard_normal(2**18, dtype=np.float32)) / 2**18,
-        "write_byte": _seconds(_written) / WRITTEN,
+        "write_byte": _seconds(_write_file) / WRITTEN,
     }
 
 
-def _written() -> None:
+def _write_file() -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"\1" * WRITTEN)
         file.flush()

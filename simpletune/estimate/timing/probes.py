@@ -181,9 +181,9 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
     yield probe("strided", 2 * size, with_(rows, lambda x: x.view(16, -1, HEAD).transpose(0, 1).contiguous()))
     yield probe("gather", 2 * size, with_(rows, lambda x: x[torch.zeros(len(x), dtype=torch.int64, device=x.device)]))
     yield probe("normal", size, with_(flat, lambda x: x.normal_()))
-    yield probe("unpack_int8", size + 1, lambda count: unpacked_int8(rows(count)))
-    yield probe("unpack_nf4", size + 0.5, lambda count: unpacked_nf4(rows(count)))
-    yield probe("adam8bit", 2 * size + 2, lambda count: updated_in_8_bits(flat(count)))
+    yield probe("unpack_int8", size + 1, lambda count: int8_unpacking(rows(count)))
+    yield probe("unpack_nf4", size + 0.5, lambda count: nf4_unpacking(rows(count)))
+    yield probe("adam8bit", 2 * size + 2, lambda count: adam8bit_update(flat(count)))
     if why_not(device) is None:
         yield probe("int8_rows", size + 1, with_(rows, lambda x: int8_rows(x)))
         ones = torch.ones(ROW, device=device)
@@ -246,13 +246,13 @@ def group_norm_gradient(x: Tensor) -> object:
     )
 
 
-def unpacked_int8(x: Tensor) -> Call:
+def int8_unpacking(x: Tensor) -> Call:
     """Dequantise an int8 weight as the frozen int8 layers do."""
     q, scale = torch.ones_like(x, dtype=torch.int8), torch.ones(len(x), device=x.device)
     return lambda: dequantise_weight(q, scale, x.dtype)
 
 
-def unpacked_nf4(x: Tensor) -> Call:
+def nf4_unpacking(x: Tensor) -> Call:
     """Dequantise an nf4 weight."""
     import bitsandbytes  # noqa: F401 registers the kernels
 
@@ -262,7 +262,7 @@ def unpacked_nf4(x: Tensor) -> Call:
     return lambda: unpack(packed, scales, BLOCK, "nf4", tuple(x.shape), x.dtype)
 
 
-def updated_in_8_bits(x: Tensor) -> Call:
+def adam8bit_update(x: Tensor) -> Call:
     """An update by bitsandbytes' Adam with 8-bit state."""
     from bitsandbytes.functional import create_dynamic_map
 

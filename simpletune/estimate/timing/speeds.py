@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Protocol
 
@@ -21,15 +22,14 @@ class Speeds(Protocol):
     """How long work takes on a device."""
 
     cuda: bool
+    rates: Mapping[str, float]
+    """Single figures that were measured, such as ``read_jpeg`` (see ``host_probes.machine_rates``)."""
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds of one kernel (see ``work.Work``)."""
+        """Seconds of one kernel (see ``work.KernelWork``)."""
 
     def host(self, what: str) -> float:
         """The host's seconds for one of its tasks (see ``host_probes.host_seconds``)."""
-
-    def rate(self, name: str, otherwise: float) -> float:
-        """A single figure."""
 
 
 class CalibratedSpeeds:
@@ -37,6 +37,7 @@ class CalibratedSpeeds:
 
     def __init__(self, constants: Constants):
         self.constants, self.cuda = constants, constants.kind == "cuda"
+        self.rates: Mapping[str, float] = constants.rates
         self.seconds = lru_cache(maxsize=100_000)(self._seconds)
         # How much longer host and device take in a step than its parts in loops (composite.py).
         self._host_scale = self._device_scale = 1.0
@@ -70,10 +71,6 @@ class CalibratedSpeeds:
         else:
             in_a_loop = 0.0 if what == "operation" else each[what]
         return (1.0 if what == "recomputed" else self._host_scale) * in_a_loop
-
-    def rate(self, name: str, otherwise: float) -> float:
-        """A measured figure, or a default if it was not measured."""
-        return self.constants.rates.get(name, otherwise)
 
     def _seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         return self._alone(kind, dtype, extents) * (1.0 if kind in LINK else self._device_scale)

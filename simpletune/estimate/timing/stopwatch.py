@@ -96,7 +96,7 @@ class CudaStopwatch:
         once = self._between_events(lambda: next(turns)(), 3)
         repeats = min(MOST, max(8, int(ENOUGH / 4 / once))) if once < LONG else min(MOST, max(1, int(ENOUGH / once)))
         if once < LONG and what not in self.graphs_failed:
-            replay = self._captured([next(turns) for _ in range(repeats)], what)
+            replay = self._capture([next(turns) for _ in range(repeats)], what)
             if replay is not None:
                 replay()
                 return min(self._between_events(replay, 1) for _ in range(BEST_OF)) / repeats
@@ -125,7 +125,7 @@ class CudaStopwatch:
         torch.cuda.synchronize(self.device)
         return max(begin.elapsed_time(end) / 1e3 / repeats, 1e-7)
 
-    def _captured(self, calls: Sequence[Call], what: str) -> Call | None:
+    def _capture(self, calls: Sequence[Call], what: str) -> Call | None:
         """Capture calls in a graph; None if this device cannot."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
@@ -158,11 +158,6 @@ def reference_load() -> Call:
 
 
 Stopwatch = CpuStopwatch | CudaStopwatch
-
-
-def stopwatch_of(device: torch.device) -> Stopwatch:
-    """Make a stopwatch for a device."""
-    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
 
 
 def cpu_seconds(call: Call) -> float:

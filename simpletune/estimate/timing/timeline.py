@@ -96,9 +96,9 @@ def _fold(sections: Sequence[StreamWork], costs: Sequence[tuple[float, float]]) 
     for _ in range(ROUNDS):
         waits = 0.0
         for section, (busy, queueing) in zip(sections, costs, strict=True):
-            host = max([host, *_reached(events, section.host_after)]) + queueing
+            host = max([host, *_completion(events, section.host_after)]) + queueing
             begin = streams.get(section.stream, 0.0)
-            ready = max([begin, *_reached(events, section.after)])
+            ready = max([begin, *_completion(events, section.after)])
             if section.stream == COMPUTE:
                 waits += max(0.0, ready - max(begin, host))
             streams[section.stream] = max(ready + busy, host + busy * (section.stream != COMPUTE))
@@ -108,6 +108,6 @@ def _fold(sections: Sequence[StreamWork], costs: Sequence[tuple[float, float]]) 
     return total, waits
 
 
-def _reached(events: dict[int, float], wanted: Iterable[int]) -> list[float]:
+def _completion(events: dict[int, float], wanted: Iterable[int]) -> list[float]:
     """When events complete; an event that no section sets has completed before."""
     return [events[event] for event in wanted if event in events]

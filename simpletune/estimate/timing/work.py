@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -74,7 +73,8 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
         moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
         yield KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
         return
-    given = {argument: value for argument, value in kwargs.items() if argument not in _only_written(op)}
+    written = {argument.name for argument in op._schema.arguments if argument.is_out} if kwargs else set()
+    given = {argument: value for argument, value in kwargs.items() if argument not in written}
     inputs, outputs = tensors_in((args, given)), tensors_in(output)
     if not outputs and op.namespace == "simpletune":
         # Our operations without a result name in their schema what they write to. For others, such as bitsandbytes'
@@ -84,12 +84,6 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
     moved = sum(map(tensor_bytes, outputs)) + (0 if name in WRITES else sum(map(tensor_bytes, inputs)))
     if moved:
         yield KernelWork(grid_kind(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
-
-
-@cache
-def _only_written(op: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an operation writes its results to."""
-    return frozenset(argument.name for argument in op._schema.arguments if argument.is_out)
 
 
 def grid_kind(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
@@ -183,13 +177,13 @@ def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[Ke
             yield KernelWork("unpack_int8", _dtype([x]), (weight.numel() * (1 + scales.element_size()),))
             yield KernelWork("product_tn", _dtype([x]), (x.numel() // x.shape[-1], weight.shape[0], weight.shape[1]))
         case "convolution":
-            yield _convolved("convolution", results[0], *given[:2])
+            yield _convolution("convolution", results[0], *given[:2])
         case "convolution_backward":
             mask = args[-1]
             assert isinstance(mask, (list, tuple))
             for wanted, kind in zip(mask, ("convolution_input", "convolution_weight"), strict=False):
                 if wanted:
-                    yield _convolved(kind, *given[:3])
+                    yield _convolution(kind, *given[:3])
         case "round_into":  # its first argument, the result, is only written
             yield KernelWork("add", "bf16", (sum(map(tensor_bytes, given)),))
         case "modulate_backward" | "gate_backward":
@@ -204,7 +198,7 @@ def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[Ke
             yield KernelWork("attention_backward" if backward else "attention", _dtype([q]), extents)
 
 
-def _convolved(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:
+def _convolution(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:
     """A convolution as one with 3 x 3 kernels: scales others by their area; kernels of one element are products."""
     pixels, area = y.numel() // y.shape[1], math.prod(weight.shape[2:])
     outputs, inputs = weight.shape[:2]
