@@ -117,28 +117,20 @@ class Plan:
             batches += [shuffled[start : start + self.batch_size] for start in range(0, len(members), self.batch_size)]
         return [batches[place] for place in stream(self.seed, "pass-order", number).permutation(len(batches))]
 
-    def _micro_batches(self, step: int) -> Sequence[Sequence[int]]:
+    def micros(self, step: int) -> Sequence[Sequence[int]]:
         """Return the samples of each micro-batch of a step, by index: ``accumulation`` micro-batches, or fewer at the
         end of an epoch; never none."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.accumulation
         return self._epoch(epoch)[first : first + self.accumulation]
 
-    def micros(self, step: int) -> int:
-        """Return the number of micro-batches of a step."""
-        return len(self._micro_batches(step))
-
     def areas(self, step: int) -> list[int]:
         """Return the pixels per picture of each micro-batch of a step, which determine its cost."""
-        return [math.prod(self._bucket_of(members[0])) for members in self._micro_batches(step)]
+        return [math.prod(self._bucket_of(members[0])) for members in self.micros(step)]
 
     def _bucket_of(self, index: int) -> Size:
         """Return the bucket of a sample."""
         return self.samples[index].bucket
-
-    def samples_in(self, step: int) -> int:
-        """Return the number of samples of a step, over all its micro-batches."""
-        return sum(map(len, self._micro_batches(step)))
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """Return the ``batch_size`` draws of one micro-batch, all from one bucket, with fillers last.
@@ -150,7 +142,7 @@ class Plan:
             step: the optimizer step, counted from 0.
             micro: index of the micro-batch within the step.
         """
-        micros = self._micro_batches(step)
+        micros = self.micros(step)
         place = min(micro, len(micros) - 1)
         first, epoch = (step * self.accumulation + place) * self.batch_size, step // self.steps_per_epoch
         draws = [

@@ -76,10 +76,17 @@ def load_base_together(
         except RuntimeError as error:
             why = describe_exception(error)
             weights.copied(denoiser)
-    reasons: list[str] = gather_object([why])
+    reasons: list[str] = gather_object([why])  # empty: it shares, or is alone on its machine
     if weights is not None:
         weights.close()
-    announce_copies(reasons, 0 if weights is None else weights.nbytes)
+        if weights.nbytes:
+            size = f"{weights.nbytes / 2**30:.2f} GiB of frozen weights in host memory"
+            say(f"host    {size}, once for all processes of a machine")
+    if own := [why for why in reasons if why]:
+        say(
+            f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
+            f"host memory, which takes as much memory again: {own[0]}"
+        )
     return denoiser
 
 
@@ -116,22 +123,6 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
         except OSError as error:
             why = str(error)
     return weights, why
-
-
-def announce_copies(reasons: list[str], nbytes: int) -> None:
-    """Log what is shared, or how many processes have their own copy and why.
-
-    Args:
-        reasons: each process's reason; empty if it shares or is alone on its machine.
-        nbytes: the number of shared bytes in the first process.
-    """
-    if nbytes:
-        say(f"host    {nbytes / 2**30:.2f} GiB of frozen weights in host memory, once for all processes of a machine")
-    if own := [why for why in reasons if why]:
-        say(
-            f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
-            f"host memory, which takes as much memory again: {own[0]}"
-        )
 
 
 def empty_base(

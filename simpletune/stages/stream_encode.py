@@ -98,7 +98,10 @@ class StreamEncoder:
         self.caches.fill_text([*with_class(self.config, prompts), *with_class(self.config, dropped)])
         if pictures and not (held_out or self._noted):
             self._noted = True
-            self._note_long(prompts[:FIRST])
+            first = prompts[:FIRST]
+            if too_long := self.caches.text.too_long(first):
+                of = f"{len(too_long):,} of the first {plural(len(first), 'caption')}"
+                self.notes.append(f"{of} are longer than 77 tokens: the CLIP encoders see only the first 77")
         if pictures:
             parts: dict[int, list[Crop]] = {}
             places = np.array([place for _, place, _ in found], dtype=np.int64)
@@ -123,10 +126,3 @@ class StreamEncoder:
             except UnusablePicture as reason:
                 rejected[place] = RejectedEntry(samples.name(place), str(reason))
         return found, list(rejected.values())
-
-    def _note_long(self, prompts: list[str]) -> None:
-        """Note how many of the first prompts CLIP truncates."""
-        too_long = self.caches.text.too_long(prompts)
-        of = f"{len(too_long):,} of the first {plural(len(prompts), 'caption')}"
-        if too_long:
-            self.notes.append(f"{of} are longer than 77 tokens: the CLIP encoders see only the first 77")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.system.options import Option, Problem
@@ -82,6 +83,12 @@ class WeightPrecision(Option):
     def autocast(self) -> bool:
         """Whether the forward pass needs autocast, because weights are wider than products."""
         return False
+
+    def autocast_on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within this context, multiply in the products' type; does nothing where the weights have it."""
+        import torch
+
+        return torch.autocast(device.type, self.product_dtype()) if self.autocast else nullcontext()
 
     def rules(self) -> Iterator[Problem]:
         """Report incompatible values of this precision's own fields."""

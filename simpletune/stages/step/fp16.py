@@ -58,16 +58,15 @@ class Fp16(StepVariant):
         return super().accumulate(batches, compute)
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(self.scale.scaled(loss))
+        super().backward(loss * self.scale.scale)
 
     def norms(self) -> GradientNorms:
         scaled = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if scaled:  # updates in the backward pass have unscaled and freed theirs
             self.scale.unscale(scaled)
         norms = super().norms()
-        self.scale.note(norms.whole)
         self.figures = torch.cat([self.scale.scale[None], self.blocks.flags(norms.whole.device).float()])
-        self.scale.update()  # for the next step: this one's gradients are unscaled
+        self.scale.update(norms.whole)  # the scale of the next step: this one's gradients are unscaled
         return norms
 
     def update(self) -> None:
