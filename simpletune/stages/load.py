@@ -28,11 +28,8 @@ def load_base(
 ) -> Denoiser:
     """Load the base model, cropping positions and keeping modules in host memory as the memory options say.
 
-    Args:
-        config: the configuration, with folders resolved.
-        device: the target device.
-        sizes: (width, height) in pixels of every picture that it will see.
-        cache: the root folder of the cache for the quantised base; None disables caching.
+    ``config`` has its folders resolved, ``sizes`` are (width, height) in pixels of every picture that the model will
+    see, and ``cache`` is the root folder of the cache for the quantised base; None disables caching.
     """
     return config.model.load_denoiser(
         config.precision,
@@ -49,12 +46,6 @@ def load_base_together(
 ) -> Denoiser:
     """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
     memory; a process that cannot share loads its own copy, and the first process logs why.
-
-    Args:
-        config: the configuration, with folders resolved.
-        accelerator: provides the processes and the device.
-        sizes: see ``load_base``.
-        cache: see ``load_base``.
 
     Raises:
         UserError: the processes of a machine have loaded different weights.
@@ -91,9 +82,9 @@ def load_base_together(
 
 
 def leaves_weights_on_host(memory: Memory) -> bool:
-    """Whether a run of several processes leaves weights in host memory. All of these are frozen: a modulation plan
-    needs an adapter that does not train the base, and offloading trained weights needs ``optimizer_in_backward``, which
-    is refused for several processes."""
+    """Whether a run of several processes leaves weights in host memory."""
+    # All of these are frozen: a modulation plan needs an adapter that does not train the base, and offloading trained
+    # weights needs optimizer_in_backward, which is refused for several processes.
     return memory.resident_blocks is not None or memory.modulation == "plan"
 
 

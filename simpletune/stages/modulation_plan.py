@@ -116,10 +116,8 @@ class DetachedModulation:
         return rows
 
     def _on_device(self, module: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Run a module on each of several inputs, with temporary copies of its tensors on the device.
-
-        Copies and products share one stream, so a copy's memory is not reused before its product is done.
-        """
+        """Run a module on each of several inputs, with temporary copies of its tensors on the device."""
+        # Copies and products share one stream, so a copy's memory is not reused before its product is done.
         tensors = (*module.named_parameters(), *module.named_buffers())  # quanto's state_dict would flatten tensors
         copies = {name: self.bring(tensor) for name, tensor in tensors}
         return [functional_call(module, copies, each) for each in inputs]

@@ -84,12 +84,8 @@ class PictureRequest:
 
 
 def noises(request: PictureRequest, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
-    """Draw a request's noise in fp32 on the CPU, so that it depends on neither device nor batch, and equals diffusers'
-    noise from a CPU generator with that seed.
-
-    Returns:
-        The sampler's noise, and with a starting picture also the autoencoder's, which is drawn first.
-    """
+    """Draw the sampler's noise of a request, and the autoencoder's for a starting picture, if there is one."""
+    # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator.
     generator = torch.Generator("cpu").manual_seed(request.seed)
     shape = (1, *model.latent_shape(request.width, request.height))
     encoder = None if request.image is None else torch.randn(shape, generator=generator)
@@ -186,13 +182,8 @@ class Sampler:
         embeddings: Callable[[str], Embeddings],
         starts: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-        """Draw latents for requests, in their order.
-
-        Args:
-            requests: the pictures to draw.
-            embeddings: returns the embeddings of a prompt.
-            starts: the result of ``encode_starts``.
-        """
+        """Draw latents for requests, in their order; ``embeddings`` returns those of a prompt, ``starts`` are from
+        ``encode_starts``."""
         latents: dict[int, Tensor] = {}
         load = cache(embeddings)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
@@ -227,15 +218,7 @@ def generate_pictures(
     requests: Sequence[PictureRequest],
     embeddings: Callable[[str], Embeddings],
 ) -> list[Image.Image]:
-    """Draw pictures for requests, in their order.
-
-    Args:
-        sampler: draws the latents.
-        vae: encodes starting pictures and decodes the latents.
-        model: scales latents to and from the autoencoder.
-        requests: the pictures to draw.
-        embeddings: returns the embeddings of a prompt.
-    """
+    """Draw pictures for requests, in their order; ``embeddings`` returns those of a prompt."""
     starts = encode_starts(vae, model, requests)
     return decode(vae, model, sampler.latents(requests, embeddings, starts))
 

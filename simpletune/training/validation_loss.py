@@ -154,13 +154,9 @@ def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:
 
 
 def _relative(pairs: list[list[float]]) -> list[float] | None:
-    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift.
-
-    Where the base predicts zeros, as with an output layer that starts at zero, no change is a drift of 0, and any other
-    change is no multiple of the base: None.
-    """
+    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift."""
     scale = fmean(square for _, square in pairs)
-    if scale == 0:
+    if scale == 0:  # as with an output layer that starts at zero: no change is a drift of 0, another no multiple
         return None if any(change for change, _ in pairs) else [0.0] * len(pairs)
     return [change / scale for change, _ in pairs]
 
