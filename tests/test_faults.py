@@ -447,9 +447,11 @@ def test_a_caption_that_a_text_encoder_overflows_on_is_named(
 
     honest = Prompts.encode
 
-    def encode(self: Prompts, encoder: object, prompts: list[str], *rest: object) -> Iterator[dict[str, torch.Tensor]]:
-        for prompt, parts in zip(prompts, honest(self, encoder, prompts, *rest), strict=True):  # type: ignore[arg-type]
-            bad = prompt == prompts[1] and encoder.name == "clip_g"  # type: ignore[attr-defined]
+    def encode(
+        self: Prompts, encoder: Any, prompts: list[str], device: torch.device
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        for prompt, parts in zip(prompts, honest(self, encoder, prompts, device), strict=True):
+            bad = prompt == prompts[1] and encoder.name == "clip_g"
             yield {**parts, "hidden": parts["hidden"] * math.inf} if bad else parts
 
     monkeypatch.setattr(Prompts, "encode", encode)

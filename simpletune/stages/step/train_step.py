@@ -239,8 +239,8 @@ def lr_ratio(config: TrainConfig, name: str) -> float:
 
 def ignore_frozen_in_ddp(denoiser: nn.Module) -> None:
     """Make DDP synchronise only trained parameters."""
-    # Each process has loaded the same base, possibly into host memory. PyTorch would broadcast every frozen weight once,
-    # and quantised ones, being buffers, again in each forward pass.
+    # Each process has loaded the same base, possibly into host memory. PyTorch would broadcast every frozen weight
+    # once, and quantised ones, being buffers, again in each forward pass.
     tensors = [*denoiser.named_parameters(), *denoiser.named_buffers()]
     frozen = [name for name, tensor in tensors if not tensor.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(denoiser, frozen)
