@@ -448,7 +448,7 @@ def test_a_caption_that_a_text_encoder_overflows_on_is_named(
     honest = Prompts.encode
 
     def encode(
-        self: Prompts, encoder: Any, prompts: list[str], device: torch.device
+        self: Prompts, encoder: TextEncoder, prompts: list[str], device: torch.device
     ) -> Iterator[dict[str, torch.Tensor]]:
         for prompt, parts in zip(prompts, honest(self, encoder, prompts, device), strict=True):
             bad = prompt == prompts[1] and encoder.name == "clip_g"
