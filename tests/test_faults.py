@@ -443,6 +443,7 @@ def test_a_picture_that_the_autoencoder_overflows_on_is_named(
 def test_a_caption_that_a_text_encoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from simpletune.models.shared.parts import TextEncoder
     from simpletune.models.shared.prompts import Prompts
 
     honest = Prompts.encode
