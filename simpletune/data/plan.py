@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from simpletune.data.prompts import prompt_of
-from simpletune.data.samples import Crop, Sample, SampleDraw, repeats_of
+from simpletune.data.samples import Crop, Sample, SampleDraw
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.multi_source import MultiSource
 from simpletune.data.sources.source import Source
@@ -161,7 +161,8 @@ class Plan:
         """Draw a sample; the key is its step, micro-batch and place among all draws of the run."""
         source = self.source_of(sample)
         dropped = source.caption_dropout and stream(self.seed, "dropout", *key).random() < source.caption_dropout
-        variant = (epoch * repeats_of(sample.picture, source) + sample.repeat) % source.variants
+        repeats = source.repeats * sample.picture.repeats  # in an epoch
+        variant = (epoch * repeats + sample.repeat) % source.variants
         return SampleDraw(
             view=self.view(sample, variant),
             caption="" if dropped else self.prompt(sample, variant),
@@ -207,7 +208,7 @@ class Plan:
         samples = [sample for sample in self.samples if sample.picture.source == index]
         held_out = [sample for sample in self.held_out if sample.picture.source == index]
         firsts = [sample for sample in samples if not sample.repeat]
-        counts = sorted({repeats_of(sample.picture, source) for sample in firsts}) or [0]
+        counts = sorted({source.repeats * sample.picture.repeats for sample in firsts}) or [0]
         pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
         pairs += [(sample, 0) for sample in held_out]
         return SourceShare(

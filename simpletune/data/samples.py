@@ -69,11 +69,6 @@ def drop_rejected(pictures: Sequence[Picture], rejected: Sequence[RejectedEntry]
     return [picture for picture in pictures if (picture.source, picture.name) not in bad]
 
 
-def repeats_of(picture: Picture, source: Source) -> int:
-    """Return how often a picture appears in an epoch."""
-    return source.repeats * picture.repeats
-
-
 def make_samples(
     pictures: Sequence[Picture], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
@@ -89,7 +84,8 @@ def make_samples(
     for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
         source = sources[picture.source]
         bucket = bucket_size(picture, source, step)
-        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
+        count = repeats or source.repeats * picture.repeats
+        samples += [Sample(picture, bucket, repeat) for repeat in range(count)]
     return samples
 
 
