@@ -23,7 +23,6 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.weights import MadeTensors, TensorSource, fill_model
-from simpletune.stages.sample import autocast_of
 
 BLOCKS = 4
 UNITS = tuple(f"transformer_blocks.{index}" for index in range(BLOCKS))
@@ -90,7 +89,7 @@ def loss_of(model: nn.Module, precision: WeightPrecision, key: int, device: str 
 
     z_t, prompts, pooled, target = draw(2, 4, 8, 8), draw(2, 6, 24), draw(2, 16), draw(2, 4, 8, 8)
     sigma = torch.tensor([0.3, 0.8], device=device)
-    with autocast_of(precision, z_t.device):
+    with precision.autocast_on(z_t.device):
         velocity = predict_velocity(model, z_t, sigma, prompts, pooled, precision.compute_dtype())
     return FlowProcess().loss(velocity, target, sigma)
 
@@ -128,7 +127,7 @@ def unet_loss(model: nn.Module, precision: WeightPrecision, key: int, device: st
     h, w = ((8, 8), (4, 16))[key % 2]
     z_t, prompts, target = draw(2, 4, h, w), draw(2, 6, UNET["cross_attention_dim"]), draw(2, 4, h, w)
     time = torch.tensor([300, 800], device=device)
-    with autocast_of(precision, z_t.device):
+    with precision.autocast_on(z_t.device):
         prediction = SD15().predict(model, z_t, time, prompts, z_t.new_zeros(2, 0), precision.compute_dtype())
     return (prediction.float() - target).square().mean()
 

@@ -57,7 +57,7 @@ NAMES = {
     "class.drawn": Moment("a class picture is in the cache",
         "commands.train.class_pictures:generate_missing", "after advance()"),
     "latents.encoded": Moment("a picture is in the cache",
-        "stages.latent_cache:LatentCache._encode", "before poll()"),
+        "stages.latent_cache:LatentCache.fill", "before poll()"),
     "file.before-rename": Moment("a weight file is written and flushed, but not renamed",
         "system.safetensors_file:write_safetensors", "after if hashed:"),
     "file.after-rename": Moment("a weight file is renamed",

@@ -116,11 +116,8 @@ class _Plan:
     def __init__(self, accumulation: int):
         self.accumulation = accumulation
 
-    def micros(self, step: int) -> int:
-        return self.accumulation
-
-    def samples_in(self, step: int) -> int:
-        return self.accumulation * BATCH
+    def micros(self, step: int) -> list[range]:
+        return [range(BATCH)] * self.accumulation
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         first = (step * self.accumulation + micro) * BATCH

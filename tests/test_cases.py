@@ -26,7 +26,7 @@ from simpletune.engine.tensors import trained_parameters
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import METRICS
 from simpletune.runs.result import result_files
-from simpletune.stages.step.attach import attach
+from simpletune.stages.step.train_step import attach
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.options import ConfigError, option_classes, union_of
 

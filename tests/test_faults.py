@@ -443,13 +443,16 @@ def test_a_picture_that_the_autoencoder_overflows_on_is_named(
 def test_a_caption_that_a_text_encoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from simpletune.models.shared.parts import TextEncoder
     from simpletune.models.shared.prompts import Prompts
 
     honest = Prompts.encode
 
-    def encode(self: Prompts, encoder: object, prompts: list[str], *rest: object) -> Iterator[dict[str, torch.Tensor]]:
-        for prompt, parts in zip(prompts, honest(self, encoder, prompts, *rest), strict=True):  # type: ignore[arg-type]
-            bad = prompt == prompts[1] and encoder.name == "clip_g"  # type: ignore[attr-defined]
+    def encode(
+        self: Prompts, encoder: TextEncoder, prompts: list[str], device: torch.device
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        for prompt, parts in zip(prompts, honest(self, encoder, prompts, device), strict=True):
+            bad = prompt == prompts[1] and encoder.name == "clip_g"
             yield {**parts, "hidden": parts["hidden"] * math.inf} if bad else parts
 
     monkeypatch.setattr(Prompts, "encode", encode)

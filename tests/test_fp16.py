@@ -195,11 +195,10 @@ def test_the_scale_and_the_updates_are_those_of_torch_s_grad_scaler(monkeypatch:
         x = torch.randn(4, 5) * (3e38 if step in (0, 1) else 1)
         for model in (ours, theirs):
             model.zero_grad()
-        scale.scaled(ours(x).square().mean()).backward()
+        (ours(x).square().mean() * scale.scale).backward()
         scale.unscale([parameter.grad for parameter in ours.parameters()])
-        scale.note(torch.stack([parameter.grad.norm() for parameter in ours.parameters()]).norm())
+        scale.update(torch.stack([parameter.grad.norm() for parameter in ours.parameters()]).norm())
         scale.step(optimizers[0])
-        scale.update()
         scaler.scale(theirs(x).square().mean()).backward()
         scaler.step(optimizers[1])
         scaler.update()
@@ -225,7 +224,7 @@ def test_an_overflow_changes_neither_weights_nor_state(option: type, dtype: torc
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, value)
         scale.unscale([parameter.grad for parameter in parameters])
-        scale.note(torch.stack([parameter.grad.float().norm() for parameter in parameters]).norm())
+        scale.update(torch.stack([parameter.grad.float().norm() for parameter in parameters]).norm())
         scale.step(optimizer)
 
     for _ in range(first):

@@ -43,7 +43,7 @@ from simpletune.models.sd15.flops import unet_flops
 from simpletune.models.sd15.shapes import parameter_shapes, unet_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.attach import attach
+from simpletune.stages.step.train_step import attach
 from simpletune.system.options import ConfigError, UserError
 
 UNITS = len(unet_units(UNETS["sd15"]))

@@ -29,7 +29,7 @@ from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import CHECKSUM, with_checksum
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.step.attach import attach
+from simpletune.stages.step.train_step import attach
 from simpletune.system.options import ConfigError, UserError, union_of
 
 MEMBERS = union_of(TrainConfig.model_fields["optimizer"]).members

@@ -32,7 +32,7 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.stages.step.attach import attach
+from simpletune.stages.step.train_step import attach
 from simpletune.system.options import UserError
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))

@@ -40,7 +40,7 @@ from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan, detach_modulation
-from simpletune.stages.sample import PictureRequest, Sampler, autocast_of
+from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import TrainingPasses
 from simpletune.system.options import ConfigError
@@ -106,7 +106,7 @@ def arguments(model: nn.Module, rows: int, tokens: int = 7) -> dict[str, Tensor]
 def velocity_and_gradients(
     model: nn.Module, precision: WeightPrecision, given: dict[str, Tensor]
 ) -> tuple[Tensor, list]:
-    with autocast_of(precision, CPU):
+    with precision.autocast_on(CPU):
         velocity = predict_velocity(model, **given, dtype=precision.compute_dtype())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(velocity.float().square().mean(), trained, allow_unused=True)
@@ -273,7 +273,7 @@ def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, 
             rows = apart.of_step(step)
             for place, own in zip(passes.places(step), rows, strict=False):
                 assert torch.equal(found.setdefault((step, place), own), own)
-                if place < plan.micros(step):
+                if place < len(plan.micros(step)):
                     single = planned.of_draws(plan.micro_batch(step, place))
                     torch.testing.assert_close(own, single, rtol=1e-5, atol=1e-6)
     assert seen - {plan.batch_size} == {planned.modulation.window * plan.batch_size}

@@ -25,7 +25,7 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.stages.sample import PictureRequest, Sampler
-from simpletune.stages.step.attach import attach
+from simpletune.stages.step.train_step import attach
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 

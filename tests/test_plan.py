@@ -137,9 +137,9 @@ def test_the_keys_name_step_micro_batch_and_sample() -> None:
 def test_areas_are_those_of_the_micro_batches_in_their_order() -> None:
     plan = make_plan(accumulation=4)
     for step in range(4):
-        buckets = [plan.micro_batch(step, micro)[0].view.bucket for micro in range(plan.micros(step))]
+        buckets = [plan.micro_batch(step, micro)[0].view.bucket for micro in range(len(plan.micros(step)))]
         assert plan.areas(step) == [width * height for width, height in buckets]
-    assert plan.micros(1) == 2 and len({area for step in range(2) for area in plan.areas(step)}) > 1
+    assert len(plan.micros(1)) == 2 and len({area for step in range(2) for area in plan.areas(step)}) > 1
 
 
 def test_no_two_draws_share_their_noise() -> None:

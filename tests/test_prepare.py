@@ -60,10 +60,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found, encode, encode_pictures, load_vae = Calls(), prompts.Prompts.encode, SD3.encode_pictures, SD3.load_vae
 
     def count_prompts(
-        self: prompts.Prompts, encoder: prompts.TextEncoder, prompts: list[str], *rest: object
+        self: prompts.Prompts, encoder: prompts.TextEncoder, prompts: list[str], *rest: Any, **more: Any
     ) -> Iterator:
         found.prompts += [(encoder.name, prompt) for prompt in prompts]
-        return encode(self, encoder, prompts, *rest)
+        return encode(self, encoder, prompts, *rest, **more)
 
     def count_pictures(self: SD3, vae: object, pixels: torch.Tensor) -> torch.Tensor:
         found.pictures += len(pixels)

@@ -49,7 +49,9 @@ def plan_of(data: Source | MultiSource, found: list[Picture], batch_size: int = 
 def epoch(plan: Plan, number: int = 0) -> list[SampleDraw]:
     first = number * plan.steps_per_epoch
     steps = range(first, first + plan.steps_per_epoch)
-    draws = [draw for step in steps for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro)]
+    draws = [
+        draw for step in steps for micro in range(len(plan.micros(step))) for draw in plan.micro_batch(step, micro)
+    ]
     return [draw for draw in draws if draw.weight]
 
 

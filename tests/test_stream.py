@@ -61,7 +61,9 @@ def config_of(tiny_config: dict, place: Path | str, **more: object) -> dict:
 def epoch_of(plan: StreamPlan, number: int = 0) -> list[SampleDraw]:
     first = number * plan.steps_per_epoch
     steps = range(first, first + plan.steps_per_epoch)
-    draws = [draw for step in steps for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro)]
+    draws = [
+        draw for step in steps for micro in range(len(plan.micros(step))) for draw in plan.micro_batch(step, micro)
+    ]
     return [draw for draw in draws if draw.weight]
 
 
@@ -154,7 +156,9 @@ def test_an_epoch_shows_every_row_once_in_buckets(tiny_config: dict, shards: Pat
             draws = plan.micro_batch(step, micro)
             assert {width * height for width, height in (draw.view.bucket for draw in draws)} == {area}
     used = plan.used(1, 3).tolist()
-    draws = [draw for step in (1, 2) for micro in range(plan.micros(step)) for draw in plan.micro_batch(step, micro)]
+    draws = [
+        draw for step in (1, 2) for micro in range(len(plan.micros(step))) for draw in plan.micro_batch(step, micro)
+    ]
     assert sorted({int(draw.caption[4:]) for draw in draws}) == used
 
 

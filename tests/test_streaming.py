@@ -177,7 +177,6 @@ def test_the_device_holds_two_blocks_and_the_host_the_rest() -> None:
     assert sum(slot.flat.numel() for slot in streamed._slots) == 2 * largest
     for index, home in streamed.homes.items():
         assert sizes[index] <= home.nbytes < sizes[index] + 512 * count[index]
-    assert streamed.host_bytes == sum(home.nbytes for home in streamed.homes.values())
 
 
 def test_weights_are_at_home_between_passes() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from simpletune.data.prompts import prompt_of
 from simpletune.data.row_order import in_batches
-from simpletune.data.samples import Crop, Sample, SampleDraw, repeats_of
+from simpletune.data.samples import Crop, Sample, SampleDraw
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.multi_source import MultiSource
 from simpletune.data.sources.source import Source
@@ -120,33 +120,25 @@ class Plan:
         batches = np.concatenate(buckets)
         return batches[stream(self.seed, "pass-order", number).permutation(len(batches))]
 
-    def _micro_batches(self, step: int) -> Sequence[Sequence[int]]:
+    def micros(self, step: int) -> Sequence[Sequence[int]]:
         """The samples of each micro-batch of a step, by index: ``accumulation`` of them, or fewer at the end of an
         epoch; never none."""
         epoch, within = divmod(step, self.steps_per_epoch)
         first = within * self.accumulation
         return [row[row >= 0].tolist() for row in self._epoch(epoch)[first : first + self.accumulation]]
 
-    def micros(self, step: int) -> int:
-        """The number of micro-batches of a step."""
-        return len(self._micro_batches(step))
-
     def areas(self, step: int) -> list[int]:
         """The pixels per picture of each micro-batch of a step, which determine its cost."""
-        return [math.prod(self._bucket_of(members[0])) for members in self._micro_batches(step)]
+        return [math.prod(self._bucket_of(members[0])) for members in self.micros(step)]
 
     def _bucket_of(self, index: int) -> Size:
         """The bucket of a sample."""
         return self.samples[index].bucket
 
-    def samples_in(self, step: int) -> int:
-        """The number of samples of a step, over all its micro-batches."""
-        return sum(map(len, self._micro_batches(step)))
-
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """The ``batch_size`` draws of one micro-batch of a step, all from one bucket, with fillers last, which repeat
         the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that repeat it."""
-        micros = self._micro_batches(step)
+        micros = self.micros(step)
         place = min(micro, len(micros) - 1)
         first, epoch = (step * self.accumulation + place) * self.batch_size, step // self.steps_per_epoch
         draws = [
@@ -165,7 +157,8 @@ class Plan:
         """Draw a sample; the key is its step, micro-batch and place among all draws of the run."""
         source = self.source_of(sample)
         dropped = source.caption_dropout and stream(self.seed, "dropout", *key).random() < source.caption_dropout
-        variant = (epoch * repeats_of(sample.picture, source) + sample.repeat) % source.variants
+        repeats = source.repeats * sample.picture.repeats  # in an epoch
+        variant = (epoch * repeats + sample.repeat) % source.variants
         return SampleDraw(
             view=self.view(sample, variant),
             caption="" if dropped else self.prompt(sample, variant),
@@ -211,7 +204,7 @@ class Plan:
         samples = [sample for sample in self.samples if sample.picture.source == index]
         held_out = [sample for sample in self.held_out if sample.picture.source == index]
         firsts = [sample for sample in samples if not sample.repeat]
-        counts = sorted({repeats_of(sample.picture, source) for sample in firsts}) or [0]
+        counts = sorted({source.repeats * sample.picture.repeats for sample in firsts}) or [0]
         pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
         pairs += [(sample, 0) for sample in held_out]
         return SourceShare(

@@ -61,11 +61,6 @@ def drop_rejected(pictures: Sequence[Picture], rejected: Sequence[RejectedEntry]
     return [picture for picture in pictures if (picture.source, picture.name) not in bad]
 
 
-def repeats_of(picture: Picture, source: Source) -> int:
-    """How often a picture appears in an epoch."""
-    return source.repeats * picture.repeats
-
-
 def make_samples(
     pictures: Sequence[Picture], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
@@ -74,8 +69,8 @@ def make_samples(
     samples = []
     for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
         source = sources[picture.source]
-        bucket = source.bucket(picture.size, step)
-        samples += [Sample(picture, bucket, repeat) for repeat in range(repeats or repeats_of(picture, source))]
+        bucket, count = source.bucket(picture.size, step), repeats or source.repeats * picture.repeats
+        samples += [Sample(picture, bucket, repeat) for repeat in range(count)]
     return samples
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -55,24 +55,20 @@ class LatentCache:
                 but the rejected ones.
 
         Returns:
-            The number of crops that this process has stored, and the pictures that cannot be decoded, or whose masks
-            are unusable.
+            The number of crops that this process has stored, and the pictures that cannot be decoded, whose masks are
+            unusable, or whose latents are not finite.
         """
         by_key: dict[str, list[Crop]] = {}
         for view in views:
             by_key.setdefault(crop_key(view), []).append(view)
         missing = self.cache.lacking(by_key, share)
-        return self._encode({key: by_key[key] for key in missing}, device, share) if missing else (0, [])
-
-    def _encode(
-        self, missing: Mapping[str, list[Crop]], device: torch.device, share: KeyRange
-    ) -> tuple[int, list[RejectedEntry]]:
-        """Encode crops by key. Rejects unusable pictures and masks, and pictures whose latents are not finite."""
         encoded, rejected = 0, list[RejectedEntry]()
+        if not missing:
+            return encoded, rejected
         vae = cache(lambda: self.model.load_vae(device, self.dtype, self.tile))  # if there is something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
             for keys in self.cache.claimed(missing, share, PICTURES):
-                for view in (view for key in keys for view in missing[key]):
+                for view in (view for key in keys for view in by_key[key]):
                     try:
                         encoded += self._encode_one(view, vae, device)
                     except UnusablePicture as reason:

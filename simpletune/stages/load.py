@@ -28,11 +28,8 @@ def load_base(
 ) -> Denoiser:
     """Load the base model, cropping positions and keeping modules in host memory as the memory options say.
 
-    Args:
-        config: the configuration, with folders resolved.
-        device: the target device.
-        sizes: (width, height) in pixels of every picture that it will see.
-        cache: the root folder of the cache for the quantised base; None disables caching.
+    ``config`` has its folders resolved, ``sizes`` are (width, height) in pixels of every picture that the model will
+    see, and ``cache`` is the root folder of the cache for the quantised base; None disables caching.
     """
     return config.model.load_denoiser(
         config.precision,
@@ -49,12 +46,6 @@ def load_base_together(
 ) -> Denoiser:
     """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
     memory; a process that cannot share loads its own copy, and the first process logs why.
-
-    Args:
-        config: the configuration, with folders resolved.
-        accelerator: provides the processes and the device.
-        sizes: see ``load_base``.
-        cache: see ``load_base``.
 
     Raises:
         UserError: the processes of a machine have loaded different weights.
@@ -76,17 +67,24 @@ def load_base_together(
         except RuntimeError as error:
             why = describe_exception(error)
             weights.copied(denoiser)
-    reasons: list[str] = gather_object([why])
+    reasons: list[str] = gather_object([why])  # empty: it shares, or is alone on its machine
     if weights is not None:
         weights.close()
-    announce_copies(reasons, 0 if weights is None else weights.nbytes)
+        if weights.nbytes:
+            size = f"{weights.nbytes / 2**30:.2f} GiB of frozen weights in host memory"
+            say(f"host    {size}, once for all processes of a machine")
+    if own := [why for why in reasons if why]:
+        say(
+            f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
+            f"host memory, which takes as much memory again: {own[0]}"
+        )
     return denoiser
 
 
 def leaves_weights_on_host(memory: Memory) -> bool:
-    """Whether a run of several processes leaves weights in host memory. All of these are frozen: a modulation plan
-    needs an adapter that does not train the base, and offloading trained weights needs ``optimizer_in_backward``, which
-    is refused for several processes."""
+    """Whether a run of several processes leaves weights in host memory."""
+    # All of these are frozen: a modulation plan needs an adapter that does not train the base, and offloading trained
+    # weights needs optimizer_in_backward, which is refused for several processes.
     return memory.resident_blocks is not None or memory.modulation == "plan"
 
 
@@ -116,22 +114,6 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
         except OSError as error:
             why = str(error)
     return weights, why
-
-
-def announce_copies(reasons: list[str], nbytes: int) -> None:
-    """Log what is shared, or how many processes have their own copy and why.
-
-    Args:
-        reasons: each process's reason; empty if it shares or is alone on its machine.
-        nbytes: the number of shared bytes in the first process.
-    """
-    if nbytes:
-        say(f"host    {nbytes / 2**30:.2f} GiB of frozen weights in host memory, once for all processes of a machine")
-    if own := [why for why in reasons if why]:
-        say(
-            f"warning {plural(len(own), 'process has its', 'processes have their')} own copy of the frozen weights in "
-            f"host memory, which takes as much memory again: {own[0]}"
-        )
 
 
 def empty_base(

@@ -81,8 +81,15 @@ class DetachedModulation:
     ):
         self.embed, self.layers, self.precision, self.device, self.window = embed, layers, precision, device, window
         self.width = sum(_outputs(layer) for layer in layers)
-        for module in (embed, *layers):
-            _keep_on_host(module, device)
+        for part in [part for module in (embed, *layers) for part in module.modules()]:
+            for name, tensor in own_tensors(part):
+                host = tensor.detach().to("cpu")
+                # Pinned, so that copies are asynchronous. Tensors in pages that the machine's processes share are so
+                # already; subclasses (quanto's) cannot be, and their copies are slower.
+                if device.type == "cuda" and type(host) is Tensor and not is_shared(host):
+                    host = host_like(host, device).copy_(host)
+                set_tensor(part, name, host)
+                accounting.register([part._parameters.get(name, part._buffers.get(name))], HOST)
 
     @torch.no_grad()
     def __call__(
@@ -96,7 +103,7 @@ class DetachedModulation:
         pooled = pooled.to(self.device, precision.compute_dtype())
         rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
         start = 0
-        with torch.autocast(self.device.type, precision.product_dtype(), enabled=precision.autocast):
+        with precision.autocast_on(self.device):
             inputs = zip(FlowProcess().time(sigma.to(self.device)).chunk(portions), pooled.chunk(portions), strict=True)
             conditions = [(F.silu(each),) for each in self._on_device(self.embed, list(inputs))]
             for layer in self.layers:
@@ -109,10 +116,8 @@ class DetachedModulation:
         return rows
 
     def _on_device(self, module: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Run a module on each of several inputs, with temporary copies of its tensors on the device.
-
-        Copies and products share one stream, so a copy's memory is not reused before its product is done.
-        """
+        """Run a module on each of several inputs, with temporary copies of its tensors on the device."""
+        # Copies and products share one stream, so a copy's memory is not reused before its product is done.
         tensors = (*module.named_parameters(), *module.named_buffers())  # quanto's state_dict would flatten tensors
         copies = {name: self.bring(tensor) for name, tensor in tensors}
         return [functional_call(module, copies, each) for each in inputs]
@@ -165,7 +170,7 @@ class ModulationPlan:
         self, modulation: DetachedModulation, plan: MicroBatches, pooled: Callable[[str], Tensor], apart: bool = False
     ):
         self.modulation, self.plan, self.pooled, self.apart = modulation, plan, pooled, apart
-        self._window: int | None = None
+        self._window: range | None = None
         self._rows: Tensor | None = None
 
     def steps_with(self, step: int) -> range:
@@ -176,11 +181,9 @@ class ModulationPlan:
 
     def of_step(self, step: int) -> Tensor:  # [micro-batches, b, m]
         """The modulations of one step; the first step of a window computes those of the whole window."""
-        length = self.modulation.window
-        window, place = divmod(step, length)
-        if window != self._window or self._rows is None:
+        length, steps = self.modulation.window, self.steps_with(step)
+        if steps != self._window or self._rows is None:
             self._rows = None  # freed before the next window is computed
-            steps = range(window * length, (window + 1) * length)
             count, size = self.plan.accumulation, self.plan.batch_size
             if self.apart:
                 draws = [d for micro in range(count) for s in steps for d in self.plan.micro_batch(s, micro)]
@@ -188,8 +191,8 @@ class ModulationPlan:
             else:
                 draws = [d for s in steps for micro in range(count) for d in self.plan.micro_batch(s, micro)]
                 self._rows = self.of_draws(draws).view(length, count, size, -1)
-            self._window = window
-        return self._rows[place]
+            self._window = steps
+        return self._rows[step - steps.start]
 
     def of_draws(self, draws: Sequence[SampleDraw], portions: int = 1) -> Tensor:  # [n, m]
         """Compute the modulations of any draws at once, or in equal portions one after the other."""
@@ -203,7 +206,7 @@ def detach_modulation(
     """Detach a transformer's modulation weights in place; it then takes modulations as its pooled input.
 
     Args:
-        transformer: SD3's transformer, with frozen modulation weights.
+        denoiser: SD3's transformer, with frozen modulation weights.
         precision: its precision.
         device: where it computes.
         window: how many steps' modulations to compute at once.
@@ -229,18 +232,3 @@ def detach_modulation(
 def _outputs(layer: nn.Module) -> int:
     """The number of output features of a linear layer, regardless of how its weight is packed."""
     return int(layer.out_features)  # type: ignore[arg-type]
-
-
-def _keep_on_host(module: nn.Module, device: torch.device) -> None:
-    """Move a module's tensors to host memory, pinned so that copies to a CUDA device are asynchronous. Tensors in pages
-    that the machine's processes share are there already.
-
-    Tensor subclasses (quanto's) cannot be pinned; their copies are slower but correct.
-    """
-    for part in module.modules():
-        for name, tensor in own_tensors(part):
-            host = tensor.detach().to("cpu")
-            if device.type == "cuda" and type(host) is Tensor and not is_shared(host):
-                host = host_like(host, device).copy_(host)
-            set_tensor(part, name, host)
-            accounting.register([part._parameters.get(name, part._buffers.get(name))], HOST)

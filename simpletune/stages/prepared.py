@@ -91,26 +91,18 @@ class Caches:
         """Encode the crops that are not cached, one part after the other.
 
         Returns:
-            What any process has rejected; equal in all processes.
+            What any process has rejected, one entry per picture in the order of the crops; equal in all processes.
         """
         found: list[RejectedEntry] = []
         with self._stages.stage("latents"):
             for views in parts:
                 found += self.latents.fill(views, self._accelerator.device, self._share)[1]
-            return agree_on_rejected(found, [view for views in parts for view in views], self._accelerator)
-
-
-def agree_on_rejected(
-    found: Sequence[RejectedEntry], views: Sequence[Crop], accelerator: Accelerator
-) -> list[RejectedEntry]:
-    """What any process has rejected, one entry per picture in the order of the views; equal in all processes.
-
-    Waits for all processes; afterwards the caches are full.
-    """
-    everyone: list[RejectedEntry] = gather_object(list(found)) if accelerator.num_processes > 1 else list(found)
-    first = {(each.source, each.name): each for each in sorted(everyone, key=lambda each: each.reason, reverse=True)}
-    places = dict.fromkeys((view.picture.source, view.picture.name) for view in views)
-    return [first[place] for place in places if place in first]
+            if self._accelerator.num_processes > 1:  # waits for all of them
+                found = gather_object(found)
+        found.sort(key=lambda each: each.reason, reverse=True)
+        first = {(each.source, each.name): each for each in found}  # whichever process has met the picture
+        places = dict.fromkeys((view.picture.source, view.picture.name) for views in parts for view in views)
+        return [first[place] for place in places if place in first]
 
 
 def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:

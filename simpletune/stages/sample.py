@@ -82,28 +82,14 @@ class PictureRequest:
         """How many of the first, noisiest steps a starting picture skips (diffusers' rule and rounding)."""
         return 0 if self.image is None else int(max(self.steps - self.steps * self.strength, 0))
 
-    @property
-    def batch_key(self) -> tuple[object, ...]:
-        """Requests with equal keys can be drawn in one batch."""
-        return self.width, self.height, self.steps, self.guidance, self.skipped, self.image is None
-
 
 def noises(request: PictureRequest, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
-    """Draw a request's noise in fp32 on the CPU, so that it depends on neither device nor batch, and equals diffusers'
-    noise from a CPU generator with that seed.
-
-    Returns:
-        The sampler's noise, and with a starting picture also the autoencoder's, which is drawn first.
-    """
+    """Draw the sampler's noise of a request, and the autoencoder's for a starting picture, if there is one."""
+    # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator.
     generator = torch.Generator("cpu").manual_seed(request.seed)
     shape = (1, *model.latent_shape(request.width, request.height))
     encoder = None if request.image is None else torch.randn(shape, generator=generator)
     return torch.randn(shape, generator=generator), encoder
-
-
-def autocast_of(precision: WeightPrecision, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast to 16-bit products if the precision requires it."""
-    return torch.autocast(device.type, precision.product_dtype()) if precision.autocast else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -147,7 +133,7 @@ class Sampler:
         in one batch. In fp16, repeats the drawing with fp32 in the blocks that overflowed.
 
         Args:
-            requests: requests with equal ``RunRequest.batch_key``.
+            requests: requests that can be drawn together (``batches``).
             positive: embeddings of each prompt.
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, if any.
@@ -172,7 +158,7 @@ class Sampler:
         z = solver.start(torch.cat([noises(request, self.model)[0] for request in requests]), start).to(device)
         conditions = conditions_of(pooled, solver.levels, self.modulation)
         away: Tensor | float = 0.0
-        with autocast_of(self.precision, device), self.attention():
+        with self.precision.autocast_on(device), self.attention():
             for step, (time, condition) in enumerate(zip(solver.times, conditions, strict=True)):
                 poll()
                 both = guided and step % self.reuse_guidance == 0
@@ -196,13 +182,8 @@ class Sampler:
         embeddings: Callable[[str], Embeddings],
         starts: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-        """Draw latents for requests, in their order.
-
-        Args:
-            requests: the pictures to draw.
-            embeddings: returns the embeddings of a prompt.
-            starts: the result of ``encode_starts``.
-        """
+        """Draw latents for requests, in their order; ``embeddings`` returns those of a prompt, ``starts`` are from
+        ``encode_starts``."""
         latents: dict[int, Tensor] = {}
         load = cache(embeddings)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
@@ -237,15 +218,7 @@ def generate_pictures(
     requests: Sequence[PictureRequest],
     embeddings: Callable[[str], Embeddings],
 ) -> list[Image.Image]:
-    """Draw pictures for requests, in their order.
-
-    Args:
-        sampler: draws the latents.
-        vae: encodes starting pictures and decodes the latents.
-        model: scales latents to and from the autoencoder.
-        requests: the pictures to draw.
-        embeddings: returns the embeddings of a prompt.
-    """
+    """Draw pictures for requests, in their order; ``embeddings`` returns those of a prompt."""
     starts = encode_starts(vae, model, requests)
     return decode(vae, model, sampler.latents(requests, embeddings, starts))
 
@@ -285,19 +258,17 @@ def starting_pixels(request: PictureRequest) -> Tensor:  # [1, 3, h, w] in -1..1
 def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:
     """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
-    for number, request in enumerate(requests):
-        alike.setdefault(request.batch_key, []).append(number)
+    for number, each in enumerate(requests):
+        key = each.width, each.height, each.steps, each.guidance, each.skipped, each.image is None
+        alike.setdefault(key, []).append(number)
     return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]
 
 
 @torch.no_grad()
 def decode(vae: nn.Module, model: Model, latents: Sequence[Tensor]) -> list[Image.Image]:
     """Decode latents [1, c, h, w] one at a time, to save memory and to keep each independent of the others."""
-    device = next(vae.parameters()).device
-    return [to_image(model.decode_latents(vae, z.to(device))[0]) for z in latents]
-
-
-def to_image(pixels: Tensor) -> Image.Image:
-    """Convert a picture [3, h, w] in 0..1 to an RGB image."""
-    array = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    return Image.fromarray(array)
+    device, images = next(vae.parameters()).device, []
+    for z in latents:  # decoded pictures are [1, 3, h, w] in 0..1
+        array = (model.decode_latents(vae, z.to(device))[0] * 255).round().to(torch.uint8).permute(1, 2, 0).cpu()
+        images.append(Image.fromarray(array.numpy()))
+    return images

@@ -67,22 +67,15 @@ class StreamEncoder:
         self._until_all(lambda: self.plan.used(start, steps), False, pictures)
 
     def evaluation(self, count: int) -> None:
-        """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run.
-
-        Always tries the first one, which gives the validation prompt and is listed in the manifest.
-        """
+        """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run."""
         if len(self.plan.drawn):
             self._until_all(lambda: self.plan.usable_drawn()[:count] * self._variants, True)
+        # always the first one, which gives the validation prompt and is listed in the manifest
         self._until_all(lambda: self.plan.first(1 if len(self.plan.drawn) else max(1, count)) * self._variants, False)
 
     def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, pictures: bool = True) -> None:
-        """Encode samples, and the replacements of unusable ones, until none is missing.
-
-        Args:
-            wanted: returns place * variants + variant of each sample, by the current plan.
-            held_out: whether they are held out.
-            pictures: whether to encode their pictures besides their prompts.
-        """
+        """Encode samples, and the replacements of unusable ones, until none is missing; ``wanted`` returns
+        place * variants + variant of each, by the current plan."""
         done = np.empty(0, np.int64)
         while len(todo := np.setdiff1d(wanted(), done)):
             for first in range(0, len(todo), PORTION):
@@ -98,7 +91,10 @@ class StreamEncoder:
         self.caches.fill_text([*with_class(self.config, prompts), *with_class(self.config, dropped)])
         if pictures and not (held_out or self._noted):
             self._noted = True
-            self._note_long(prompts[:FIRST])
+            first = prompts[:FIRST]
+            if too_long := self.caches.text.too_long(first):
+                of = f"{len(too_long):,} of the first {plural(len(first), 'caption')}"
+                self.notes.append(f"{of} are longer than 77 tokens: the CLIP encoders see only the first 77")
         if pictures:
             parts: dict[int, list[Crop]] = {}
             places = np.array([place for _, place, _ in found], dtype=np.int64)
@@ -123,10 +119,3 @@ class StreamEncoder:
             except UnusablePicture as reason:
                 rejected[place] = RejectedEntry(samples.name(place), str(reason))
         return found, list(rejected.values())
-
-    def _note_long(self, prompts: list[str]) -> None:
-        """Note how many of the first prompts CLIP truncates."""
-        too_long = self.caches.text.too_long(prompts)
-        of = f"{len(too_long):,} of the first {plural(len(prompts), 'caption')}"
-        if too_long:
-            self.notes.append(f"{of} are longer than 77 tokens: the CLIP encoders see only the first 77")

@@ -49,12 +49,7 @@ class StreamedSamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> list[Sample]: ...
 
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        """One sample, or several.
-
-        Raises:
-            UnusablePicture: a caption cannot be used.
-            UserError: its shard is damaged.
-        """
+        """One sample, or several; UnusablePicture if a caption cannot be used, UserError if a shard is damaged."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         bucket = self.sizes[self.bucket[index]]
@@ -75,14 +70,8 @@ class StreamedSamples(Sequence[Sample]):
         return self.rows.name(int(self.numbers[index]))
 
     def parts(self, places: np.ndarray) -> np.ndarray:
-        """Number the parts of samples whose pictures fit into memory together.
-
-        Args:
-            places: the samples' places, in the order of their rows: int64 [n].
-
-        Returns:
-            Each sample's part: int64 [n].
-        """
+        """The number of each sample's part, int64 [n]: the pictures of a part fit into memory together. ``places`` are
+        in the order of the rows."""
         blocks = self.rows.blocks_of(self.numbers[places])
         first = np.diff(blocks, prepend=-1) != 0
         return np.cumsum(np.where(first, self.rows.block_bytes[blocks], 0)) // BLOCKS_IN_MEMORY

@@ -219,11 +219,7 @@ class TextCache:
         if self._entries is None:
             return 0
         wanted = {expanded: expanded for expanded in map(self.tokens.expanded, prompts)}
-
-        def outputs(encoder: TextEncoder, prompts: list[str]) -> Iterator[Parts]:
-            return self.prompts.encode(encoder, prompts, device)
-
-        return len(self._entries.fill(wanted, outputs, "caption", device, share))
+        return len(self._entries.fill(wanted, partial(self.prompts.encode, device=device), "caption", device, share))
 
     def lacking(self, prompts: Iterable[str]) -> set[str]:
         """The prompts that have to be encoded."""
@@ -312,11 +308,7 @@ class PromptStore:
         for prompt in dict.fromkeys(prompts):
             for entries, key in self._entries(prompt):
                 wanted.setdefault(entries, {})[key] = prompt
-        encoded = set[str]()
-
-        def outputs(encoder: TextEncoder, prompts: list[str]) -> Iterator[Parts]:
-            return self.encoding.encode(encoder, prompts, device)
-
+        encoded, outputs = set[str](), partial(self.encoding.encode, device=device)
         for entries, own in wanted.items():
             encoded |= entries.fill(own, outputs, "prompt", device)
         return len(encoded)

@@ -40,7 +40,8 @@ def load_text_side(
     if option is None:
         vectors = {}
     elif option.place == "input":
-        vectors = {name: first_rows(encoders[name], tokens.word_ids(name)) for name in tokens.with_vectors}
+        tables = {name: token_table(encoders[name]).weight.detach() for name in tokens.with_vectors}
+        vectors = {name: table[list(tokens.word_ids(name))].float() for name, table in tables.items()}
     else:
         vectors = mean_rows(config, cache, captions)
     vectors = {name: tensor.to(device) for name, tensor in vectors.items()}
@@ -65,11 +66,6 @@ def t5_rows(config: TrainConfig, cache: TextCache) -> dict[str, Tensor]:
             table = tensors.get(next(name for name in EMBEDDINGS if name in tensors.shapes))
             return {encoder.name: table[ids].float()}
     return {}
-
-
-def first_rows(encoder: nn.Module, ids: Sequence[int]) -> Tensor:  # fp32 [v, width]
-    """The rows of some tokens in an encoder's table."""
-    return token_table(encoder).weight.detach()[list(ids)].float()
 
 
 def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) -> dict[str, Tensor]:

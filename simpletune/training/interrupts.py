@@ -77,11 +77,8 @@ class Interrupts:
 
     def ends_by(self, asked: bool) -> int | None:
         """The signal that ends the run after the last launched step, the same in all processes; SIGINT for a request.
-
-        Args:
-            asked: whether any process was asked to stop when the steps that are logged now were launched. Several
-                processes stop together at the first such step; a single one also for what has arrived since.
-        """
+        ``asked``: whether any process was asked to stop when the steps that are logged now were launched."""
+        # Several processes stop together at the first such step; a single one also for what has arrived since.
         if not (asked or (self.alone and (Signals.received is not None or self._stop_asked))):
             return None
         return Signals.received or (signal.SIGINT if self._stop_asked else SIGNALS[0])

@@ -56,13 +56,8 @@ NOTHING = InterruptFlags()
 def global_figures(
     loss: Tensor, norm: Tensor, core: TrainStep, asked: InterruptFlags = NOTHING
 ) -> Tensor:  # fp32 [4 + n]
-    """Combine a step's metrics over all processes, on the device.
-
-    Args:
-        loss: loss returned by ``TrainStep.step``.
-        norm: norm of all gradients, equal in all processes.
-        core: the step core that ran the step.
-        asked: what is asked of this process.
+    """Combine a step's metrics over all processes, on the device: loss and norm returned by ``TrainStep.step`` of
+    ``core``, and what is asked of this process.
 
     Returns:
         Mean loss, gradient norm, the fractions of processes that are asked to stop and to answer, and with products in

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.config.validation_schedule import is_due, is_validation_due
+from simpletune.config.schema import Profile, TrainConfig, profile_folder, run_folder
+from simpletune.config.validation_schedule import choose_validation_samples, is_due, is_validation_due
 from simpletune.engine.fsdp.rank_zero import rank_zero_driver
-from simpletune.engine.profiling.traces import EpochTraces
+from simpletune.engine.profiling.traces import EpochTraces, Facts
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.denoiser import model_units
+from simpletune.models.shared.flops import trained_of
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.best_checkpoint import since_best
-from simpletune.runs.folder import PLANNED
+from simpletune.runs.folder import PLANNED, earlier_validation_samples
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
@@ -32,13 +35,10 @@ from simpletune.training.checkpointer import Checkpointer
 from simpletune.training.interrupts import Interrupts
 from simpletune.training.metrics import Metrics
 from simpletune.training.nonfinite import NonFiniteGuard
-from simpletune.training.optional_tasks import OptionalTasks
 from simpletune.training.pending_steps import DeviceEvent
-from simpletune.training.profiler import traces_of
 from simpletune.training.requested_pictures import answer_drawing
 from simpletune.training.trackers import open_trackers
-from simpletune.training.validation_loss import validation_samples
-from simpletune.training.validator import Validator
+from simpletune.training.validator import OptionalTasks, Validator
 
 if TYPE_CHECKING:
     from simpletune.estimate.job_estimate import Estimate
@@ -88,10 +88,22 @@ class Trainer:
         job.store.begins(job.start)
         alone = self.accelerator.num_processes == 1
         self.interrupts = Interrupts(folder, job.attempt, self.trackers.warn, alone) if self.main else Interrupts()
-        samples = validation_samples(config, plan.samples_per_step, self.steps, resumed=job.start > 0)
+        before = earlier_validation_samples(folder) if job.start else None  # which a resumed run keeps
+        chosen = choose_validation_samples(config, plan.samples_per_step, self.steps, before)
+        if chosen.samples:
+            say(f"evaluate {chosen.in_words()}")
         self.tasks = OptionalTasks(self.accelerator.device, self.trackers.warn)
         self.validator = Validator(
-            config, folder, core, job.batches, job.prepared, samples, job.stages, job.attempt, self.trackers, self.tasks
+            config,
+            folder,
+            core,
+            job.batches,
+            job.prepared,
+            chosen.samples,
+            job.stages,
+            job.attempt,
+            self.trackers,
+            self.tasks,
         )
 
     def train(self) -> EpochTraces:
@@ -123,7 +135,7 @@ class Trainer:
         config, core, progress = self.config, self.core, self._progress()
         prefetcher = Prefetcher(self.batches, self.steps, on=config.speed.prefetch and self.stages.cuda)
         core.denoiser.train()
-        traces = traces_of(config, core, self.batches, self.steps, self.stages.cuda, self.trackers.warn)
+        traces = self._traces()
         traces.announce(self.start)
         with traces, progress, prefetcher, self.stages.stage("train"):
             for step in range(self.start, self.steps):
@@ -222,6 +234,29 @@ class Trainer:
         if not self.validator.previews.requests:
             progress.look = "evaluation" if self.validator.evaluator.samples else ""
         return progress
+
+    def _traces(self) -> EpochTraces:
+        """The profiler traces of the run; only the first process records any."""
+        config, core, cuda = self.config, self.core, self.stages.cuda
+        known: dict[Size, int] = {}
+
+        def flops(step: int) -> float:  # of a step, which depend on its pictures' shapes
+            total = 0
+            for draws in self.batches.passes.micro_batches(step):
+                size = draws[0].view.bucket
+                if size not in known:
+                    parameters = {name: tuple(value.shape) for name, value in core.named.items()}
+                    known[size] = core.config.model.flops(trained_of(parameters), size, self.plan.batch_size).model
+                total += known[size]
+            return float(total)
+
+        def interrupted(step: int) -> bool:  # validation or saving follows the step
+            return is_due(config.checkpoint.every, step + 1) or is_due(config.validation.every, step + 1)
+
+        option = config.profile if self.main else Profile(max_traces=0)
+        name, units = torch.cuda.get_device_name() if cuda else "", model_units(core.denoiser)
+        facts, folder = Facts(cuda, name, flops, units, interrupted), profile_folder(config)
+        return EpochTraces(option, folder, self.steps, self.plan.steps_per_epoch, facts, self.trackers.warn)
 
     def first_alone(self, work: Callable[..., object], *arguments: object) -> None:
         """Let the first process work alone between two steps. If the weights are sharded, the others help it."""

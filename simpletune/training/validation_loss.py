@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.methods.adapter import TrainingMethod
-from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.config.validation_schedule import TRAINED, choose_validation_samples, drift_groups, standard_error
+from simpletune.config.validation_schedule import TRAINED, drift_groups, standard_error
 from simpletune.data.samples import SampleDraw
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import finite_passes
-from simpletune.runs.folder import DRIFT, earlier_validation_samples
+from simpletune.runs.folder import DRIFT
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
-from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
@@ -151,28 +149,14 @@ class LossEvaluator:
         )
 
 
-def validation_samples(config: TrainConfig, samples_per_step: float, steps: int, resumed: bool) -> int:
-    """Choose the number of samples for evaluations, and print it; a resumed run keeps its number.
-    ``samples_per_step``: the mean number that a step of all ``steps`` trains on."""
-    before = earlier_validation_samples(run_folder(config)) if resumed else None
-    chosen = choose_validation_samples(config, samples_per_step, steps, before)
-    if chosen.samples:
-        say(f"evaluate {chosen.in_words()}")
-    return chosen.samples
-
-
 def _mean_and_each(losses: list[Tensor]) -> tuple[float, list[float]]:
     return torch.stack(losses).mean().item(), torch.stack(losses).tolist()
 
 
 def _relative(pairs: list[list[float]]) -> list[float] | None:
-    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift.
-
-    Where the base predicts zeros, as with an output layer that starts at zero, no change is a drift of 0, and any other
-    change is no multiple of the base: None.
-    """
+    """Each sample's squared change over the mean square of the base's predictions; their mean is the drift."""
     scale = fmean(square for _, square in pairs)
-    if scale == 0:
+    if scale == 0:  # as with an output layer that starts at zero: no change is a drift of 0, another no multiple
         return None if any(change for change, _ in pairs) else [0.0] * len(pairs)
     return [change / scale for change, _ in pairs]
 

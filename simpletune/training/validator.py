@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+import torch
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
@@ -11,18 +14,40 @@ from simpletune.config.validation_schedule import is_due, is_validation_due, los
 from simpletune.engine.optim.ema import use_average
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import EVALUATION, EVALUATIONS, read_rows, record_validation
+from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.atomic import write_json
 from simpletune.system.options import Json
+from simpletune.system.printable import describe_exception
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.optional_tasks import OptionalTasks
 from simpletune.training.trackers import Trackers
 from simpletune.training.validation_loss import LossEvaluator
 from simpletune.training.validation_pictures import Previews
 
 EVALUATING, DRAWING = "the validation loss", "drawing validation pictures"
+T = TypeVar("T")
+
+
+class OptionalTasks:
+    """Runs tasks; on failure, warns once per kind of error, and frees the task's device memory."""
+
+    def __init__(self, device: torch.device, warn: Callable[[str], None]):
+        self.device, self.warn = device, warn
+        self._failed: set[tuple[str, type]] = set()
+
+    def run(self, what: str, call: Callable[..., T], *arguments: object) -> T | None:
+        """Return what the task returns; None if it fails. It is tried again the next time."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # an optional task must not fail the run
+            failed, kind = f"{what} failed ({describe_exception(error)})", (what, type(error))
+        free_memory(self.device)  # here, because the error's traceback refers to the task's tensors
+        if kind not in self._failed:
+            self._failed.add(kind)
+            self.warn(f"{failed}; training continues")
+        return None
 
 
 class Validator:

@@ -164,11 +164,6 @@ class BlockOffload:
         for slot in self._slots:
             self._give_up(slot)
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the offloaded blocks take."""
-        return sum(home.nbytes for home in self.homes.values())
-
     @contextmanager
     def forward(self, index: int) -> Iterator[None]:
         """Hold a block's weights on the device during its forward pass."""

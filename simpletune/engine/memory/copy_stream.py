@@ -76,17 +76,13 @@ class CudaCopies(Copies):
 
 
 def finish_before_freed(owner: object, queues: Sequence[Copies], memory: object) -> None:
-    """When an object dies, finish its copies, and only then free the memory that they read or write.
+    """When an object dies, finish its queues, and only then free the memory that their copies read or write.
 
-    The caching allocator knows nothing of a queue of copies: it gives freed memory to the next tensor at once, and a
-    copy or fill that is still queued would overwrite that. An exception between two blocks leaves such copies behind.
-    The host waits, because the object may die in any thread, on any current stream.
-
-    Args:
-        owner: the object; neither the queues nor the memory may refer to it.
-        queues: its queues.
-        memory: what their copies read and write; collections may change until the object dies.
+    Neither the queues nor the memory may refer to the object; collections of memory may change until it dies.
     """
+    # The caching allocator knows nothing of a queue of copies: it gives freed memory to the next tensor at once, and a
+    # copy or fill that is still queued would overwrite that. An exception between two blocks leaves such copies behind.
+    # The host waits, because the object may die in any thread, on any current stream.
     finalize(owner, _finish, queues, memory).atexit = False  # at exit nothing is freed
 
 
@@ -113,11 +109,8 @@ class PinnedPages(mmap.mmap):
     """Their address once pinned."""
 
     def pin(self, address: int, count: int) -> None:
-        """Pin the first ``count`` bytes of the pages, which begin at ``address``.
-
-        Raises:
-            RuntimeError: the system or the driver does not allow it.
-        """
+        """Pin the first ``count`` bytes of the pages, which begin at ``address``; a RuntimeError if the system or the
+        driver does not allow it."""
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, count, 0))
         self.pinned_at = address
 

@@ -54,11 +54,8 @@ class FeedForwards:
             network.forward = self._alone(network, network.forward)
 
     def recomputation(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
-        """The context of the block's recomputation, which omits the networks where nothing needs their outputs.
-
-        Args:
-            inputs: the block's inputs; the context does not keep them.
-        """
+        """The context of the block's recomputation, which omits the networks where nothing needs their outputs. It does
+        not keep the block's inputs."""
         conditionings = [x for x in inputs if isinstance(x, Tensor) and x.dim() <= CONDITIONING]
         return replaced(self, "_omits", self._may_omit and not any(x.requires_grad for x in conditionings))
 

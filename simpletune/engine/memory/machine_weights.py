@@ -176,11 +176,8 @@ class MachineWeights:
             self._used = max(self._used, table[name].start + round_to_block(plain.nbytes))
 
     def pin(self, device: torch.device) -> None:
-        """Pin the pages for a CUDA device, so that copies overlap with the computation.
-
-        Raises:
-            RuntimeError: the system or the driver does not allow it.
-        """
+        """Pin the pages for a CUDA device, so that copies overlap with the computation; a RuntimeError if the system or
+        the driver does not allow it."""
         if device.type == "cuda" and self.nbytes:
             self._pages.pin(self._pages.address, self._used)
 

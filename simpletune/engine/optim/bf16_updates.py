@@ -48,11 +48,9 @@ def random_bits(like: Tensor, generator: Draws) -> Tensor:
 
 
 def round_into(out: Tensor, x: Tensor, generator: Draws) -> None:
-    """Write fp32 numbers to a bf16 tensor, rounded up or down at random so that the expected value is x.
-
-    Adds a random number below 2^16 to the bits that bf16 truncates. Preserves infinities and NaN; CUDA's NaN,
-    0x7fffffff, would otherwise carry into the sign and become -0.0.
-    """
+    """Write fp32 numbers to a bf16 tensor, rounded up or down at random so that the expected value is x."""
+    # Adds a random number below 2^16 to the bits that bf16 truncates. Preserves infinities and NaN; CUDA's NaN,
+    # 0x7fffffff, would otherwise carry into the sign and become -0.0.
     torch.ops.simpletune.round_into(out, x, random_bits(x, generator))
     torch.autograd.graph.increment_version(out)
 

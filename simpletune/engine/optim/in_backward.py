@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from simpletune.engine.optim.loss_scale import LossScale, undone_if
-from simpletune.engine.optim.rounding import Offloading, RoundedOptimizer
+from simpletune.engine.optim.rounding import RoundedOptimizer
+
+if TYPE_CHECKING:
+    from simpletune.engine.memory.block_offload import BlockOffload
 
 
 def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
@@ -29,7 +33,7 @@ def clip_each(parameters: Iterable[nn.Parameter], norm: float) -> None:
 def step_in_backward(
     optimizer: RoundedOptimizer,
     clip_norm: float | None,
-    offloaded: Offloading | None = None,
+    offloaded: BlockOffload | None = None,
     scale: LossScale | None = None,
 ) -> None:
     """Make the backward pass update the optimizer's parameters; its ``step`` then finds no gradients and does nothing.

@@ -32,20 +32,12 @@ class LossScale:
         self.overflow = torch.zeros((), dtype=torch.bool, device=device)
         """Whether the last step was undone."""
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the scale."""
-        return loss * self.scale
-
     def unscale(self, gradients: Iterable[Tensor]) -> None:
         """Divide gradients by the scale, in place; exact, and an overflow stays infinite or NaN."""
         torch._foreach_mul_(list(gradients), self.scale.reciprocal())
 
-    def note(self, norm: Tensor) -> None:
-        """Determine from the norm of all unscaled gradients whether the step overflowed."""
-        self.overflow = ~norm.isfinite()
-
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer, portion by portion, and undo it if the step overflowed."""
+        """Run the optimizer, portion by portion, and undo it if the step overflowed (``update``)."""
         (group,) = optimizer.param_groups
         whole = group["params"]
         try:
@@ -56,8 +48,10 @@ class LossScale:
         finally:
             group["params"] = whole
 
-    def update(self) -> None:
-        """Halve the scale after an overflow; double it after ``INTERVAL`` steps without one."""
+    def update(self, norm: Tensor) -> None:
+        """Find from the norm of all unscaled gradients whether the step overflows. Halve the scale of the next step if
+        it does; double it after ``INTERVAL`` steps without an overflow."""
+        self.overflow = ~norm.isfinite()
         torch._amp_update_scale_(self.scale, self._grown, self.overflow.float(), GROWTH, BACKOFF, INTERVAL)
 
     def state(self) -> Json:

@@ -11,17 +11,19 @@ whole parameter's draws, so they do not depend on the number of processes either
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from simpletune.engine.optim.bf16_updates import Draws, round_into, truncate_bits
 from simpletune.engine.optim.place import ParameterRange, PartGenerator
-from simpletune.engine.optim.state import State, begin_step
+from simpletune.engine.optim.state import begin_step
 from simpletune.system.rng import random_key
+
+if TYPE_CHECKING:
+    from simpletune.engine.memory.block_offload import BlockOffload
 
 GROUP = 1 << 22
 """Largest number of elements that step together: 36 MiB of temporaries, less than for one large matrix of SD3."""
@@ -49,16 +51,6 @@ def buffer_of(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     ends = list(accumulate(map(padded_size, tensors), initial=0))
     flat = torch.empty(ends[-1], dtype=torch.float32, device=tensors[0].device)
     return flat, [flat.as_strided(t.shape, t.stride(), begin) for t, begin in zip(tensors, ends, strict=False)]
-
-
-class Offloading(Protocol):
-    """Moves parameters between host and device."""
-
-    def updating(self, parameter: nn.Parameter, state: State) -> AbstractContextManager[None]:
-        """The context for one parameter's update: bring its optimizer state to the device, then send it back."""
-
-    def keep_state(self, parameter: nn.Parameter, state: State) -> None:
-        """Move a parameter's optimizer state to where it stays between updates."""
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
@@ -104,7 +96,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._generators: dict[torch.device, torch.Generator] = {}
         self.norms: dict[nn.Parameter, Tensor] = {}  # norms of gradients freed in the backward pass
-        self.offloading: Offloading | None = None  # moves parameters that are updated in the backward pass
+        self.offloading: BlockOffload | None = None  # moves parameters that are updated in the backward pass
         super().__init__(parameters, dict(self._inner[0].defaults) | {"draws": None})
         for parameter, shell, inner in zip(parameters, self._shells, self._inner, strict=True):
             self.state[parameter] = inner.state[shell]  # shared dictionary: state saves and loads in place

@@ -37,28 +37,20 @@ FALLBACK = Fallback("products NO LONGER in int8 on {device}, multiplying with de
 _LIBRARY = torch.library.Library("simpletune", "DEF")  # int8_linear.py defines the gradients
 
 
-def int8_rows(x: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def int8_rows(
+    x: Tensor,  # [..., k]
+    columns: Tensor | None = None,  # fp32 [k]; None: ones
+) -> tuple[Tensor, Tensor]:  # int8 [m, k], fp32 [m]
     """Quantise to symmetric, nearest int8 with one scale per row: x * columns ~ q * scale, |error| <= scale / 2.
 
     A row of zeros gets scale 1. A row with NaN or infinity gets scale NaN, so that every product with it is NaN.
-
-    Args:
-        x: [..., k].
-        columns: fp32 [k], or None for ones.
-
-    Returns:
-        int8 [m, k] and fp32 [m].
     """
     return torch.ops.simpletune.int8_rows(x, columns)
 
 
 def int8_rotated_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Quantise x H like ``int8_rows``, without rounding x H to x's type in between.
-
-    Args:
-        x: [..., k].
-        block: size of H's blocks (rotation.py), which divides k; 0: do not rotate.
-    """
+    """Quantise x H like ``int8_rows``, without rounding x H to x's type in between; ``block``, the size of H's blocks
+    (rotation.py), divides x's last dimension, or is 0: do not rotate."""
     return torch.ops.simpletune.int8_rotated_rows(x, block) if block else int8_rows(x)
 
 

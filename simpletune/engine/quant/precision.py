@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.system.options import Option, Problem
@@ -38,11 +39,7 @@ class WeightPrecision(Option):
     """Fields that affect only how weights are multiplied, not how they are stored."""
 
     def auto_compute(self, has_bf16: bool = True) -> str:
-        """What ``compute`` auto means: bf16, or fp16 on a card without bf16.
-
-        Args:
-            has_bf16: whether the device computes in bf16: the CPU does, and cards from sm_80 on do.
-        """
+        """What ``compute`` auto means on a device with bf16 (the CPU, cards from sm_80 on), or without."""
         return "bf16" if has_bf16 else "fp16"
 
     @property
@@ -70,18 +67,22 @@ class WeightPrecision(Option):
         return dtype
 
     def encoder_dtype(self) -> torch.dtype:
-        """The type in which text encoders and the autoencoder run: the products' type, but fp32 instead of fp16.
-
-        T5's feed-forward layers and SD3's autoencoder overflow in fp16.
-        """
+        """The type in which text encoders and the autoencoder run: the products' type, but fp32 instead of fp16."""
         import torch
 
+        # T5's feed-forward layers and SD3's autoencoder overflow in fp16
         return torch.float32 if self.settled == "fp16" else self.product_dtype()
 
     @property
     def autocast(self) -> bool:
         """Whether the forward pass needs autocast, because weights are wider than products."""
         return False
+
+    def autocast_on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Within this context, multiply in the products' type; does nothing where the weights have it."""
+        import torch
+
+        return torch.autocast(device.type, self.product_dtype()) if self.autocast else nullcontext()
 
     def rules(self) -> Iterator[Problem]:
         """Report incompatible values of this precision's own fields."""
@@ -169,12 +170,10 @@ class QuantisedPrecision(WeightPrecision):
     cacheable: ClassVar[bool] = True
 
     def quantises(self, layer: nn.Module) -> bool:
-        """Quantise linear layers and 2D convolutions.
-
-        Layers outside the units stay in the compute type, because each of their errors would reach all tokens or
-        pixels: in SD3 the patch and text embedders, norm_out and proj_out (1% of the weights), in SD 1.5 conv_in,
-        conv_out and the time embedding (0.2%).
-        """
+        """Quantise linear layers and 2D convolutions."""
+        # Layers outside the units stay in the compute type, because each of their errors would reach all tokens or
+        # pixels: in SD3 the patch and text embedders, norm_out and proj_out (1% of the weights), in SD 1.5 conv_in,
+        # conv_out and the time embedding (0.2%).
         from torch import nn
 
         return isinstance(layer, nn.Linear | nn.Conv2d)
@@ -186,11 +185,8 @@ def describe_rotation(rotation: str) -> str:
 
 
 def is_block_modulation(name: str) -> bool:
-    """Whether a layer inside a unit computes its modulation from the noise level, one row for each sample.
-
-    These are adaLN's shifts, scales and gates (arXiv:2212.09748, section 3.2), and the shift that a resnet of a UNet
-    adds to each channel.
-    """
+    """Whether a layer inside a unit computes its modulation from the noise level, one row for each sample."""
+    # adaLN's shifts, scales and gates (arXiv:2212.09748, section 3.2); the shift of each channel in a UNet's resnet
     return name.endswith((".norm1.linear", ".norm1_context.linear", ".time_emb_proj"))
 
 

@@ -33,14 +33,8 @@ class RankMicroBatches:
     even: bool = False
 
     def of(self, areas: Sequence[int]) -> list[int]:
-        """The micro-batches that this process computes, by their places in the step, in order of computation.
-
-        Args:
-            areas: for each micro-batch of the step, the pixels of one picture.
-
-        Returns:
-            Their places; the number of micro-batches represents one made of fillers.
-        """
+        """The micro-batches that this process computes, by their places in the step, in order of computation; the
+        number of micro-batches stands for one made of fillers. ``areas``: the pixels of a picture of each."""
         ranked = sorted(range(len(areas)), key=lambda place: -areas[place])
         own = ranked[self.process :: self.processes]
         lacking = -(-len(areas) // self.processes) - len(own) if self.even else 0

@@ -59,12 +59,8 @@ class AttentionCall(NamedTuple):
 
 
 def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[AttentionCall]:
-    """List the shapes of attention in a run's training, validation loss and validation pictures, largest first.
-
-    Args:
-        config: the run's configuration.
-        sizes: (width, height) in pixels of the training's pictures.
-    """
+    """List the shapes of attention in a run's training on pictures of these sizes, validation loss and validation
+    pictures, largest first."""
     drawn = config.validation
     rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
     passes = [(size, config.train.micro_batch, True, "training") for size in sizes]
@@ -80,16 +76,8 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
 
 
 def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: torch.dtype) -> str:
-    """Find the kernel for one shape of the model's attention by running it, with its backward pass if it has one.
-
-    Args:
-        kernel: the requested kernel, or auto.
-        shape: the shape.
-        device: where it runs.
-        dtype: the type of products.
-
-    Returns:
-        The requested kernel; for auto the one that PyTorch chooses.
+    """The kernel for one shape of the model's attention: the requested one, tried by running it, with its backward pass
+    if it has one; for auto the one that PyTorch chooses.
 
     Raises:
         UserError: the requested kernel cannot run here.
@@ -117,23 +105,14 @@ def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: to
 
 
 def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.device) -> str:
-    """Determine which kernel computes attention for a run's shapes, and log it.
-
-    Tries a requested kernel with every shape, so that none fails in the middle of the run.
-
-    Args:
-        config: the run's configuration.
-        sizes: (width, height) in pixels of the training's pictures.
-        device: where it runs.
-
-    Returns:
-        The kernel's name; for auto, the kernel of the training's largest shape.
+    """Determine which kernel computes attention in a run that trains on pictures of these sizes, and log it; for auto,
+    that of the largest shape.
 
     Raises:
         UserError: the kernel that ``speed.attention`` requests cannot run here.
     """
     asked, shapes = config.speed.attention, attention_calls(config, sizes)
-    tried = shapes[:1] if asked == "auto" else shapes
+    tried = shapes[:1] if asked == "auto" else shapes  # a requested one with all, so that none fails during the run
     found = [usable(asked, shape, device, config.precision.product_dtype()) for shape in tried][0]
     say(f"attend  with the {found} kernel (speed.attention {asked})")
     return found

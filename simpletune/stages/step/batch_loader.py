@@ -68,7 +68,7 @@ class TrainingPasses:
         """The micro-batches of a step that this process computes, in their order; if there is none, one made of
         fillers, because the processes exchange gradients."""
         if self.share.processes == 1 and not self.share.exact:
-            return list(range(self.plan.micros(step)))
+            return list(range(len(self.plan.micros(step))))
         areas = self.plan.areas(step)
         return self.share.of(areas) or [len(areas)]
 
@@ -86,7 +86,7 @@ class TrainingPasses:
     def micro_batch(self, step: int, number: int) -> list[SampleDraw]:
         """The draws of this process's pass of some number; beyond its last one, fillers."""
         places, (own, second) = self.places(step), divmod(number, self._each)
-        draws = self.plan.micro_batch(step, places[own] if own < len(places) else self.plan.micros(step))
+        draws = self.plan.micro_batch(step, places[own] if own < len(places) else len(self.plan.micros(step)))
         return self._with_class(draws) if second else draws
 
     def _with_class(self, draws: list[SampleDraw]) -> list[SampleDraw]:
@@ -167,7 +167,7 @@ class BatchLoader:
         loss, the mean over its samples in all processes. The processes' gradients are averaged, or, with an exact
         share, added.
         """
-        samples = self.plan.samples_in(step) / (1 if self.share.exact else self.share.processes)
+        samples = sum(map(len, self.plan.micros(step))) / (1 if self.share.exact else self.share.processes)
         found = []
         for passes in self.passes.of_step(step):
             for each, batch in zip(passes, self._read(passes), strict=True):

@@ -58,16 +58,15 @@ class Fp16(StepVariant):
         return super().accumulate(batches, compute)
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(self.scale.scaled(loss))
+        super().backward(loss * self.scale.scale)
 
     def norms(self) -> GradientNorms:
         scaled = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if scaled:  # updates in the backward pass have unscaled and freed theirs
             self.scale.unscale(scaled)
         norms = super().norms()
-        self.scale.note(norms.whole)
         self.figures = torch.cat([self.scale.scale[None], self.blocks.flags(norms.whole.device).float()])
-        self.scale.update()  # for the next step: this one's gradients are unscaled
+        self.scale.update(norms.whole)  # the scale of the next step: this one's gradients are unscaled
         return norms
 
     def update(self) -> None:
@@ -84,23 +83,14 @@ class Fp16(StepVariant):
         return {**self.scale.state(), "fp32_blocks": {str(block): step for block, step in self.wide_from.items()}}
 
     def load(self, state: Json) -> None:
-        """Restore what ``state`` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not such a state.
-        """
+        """Restore what ``state`` returned; a KeyError, TypeError or ValueError if it is not such a state."""
         self.scale.load(state)
         self.wide_from = {int(block): int(step) for block, step in state["fp32_blocks"].items()}
 
 
 def is_overflow(loss: float, norm: float, figures: Sequence[float]) -> bool:
-    """Return whether a non-finite step overflowed only because of fp16, which the next steps correct.
-
-    Args:
-        loss: the step's loss.
-        norm: the norm of its unscaled gradients.
-        figures: ``Fp16.figures``; empty if products are not in fp16.
-    """
+    """Whether a step overflowed only because of fp16, which the next steps correct, from its loss, the norm of its
+    unscaled gradients, and ``Fp16.figures``, which are empty if products are not in fp16."""
     if not figures or (math.isfinite(loss) and math.isfinite(norm)):
         return False
     scale, *flags = figures

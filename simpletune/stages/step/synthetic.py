@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -46,17 +45,13 @@ class SyntheticBatches:
 
     def step(self, step: int) -> list[Batch]:
         """Make the micro-batches of one step."""
-        batches = [replace(self._trained(), parts=self.accumulation) for _ in range(self.accumulation)]
+        batches = [replace(self.batch(), parts=self.accumulation) for _ in range(self.accumulation)]
+        if self.config.prior.predicts:  # the base's predictions are targets, too
+            batches = [replace(batch, prior=torch.ones_like(batch.level).view(-1, 1, 1, 1)) for batch in batches]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)
         return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
-
-    def _trained(self) -> Batch:
-        """Make one micro-batch, with the base's predictions as additional targets if the run has any."""
-        batch = self.batch()
-        kept = torch.ones_like(batch.level).view(-1, 1, 1, 1)
-        return replace(batch, prior=kept) if self.config.prior.predicts else batch
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
@@ -77,8 +72,12 @@ class SyntheticBatches:
             size: the number of samples; None uses the run's batch size.
         """
         b, (width, height) = size or self.batch_size, self.size
-        model = self.config.model
+        model, sources, weight = self.config.model, self.config.data.members, None
         latents, text = (b, *model.latent_shape(width, height)), (b, model.text_tokens, model.text_width)
+        if any(source.mask for source in sources):
+            weight = torch.ones((b, 1, *latents[2:]), device=self.device)
+        elif any(source.weight != 1 for source in sources):
+            weight = torch.ones((b, 1, 1, 1), device=self.device)
         return Batch(
             z_0=torch.zeros(latents, device=self.device),
             noise=torch.zeros(latents, device=self.device),
@@ -86,16 +85,9 @@ class SyntheticBatches:
             prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
             pooled=self._pooled().expand(b, -1).clone().to(self.device),
             names=tuple(str(number) for number in range(b)),
-            weight=self._weight(b, latents[2:]),
+            weight=weight,
             text=empty_text_inputs(self.config, b, self.device),
         )
-
-    def _weight(self, b: int, sides: Sequence[int]) -> Tensor | None:
-        """Make weights as in a run's batches: per position if a source has masks, per sample if one has a weight."""
-        sources = self.config.data.members
-        if any(source.mask for source in sources):
-            return torch.ones((b, 1, *sides), device=self.device)
-        return torch.ones((b, 1, 1, 1), device=self.device) if any(source.weight != 1 for source in sources) else None
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
@@ -129,7 +121,3 @@ class SingleProcess:
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass."""
         loss.backward()
-
-    def clip_grad_norm_(self, parameters: list[nn.Parameter], norm: float) -> Tensor:
-        """Clip the gradients to a global norm."""
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)

@@ -1,7 +1,8 @@
 """A training step: noise, predict, loss, backward, clip, update.
 
 ``variant.py`` has its parts; what changes some of them (fp16, exact sums, sharded weights, updates in the backward
-pass, the text side, the prior) is one class each, and ``assemble`` puts together what a configuration asks for.
+pass, the text side, the prior) is one class each. ``assemble`` attaches what trains to a model, and puts together what
+a configuration asks for.
 """
 
 from __future__ import annotations
@@ -13,23 +14,27 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from simpletune.adapters.text.update import TextUpdate
+from simpletune.adapters.text.update import NAME, TextUpdate
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.fsdp_model import fsdp_model, held_parameters
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
 from simpletune.engine.optim.ema import Average
+from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.loss_scale import LossScale
-from simpletune.engine.optim.rounding import key_draws
+from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
 from simpletune.engine.optim.state import begin_step
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.shared.denoiser import Denoiser
+from simpletune.models.shared.compile import compile_training
+from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
 from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.stages.load import modulation_of
 from simpletune.stages.modulation_plan import DetachedModulation
-from simpletune.stages.step.attach import attach
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.exact_sums import ExactSums
 from simpletune.stages.step.fp16 import Fp16
-from simpletune.stages.step.variant import PlainStep, StepVariant
+from simpletune.stages.step.variant import InBackward, PlainStep, Prior, Sharded, StepVariant, TrainedText
+from simpletune.system.console import say
+from simpletune.system.options import plural
 from simpletune.system.phases import phase
 from simpletune.system.rng import reseed_global
 
@@ -168,16 +173,10 @@ def assemble(
         model = accelerator.prepare_model(denoiser, device_placement=False)
     fsdp, parts = fsdp_model(denoiser), (config, model, optimizer, accelerator)
     if fsdp is not None:
-        from simpletune.stages.step.sharded import Sharded
-
         plain: PlainStep = Sharded(*parts, fsdp)
     elif config.memory.optimizer_in_backward:
-        from simpletune.stages.step.in_backward import InBackward
-
         plain = InBackward(*parts)
     elif config.train.reduce == "exact":
-        from simpletune.stages.step.exact_sums import ExactSums
-
         plain = ExactSums(*parts)
     else:
         plain = PlainStep(*parts)
@@ -186,21 +185,62 @@ def assemble(
     if blocks is not None and scale is not None:
         variant = fp16 = Fp16(variant, scale, blocks, plain.parameters, optimizer)
     if text is not None:
-        from simpletune.stages.step.trained_text import TrainedText
-
         variant = TrainedText(variant, text)
     if config.prior.predicts:
-        from simpletune.stages.step.prior import Prior
-
         variant = Prior(variant, plain)
     return TrainStep(plain, variant, denoiser, modulation, fp16, text)
 
 
-def ignore_frozen_in_ddp(denoiser: nn.Module) -> None:
-    """Make DDP synchronise only trained parameters: each process has loaded the same base, possibly into host memory.
+def attach(
+    config: TrainConfig,
+    denoiser: Denoiser,
+    sizes: int = 1,
+    scale: LossScale | None = None,
+    text: TextUpdate | None = None,
+    place: torch.device | None = None,
+) -> torch.optim.Optimizer:
+    """Attach the adapter to the loaded model, shard or wrap its blocks, and build the optimizer.
 
-    PyTorch would broadcast every frozen weight once, and quantised ones, being buffers, again in each forward pass.
+    Args:
+        config: the run's configuration.
+        denoiser: the loaded transformer.
+        sizes: how many picture sizes the run has.
+        scale: the loss scale, which updates in the backward pass must remove.
+        text: what trains on the text side, which becomes a submodule of the transformer; None: nothing.
+        place: the device on which the processes shard the weights; None: each process has all weights.
     """
+    assert config.text.trains == (text is not None)
+    config.adapter.attach(denoiser, config.train.seed)
+    in_backward, blocks = config.memory.optimizer_in_backward, model_units(denoiser)
+    config.precision.prepare(blocks)
+    fsdp = None if place is None else FsdpModel(denoiser, blocks, place)
+    device = model_device(denoiser)
+    if config.speed.compile and compile_training(blocks, device, sizes):
+        say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
+    trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
+    offloaded = config.memory.attach(blocks, device, trains, last)
+    if text is not None:
+        text.attach_lora(config.train.seed)
+        denoiser.add_module(NAME, text)
+    trained = held_parameters(denoiser)
+    ratios, places = [lr_ratio(config, name) for name in trained], None if fsdp is None else fsdp.places
+    optimizer = config.optimizer.build(trained.values(), in_backward, ratios, places)
+    if in_backward:
+        assert isinstance(optimizer, RoundedOptimizer)
+        step_in_backward(optimizer, config.train.clip_norm, offloaded, scale)
+    return optimizer
+
+
+def lr_ratio(config: TrainConfig, name: str) -> float:
+    """The factor on a trained parameter's learning rate, by its name in the model."""
+    own = name.removeprefix(f"{NAME}.")
+    return config.adapter.lr_ratio(name) if own == name else config.text.lr_ratio(own, config.optimizer.lr)
+
+
+def ignore_frozen_in_ddp(denoiser: nn.Module) -> None:
+    """Make DDP synchronise only trained parameters."""
+    # Each process has loaded the same base, possibly into host memory. PyTorch would broadcast every frozen weight
+    # once, and quantised ones, being buffers, again in each forward pass.
     tensors = [*denoiser.named_parameters(), *denoiser.named_buffers()]
     frozen = [name for name, tensor in tensors if not tensor.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(denoiser, frozen)

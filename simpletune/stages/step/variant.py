@@ -1,9 +1,13 @@
-"""The parts of a training step, and what a variant of the step may change of them."""
+"""The parts of a training step, and the variants of the step that change some of them.
+
+Two variants have files of their own: ``exact_sums.py`` and ``fp16.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from simpletune.adapters.methods.adapter import TrainingMethod
-from simpletune.adapters.text.update import text_disabled, without_text
+from simpletune.adapters.text.update import TextUpdate, text_disabled, without_text
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.fsdp.fsdp_model import held_parameters
+from simpletune.engine.fsdp.fsdp_model import FsdpModel, held_parameters
 from simpletune.engine.optim.in_backward import clip_each
-from simpletune.stages.sample import autocast_of
+from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.system.phases import phase
@@ -127,7 +131,7 @@ class PlainStep(StepVariant):
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         with phase("noise"):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
-        with autocast_of(self.config.precision, z_t.device), attention_by(self.config.speed.attention):
+        with self.config.precision.autocast_on(z_t.device), attention_by(self.config.speed.attention):
             time = self.process.time(batch.level)
             return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, self.dtype)
 
@@ -167,6 +171,99 @@ class PlainStep(StepVariant):
     def constrain(self) -> None:
         with without_text(self.denoiser):
             self.config.adapter.constrain(self.denoiser)
+
+
+class InBackward(PlainStep):
+    """Updates each parameter in the backward pass (``memory.optimizer_in_backward``): its gradient is clipped, applied
+    and freed as soon as it is complete, so nothing is left to clip or update."""
+
+    def norms(self) -> GradientNorms:
+        assert isinstance(self.optimizer, RoundedOptimizer)
+        norms, self.optimizer.norms = self.optimizer.norms, {}  # recorded in the backward pass
+        return GradientNorms.of(norms)
+
+
+class Sharded(PlainStep):
+    """Sums, measures and clips the gradients of this process's parts of divided weights (``train.fsdp``)."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        accelerator: Accelerator,
+        fsdp: FsdpModel,
+    ):
+        super().__init__(config, model, optimizer, accelerator)
+        self.fsdp = fsdp
+
+    def norms(self) -> GradientNorms:
+        whole = self.fsdp.take_gradients()
+        return GradientNorms.of(dict(zip(whole, self.fsdp.norms(whole), strict=True)))
+
+    def clip(self, norms: GradientNorms) -> None:
+        option = self.config.train
+        if option.clip == "per_parameter" and option.clip_norm is not None:
+            self.fsdp.clip_each(norms.parameters, list(norms.each), option.clip_norm)
+        else:
+            super().clip(norms)
+
+
+class TrainedText(StepVariant):
+    """Inserts what trains on the text side (token embeddings, LoRAs of the CLIP encoders) into the cached prompt
+    embeddings of each micro-batch.
+
+    Args:
+        inner: the step to change.
+        text: what trains on the text side, on the device.
+    """
+
+    def __init__(self, inner: StepVariant, text: TextUpdate):
+        super().__init__(inner)
+        self.text = text
+
+    def at_step(self, step: int, steps: int) -> None:
+        self.text.at_step(step, steps)
+        super().at_step(step, steps)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        if batch.text is not None:
+            with phase("text"):
+                prompt_embeds, pooled = self.text(batch.prompt_embeds, batch.pooled, batch.text)
+            batch = replace(batch, prompt_embeds=prompt_embeds, pooled=pooled)
+        return super().predict(model, batch)
+
+    def constrain(self) -> None:
+        super().constrain()
+        self.text.constrain()
+
+
+class Prior(StepVariant):
+    """Adds the loss against what the base predicts for the same micro-batch (``prior``), weighted by ``Batch.prior``.
+
+    Args:
+        inner: the step to change.
+        plain: the innermost step.
+    """
+
+    def __init__(self, inner: StepVariant, plain: PlainStep):
+        super().__init__(inner)
+        self.plain = plain
+        self._of_base: Tensor | None = None  # [b, c, h, w]
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        # The base first: nothing of the training pass is in memory yet.
+        self._of_base = None
+        if batch.prior is not None:
+            base = self.plain.denoiser  # without DDP's bookkeeping
+            with torch.no_grad(), phase("prior"), untrained(self.plain.config.adapter, base):
+                self._of_base = super().predict(base, batch)
+        return super().predict(model, batch)
+
+    def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
+        loss = super().loss(prediction, batch)
+        target, self._of_base = self._of_base, None
+        return loss if target is None else loss + self.plain.compared(prediction, target, batch, batch.prior)
 
 
 @contextmanager

@@ -37,23 +37,21 @@ class Wandb:
     def __init__(self, folder: Path, name: str, project: str, online: bool, config: Json, warn: Callable[[str], None]):
         self._names: dict[str, Any] = {"project": project, "name": name, "id": run_id(folder), "dir": str(folder)}
         self._folder = folder / FOLDER
-        if online and not has_credentials(os.environ):
+        self._run: Any = None
+        if online and has_credentials(os.environ):
+            try:
+                self._run = self._start("online")
+            except Exception as error:
+                import wandb
+
+                wandb.teardown()  # otherwise wandb keeps the id of the run that did not start
+                warn(f"wandb: continues offline, because the server started no run ({describe_exception(error)})")
+        elif online:
             warn("wandb: continues offline, because online needs an API key (WANDB_API_KEY or `wandb login`)")
-            online = False
-        self._run = self._start_online(warn) if online else self._start("offline")
+        if self._run is None:
+            self._run = self._start("offline")
         self._run.define_metric("*", step_metric="step")  # a resumed run may repeat steps; wandb's own counter cannot
         self._run.config.update(config, allow_val_change=True)  # which a resumed run may have changed
-
-    def _start_online(self, warn: Callable[[str], None]) -> Any:
-        """Start a run on the server, or offline if the server fails."""
-        try:
-            return self._start("online")
-        except Exception as error:
-            import wandb
-
-            wandb.teardown()  # otherwise wandb keeps the id of the run that did not start
-            warn(f"wandb: continues offline, because the server started no run ({describe_exception(error)})")
-            return self._start("offline")
 
     def _start(self, mode: Literal["online", "offline"]) -> Any:
         with own_folders(self._folder):
