@@ -117,7 +117,7 @@ def _tensors_of(
 
 
 def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of LoRA updates in a layout, by key; alpha is scale x rank, for a fused q, k, v of the fused update."""
+    """The tensors of LoRA updates in a layout, by key; alpha is scale x rank, of a fused q, k, v the fused update's."""
     named = in_original_names(updates, layout.names) if layout.original else dict(updates)
     if not layout.alpha:  # not every tool reads it in diffusers' layout
         named = {module: update.folded() for module, update in named.items()}

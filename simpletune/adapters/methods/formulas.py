@@ -83,8 +83,8 @@ def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
 
 
 def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """A file's tensors by key, under the original names if the layout has them. The blocks [k, d, d], by diffusers' layer
-    name, have halves in the original layout's order."""
+    """A file's tensors by key, under the original names if the layout has them. The blocks [k, d, d], by diffusers'
+    layer name, have halves in the original layout's order."""
     if not layout.original:
         return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
     # ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
