@@ -238,13 +238,15 @@ def test_the_pooled_embedding_stays_at_the_end_of_the_text(tiny_config: dict) ->
         if hasattr(module, "eos_token_id"):
             module.eos_token_id = 2
     word, ids = run.prepared.text.tokens.word_ids("clip_l")[0], batch.text.ids["clip_l"]
-    ours = run.text._encoded("clip_l", batch.text)
+    _, pooled = run.text(batch.prompt_embeds, batch.pooled.float(), batch.text)
     with torch.no_grad():
         clip.get_input_embeddings().weight[word] = run.text.embeddings["clip_l"][0]
         theirs = clip(ids)
         moved = functional_call(clip, *_call(extended(clip, run.text.embeddings["clip_l"], ids, word)))
-    torch.testing.assert_close(ours["pooled"], theirs.text_embeds)
-    assert not torch.allclose(ours["pooled"], moved.text_embeds)
+    first, width = run.text.regions["clip_l"].pooled
+    ours = pooled[:, first : first + width]
+    torch.testing.assert_close(ours, theirs.text_embeds)
+    assert not torch.allclose(ours, moved.text_embeds)
 
 
 def _call(found: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor]]:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.keys import DORA, LOHA, LOKR, LORA, OFT
-from simpletune.adapters.methods.formulas import by_norms, full_factor, low_rank, triangle_of, turned_rows
+from simpletune.adapters.methods.formulas import (
+    by_norms,
+    hadamard_delta,
+    kronecker_delta,
+    low_rank,
+    triangle_of,
+    turned_rows,
+)
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_names import DOWN, UP, LoraNames
 from simpletune.system.options import UserError
@@ -205,9 +212,7 @@ class LokrUpdate(Update):
         self.upper = "lokr_w1" if "lokr_w1" in self.factors else "lokr_w1_a"  # the factor with W1's rows
 
     def delta(self) -> Tensor:
-        factors = {name: factor.float() for name, factor in self.factors.items()}
-        product = torch.kron(full_factor(factors, "lokr_w1"), full_factor(factors, "lokr_w2"))
-        return self.scale * product[self.skipped : self.skipped + self.outputs]
+        return self.scale * kronecker_delta(self.factors)[self.skipped : self.skipped + self.outputs]
 
     def plain(self) -> LoraUpdate:
         pairs = []  # W1 and W2 as two factors each: their own, or the whole and an identity on its shorter side
@@ -265,8 +270,7 @@ class LohaUpdate(Update):
         self.rank = min(self.dim * len(self.factors["hada_w2_b"]), *self.shape)
 
     def delta(self) -> Tensor:
-        a1, b1, a2, b2 = (self.factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
-        return self.scale * ((a1 @ b1) * (a2 @ b2))
+        return self.scale * hadamard_delta(self.factors)
 
     def plain(self) -> LoraUpdate:
         down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})

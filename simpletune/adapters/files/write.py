@@ -117,17 +117,11 @@ def _tensors_of(
 
 
 def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The tensors of LoRA updates in a layout, by key.
-
-    Not every tool reads alpha in diffusers' layout, so there the scale is folded into the second factor. The other
-    layouts get ``.alpha`` = scale x rank, where a fused q, k, v has the rank of the fused update. With diffusers'
-    names, alpha is equal in every module: diffusers 0.42.1 applies the most common alpha of a U-Net's file to all
-    attention layers.
-    """
+    """The tensors of LoRA updates in a layout, by key; alpha is scale x rank, of a fused q, k, v the fused update's."""
     named = in_original_names(updates, layout.names) if layout.original else dict(updates)
-    if not layout.alpha:
+    if not layout.alpha:  # not every tool reads it in diffusers' layout
         named = {module: update.folded() for module, update in named.items()}
-    elif not layout.original:
+    elif not layout.original:  # diffusers 0.42.1 applies the most common alpha of a U-Net's file to all its attention
         named = _with_one_alpha(named)
     tensors: dict[str, Tensor] = {}
     for module in sorted(named, key=natural_sort_key):

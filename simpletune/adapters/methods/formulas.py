@@ -30,8 +30,20 @@ def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
     return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
+def kronecker_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [l k, m q]
+    """LoKr's kron(W1, W2) (arXiv:2309.14859, eq. 5)."""
+    exact = {name: factor.float() for name, factor in factors.items()}
+    return torch.kron(full_factor(exact, "lokr_w1"), full_factor(exact, "lokr_w2"))
+
+
+def hadamard_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [o, i]
+    """LoHa's (A1 B1) o (A2 B2) (arXiv:2108.06098)."""
+    a1, b1, a2, b2 = (factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
+    return (a1 @ b1) * (a2 @ b2)
+
+
 def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The factors [r^2, i] and [o, r^2] of the equivalent plain low-rank update."""
+    """The factors [r^2, i] and [o, r^2] of the low-rank update that equals LoHa's."""
     a1, b1, a2, b2 = (factors[f"hada_w{name}"] for name in ("1_a", "1_b", "2_a", "2_b"))
     down = (b1[:, None] * b2).flatten(0, 1)  # every row of one by every row of the other
     return down, (a1.t()[:, None] * a2.t()).flatten(0, 1).t()
@@ -71,23 +83,20 @@ def triangle_of(blocks: Tensor) -> Tensor:  # [k, d, d] -> [k, d (d - 1) / 2]
 
 
 def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """A file's tensors by key, under the original names if the layout has them.
-
-    ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
-    order and then swap the halves of the difference, which is wrong for layers whose halves are swapped. A fused q, k,
-    v gets the blocks of all three; zeros, which rotate nothing, stand in for missing ones. The blocks [k, d, d], by
-    diffusers' layer name, have halves in the original layout's order.
-    """
+    """A file's tensors by key, under the original names if the layout has them. The blocks [k, d, d], by diffusers'
+    layer name, have halves in the original layout's order."""
     if not layout.original:
         return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
+    # ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
+    # order and then swap the halves of the difference, which is wrong for layers whose halves are swapped.
     parts: dict[str, dict[int | None, Tensor]] = {}
     for name, own in blocks.items():
         module, third = layout.names.original(name)
         parts.setdefault(module, {})[third] = own
     tensors = {}
     for module, found in parts.items():
-        if None not in found:
-            nothing = torch.zeros_like(next(iter(found.values())))
+        if None not in found:  # a fused q, k, v gets the blocks of all three
+            nothing = torch.zeros_like(next(iter(found.values())))  # rotates nothing
             found = {None: torch.cat([found.get(third, nothing) for third in range(3)])}
         tensors[layout.key(module, OFT_BLOCKS)] = found[None]
     return tensors

@@ -74,14 +74,9 @@ def read_hypernetwork(file: Path) -> HypernetworkFile:
 
 
 def write_a1111(source: HypernetworkFile, file: Path, title: str, steps: int | None, base: str | None) -> Path:
-    """Write the ``.pt`` that AUTOMATIC1111's web UI and ComfyUI read from ``models/hypernetworks``: plain fp32 tensors.
-
-    Uses torch's file format from before 1.6, because the web UI refuses entries that newer torch adds to its zip
-    archives. Leaves out dropout layers, because ComfyUI would apply them during inference.
-
-    The web UI shows ``title``; ``steps`` and the base's name are written if known.
-    """
-    structure = replace(source.structure, dropout=0.0)
+    """Write the ``.pt`` that AUTOMATIC1111's web UI and ComfyUI read from ``models/hypernetworks``: plain fp32 tensors,
+    the ``title`` that the web UI shows, and ``steps`` and the base's name if known."""
+    structure = replace(source.structure, dropout=0.0)  # ComfyUI would apply dropout layers during inference
     multiples = [int(multiple) if multiple == int(multiple) else multiple for multiple in structure.layer_structure]
     content: dict[int | str, object] = {
         width: tuple(
@@ -103,5 +98,6 @@ def write_a1111(source: HypernetworkFile, file: Path, title: str, steps: int | N
         "last_layer_dropout": False,
     }
     with atomic_file(file, sum(tensor.numel() * 4 for tensor in source.tensors.values()), shared=True) as part:
+        # the format from before torch 1.6: the web UI refuses entries that newer torch adds to its zip archives
         torch.save(content, part, _use_new_zipfile_serialization=False)
     return file

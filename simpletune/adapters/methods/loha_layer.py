@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from simpletune.adapters.methods.formulas import low_rank
+from simpletune.adapters.methods.formulas import hadamard_delta, low_rank
 from simpletune.adapters.methods.layers import FactorLayer
 from simpletune.adapters.methods.lora_layers import add_update
 
@@ -35,5 +35,4 @@ class LohaLayer(FactorLayer):
         return add_update(y, x, *low_rank(self.factors), self.strength)  # never builds [o, i]
 
     def merged(self, weight: Tensor) -> Tensor:
-        a1, b1, a2, b2 = (self.factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
-        return weight + self.strength * ((a1 @ b1) * (a2 @ b2)).view_as(weight)
+        return weight + self.strength * hadamard_delta(self.factors).view_as(weight)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.formulas import full_factor
+from simpletune.adapters.methods.formulas import full_factor, kronecker_delta
 from simpletune.adapters.methods.layers import ADAPTER, FactorLayer
 from simpletune.adapters.methods.lora_layers import Context
 
@@ -59,9 +59,8 @@ class LokrLayer(FactorLayer):
         return y + rows[..., self.skipped : self.skipped + y.shape[-1]]
 
     def merged(self, weight: Tensor) -> Tensor:
-        factors = {name: factor.float() for name, factor in self.factors.items()}
-        delta = torch.kron(full_factor(factors, "lokr_w1"), full_factor(factors, "lokr_w2"))
-        return weight + self.strength * delta[self.skipped : self.skipped + len(weight)].view_as(weight)
+        delta = kronecker_delta(self.factors)[self.skipped : self.skipped + len(weight)]
+        return weight + self.strength * delta.view_as(weight)
 
 
 class _Added(torch.autograd.Function):

@@ -104,11 +104,7 @@ class Lora(TargetedMethod):
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors in the layout that most tools read: diffusers' for SD3, with the scale
-        folded into lora_B; kohya's for a U-Net, with the scale as alpha.
-
-        Other tools silently ignore a scale in the header of diffusers' layout; when folded in, all of them apply it. In
-        bf16, a scale that is not a power of two rounds lora_B once more.
-        """
+        folded into lora_B; kohya's for a U-Net, with the scale as alpha."""
         import torch
 
         from simpletune.adapters.methods.lora_layers import lora_factors
@@ -118,6 +114,8 @@ class Lora(TargetedMethod):
         layout, state = result_layout(factors), {}
         for name, (down, up) in factors.items():
             state[layout.key(name, DOWN)] = down
+            # Other tools silently ignore a scale in the header of diffusers' layout; when folded in, all of them apply
+            # it. In bf16, a scale that is not a power of two rounds lora_B once more.
             state[layout.key(name, UP)] = up if layout.alpha else (up.float() * self.scale).to(up.dtype)
             if layout.alpha:
                 state[layout.key(name, ALPHA)] = torch.tensor(self.scale * self.rank)
