@@ -167,7 +167,9 @@ def test_a_runner_that_another_page_has_started_is_no_error(roots: Roots, monkey
         queue.ensure_runner(roots)
 
 
-def test_a_run_that_cannot_be_started_has_failed_and_says_why(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_started_has_failed_and_says_why(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
     one, two = (queue.add(roots, name, roots.named[0] / f"{name}.json", "cpu") for name in ("one", "two"))
 
@@ -182,6 +184,7 @@ def test_a_run_that_cannot_be_started_has_failed_and_says_why(roots: Roots, monk
     queue.remove(roots, two.id)
     queue_runner.begin(roots, two)
     assert [each.name for each in queue.read_queue(roots)] == ["one"], "a removed one is not started"
+    assert "start" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("local, token", [(True, False), (True, True), (False, False)])

@@ -29,7 +29,7 @@ from simpletune.apps.web.form.fields import (
     sections_of,
 )
 from simpletune.apps.web.form.filled_form import absolute_paths
-from simpletune.apps.web.roots import make_roots
+from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
@@ -135,7 +135,7 @@ def test_a_shipped_configuration_passes_through_the_form_unchanged(name: str) ->
     data = read_json(Path(name))
     found = apply_edits(StartingConfig(data, "file", name), {})
     assert found.data == data and not found.mine
-    again = {path: each.parse(each.text) for path, each in found.fields().items() if not each.structure}
+    again = {path: each.parse(each.text) for path, each in found.fields.items() if not each.structure}
     whole = complete(data)
     for path, value in again.items():
         known = get_at(whole, path)
@@ -144,14 +144,16 @@ def test_a_shipped_configuration_passes_through_the_form_unchanged(name: str) ->
 
 def test_a_users_values_survive_another_base_and_their_sources_are_said() -> None:
     eight, twelve = (StartingConfig(read_json(Path(f"sd3_medium_lora_{gb}gb")), "preset", "") for gb in (8, 12))
-    shown = {path: each.text for path, each in apply_edits(eight, {}).fields().items()}
+    shown = {path: each.text for path, each in apply_edits(eight, {}).fields.items()}
     posted = {**shown, "optimizer.lr": "0.0005", "validation.prompts": "one\r\ntwo"}
     mine = changes(posted, shown, {})
     assert mine == {"optimizer.lr": "0.0005", "validation.prompts": "one\ntwo"}
     found = apply_edits(twelve, mine)
     assert found.data["optimizer"]["lr"] == 0.0005 and found.data["validation"]["prompts"] == ["one", "two"]
     assert found.data["memory"] == {"profile": "12gb"}
-    sources = {path: found.sources[path] for path in ("optimizer.lr", "train.steps", "memory.checkpointing", "ema")}
+    sources = {
+        path: found.fields[path].source for path in ("optimizer.lr", "train.steps", "memory.checkpointing", "ema")
+    }
     assert sources == {
         "optimizer.lr": "you", "train.steps": "preset", "memory.checkpointing": "profile 12gb", "ema": "default"
     }  # fmt: skip
@@ -162,13 +164,13 @@ def test_a_users_values_survive_another_base_and_their_sources_are_said() -> Non
 def test_a_union_switches_its_fields_and_a_wrong_value_stays_as_it_was_typed() -> None:
     base = StartingConfig(read_json(Path("sd3_medium_lora_8gb")), "preset", "")
     found = apply_edits(base, {"adapter.method": "lokr", "adapter.factor": "x", "ema": "on", "data.source": "several"})
-    fields = found.fields()
+    fields = found.fields
     assert "adapter.alpha" not in fields and fields["adapter.factor"].text == "x" and "ema.decay" in fields
     assert "data.sources" in fields and "data.path" not in fields
     with pytest.raises(ConfigError) as problems:
         validate(found.data, "x")
     assert {"adapter.factor", "data.sources"} <= {each.path for each in problems.value.problems}
-    assert apply_edits(base, {"adapter.method": "nothing"}).fields()["adapter.method"].text == "nothing"
+    assert apply_edits(base, {"adapter.method": "nothing"}).fields["adapter.method"].text == "nothing"
     typed = apply_edits(base, {"train.steps": "", "data.prompt": "5", "validation.split": "0.1"}).data
     assert (typed["train"]["steps"], typed["data"]["prompt"], typed["validation"]["split"]) == (None, "5", 0.1)
 
@@ -348,6 +350,24 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert "no model here. Get one" in client.get(f"/start/live?key={key}&last=..").text
     assert client.get("/start/live?key=../../x").status_code == 200
     assert not list((roots.own / "estimates").glob("*.config.json"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_prediction_that_cannot_be_started_does_not_end_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def spawn(roots: Roots, module: str, words: list[str], **pipes: int) -> None:
+        tries.append(words)
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(processes, "spawn", spawn)
+    estimator = live.Estimator(make_roots(tmp_path / "runs", [tmp_path]))
+    for number in (1, 2):
+        estimator.want("form", live.EstimateRequest(f"key{number}", {}, None))
+        until(lambda: estimator._thread is None)
+        assert len(tries) == number
 
 
 def test_overrides_name_what_differs() -> None:

@@ -31,12 +31,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=OVERRIDES_HELP)
 
 
-def read_config_arguments(args: argparse.Namespace) -> TrainConfig:
+def read_config_arguments(args: argparse.Namespace, needs_model: bool = True) -> TrainConfig:
     """Read the configuration that the arguments name, and print notices."""
     from simpletune.config.load import read_config
     from simpletune.system.console import note
 
-    config, notices = read_config(args.config, args.overrides)
+    config, notices = read_config(args.config, args.overrides, needs_model=needs_model)
     note(notices)
     return config
 

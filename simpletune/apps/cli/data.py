@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import JSON_HELP, add_config, add_overrides, positive, whole_number
+from simpletune.apps.cli.arguments import (
+    JSON_HELP,
+    add_config,
+    add_overrides,
+    positive,
+    read_config_arguments,
+    whole_number,
+)
 
 
 def data(args: argparse.Namespace) -> None:
     """check a data set before training: unusable, small and duplicate pictures, and crops; needs no weights"""
     from simpletune.commands.inspect_data.report import report
-    from simpletune.config.load import read_config
-    from simpletune.system.console import note
 
-    config, notices = read_config(args.config, args.overrides, needs_model=False)
-    note(notices)
-    report(config, args.out, args.json, args.pictures)
+    report(read_config_arguments(args, needs_model=False), args.out, args.json, args.pictures)
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -163,11 +163,8 @@ class Body(Option):
 
 
 def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]:
-    """Parse a body, JSON as UTF-8, into one image request for each instance, in order.
-
-    Raises:
-        RequestError: 400 if the body is not strict JSON or not an object, 422 for invalid values.
-    """
+    """Parse a body, JSON as UTF-8, into one image request for each instance, in order. A RequestError: 400 if the body
+    is not strict JSON or not an object, 422 for invalid values."""
     try:
         value = strict_json.parse(body, capabilities.limits.body)
     except JsonError as error:

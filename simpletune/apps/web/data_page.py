@@ -266,11 +266,8 @@ def start_captioning(request: Request, form: Form) -> Response:
 
 
 def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[str]:
-    """Build the command line that captions a folder as the form says.
-
-    Raises:
-        UserError: the model is neither a hub name nor in a root, or a choice is unknown.
-    """
+    """Build the command line that captions a folder as the form says; a UserError if the model is neither a hub name
+    nor in a root, or a choice is unknown."""
     model = form.get("model", "").strip()
     if not model:
         raise UserError("The model is empty. Give a hub name, such as florence-community/Florence-2-base, or a folder")

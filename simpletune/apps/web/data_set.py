@@ -84,11 +84,8 @@ class DataSet:
 
 
 def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
-    """Open a folder of pictures, or a source of a configuration, with place and index as in the address.
-
-    Raises:
-        UserError: the place is outside of the roots, missing, or the configuration is wrong.
-    """
+    """Open a folder of pictures, or a source of a configuration, with place and index as in the address; a UserError if
+    the place is outside of the roots or missing, or the configuration is wrong."""
     path = roots.resolve(place)
     if not path.exists():
         raise UserError(f"{place} does not exist below {', '.join(map(str, roots.named))}. Give a folder with pictures")

@@ -79,16 +79,26 @@ class Estimator:
                 self._thread.start()
 
     def _work(self) -> None:
-        while True:
+        try:
+            while self._predict_next():
+                pass
+        except BaseException:  # such as a full disk: the next request starts another thread
             with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    return
-                form, request = self._waiting.popitem()
-                process = None if _file(self.roots, request.key).exists() else self._begin(request)
-                self._running = None if process is None else (form, request.key, process)
-            if process is not None:
-                self._finish(request, process)
+                self._thread = self._running = None
+            raise
+
+    def _predict_next(self) -> bool:
+        """Predict for the form that asked last; False if none is waiting, which ends the thread."""
+        with self._lock:
+            if not self._waiting:
+                self._thread = None
+                return False
+            form, request = self._waiting.popitem()
+            process = None if _file(self.roots, request.key).exists() else self._begin(request)
+            self._running = None if process is None else (form, request.key, process)
+        if process is not None:
+            self._finish(request, process)
+        return True
 
     def _begin(self, request: EstimateRequest) -> subprocess.Popen[str]:
         folder = self.roots.own / FOLDER

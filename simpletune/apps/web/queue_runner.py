@@ -52,11 +52,11 @@ def begin(roots: Roots, entry: QueueEntry) -> None:
         waits = any(each.id == entry.id and each.state == "waiting" for each in entries)
         if waits:  # within the lock: a runner that is killed here leaves a run that its successor starts or finds
             processes.start(roots, train_words(entry), log_name(entry.name))
+            say(f"start {entry.name}")
         return [_with(each, "running") if waits and each.id == entry.id else each for each in entries]
 
     try:
         queue.change(roots, mark)
-        say(f"start {entry.name}")
     except UserError as error:
         _record(roots, {entry.id: ("failed", str(error))})
 

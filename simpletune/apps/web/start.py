@@ -63,7 +63,7 @@ def change(request: Request, form: Form) -> Response:
     asked, state = _asked(form)
     filled = fill_form(request.app.state.roots, asked)
     shown = {path: text.replace("\r\n", "\n") for path, text in asked.texts.items()}
-    fields = filled.edited.fields()
+    fields = filled.edited.fields
     anew = []  # sections that have got or lost fields
     for each in filled.edited.sections:
         own = (path for path in shown if (f"{path}.".startswith(f"{each.path}.") if each.path else "." not in path))
@@ -149,7 +149,7 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
             live.estimator(roots).want(form, estimate)
     why = "" if filled.planned else "no prediction until the problems are fixed"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
-    fields = filled.edited.fields()
+    fields = filled.edited.fields
     state = {
         "form": form, "shown": {path: each.text for path, each in fields.items()}, "mine": dict(filled.edited.mine),
         "live": key or last,

@@ -46,11 +46,8 @@ def render(request: Request, template: str, status: int = 200, **values: object)
 
 
 async def read_form(request: Request) -> Form:
-    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with its last value.
-
-    Raises:
-        HTTPException: 400 if it is not UTF-8, and what ``read_body`` raises.
-    """
+    """Read a form as browsers send it (``application/x-www-form-urlencoded``): each field with its last value. An
+    HTTPException, 400, if it is not UTF-8, and those of ``read_body``."""
     body = await read_body(request, "application/x-www-form-urlencoded", MOST_FORM, "form", "a form")
     try:
         fields = parse_qs(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=5000)

@@ -65,6 +65,7 @@ class FormField(_Item):
     choices: tuple[str, ...] = ()  # the values of a ``choice``, and suggested words for a ``text``
     structure: bool = False  # other fields depend on it
     info: FieldInfo | None = None  # its option's field; None: it switches an optional section
+    source: str = DEFAULT  # where its value comes from, once a user's changes are applied
 
     def parse(self, text: str) -> object:
         """Parse a text as JSON; returns invalid text unchanged, so that validation reports it."""
@@ -207,13 +208,9 @@ class EditedForm:
     """A configuration in the form."""
 
     data: Json  # to validate and to save: the base with the user's changes
-    sections: list[FieldGroup]  # all fields with their texts
+    sections: list[FieldGroup]
+    fields: Mapping[str, FormField]  # those of all sections by path, with texts and sources
     mine: Mapping[str, str]  # the user's texts by path
-    sources: Mapping[str, str]  # where the value at each path comes from
-
-    def fields(self) -> dict[str, FormField]:
-        """Return the fields by path."""
-        return {each.path: each for section in self.sections for each in section.fields()}
 
 
 def changes(posted: Mapping[str, str], shown: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
@@ -229,7 +226,8 @@ def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
     field."""
     data, kept = copy.deepcopy(base.data), {}
     for _ in range(DEEPEST):
-        todo = [each for each in _fields(data) if each.structure and mine.get(each.path, each.text) != each.text]
+        fields = _fields_by_path(sections_of(complete(data)))
+        todo = [each for each in fields.values() if each.structure and mine.get(each.path, each.text) != each.text]
         for each in todo:
             text = kept[each.path] = mine[each.path]
             if each.info is None or each.path == PROFILE:
@@ -239,9 +237,9 @@ def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
                 data = data if problems else merged
         if not todo:
             break
-    frame = _fields(data)
-    kept = {path: text for path, text in kept.items() if path in {each.path for each in frame}}
-    for each in frame:
+    fields = _fields_by_path(sections_of(complete(data)))
+    kept = {path: text for path, text in kept.items() if path in fields}
+    for each in fields.values():
         if not each.structure and mine.get(each.path, each.text) != each.text:
             kept[each.path] = mine[each.path]
             set_at(data, each.path, each.parse(mine[each.path]))
@@ -249,10 +247,12 @@ def apply_edits(base: StartingConfig, mine: Mapping[str, str]) -> EditedForm:
     if changed - set(BESIDE_THE_JOB) and data.get("about") == base.data.get("about"):
         data.pop("about", None)  # the changes have made the description untrue
     sections = sections_of(complete(data))
-    for section in sections:
-        for each in section.fields():
-            each.text = kept.get(each.path, each.text)  # the user's own, which may not be a valid value yet
-    return EditedForm(data, sections, kept, _sources(base, data, sections, kept))
+    fields = _fields_by_path(sections)
+    _name_sources(fields, base, data, kept)
+    for path, text in kept.items():
+        if path in fields:
+            fields[path].text = text  # the user's own, which may not be a valid value yet
+    return EditedForm(data, sections, fields, kept)
 
 
 def set_at(data: Json, path: str, value: object) -> None:
@@ -283,23 +283,19 @@ def overrides(base: Json, data: Json) -> dict[str, object]:
     return found
 
 
-def _fields(data: Json) -> list[FormField]:
-    return [each for section in sections_of(complete(data)) for each in section.fields()]
+def _fields_by_path(sections: list[FieldGroup]) -> dict[str, FormField]:
+    return {each.path: each for section in sections for each in section.fields()}
 
 
-def _sources(base: StartingConfig, data: Json, sections: list[FieldGroup], mine: Mapping[str, str]) -> dict[str, str]:
+def _name_sources(fields: Mapping[str, FormField], base: StartingConfig, data: Json, mine: Mapping[str, str]) -> None:
     """Name the source of every field's value."""
     own, family = with_default_tags(TrainConfig, data), with_default_tags(TrainConfig, with_family(data))
     whole, profile = complete(data), get_at(data, PROFILE)
-    found: dict[str, str] = {}
-    for path in (each.path for section in sections for each in section.fields()):
+    for path, each in fields.items():
         given, value = get_at(base.data, path), get_at(whole, path)
         if path in mine:
-            found[path] = YOU
+            each.source = YOU
         elif given is not None and get_at(own, path) == given:
-            found[path] = base.label
+            each.source = base.label
         elif value is not None and get_at(family, path) != value:
-            found[path] = f"profile {profile}"
-        else:
-            found[path] = DEFAULT
-    return found
+            each.source = f"profile {profile}"

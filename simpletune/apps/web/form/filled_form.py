@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from simpletune.apps.web.form import presets
@@ -108,9 +108,9 @@ def fill_form(roots: Roots, asked: FormRequest) -> FilledForm:
     base = _base(roots, asked, card, mine.get(FOLDER, ""))
     found = apply_edits(base, mine)
     if mine.get(FOLDER):  # the folder is the user's, whichever base is chosen next
-        found = EditedForm(
-            found.data, found.sections, {**found.mine, FOLDER: mine[FOLDER]}, {**found.sources, FOLDER: YOU}
-        )
+        found = replace(found, mine={**found.mine, FOLDER: mine[FOLDER]})
+        if FOLDER in found.fields:
+            found.fields[FOLDER].source = YOU
     data, outside = absolute_paths(found.data, roots)
     problems = [*outside, *_problems(data, {each.path for each in outside})]
     config = planned = None

@@ -80,11 +80,8 @@ def _drawing(file: Path, stamp: Hashable) -> Json:
 
 @functools.lru_cache(maxsize=512)
 def small_copy(file: Path, stamp: Hashable) -> bytes:
-    """A copy of a picture of at most ``SIDE`` pixels a side, as WebP; cached until its stamp changes.
-
-    Raises:
-        OSError, SyntaxError, ValueError: the file is not a picture.
-    """
+    """A copy of a picture of at most ``SIDE`` pixels a side, as WebP; cached until its stamp changes. OSError,
+    SyntaxError or ValueError if it is damaged."""
     with Image.open(file) as image:
         image.thumbnail((SIDE, SIDE))
         data = io.BytesIO()

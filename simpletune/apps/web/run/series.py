@@ -67,13 +67,8 @@ class Series:
 
 
 class Follower:
-    """Read a file of JSON lines as it grows.
-
-    Args:
-        file: the file; need not exist.
-        names: numbers of a row to follow.
-        keep: how many of the last rows to keep whole.
-    """
+    """Read a file of JSON lines, which need not exist yet, as it grows: ``series`` has the numbers of its rows by name,
+    and ``recent`` the last ``keep`` rows whole."""
 
     def __init__(self, file: Path, names: tuple[str, ...], keep: int = RECENT):
         self.file, self.names, self.keep = file, names, keep
@@ -126,7 +121,7 @@ _lock = threading.Lock()
 
 
 def follow(file: Path, names: tuple[str, ...], keep: int = RECENT) -> Follower:
-    """Return the follower of a file, up to date; arguments as of ``Follower``."""
+    """Return the follower of a file, up to date."""
     with _lock:
         found = _followers(file, names, keep)
         found.look()
