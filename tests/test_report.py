@@ -219,12 +219,13 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "broken")
     text = (folder / "metrics.jsonl").read_text().splitlines()
     text[3], text[5] = "}{", text[5].replace('"loss": 0', '"loss": NaN, "x": 0')
+    text[7], text[9] = "[" * 100_000, f'{{"step": 10, "loss": 1{"0" * 400}}}'  # too deep, and no float
     (folder / "metrics.jsonl").write_text("\n".join(text))
     (folder / "summary.json").write_text("{")
     (folder / "config.json").write_text(json.dumps({"name": "old", "rank": 3}))
     report = make_report([folder])
     told = " ".join(report.status)
-    assert "metrics.jsonl: ignored 2 lines" in told
+    assert "metrics.jsonl: ignored 4 lines" in told
     assert "summary.json cannot be read" in told and "config.json" in told
     write_report(report, folder / "report.html")
     for name in ("config.json", "metrics.jsonl", "evaluations.jsonl"):

@@ -92,9 +92,9 @@ def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:
     """Parse a row; None if the line is not one."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            return None
+        numbers = all(type(row.get(key)) in NUMBER and math.isfinite(row[key]) for key in needed)
+    except (ValueError, RecursionError, OverflowError):  # OverflowError: an integer too large for isfinite
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    numbers = all(type(row.get(key)) in NUMBER and math.isfinite(row[key]) for key in needed)
     return row if numbers else None
