@@ -12,7 +12,7 @@ from simpletune.commands.doctor.finding import OK, Finding
 from simpletune.commands.doctor.hub_checks import access, login
 from simpletune.commands.doctor.machine import Machine
 from simpletune.commands.doctor.probe import ProbeProcess
-from simpletune.commands.init.defaults import PROFILES, Reason, Suggestion
+from simpletune.commands.init.choices import PROFILES, Reason, Suggestion
 from simpletune.config.load import validate
 from simpletune.system.console import say, silent
 from simpletune.system.gpus import Card, card_named_by_driver
