@@ -71,8 +71,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if (url := run_url(config)) is not None:
         yield "uploads", f"every checkpoint and all other files to {url}"
     yield "evaluates", _evaluates(config)
-    drawn = "no pictures (validation.prompts is empty)"
-    drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")
+    empty = config.validation.prompts == []
+    drawn = "no pictures (validation.prompts is empty)" if empty else str(run_folder(config) / "samples")
     board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
     wandb = config.tracking.wandb
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"

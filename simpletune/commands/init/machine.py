@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -75,13 +74,12 @@ def _predicted(data: Json, card: Card) -> tuple[str, bool]:
     return f"{words}, most in the stage {found.peak_stage}", found.fits(card)
 
 
-def model_findings(model: str) -> Iterator[Finding]:
+def model_findings(model: str) -> list[Finding]:
     """Report what prevents downloading a model from the hub: no login, no licence. Downloads nothing."""
     if not is_hub_name(model):
-        return
+        return []
     with closing(ProbeProcess()) as probe:
-        machine = Machine(probe)
-        found = [*login(machine), *access(model)]
-    whole = [each for each in found if each.level != OK]
-    if found[-1].level != OK:
-        yield from whole
+        found = [*login(Machine(probe)), *access(model)]
+    if found[-1].level == OK:  # a model that anyone may download needs no login
+        return []
+    return [each for each in found if each.level != OK]
