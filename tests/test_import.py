@@ -15,7 +15,7 @@ from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
 from simpletune.commands.importers.translation import trainer_tables
 from simpletune.config.load import read_json, validate
-from simpletune.config.run_name import run_name
+from simpletune.config.schema import run_name
 from simpletune.models.sd3.files import HUB_NAMES
 from simpletune.system.options import Json, UserError
 

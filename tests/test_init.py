@@ -16,7 +16,7 @@ from simpletune.commands.doctor.machine import OK, WARNING, Finding
 from simpletune.commands.init import Answers, Suggestion, command, inspect_folder, machine, suggest
 from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import ask
-from simpletune.commands.init.defaults import PROFILES, profile_of
+from simpletune.commands.init.choices import PROFILES, profile_of
 from simpletune.config.load import read_config, validate
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.split import split_pictures

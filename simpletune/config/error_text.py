@@ -122,16 +122,16 @@ def find_field(
             data = data.get(key) if isinstance(data, Mapping) else None
             if field is None:
                 break
-            union, option = union_of(field), member_for(field, data)
-            if union is not None and rest and rest[0] in union.members:
-                option = union.members[str(rest.pop(0))]
+            inner: FieldInfo | None = field
         elif isinstance(key, int):
             path.append(str(key))
             data = data[key] if isinstance(data, list) and key < len(data) else None
-            item = item_of(field)
-            union, option = (None, None) if item is None else (union_of(item), member_for(item, data))
-            if union is not None and rest and rest[0] in union.members:
-                option = union.members[str(rest.pop(0))]
+            inner = item_of(field)
+        else:
+            continue
+        union, option = (None, None) if inner is None else (union_of(inner), member_for(inner, data))
+        if union is not None and rest and rest[0] in union.members:
+            option = union.members[str(rest.pop(0))]
     return ".".join(path), owner, field
 
 

@@ -70,8 +70,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if (url := run_url(config)) is not None:
         yield "uploads", f"every checkpoint and all other files to {url}"
     yield "evaluates", _evaluates(config)
-    drawn = "no pictures (validation.prompts is empty)"
-    drawn = drawn if config.validation.prompts == [] else str(run_folder(config) / "samples")
+    empty = config.validation.prompts == []
+    drawn = "no pictures (validation.prompts is empty)" if empty else str(run_folder(config) / "samples")
     board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
     wandb = config.tracking.wandb
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
@@ -108,12 +108,15 @@ def _memory(config: TrainConfig) -> Iterator[str]:
     if memory.profile is not None:
         yield f"profile {memory.profile}"
     alone = "recomputes feed-forward networks alone"
-    fixed = {"all": "checkpoints all blocks", "none": "no checkpointing", "feed_forward": alone}
     room = "the card" if memory.budget_gib is None else f"{memory.budget_gib} GiB"
-    auto = f"checkpoints as few blocks as {room} allows"
-    yield fixed.get(str(memory.checkpointing), auto if memory.checkpointing == "auto" else "") or (
-        f"checkpoints {memory.checkpointing} {'block' if memory.checkpointing == 1 else 'blocks'}"
-    )
+    words = {
+        "all": "checkpoints all blocks",
+        "none": "no checkpointing",
+        "feed_forward": alone,
+        "auto": f"checkpoints as few blocks as {room} allows",
+    }
+    number = f"checkpoints {memory.checkpointing} {'block' if memory.checkpointing == 1 else 'blocks'}"
+    yield words.get(str(memory.checkpointing), number)
     if memory.keep_attention not in ("auto", "none"):
         kept = "" if memory.keep_attention == "all" else f" of {memory.keep_attention} of them"
         yield f"keeps attention's output{kept}"

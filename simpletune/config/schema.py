@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,6 +39,8 @@ LOCAL_RUNS = "runs"  # local folder of runs that are also kept in an object stor
 LOCAL_CACHE = ".cache"  # local cache folder if the cache is in an object store
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _STORE = re.compile(r"^(s3|gs|az)://[^/]+")
+LONGEST = 80  # characters of a name made from a text; one may have 100, and moving an older run appends a number
+RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  # names reserved by Windows
 _READABLE = re.compile(r"^(s3|gs|az|https?)://[^/]+")
 
 
@@ -400,6 +403,15 @@ class TrainConfig(Option):
         """List the modulation modules that the adapter trains."""
         modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
         return [name for name in modules if self.model.is_conditioning(name) and not self.adapter.is_untouched(name)]
+
+
+def run_name(text: str, default: str = "imported") -> str:
+    """Return the closest name to a text that ``TrainConfig.name`` accepts; ``default`` if no character is valid."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", plain).strip("._-")[:LONGEST].rstrip("._-")
+    if not name:
+        return default
+    return f"{default}-{name}" if RESERVED.match(name) else name
 
 
 def run_folder(config: TrainConfig) -> Path:

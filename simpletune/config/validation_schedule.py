@@ -68,8 +68,9 @@ class ValidationSchedule:
 
     def in_words(self) -> str:
         """Describe the evaluation, and note if it takes more than its share."""
-        over = f": more than {SHARE:.0%}, because fewer samples say little" if self.samples == LEAST else ""
-        over = over if self.share > SHARE else ""
+        over = ""
+        if self.share > SHARE and self.samples == LEAST:
+            over = f": more than {SHARE:.0%}, because fewer samples say little"
         return f"{plural(self.samples, 'sample')} {self.times} times, {self.share:.1%} of the forward passes{over}"
 
 

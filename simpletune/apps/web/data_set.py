@@ -13,7 +13,7 @@ from simpletune.apps.web.form.presets import card_here
 from simpletune.apps.web.roots import Roots
 from simpletune.commands.caption.pictures import require_text_captions
 from simpletune.commands.caption.record import Record
-from simpletune.commands.init.defaults import TINY, TINY_SIDE
+from simpletune.commands.init.choices import TINY, TINY_SIDE
 from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, picture_files, read_captions
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
 from simpletune.commands.inspect_data.thumbnails import bucket_of_size

@@ -13,8 +13,7 @@ from simpletune.commands.importers import kohya, onetrainer, simpletuner
 from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.translation import KeyOutcome, Translation, trainer_tables
 from simpletune.config.load import validate
-from simpletune.config.run_name import run_name
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import TrainConfig, run_name
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural

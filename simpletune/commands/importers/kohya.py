@@ -36,7 +36,7 @@ from simpletune.commands.importers.translation import (
     trainer_tables,
     whole_number,
 )
-from simpletune.config.run_name import run_name
+from simpletune.config.schema import run_name
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 
@@ -160,7 +160,7 @@ def _options(settings: Json, folder: Path) -> Translation:
         found.leave("sample_prompts", "the file is not here. Set validation.prompts")
     elif file is not None:
         try:
-            take_prompts(found, "sample_prompts", file)
+            _prompts(found, file)
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError):
             found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
     if (name := found.read("output_name", as_text)) is not None:
@@ -437,8 +437,9 @@ def _size(source: Translation, step: int) -> None:
         )
 
 
-def take_prompts(found: Translation, key: str, file: Path) -> None:
-    """Take a file's prompts, and size, seed, steps and guidance of the first."""
+def _prompts(found: Translation, file: Path) -> None:
+    """Take the prompts of sample_prompts' file, and size, seed, steps and guidance of the first."""
+    key = "sample_prompts"
     rows = [row for row in _rows(file) if row.get("prompt")]
     if not rows:
         return found.leave(key, "the file has no prompts")

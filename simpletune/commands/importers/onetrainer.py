@@ -25,7 +25,7 @@ from simpletune.commands.importers.translation import (
     trainer_tables,
     whole_number,
 )
-from simpletune.config.run_name import run_name
+from simpletune.config.schema import run_name
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 

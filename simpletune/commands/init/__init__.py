@@ -4,8 +4,7 @@
 """
 
 from simpletune.commands.init.answers import Answers
-from simpletune.commands.init.choices import suggest
-from simpletune.commands.init.defaults import Reason, Suggestion
+from simpletune.commands.init.choices import Reason, Suggestion, suggest
 from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder
 
 __all__ = ["Answers", "FolderContents", "Reason", "Suggestion", "inspect_folder", "suggest"]

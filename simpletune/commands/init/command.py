@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
-from simpletune.commands.init.choices import suggest
-from simpletune.commands.init.defaults import Suggestion, default_trigger, guess_what
+from simpletune.commands.init.choices import Suggestion, default_trigger, guess_what, suggest
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import DEMO

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from simpletune.commands.doctor.hub_checks import access, login
 from simpletune.commands.doctor.machine import OK, Finding, Machine
 from simpletune.commands.doctor.probe import ProbeProcess
-from simpletune.commands.init.defaults import PROFILES, Reason, Suggestion
+from simpletune.commands.init.choices import PROFILES, Reason, Suggestion
 from simpletune.config.load import validate
 from simpletune.system.console import say, silent
 from simpletune.system.gpus import Card, card_named_by_driver
@@ -74,13 +73,12 @@ def _predicted(data: Json, card: Card) -> tuple[str, bool]:
     return f"{words}, most in the stage {found.peak_stage}", found.fits(card)
 
 
-def model_findings(model: str) -> Iterator[Finding]:
+def model_findings(model: str) -> list[Finding]:
     """Report what prevents downloading a model from the hub: no login, no licence. Downloads nothing."""
     if not is_hub_name(model):
-        return
+        return []
     with closing(ProbeProcess()) as probe:
-        machine = Machine(probe)
-        found = [*login(machine), *access(model)]
-    whole = [each for each in found if each.level != OK]
-    if found[-1].level != OK:
-        yield from whole
+        found = [*login(Machine(probe)), *access(model)]
+    if found[-1].level == OK:  # a model that anyone may download needs no login
+        return []
+    return [each for each in found if each.level != OK]

@@ -92,7 +92,8 @@ def set_up(
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
-    settled, tries_batch = settle_memory(resolved, accelerator, data.plan, saved), config.train.batch_size == "auto"
+    tries_batch = config.train.batch_size == "auto"
+    settled = settle_memory(resolved, accelerator, data.plan, saved)
     config, resolved = (each.model_copy(update={"train": settled.train}) for each in (config, resolved))
     data = with_batch_size(data, settled)
     if main:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from simpletune.apps.web.form.fields import StartingConfig, set_at
 from simpletune.commands.init.answers import Answers
-from simpletune.commands.init.choices import suggest
-from simpletune.commands.init.defaults import TRIGGER, profile_of
+from simpletune.commands.init.choices import TRIGGER, profile_of, suggest
 from simpletune.config.load import read_json, shipped_names
-from simpletune.config.run_name import run_name
+from simpletune.config.schema import run_name
 from simpletune.system.gpus import CARDS, Card
 from simpletune.system.options import Json, UserError
 
