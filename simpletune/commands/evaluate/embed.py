@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from simpletune.commands.evaluate.encoders import EncoderInfo, ImageEncoder
+from simpletune.commands.evaluate.encoders import EncoderInfo
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
@@ -51,14 +51,12 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
         jobs |= {name: partial(gallery.open, key) for name, key in zip(names[point], keys, strict=True)}
     real = [f"real {picture.digest}" for picture in plan.real]
     jobs |= {name: partial(_open_real, picture) for name, picture in zip(real, plan.real, strict=True)}
-    texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts]
-    missing = store.lacking([*jobs, *texts])
     reads_prompts = about.kind.reads_prompts
-    encoder: ImageEncoder | None = None
-    if any(name in jobs for name in missing) or (missing and reads_prompts):
+    texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts] if reads_prompts else []
+    missing = store.lacking([*jobs, *texts])
+    if missing:
         with plan.session.stages.stage(f"load {about.title}"):
             encoder = about.load(device)
-    if encoder is not None:
         unseen = [name for name in missing if name in jobs]
         with plan.session.stages.stage(about.title):
             if unseen:
@@ -67,8 +65,9 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
                         # One at a time: in a batch the last bits of an embedding would depend on its neighbours.
                         store.save(name, {"of": encoder.of_pictures([jobs[name]()])[0]})
                         advance()
-            for name in (name for name in missing if name not in jobs and reads_prompts):
-                store.save(name, {"of": encoder.of_prompts([name.removeprefix("prompt ")])[0]})
+            for name in missing:
+                if name not in jobs:
+                    store.save(name, {"of": encoder.of_prompts([name.removeprefix("prompt ")])[0]})
         del encoder
         free_memory(device)
 

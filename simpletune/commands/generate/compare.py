@@ -55,9 +55,9 @@ def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> l
     models += [lora_weights(text, scale, "--lora: ") for text in args.lora or () for scale in scales]
     if args.checkpoints:
         runs = [Path(name) for name in args.models if list_checkpoints(Path(name))]
-        if not runs and session.run is None:
-            raise UserError("--checkpoints: no run is named. Name one: --run FOLDER")
-        if not runs and session.run is not None:
+        if not runs:
+            if session.run is None:
+                raise UserError("--checkpoints: no run is named. Name one: --run FOLDER")
             runs = [session.run]
         models += [w for run in runs for scale in args.scale or [1.0] for w in checkpoints_of(run, scale)]
     if len(models) == 1 and not args.models and session.run is None and vars(args).get("embedding"):
