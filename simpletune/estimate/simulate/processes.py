@@ -40,10 +40,10 @@ def fake_processes(processes: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if processes not in _groups:
-        with _default(None):
+        with replaced(c10d._world, "default_pg", None):
             distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
             _groups[processes] = c10d._world.default_pg
-    with _default(_groups[processes]):
+    with replaced(c10d._world, "default_pg", _groups[processes]):
         yield
 
 
@@ -65,14 +65,3 @@ def _allocating(kind: str, method: Callable[..., object]) -> Callable[..., objec
             return method(*arguments, **named)
 
     return counted
-
-
-@contextmanager
-def _default(group: distributed.ProcessGroup | None) -> Iterator[None]:
-    """Within this context, make a group torch's default; None: no default."""
-    before = c10d._world.default_pg
-    c10d._world.default_pg = group
-    try:
-        yield
-    finally:
-        c10d._world.default_pg = before

@@ -82,14 +82,9 @@ class Recorder:
         self._share = 1.0
         self._stream = COMPUTE
 
-    @contextmanager
-    def shared_by(self, steps: int) -> Iterator[None]:
+    def shared_by(self, steps: int) -> AbstractContextManager[None]:
         """Count the work in this context as shared by several steps."""
-        self._share = 1 / steps
-        try:
-            yield
-        finally:
-            self._share = 1.0
+        return replaced(self, "_share", 1 / steps)
 
     def queues(self) -> AbstractContextManager[None]:
         """Make levers that are built in this context report their copies."""
