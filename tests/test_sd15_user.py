@@ -177,3 +177,10 @@ def test_the_model_card_s_code_draws_as_we_do(
 def test_mixing_writes_the_layout_that_most_tools_read(run: Path, tmp_path: Path, capsys) -> None:
     main(["mix", f"{run}:0.5", f"{run}:0.5", "--out", str(tmp_path / "mix.safetensors")])
     assert "mix.safetensors: kohya," in capsys.readouterr().out
+
+
+def test_the_explanation_plans_no_modulations_of_a_unet(capsys: pytest.CaptureFixture[str]) -> None:
+    """A UNet has none; SD3 on the same card plans them."""
+    for name, planned in (("sd15_lora", False), ("sd3_medium_lora_r16_int8", True)):
+        assert main(["check", name, "data.path=demo:pictures"]) == 0
+        assert ("plans modulations" in capsys.readouterr().out) == planned

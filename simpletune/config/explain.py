@@ -126,7 +126,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         yield f"in tiles of {memory.feed_forward} tokens"
     if memory.offload_checkpoint_inputs:
         yield "offloads their inputs to the host"
-    shapes = _shapes(config) if memory.modulation == "auto" else None
+    shapes = _shapes(config) if memory.modulation == "auto" and config.model.has_modulation else None
     may_plan = shapes is not None and auto_modulation(config, config.device == "cpu", shapes)[0] == "plan"
     if memory.modulation == "plan" or may_plan:
         where = "" if memory.modulation == "plan" else " on a GPU"

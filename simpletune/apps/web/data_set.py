@@ -16,7 +16,6 @@ from simpletune.commands.caption.record import Record
 from simpletune.commands.init.choices import TINY, TINY_SIDE
 from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, picture_files, read_captions
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
-from simpletune.commands.inspect_data.thumbnails import bucket_of_size
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
@@ -150,7 +149,7 @@ def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[Pi
         try:
             version = str(entry.file.stat().st_mtime_ns)
             size = picture_size(read_regular(entry.file))
-            bucket = bucket_of_size(size, data.source, data.config.model.multiple)
+            bucket = data.source.bucket(size, data.config.model.multiple)
             scale, limit = upscaling(size, bucket), data.source.max_upscale
             if limit is not None and scale > limit:
                 problem = f"is too small: it would be scaled up {scale:.1f} times; the limit is {limit:g}"

@@ -12,7 +12,7 @@ from PIL import Image
 from simpletune.data.sources.pictures import crop_to_bucket, decode, picture_size
 from simpletune.data.sources.source import Source
 from simpletune.data.sources.walk import read_regular
-from simpletune.models.shared.buckets import Size, nearest_bucket
+from simpletune.models.shared.buckets import Size
 from simpletune.system.atomic import atomic_file
 
 SIDE = 256  # pixels of a thumbnail's longer side
@@ -31,13 +31,6 @@ def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool
     return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
 
 
-def bucket_of_size(size: Size, source: Source, step: int) -> Size:
-    """Return the bucket for a picture's size, as ``data.samples.bucket_size`` does."""
-    if source.aspect == "square":
-        return source.resolution, source.resolution
-    return nearest_bucket(size, source.resolution, source.max_aspect, step)
-
-
 def thumbnail_of(file: Path, source: Source, step: int, folder: Path) -> Path:
     """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
 
@@ -52,7 +45,7 @@ def thumbnail_of(file: Path, source: Source, step: int, folder: Path) -> Path:
         return kept
     with AT_ONCE:
         data = read_regular(file)
-        bucket = bucket_of_size(picture_size(data), source, step)
+        bucket = source.bucket(picture_size(data), step)
         small = tile(decode(data, at_least=2 * SIDE), bucket, ((0.5, 0.5), False), SIDE)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(kept, shared=True) as part:
