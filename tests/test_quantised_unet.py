@@ -165,7 +165,8 @@ def test_a_cached_base_is_dequantised_for_tools(
     kept, plain = QuantisedBaseReader(base.folder), loaded(folder, FP32()).state_dict()
     assert kept.shapes == {name: tuple(tensor.shape) for name, tensor in plain.items()}
     name = "down_blocks.0.resnets.0.conv1"
-    assert kept.kind(f"{name}.weight") == "F32" and kept.kind(f"{name}.bias") == kept.kind("conv_in.weight") == "BF16"
+    assert kept.kinds[f"{name}.weight"] == "F32"
+    assert kept.kinds[f"{name}.bias"] == kept.kinds["conv_in.weight"] == "BF16"
     weight, ours = plain[f"{name}.weight"], kept.get(f"{name}.weight")
     largest = weight.abs().amax((1, 2, 3), keepdim=True)
     assert ours.shape == weight.shape and ((ours - weight).abs() <= largest / 127 * 0.51).all()

@@ -313,7 +313,7 @@ def test_a_cache_is_turned_into_the_other_form_without_encoding(
     files = content(prepared("files", "files", None))
     assert len(files) == 2 * 6  # prompts and latents
     monkeypatch.setattr(PromptEntries, "_encode", lambda *rest: pytest.fail("it encodes"))
-    monkeypatch.setattr(LatentCache, "_encode", lambda *rest: pytest.fail("it encodes"))
+    monkeypatch.setattr(LatentCache, "_encode_one", lambda *rest: pytest.fail("it encodes"))
     capsys.readouterr()
     for place, form, source in (
         ("shards", "shards", "files"), ("again", "files", "shards"), ("again", "shards", "again"),
