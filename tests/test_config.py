@@ -343,13 +343,6 @@ def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: 
     assert stopped.value.code == 2 and capsys.readouterr().err == message
 
 
-def test_without_a_verb_the_verbs_are_named(capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([])
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and "VERB is missing. Known: " in said and "train" in said and "compare" in said
-
-
 @pytest.mark.parametrize(
     ("interruption", "code", "said"),
     [(KeyboardInterrupt, 130, "\nstopped; finished work is kept\n"), (BrokenPipeError, 0, "")],

@@ -21,6 +21,23 @@ Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentPa
 GROUPS = (start, train, control, data, estimate, generate, evaluate, serve, lora, doctor)
 VERBS: dict[str, Verb] = {name: verb for group in GROUPS for name, verb in group.VERBS.items()}
 
+VERB_GROUPS = {  # of the help
+    "start": ("init", "import", "data", "caption", "web"),
+    "know before": ("check", "estimate", "plan", "schema"),
+    "train": ("train", "prepare", "control", "finish"),
+    "judge": ("report", "compare", "evaluate"),
+    "use": ("generate", "serve", "push"),
+    "LoRA files": ("inspect", "export", "merge", "mix", "extract", "resize"),
+    "this machine": ("doctor", "calibrate"),
+}
+EXAMPLES = """\
+examples:
+  simpletune train demo                                   train the bundled tiny model: no GPU, no download
+  simpletune init my_pictures --trigger "sks dog"         write a configuration for your pictures and this machine
+  simpletune estimate sd3_medium_lora_8gb --device L4     memory, time and price before anything runs
+
+simpletune VERB --help shows a verb's arguments."""
+
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 _REQUIRED = "the following arguments are required: "
 
@@ -64,11 +81,32 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number") from None
 
 
+class TopParser(Parser):
+    """The parser of ``simpletune`` itself, whose help lists the verbs by what they are for."""
+
+    def format_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        verbs = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        lines = {line.dest: line for line in verbs._choices_actions}
+        for title, names in VERB_GROUPS.items():
+            formatter.start_section(title)
+            formatter.add_arguments([lines[name] for name in names])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments([action for action in self._actions if action is not verbs])
+        formatter.end_section()
+        return f"{formatter.format_help()}\n{EXAMPLES}\n"
+
+
 def parser() -> Parser:
-    top = Parser(prog="simpletune", description="Fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card.")
+    about = "Fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card."
+    top = TopParser(prog="simpletune", description=about)
     top.add_argument("--version", action="version", version=__version__)
-    verbs = top.add_subparsers(dest="verb", metavar="VERB")
-    for name, (function, arguments) in VERBS.items():
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
+    for name in (name for names in VERB_GROUPS.values() for name in names):
+        function, arguments = VERBS[name]
         arguments(verbs.add_parser(name, help=function.__doc__, description=function.__doc__))
     return top
 
@@ -83,7 +121,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         top.error(f"unknown verb {verb}.{did_you_mean(verb, list(VERBS))}")
     args, rest = top.parse_known_args(words)
     if args.verb is None:
-        top.error(f"VERB is missing. Known: {', '.join(VERBS)}")
+        if not rest:
+            top.print_help()
+            sys.exit(0)
+        top.error(f"unknown argument {rest[0]}")
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
