@@ -326,7 +326,7 @@ def test_values_and_reasons_of_the_tables_belong_to_an_option() -> None:
 
 
 def test_the_documentation_has_a_line_for_every_key() -> None:
-    page = (ROOT / "docs" / "import.md").read_text()
+    page = (ROOT / "docs" / "reference" / "import-keys.md").read_text()
     tables = [trainer_tables(trainer) for trainer in BASES]
     keys = {row.key for table in tables for name in ("options", "lora") for row in table.get(name, ())}
     keys |= {key for table in tables for name in ("left_out", "left_out_data") for key in table[name]}

@@ -31,6 +31,7 @@ NOT_DECLARED = {
 NEVER_IMPORTED = {
     "tensorboard": "torch.utils.tensorboard imports it",
     "torch-tb-profiler": "TensorBoard's plugin for traces",
+    "zensical": "docs/build_site.py runs it as a module",
     "flask": "moto's server imports it",
     "flask-cors": "moto's server imports it",
     "mypy": "a command",
