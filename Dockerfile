@@ -5,7 +5,7 @@
 #     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/hub" simpletune \
 #     ./train.sh configs/sd3_medium_lora_r16_int8.json data.path=data/my_pictures
 #
-# Pictures over HTTP (docs/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/runs:/simpletune/runs" \
+# Pictures over HTTP (docs/how-to/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/runs:/simpletune/runs" \
 #   -v "$PWD/hub:/simpletune/hub" simpletune .venv/bin/simpletune serve --host 0.0.0.0
 #
 # The host needs driver 580 or newer and the NVIDIA Container Toolkit. For an older driver, use a CUDA 12 image and the

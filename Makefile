@@ -6,7 +6,7 @@ BENCHMARK_TESTS := $(addprefix tests/test_,bench.py bench_speed.py studies.py re
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare docs mutants tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -38,7 +38,7 @@ slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combin
 gpu: setup  ## test and measure on a card: 12 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry: setup  ## run torch's CUDA build on a simulated card (docs/dry_gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 5 min on 2 cores beside other work (AMD EPYC, 23 November 2026)
+dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 5 min on 2 cores beside other work (AMD EPYC, 23 November 2026)
 	@tests/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
@@ -52,7 +52,7 @@ kernels: setup  ## compile the Triton kernels for several cards with two version
 	$(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 
-softgpu:  ## run the GPU path with values and races on a GPU in software (docs/softgpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores, 49 min beside much other work (24 November 2026)
+softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores, 49 min beside much other work (24 November 2026)
 	PYTHONPATH=. tests/softgpu/run python -m pytest -m softgpu -n 2 tests/softgpu tests/test_softgpu.py
 	PYTHONPATH=. SOFT_SEED=1 tests/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu_selection tests/test_gpu.py \
 		tests/test_gpu_inference.py
@@ -74,11 +74,19 @@ torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 ti
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/test_web_browser.py
 
-screens: setup  ## draw the screenshots of docs/web.md: every page, light on a desktop and dark on a phone; 1 min
+screens: setup  ## draw the screenshots of docs/tutorials/in-the-browser.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
 
 compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 12 min 30 s beside other work (23 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
+
+docs: setup  ## write the pages of docs/reference that the code defines, and build the documentation as a site in build/site; 15 s
+	PYTHONPATH=. $(PY) docs/generate.py
+	$(PY) docs/build_site.py
+
+mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; the first run maps the tests
+	$(PY) -c "import cosmic_ray" 2>/dev/null || $(PY) -m pip install --quiet "cosmic-ray>=8.7,<9"
+	$(PY) tests/mutants.py --seed $(or $(SEED),1) --out benchmarks/results/mutants-seed-$(or $(SEED),1).md
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3

@@ -1,7 +1,7 @@
 """The training baseline: SD3 trained as in diffusers' two DreamBooth examples.
 
 It reproduces ``examples/dreambooth/train_dreambooth_lora_sd3.py`` and ``train_dreambooth_sd3.py`` of diffusers with
-their defaults and ``--mixed_precision bf16``; docs/speed.md lists the facts. It imports nothing from simpletune, so
+their defaults and ``--mixed_precision bf16`` (docs/explanation/measurements.md). It imports nothing from simpletune, so
 that simpletune adds nothing to its start-up time.
 
 Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text tokens, e and p the text's widths.

@@ -2,7 +2,7 @@
 
 Both train a tiny SD3 with 6 layers and 6 heads at 256 px, LoRA r16 on attention, batch 1, bf16, no checkpointing,
 AdamW, from one model folder, with equal pictures, prompt, tokens, threads and environment. The result is the ratio
-within a round, because a busy machine slows both. docs/speed.md describes each side.
+within a round, because a busy machine slows both. docs/explanation/measurements.md describes each side.
 """
 
 from __future__ import annotations

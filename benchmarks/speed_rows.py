@@ -107,4 +107,4 @@ the pictures in each step. Median seconds without warm-up. *TFLOP/s* counts the 
 recomputation by checkpointing; *MFU*: share of the vendor's peak; *of the measured rate*: share of the rate below.
 *Floor*: all products at the measured rates, or weights and optimizer state at the measured bandwidth, whichever takes
 longer. Peaks are the device's (`max_memory_allocated`), or without a device the process's. The last columns are shares
-of one profiled step. docs/speed.md explains each figure."""
+of one profiled step. docs/explanation/measurements.md explains each figure."""

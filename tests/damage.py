@@ -104,7 +104,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "link": link,
 }  # fmt: skip
 OF_FOLDERS: dict[str, Callable[[Path, random.Random], None]] = {"deleted": delete, "a file": other_kind, "link": link}
-CODES = {0, 2, 3, 4, 5, 6, 130, 143}  # docs/interruptions.md
+CODES = {0, 2, 3, 4, 5, 6, 130, 143}  # docs/how-to/continue-a-run.md
 
 
 class Place:

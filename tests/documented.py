@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")),
+]
 STARTS = r"(?:\.venv/bin/)?simpletune |\./(?:train|test)\.sh|python -m benchmarks|python inference/|torchrun |make "
 COMMAND = re.compile(rf"\s*(?:until )?((?:{STARTS}).*)")
 SYNOPSIS = r"\b(CONFIG|GRID|RUN|FILE|FOLDER|LORA|LOKR|MODEL|BASE)\b|A:0\.7"

@@ -1,4 +1,4 @@
-"""Configurations in the forms of other trainers, written from the tables of docs/import.md."""
+"""Configurations in the forms of other trainers, written from the tables of docs/how-to/from-other-trainers.md."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_a_folder_in_a_file_s_place_is_answered_in_words(
 
 @pytest.mark.parametrize("code", [1, 2, 6, 130, 137, 143])
 def test_the_loop_of_the_documentation_goes_on_only_where_a_run_was_killed(code: int) -> None:
-    page = (ROOT / "docs" / "interruptions.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "continue-a-run.md").read_text()
     loop = page[page.index("    until simpletune") :].partition("done\n")[0] + "done"
     script = f"simpletune() {{ n=$((n+1)); echo start; test $n -gt 3 && return 0; return {code}; }}; n=0\n{loop}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)

@@ -1,4 +1,4 @@
-"""Odd pictures, captions, names and links: each has a stated outcome (docs/data.md names the test for each)."""
+"""Odd pictures, captions, names and links: each has a stated outcome (docs/how-to/pictures-and-captions.md)."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MAP = ROOT / "docs" / "how_it_works.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MAP = ROOT / "docs" / "explanation" / "how-it-works.md"
 LISTING = re.compile(r"\*\*([\w./]+)\*\*[^\n`]*:\n\n```(\w+)\n(.*?)```", re.S)
 ADAPTER = "simpletune/adapters/methods/bias.py"
 

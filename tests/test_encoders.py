@@ -285,7 +285,7 @@ def write_random(folder: Path, kind: type, config: object) -> None:
     ],
 )  # fmt: skip
 def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -> None:
-    """Prints what docs/evaluate.md records: ``pytest -s -m slow tests/test_encoders.py``."""
+    """Prints what docs/how-to/best-checkpoint.md records: ``pytest -s -m slow tests/test_encoders.py``."""
     kind, config, reads = real_sizes()[name]
     if reads:
         (vocabulary.write_t5 if "siglip" in name else vocabulary.write_clip)(tmp_path / name, pictures.words())

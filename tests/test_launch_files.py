@@ -1,4 +1,4 @@
-"""The example files of docs/launch/: keys of their schemas, and commands that run against stand-ins of a cluster."""
+"""The files of docs/how-to/launch/: keys of their schemas, and commands that run against stand-ins of a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-LAUNCH = Path(__file__).resolve().parent.parent / "docs" / "launch"
+LAUNCH = Path(__file__).resolve().parent.parent / "docs" / "how-to" / "launch"
 
 # From sky/utils/schemas.py of SkyPilot 0.14.1: get_task_schema, get_resources_schema, get_storage_schema.
 TASK = {"name", "workdir", "num_nodes", "resources", "file_mounts", "setup", "run", "envs", "secrets", "volumes"}

@@ -22,7 +22,7 @@ from simpletune.apps.cli.main import main, parse
 from simpletune.config.load import read_config
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = ROOT / "docs" / "simpletune_colab.ipynb"
+NOTEBOOK = ROOT / "docs" / "tutorials" / "simpletune_colab.ipynb"
 SKIPPED = {"setup", "colab", "hub", "card"}
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
@@ -151,6 +151,6 @@ def test_the_notebook_is_clean_and_its_cells_are_marked() -> None:
     assert any("-c constraints.txt" in "".join(cell["source"]) for cell in CODE)  # keeps the torch that is there
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/install.md", "docs/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/install.md", "docs/README.md"])
 def test_pages_lead_to_the_notebook(page: str) -> None:
-    assert re.search(r"\]\((docs/)?simpletune_colab\.ipynb\)", (ROOT / page).read_text())
+    assert re.search(r"\]\([\w./-]*tutorials/simpletune_colab\.ipynb\)", (ROOT / page).read_text())

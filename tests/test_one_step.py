@@ -1,4 +1,4 @@
-"""docs/one_step.md follows a training step by file and function: it names what a step passes through, in its order."""
+"""docs/explanation/one-step.md names the files and functions that a training step passes through, in their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 
 PACKAGE = Path(simpletune.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "one_step.md"
+PAGE = PACKAGE.parent / "docs" / "explanation" / "one-step.md"
 SPINE = ("training/", "stages/step/")
 """Where every function of a step is on the page; of other folders every file is."""
 

@@ -33,7 +33,7 @@ MIB = 2**20
 SIZE = (256, 256)  # of the runs of config_of
 SOME = ("memory.checkpointing=all", "precision.weights=int8", "train.batch_size=1", "adapter.dtype=bf16")  # of LEVERS
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "memory.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "memory-levers.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,14 @@ from slow_cases import slow_but
 
 from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
-from simpletune.apps.cli.main import VERBS, main, parse
+from simpletune.apps.cli.main import VERB_GROUPS, VERBS, main, parse
 from simpletune.config.load import read_config
 from simpletune.estimate.timing import calibrate, composite, host_probes, stopwatch
 from simpletune.estimate.timing.probes import TimingProbe
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = (ROOT / "docs" / "commands.md").read_text()
+COMMANDS = (ROOT / "docs" / "reference" / "commands.md").read_text()
 FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "tests", "docs")
 DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
 SHOWN = [command for page in PAGES for command in commands(page)]
@@ -136,14 +136,27 @@ def test_a_script_runs_as_a_process(after_the_demo: Path) -> None:
     assert re.findall(r"^(\S+\.png): ", done.stdout, re.M)
 
 
-def test_the_page_of_commands_names_all_verbs_scripts_and_grids() -> None:
-    shown = [shlex.split(command.text) for command in commands("docs/commands.md")]
-    assert {words[1] for words in shown if words[0] == "simpletune"} == set(VERBS)
+def test_the_page_of_commands_names_all_scripts_and_grids() -> None:
+    shown = [shlex.split(command.text) for command in commands("docs/reference/commands.md")]
     scripts = {f"inference/{file.name}" for file in (ROOT / "inference").glob("[!_]*.py")}
     assert {words[1] for words in shown if words[1].endswith(".py")} == scripts
-    line = re.search(r"python -m benchmarks GRID .*?: ([\w,\s-]+)$", COMMANDS, re.M)
-    assert line is not None
-    assert set(re.findall(r"[\w-]+", line[1])) - {"or"} == {name_of(grid) for grid in GRIDS}
+    grids = re.search(r"GRID is one of: ([\w,\s-]+?)\n\n", COMMANDS)
+    assert grids is not None and set(re.findall(r"[\w-]+", grids[1])) == {name_of(grid) for grid in GRIDS}
+
+
+def test_the_help_groups_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = [name for names in VERB_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(VERBS)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [line.strip(":") for line in shown.splitlines() if line.endswith(":")] == [
+        *VERB_GROUPS,
+        "options",
+        "examples",
+    ]
+    assert re.findall(r"^  (\w+) ", shown.partition("options:")[0], re.M) == grouped
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -152,9 +165,9 @@ def test_verbs_within_sentences_exist(page: str) -> None:
 
 
 def test_the_readme_is_short_and_the_index_names_every_page() -> None:
-    assert len(README.splitlines()) <= 150
-    index = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
-    assert index == {Path(page).name for page in PAGES if page.startswith("docs/")} - {"README.md"}
+    assert len(README.splitlines()) <= 120
+    index = set(re.findall(r"\]\(([\w-]+/[\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert index == {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"README.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -172,7 +185,7 @@ def test_every_file_and_heading_that_a_page_names_exists(page: str) -> None:
         target = (ROOT / page).parent / file if file else ROOT / page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-    if page == "docs/speed_log.md":  # names what was tried, and is gone since
+    if page == "benchmarks/results/speed_log.md":  # names what was tried, and is gone since
         return
     files = set(re.findall(r"`((?:\w+/)*\w+\.py)\b", text)) - DIFFUSERS_SCRIPTS
     known = [file.as_posix() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]

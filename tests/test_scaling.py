@@ -129,10 +129,10 @@ def test_processes_that_fail_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_of_the_docs_repeats_the_results() -> None:
-    """Every predicted row from 8 cards on, with the columns that docs/scaling.md has."""
+    """Every predicted row from 8 cards on, with the columns that docs/explanation/scaling.md has."""
     root = Path(__file__).resolve().parent.parent
     rows = json.loads((root / "benchmarks/results/cpu/scaling.json").read_text())["rows"]
-    lines = {re.sub(" +", " ", line) for line in (root / "docs/scaling.md").read_text().splitlines()}
+    lines = {re.sub(" +", " ", line) for line in (root / "docs/explanation/scaling.md").read_text().splitlines()}
     for name, plan in scaling_plans.PLANS.items():
         found = {cards: rows[key(name, plan, cards)] for cards in scaling.CARDS}
         for cards in scaling.CARDS[1:]:

@@ -267,7 +267,7 @@ ROW = re.compile(r"^\| `(sd35_\w+)` \| (.*?) \|((?: [\d,.]+ \|)+)$", re.M)
 
 def page_rows() -> dict[str, tuple[str, list[float]]]:
     """The page's table: what a configuration sets, and its figures from ``text`` to the process's host memory."""
-    found = ROW.findall((ROOT / "docs" / "sd35.md").read_text())
+    found = ROW.findall((ROOT / "docs" / "reference" / "models.md").read_text())
     return {
         name: (sets, [float(cell.replace(",", "")) for cell in cells.split("|")[:-1]]) for name, sets, cells in found
     }

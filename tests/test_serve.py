@@ -569,7 +569,7 @@ def test_every_answer_forbids_what_a_page_could_be_abused_for(stub: Running) -> 
     "clients", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_it_keeps_up_with_clients(clients: int, live: Running) -> None:
-    """Prints what docs/serve.md shows."""
+    """Prints what docs/how-to/serve.md shows."""
     each = max(1, 32 // clients)
     live.pictures(PROMPT)
 

@@ -191,7 +191,7 @@ def test_a_study_runs_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert vertex_quality.run(tmp_path, 2, 5, "LoRA r8, seed 0", short) == page
 
 
-PAGES = {"vertex_quality": "docs/vertex_quality.md", "student_study": "docs/student_study.md"}
+PAGES = {"vertex_quality": "docs/explanation/measurements.md", "student_study": "docs/explanation/measurements.md"}
 
 
 @pytest.mark.parametrize("stem", PAGES)

@@ -1,4 +1,4 @@
-"""Calls that order the device's work: found in the source, taken out one at a time, all of them in docs/softgpu.md."""
+"""Calls that order the device's work: found in the source, taken out one at a time, all in without-a-gpu.md."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_one_call_is_missing_in_the_context_and_there_again_after_it(number: int
 
 
 def test_every_call_of_the_package_is_in_the_page_and_can_be_taken_out() -> None:
-    page = (ROOT / "docs" / "softgpu.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "without-a-gpu.md").read_text()
     calls = ordering_calls()
     assert len(calls) > 20
 

@@ -1,4 +1,4 @@
-"""Draw the screenshots of docs/web.md: ``make screens``. Trains the demo model first, to have something to show."""
+"""Draw the screenshots of docs/images: ``make screens``. Trains the demo model first, to have something to show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from web_browser import DESKTOP, MISSING, PHONE, Browser, browsing, serving
 
 from simpletune.data.demo import resolve
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "images"
 TALLEST = 2400  # pixels
 QUIET = 1.5  # seconds until pictures are loaded
 STEPS = 60

@@ -23,7 +23,7 @@ class Dora(Lora):
     title: ClassVar[str] = "DoRA"
     method: Literal["dora"] = "dora"  # type: ignore[assignment]  # the tag of this member
     """DoRA: weight-decomposed LoRA, m (W + s B A) / ||W + s B A|| with a trained magnitude m for each output. The
-    result is a LoRA file with magnitudes; docs/methods.md says which tools apply it exactly."""
+    result is a LoRA file with magnitudes; docs/how-to/choose-a-method.md says which tools apply it exactly."""
 
     def trainable(self, shapes: Shapes) -> int:
         return super().trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))

@@ -1,6 +1,6 @@
 """Parse a request's body into image requests: check every value, and report all problems at once.
 
-The format follows Vertex AI's serving containers for diffusion models (docs/serve.md cites it):
+The format follows Vertex AI's serving containers for diffusion models (docs/how-to/serve.md cites it):
 ``{"instances": [{"prompt" or "text": ...}, ...], "parameters": {...}}``. Values in an instance override the parameters.
 """
 

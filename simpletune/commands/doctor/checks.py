@@ -26,7 +26,7 @@ DRIVER = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheade
 PROCESSES = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
 OTHER_BUILD = (
     'Install a build of torch that fits: its index URL is on PyTorch\'s "Get Started" page; then '
-    "SIMPLETUNE_TORCH_INDEX=URL ./train.sh (docs/install.md)"
+    "SIMPLETUNE_TORCH_INDEX=URL ./train.sh (docs/how-to/install.md)"
 )
 
 
@@ -47,7 +47,7 @@ def system(machine: Machine) -> Iterator[Finding]:
     title = next((line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")), name)
     if name != "Linux":
         yield Finding("system", PROBLEM, f"{name} {release}", "simpletune runs on Linux only",
-                      "On Windows, use WSL 2; otherwise, use a rented machine (docs/cloud_l4.md)")  # fmt: skip
+                      "On Windows, use WSL 2; otherwise, rent a machine (docs/tutorials/rented-l4.md)")  # fmt: skip
     elif "microsoft" in release.lower():
         yield Finding("system", WARNING, f"{title} in WSL, kernel {release}",
                       "WSL limits pinned memory, with which offloading hides its copies, and the Windows driver may "
@@ -69,7 +69,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
     if limit < total:
         value += f"; this container may use {format_bytes(limit)}"
     usable = min(total, limit)
-    why = "Levers that save device memory move weights to host memory (docs/memory.md)"
+    why = "Levers that save device memory move weights to host memory (docs/reference/memory-levers.md)"
     remedy = "Prefer settings that keep weights on the card; `simpletune estimate CONFIG` shows the host memory of each"
     if usable < LEAST_MEMORY:
         remedy = f"Use a machine or container with at least {format_bytes(LEAST_MEMORY)}"
@@ -243,7 +243,10 @@ def bf16(machine: Machine) -> Iterator[Finding]:
         if tuple(device["capability"]) >= BF16_FROM:
             yield Finding("bf16", OK, f"yes ({sm(device['capability'])})")
             continue
-        why = "Cards before sm_80 have no bf16, in which SD3's weights are published; docs/models.md says what they do"
+        why = (
+            "Cards before sm_80 have no bf16, in which SD3's weights are published; "
+            "docs/reference/models.md says what they do"
+        )
         remedy = "Leave precision.compute at auto, which is fp16 on this card"
         if tuple(device["capability"]) < CUDA_13_FROM:
             remedy += ", and a torch built for CUDA 12.6: newer ones do not know this card. " + OTHER_BUILD

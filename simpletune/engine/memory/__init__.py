@@ -25,7 +25,7 @@ class Memory(Option):
 
     profile: Name | None = None
     """A preset of options for a card of this size, for LoRA or full fine-tuning. Explicit values override the preset;
-    the run's config.json and docs/memory.md list its values."""
+    the run's config.json and docs/reference/memory-levers.md list its values."""
     checkpointing: Literal["all", "none", "feed_forward", "auto"] | Annotated[int, Field(ge=1)] = "all"
     """Gradient checkpointing. all: every block recomputes its activations instead of storing them, which is about a
     third slower and takes several times less memory; none: every block stores them; feed_forward: only those inside of

@@ -65,8 +65,8 @@ class SD3(Family):
     """Length of the T5 prompt in tokens; 77 to 256 are common."""
     t5_cached: Literal["plain", "int8"] = "plain"
     """Type of T5's embeddings in the cache. plain: that of the encoders, 2.0 MiB for 256 tokens; int8: a byte a number
-    and a scale for each 64 of them, 1.06 MiB. int8 changes the embeddings by 0.6% or more (docs/sharded_cache.md), in
-    training and in drawing."""
+    and a scale for each 64 of them, 1.06 MiB. int8 changes the embeddings by 0.6% or more, in training and in drawing
+    (docs/how-to/large-data-sets.md)."""
 
     title: ClassVar[str] = "SD3"
     denoiser: ClassVar[str] = "transformer"
