@@ -262,6 +262,22 @@ def test_waiting_for_the_device_is_not_the_hosts_time(card: CudaStopwatch, clock
     assert card.host_seconds(call) == pytest.approx(6.5) and next(calls) == 32
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_each_device_is_timed_by_its_own_stopwatch(
+    device: str, card: CudaStopwatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed_by(watch: object, probes: object, budget: float) -> None:
+        raise UserError(type(watch).__name__)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(calibrate, "measure", timed_by)
+    monkeypatch.setattr(calibrate, "probes_of", lambda device: [])
+    expected = {"cuda": CudaStopwatch, "cpu": CpuStopwatch}[device]
+    with pytest.raises(UserError, match=f"^{expected.__name__}$"):
+        calibrate.calibrate(device, tmp_path, 1.0)
+
+
 def test_events_stand_around_the_calls_alone(card: CudaStopwatch, clock: Clock) -> None:
     def call() -> None:
         clock.now += 0.25

@@ -282,7 +282,7 @@ def test_sd3s_tokens_are_those_of_transformers(real_data: Path) -> None:
 
 
 def same_as_transformers(theirs, folder: Path) -> None:
-    ours = read_fast_tokenizer(folder)
+    ours = read_fast_tokenizer(folder, 0)
     for text in TEXTS:
         assert ours.encode(text).ids == theirs(text, verbose=False).input_ids, text
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from tiny_encoders import WRITERS
 from benchmarks.tiny_models import vocabulary
 from simpletune.commands.evaluate.encoders import (
     CLIP,
+    FIRST_VOCABULARY,
     HALF,
     IMAGENET,
+    Siglip,
     find_encoder,
     normalise,
     scale_and_crop,
@@ -42,8 +45,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write(place / kind) for kind, write in WRITERS.items()}
 
 
-def squashed(picture: Image.Image, side: int, by: Image.Resampling) -> Image.Image:
-    return picture.resize((side, side), by)
+def siglip_pixels(picture: Image.Image, words: int) -> torch.Tensor:
+    """What a SigLIP at its published size, with a vocabulary of ``words``, sees of a picture."""
+    model = SimpleNamespace(
+        config=SimpleNamespace(
+            vision_config=SimpleNamespace(image_size=224), text_config=SimpleNamespace(vocab_size=words)
+        )
+    )
+    encoder = object.__new__(Siglip)
+    vars(encoder)["model"] = model
+    return encoder.pixels([picture])
 
 
 def photo(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -74,11 +85,11 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
         ),
         "siglip": (
             SiglipImageProcessorPil(size=square, resample=3),
-            normalise([squashed(picture, 224, Image.Resampling.BICUBIC)], HALF),
+            siglip_pixels(picture, FIRST_VOCABULARY),
         ),
         "siglip2": (
             SiglipImageProcessorPil(size=square, resample=2),
-            normalise([squashed(picture, 224, Image.Resampling.BILINEAR)], HALF),
+            siglip_pixels(picture, 256_000),  # SigLIP 2's
         ),
     }
     for name, (theirs, ours) in cases.items():
@@ -93,7 +104,7 @@ def test_each_kind_prepares_pictures_its_own_way(folders: dict[str, Path]) -> No
         "dino": normalise([scale_and_crop(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
         "dinov2": normalise([scale_and_crop(picture, 32, 28)], IMAGENET),
         "clip": normalise([scale_and_crop(picture, 32, 32)], CLIP),
-        "siglip": normalise([squashed(picture, 32, Image.Resampling.BILINEAR)], HALF),
+        "siglip": normalise([picture.resize((32, 32), Image.Resampling.BILINEAR)], HALF),
     }
     for kind, pixels in found.items():
         torch.testing.assert_close(pixels, expected[kind], rtol=0, atol=0)

@@ -119,6 +119,25 @@ def test_a_file_s_fault_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyP
         checkpoint._fault(file, checksum)
 
 
+def test_a_checkpoint_with_a_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be set aside for another file, and an older one continued."""
+    state = {"step": 1, "config": {}, "manifest": [], "optimizer": {}, "processes": 1, "sha256": {"a": "", "b": ""}}
+
+    def fault(file: Path, checksum: str) -> str | None:
+        if file.name == "b":
+            raise PermissionError(errno.EACCES, "", file.name)
+        return "damaged"
+
+    monkeypatch.setattr(checkpoint, "read_state", lambda file: state)
+    monkeypatch.setattr(checkpoint, "_require_kinds", lambda *words: None)
+    monkeypatch.setattr(checkpoint, "_fault", fault)
+    with pytest.raises(UserError, match="may not read b") as refused:
+        checkpoint.read_checkpoint(tmp_path / "step-000001")
+    assert not isinstance(refused.value, checkpoint.DamagedCheckpoint)
+
+
 @pytest.mark.parametrize(
     "text, said",
     [

@@ -319,3 +319,11 @@ def test_latents_of_different_views_are_never_confused() -> None:
     assert changes.keys() == {field.name for field in fields(Crop)}
     keys = [crop_key(view), *(crop_key(replace(view, **{name: value})) for name, value in changes.items())]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_micro_batch_is_drawn_without_listing_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an accumulation of hundreds, listing them for each took longer than drawing."""
+    plan = make_plan(batch_size=2, accumulation=3)
+    expected = [plan.micro_batch(0, place) for place in range(3)]
+    monkeypatch.setattr(type(plan), "micros", lambda self, step: pytest.fail("it lists all"))
+    assert [plan.micro_batch(0, place) for place in range(3)] == expected

@@ -261,9 +261,9 @@ def test_the_result_of_a_run_does_the_same_in_every_reader(dtype: str, tmp_path:
 
 
 @pytest.mark.parametrize("layout", ["kohya", "diffusers"])
-@pytest.mark.parametrize("read_lora", [same, mixed], ids=["one rank", "ranks and alphas"])
-def test_every_layout_does_the_same_in_diffusers(layout: str, read_lora: Any, tmp_path: Path) -> None:
-    updates = read_lora(tiny())
+@pytest.mark.parametrize("updates_of", [same, mixed], ids=["one rank", "ranks and alphas"])
+def test_every_layout_does_the_same_in_diffusers(layout: str, updates_of: Any, tmp_path: Path) -> None:
+    updates = updates_of(tiny())
     file = write_lora(updates, tmp_path / "x.safetensors", layout)
     expected = predict(patched(updates))
     assert (expected - predict(tiny())).abs().max() > 0.1

@@ -61,7 +61,8 @@ def read_config(
     Args:
         file: a JSON file, or the name of a shipped configuration.
         overrides: ``key.path=value`` each; values are parsed by the field's type.
-        needs_data: require the data to exist; ``needs_model``: the model.
+        needs_data: require the data to exist.
+        needs_model: require the model to exist.
 
     Raises:
         ConfigError: with every problem found.

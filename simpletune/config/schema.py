@@ -39,9 +39,9 @@ LOCAL_RUNS = "runs"  # local folder of runs that are also kept in an object stor
 LOCAL_CACHE = ".cache"  # local cache folder if the cache is in an object store
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://")
 _STORE = re.compile(r"^(s3|gs|az)://[^/]+")
-LONGEST = 80  # characters of a name made from a text; one may have 100, and moving an older run appends a number
-RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  # names reserved by Windows
 _READABLE = re.compile(r"^(s3|gs|az|https?)://[^/]+")
+_LONGEST_NAME = 80  # characters of one made from a text; a run's may have 100, and moving an older run appends a number
+_RESERVED_NAMES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?$", re.IGNORECASE)  # by Windows
 
 
 class Train(Option):
@@ -408,10 +408,10 @@ class TrainConfig(Option):
 def run_name(text: str, default: str = "imported") -> str:
     """Return the closest name to a text that ``TrainConfig.name`` accepts; ``default`` if no character is valid."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-    name = re.sub(r"[^A-Za-z0-9._-]+", "_", plain).strip("._-")[:LONGEST].rstrip("._-")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", plain).strip("._-")[:_LONGEST_NAME].rstrip("._-")
     if not name:
         return default
-    return f"{default}-{name}" if RESERVED.match(name) else name
+    return f"{default}-{name}" if _RESERVED_NAMES.match(name) else name
 
 
 def run_folder(config: TrainConfig) -> Path:

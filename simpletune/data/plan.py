@@ -120,12 +120,14 @@ class Plan:
         batches = np.concatenate(buckets)
         return batches[stream(self.seed, "pass-order", number).permutation(len(batches))]
 
-    def micros(self, step: int) -> Sequence[Sequence[int]]:
-        """The samples of each micro-batch of a step, by index: ``accumulation`` of them, or fewer at the end of an
-        epoch; never none."""
+    def _rows(self, step: int) -> np.ndarray:
+        """A step's micro-batches as rows of its epoch's order: ``accumulation``, or fewer at the end of an epoch."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        first = within * self.accumulation
-        return [row[row >= 0].tolist() for row in self._epoch(epoch)[first : first + self.accumulation]]
+        return self._epoch(epoch)[within * self.accumulation : (within + 1) * self.accumulation]
+
+    def micros(self, step: int) -> Sequence[Sequence[int]]:
+        """The samples of each micro-batch of a step, by index; never none."""
+        return [row[row >= 0].tolist() for row in self._rows(step)]
 
     def areas(self, step: int) -> list[int]:
         """The pixels per picture of each micro-batch of a step, which determine its cost."""
@@ -138,16 +140,16 @@ class Plan:
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """The ``batch_size`` draws of one micro-batch of a step, all from one bucket, with fillers last, which repeat
         the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that repeat it."""
-        micros = self.micros(step)
-        place = min(micro, len(micros) - 1)
+        rows = self._rows(step)
+        place = min(micro, len(rows) - 1)
+        members = rows[place][rows[place] >= 0].tolist()  # of this row alone: a step may have hundreds
         first, epoch = (step * self.accumulation + place) * self.batch_size, step // self.steps_per_epoch
         draws = [
-            self._draw(self.samples[index], epoch, (step, place, first + row))
-            for row, index in enumerate(micros[place])
+            self._draw(self.samples[index], epoch, (step, place, first + row)) for row, index in enumerate(members)
         ]
         real = len(draws) if place == micro else 0
-        rows = [draws[row % len(draws)] for row in range(self.batch_size)]
-        return rows[:real] + [replace(draw, weight=0) for draw in rows[real:]]
+        filled = [draws[row % len(draws)] for row in range(self.batch_size)]
+        return filled[:real] + [replace(draw, weight=0) for draw in filled[real:]]
 
     def source_of(self, sample: Sample) -> Source:
         """The source of a sample's picture."""

@@ -184,7 +184,7 @@ def estimate(
 def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
     """Add to a simulated job what the run needs besides GPU memory; demo names may be unresolved."""
     counts, train = counts_of(config), job.train
-    disk = {what: size for what, _, size in disk_needs(config, counts=counts or NO_DATA)}
+    disk = {what: taken for what, _, taken in disk_needs(config, counts=counts or NO_DATA)}
     prompts = min(CHUNK_BYTES, (counts or NO_DATA).prompts * bytes_of_prompt(config))
     in_transit = max(prompts, train.trained_bytes, train.state_bytes)
     host = {

@@ -358,7 +358,8 @@ def first_that_fits(
 
 
 def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
-    """Guess the index for ``first_that_fits`` by what lasts throughout a step, in ``room`` bytes."""
+    """Guess the index for ``first_that_fits`` by what lasts throughout a step, in ``room`` bytes; their number if it
+    leaves none room."""
     return next((n for n, config in enumerate(configs) if ACTIVATIONS * lasting_bytes(config) <= room), len(configs))
 
 

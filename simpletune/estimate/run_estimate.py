@@ -93,7 +93,8 @@ def cheapest_change(
 
 
 def estimate_time(config: TrainConfig, prediction: Estimate, device: torch.device, plan: Plan) -> Json | None:
-    """Predict a run's time and price, and print them; on a CPU only the steps. Counts only what is not cached yet.
+    """Predict a run's time and price, and print them; on a CPU only the steps. Counts only what is not cached
+    yet, so the configuration's folders must be resolved.
 
     Returns:
         ``JobTime.as_json``; None on a CPU without a calibration, or if the calibration cannot be read, which is

@@ -169,9 +169,8 @@ def read_checkpoint(folder: Path) -> SavedState:
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
             raise ValueError(f"it belongs to step {saved.step}")
-        for file, checksum in checksums.items():
-            if (fault := _fault(folder / file, checksum)) is not None:
-                raise DamagedCheckpoint(f"--resume: {folder / file} is {fault}. {older}")
+        # All files first: one that this user may not read is no reason to set the checkpoint aside.
+        faults = {file: fault for file, checksum in checksums.items() if (fault := _fault(folder / file, checksum))}
     except FileNotFoundError:
         if named:
             raise DamagedCheckpoint(f"--resume: {folder / STATE} is missing. {older}") from None
@@ -185,6 +184,8 @@ def read_checkpoint(folder: Path) -> SavedState:
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         reason = redact(str(error) if isinstance(error, ValueError) else repr(error))[:200]
         raise DamagedCheckpoint(f"--resume: {folder / STATE} is damaged ({reason}). {older}") from None
+    for file, fault in faults.items():
+        raise DamagedCheckpoint(f"--resume: {folder / file} is {fault}. {older}")
     return saved
 
 

@@ -139,7 +139,8 @@ def new_id(kind: str) -> str:
 
 
 def read_answers(folder: Path) -> list[Json]:
-    """Read the outcomes of a run's requests, oldest first; skips damaged lines."""
+    """Read the outcomes of a run's requests, oldest first: ``id``, ``ask``, ``state``, ``step``, ``why``, ``file``.
+    Skips damaged lines."""
     return _rows(folder / CONTROL_ANSWERS, {"id": str, "state": str})
 
 

@@ -50,7 +50,10 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
     rows = [row for row in read_metrics(run) if row["step"] <= steps]
     per_step = median_seconds(rows, attempts)  # None, like the pace and the losses, if the rows were lost
     pace = samples / per_step if per_step else None
-    summary: Json = {"name": config.name, "steps": steps}
+    summary: Json = {"name": config.name}
+    if attempts:
+        summary["device"] = attempts[-1].device
+    summary["steps"] = steps
     summary |= {"seconds_per_step": round_figure(per_step), "samples_per_second": round_figure(pace)}
     if waited := [row["waited"] for row in rows if "waited" in row]:
         summary["seconds_waited_per_step"] = round_figure(statistics.fmean(waited))
@@ -61,7 +64,7 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
         stages = merged_stages(attempts)
         for peak in ("peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib"):
             summary[peak] = round_figure(peak_of_stages(stages, peak))
-        summary |= {"stages": stages_as_json(stages), "device": attempts[-1].device, "attempts": len(attempts)}
+        summary |= {"stages": stages_as_json(stages), "attempts": len(attempts)}
         summary["seconds_total"] = total_seconds(attempts)
         summary["seconds_setup"] = round(sum(attempt.seconds_setup for attempt in attempts), 2)
     for row in read_rows(run / EVALUATIONS):
@@ -69,12 +72,12 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
             summary["drift_after"] = row["drift"]
             break
     overflows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= steps]
-    undone = {
+    mishaps = {
         "skipped_steps": sum(row["step"] <= steps for row in read_rows(run / SKIPPED)),
         "overflow_steps": len(overflows),
         "fp32_blocks": sorted({block for row in overflows for block in row.get("blocks", [])}),
     }
-    summary |= {name: value for name, value in undone.items() if value}
+    summary |= {name: value for name, value in mishaps.items() if value}
     if (best := choose_best(run)) is not None:
         summary["best"] = asdict(best)
     if (timed := beside_measured(run, summary)) is not None:

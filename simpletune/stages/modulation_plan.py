@@ -170,7 +170,7 @@ class ModulationPlan:
         self, modulation: DetachedModulation, plan: MicroBatches, pooled: Callable[[str], Tensor], apart: bool = False
     ):
         self.modulation, self.plan, self.pooled, self.apart = modulation, plan, pooled, apart
-        self._window: range | None = None
+        self._steps: range | None = None
         self._rows: Tensor | None = None
 
     def steps_with(self, step: int) -> range:
@@ -182,7 +182,7 @@ class ModulationPlan:
     def of_step(self, step: int) -> Tensor:  # [micro-batches, b, m]
         """The modulations of one step; the first step of a window computes those of the whole window."""
         length, steps = self.modulation.window, self.steps_with(step)
-        if steps != self._window or self._rows is None:
+        if steps != self._steps or self._rows is None:
             self._rows = None  # freed before the next window is computed
             count, size = self.plan.accumulation, self.plan.batch_size
             if self.apart:
@@ -191,7 +191,7 @@ class ModulationPlan:
             else:
                 draws = [d for s in steps for micro in range(count) for d in self.plan.micro_batch(s, micro)]
                 self._rows = self.of_draws(draws).view(length, count, size, -1)
-            self._window = steps
+            self._steps = steps
         return self._rows[step - steps.start]
 
     def of_draws(self, draws: Sequence[SampleDraw], portions: int = 1) -> Tensor:  # [n, m]

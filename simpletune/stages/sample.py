@@ -85,7 +85,8 @@ class PictureRequest:
 
 def noises(request: PictureRequest, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
     """Draw the sampler's noise of a request, and the autoencoder's for a starting picture, if there is one."""
-    # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator.
+    # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator. The
+    # autoencoder's is drawn first, as there.
     generator = torch.Generator("cpu").manual_seed(request.seed)
     shape = (1, *model.latent_shape(request.width, request.height))
     encoder = None if request.image is None else torch.randn(shape, generator=generator)

@@ -175,7 +175,7 @@ class StreamPlan(Plan):
 
 
 def stream_plan(config: TrainConfig) -> StreamPlan:
-    """Open the data set and plan a run over it, without reading a row; ``demo:`` names are resolved.
+    """Open the data set and plan a run over it, without reading a row; ``demo:`` names must be resolved.
 
     Raises:
         UserError: the data set is missing or damaged, or no rows are left to train on.

@@ -40,8 +40,10 @@ def load_text_side(
     if option is None:
         vectors = {}
     elif option.place == "input":
-        tables = {name: token_table(encoders[name]).weight.detach() for name in tokens.with_vectors}
-        vectors = {name: table[list(tokens.word_ids(name))].float() for name, table in tables.items()}
+        vectors = {  # no table outlives this line: on CUDA the move below frees the encoders' host memory
+            name: token_table(encoders[name]).weight.detach()[list(tokens.word_ids(name))].float()
+            for name in tokens.with_vectors
+        }
     else:
         vectors = mean_rows(config, cache, captions)
     vectors = {name: tensor.to(device) for name, tensor in vectors.items()}

@@ -42,8 +42,8 @@ class Metrics:
     def launched(
         self, step: int, began: DeviceEvent, loss: Tensor, norm: Tensor, asked: InterruptFlags, waited: float | None
     ) -> None:
-        """Start copying the figures of the step that the core launched last to the host (``PendingStep``); ``asked``
-        of this process."""
+        """Start copying the figures of the step that the core launched last to the host (``PendingStep``); ``asked`` is
+        what is asked of this process."""
         figures = global_figures(loss, norm, self.core, asked)
         self._pending.append(PendingStep.launched(step, began, self.core, figures, waited))
 

@@ -52,7 +52,6 @@ class Job:
     """As the user gave it, except that its batch size is settled; the model's own, with folders and memory settled,
     too, is ``core.config``."""
     accelerator: Accelerator
-    device: str  # and why it was chosen
     stages: StageTimer  # time and memory so far
     prepared: PreparedData
     core: TrainStep  # restored from a checkpoint if the run continues

@@ -91,7 +91,7 @@ def family_of_lora(
 
     Args:
         shapes: of the file's tensors, by key.
-        layers: (outputs, inputs) of layers whose updates are not low-rank, by module.
+        layers: (outputs, inputs) of layers that are known by their size only, by module.
 
     Returns:
         The model's name, which starts with ``Stable Diffusion 3`` for every SD3, and what shows it.

@@ -75,8 +75,8 @@ class FactorLayer(UpdateLayer):
 
     @staticmethod
     def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
-        """The first fp32 factors, which give an update of zero; members may draw them from the global generator."""
-        return {name: torch.zeros(shape) for name, shape in shapes.items()}
+        """The first fp32 factors, which give an update of zero, drawn from the global generator if at all."""
+        raise NotImplementedError
 
     @property
     def factors(self) -> dict[str, Tensor]:

@@ -87,7 +87,11 @@ def plan(args: argparse.Namespace) -> None:
     if args.batches:
         print(batches(args.config, args.overrides, names, args.json))
         return
-    print(plan_config(args.config, args.overrides, cards, args.goal, args.reserve, args.prices, args.out, args.json))
+    settings = plan_config(
+        args.config, args.overrides, cards, args.goal, reserve=args.reserve, prices=args.prices, out=args.out,
+        as_json=args.json,
+    )  # fmt: skip
+    print(settings)
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

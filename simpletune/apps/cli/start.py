@@ -19,7 +19,7 @@ def init(args: argparse.Namespace) -> None:
 
     on_cpu = args.device is not None and args.device.lower() == CPU
     answers = Answers(args.what, args.trigger, args.length, args.model, on_cpu)
-    init_command(args.folder, answers, args.out, args.device, args.overwrite, args.yes)
+    init_command(args.folder, answers, args.out, args.device, overwrite=args.overwrite, quiet=args.yes)
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ from simpletune.system.sheets import grid
 
 SCALES = (0.5, 1.0)
 PAGE, SHEET, FIGURES = "compare.html", "grid.png", "compare.json"
-ENCODERS = {"--clip": ("clip",), "--dino": ("dino", "dinov2")}
+KINDS_BY_OPTION = {"--clip": ("clip",), "--dino": ("dino", "dinov2")}
 """The kinds of encoders that each option takes."""
 
 
@@ -245,7 +245,7 @@ def figures_of(session: GenerationSession, column: GeneratedImages, base: Genera
 
 def open_encoder(option: str, name: str, device: torch.device) -> ImageEncoder:
     """Load the encoder that ``--clip`` or ``--dino`` names."""
-    return find_encoder(name, option, ENCODERS[option]).load(device)
+    return find_encoder(name, option, KINDS_BY_OPTION[option]).load(device)
 
 
 def add_scores(

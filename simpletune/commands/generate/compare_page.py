@@ -90,7 +90,8 @@ def write_page(
     write_text(file, text)
 
 
-def picture_data_uri(image: Image.Image) -> str:  # small ones losslessly, large ones as WebP
+def picture_data_uri(image: Image.Image) -> str:
+    """A picture within a page: a small one losslessly, a large one as WebP."""
     data = io.BytesIO()
     lossless = max(image.size) <= LOSSLESS
     image.save(data, "PNG") if lossless else image.save(data, "WEBP", quality=92)

@@ -99,7 +99,7 @@ class Cutter:
 
 
 @lru_cache(maxsize=8)  # reading one takes a tenth of a second
-def read_fast_tokenizer(folder: Path, changed: int = 0) -> Tokenizer:
+def read_fast_tokenizer(folder: Path, changed: int) -> Tokenizer:
     """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have; again if the folder has
     ``changed`` since, in nanoseconds."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors

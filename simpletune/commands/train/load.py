@@ -42,8 +42,8 @@ def load(
     """Load the model and this process's micro-batches; the configuration is settled.
 
     ``state_bytes`` are those that the optimizer's state will take on the device, if this start chose the micro-batch
-    size by prediction and must try it out: the returned training step and plan have a size that fits. A ``UserError``
-    if none does.
+    size by prediction and must try it out, by a pass of each bucket's size: the returned training step and plan have a
+    size that fits. A ``UserError`` if none does.
     """
     stop_if_requested()
     # If any process runs out of memory, all of them halve the micro-batch and load the model again: no step has been

@@ -122,7 +122,6 @@ def set_up(
     return Job(
         config=config,
         accelerator=accelerator,
-        device=reason,
         stages=stages,
         prepared=prepared,
         core=core,

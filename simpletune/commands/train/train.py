@@ -61,7 +61,7 @@ def train(
         if resume == "auto" and is_finished(config):
             return folder
         require_place(folder)
-        trainer = Trainer(set_up(config, attempt, store, resume, force, estimate_first))
+        trainer = Trainer(set_up(config, attempt, store, resume=resume, force=force, estimate_first=estimate_first))
         with trainer.trackers, explained(trainer), trainer.interrupts:
             traces = trainer.train()
             trainer.first_alone(finish, trainer, traces)

@@ -49,7 +49,7 @@ def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
     return Mask("alpha", digest, read)
 
 
-def mask_file(root: Path, folder: str | None, links: Links, file: Path, size: Size) -> Mask:
+def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, size: Size) -> Mask:
     """Find and check the mask of a picture of the data folder ``root`` in a separate file; ``folder`` is
     ``data.mask_path``. UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the
     picture's."""
@@ -61,7 +61,8 @@ def mask_file(root: Path, folder: str | None, links: Links, file: Path, size: Si
     places = (target.with_name(target.name + ending) for ending in endings)
     place = next((place for place in places if os.path.lexists(place)), None)
     if place is None:
-        raise UnusablePicture(f"has no mask: {target.name}.png is missing{'' if folder is None else f' in {folder}'}")
+        where = "" if folder is None else f" in {Path(folder)}"
+        raise UnusablePicture(f"has no mask: {target.name}.png is missing{where}")
     what = f"its mask {place.name}"
     if links == "inside" and place.is_symlink() and is_outside(place, folder or root):
         raise UnusablePicture(f"{what} {OUTSIDE}")

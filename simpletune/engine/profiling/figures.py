@@ -66,7 +66,7 @@ class Recording:
     """(time, change in bytes) of the device's memory, or without a device, of the host's."""
 
     def whole_steps(self, count: int) -> list[Span]:
-        """Return the first ``count`` recorded steps, without a truncated one after them; an error without any."""
+        """The first ``count`` recorded steps, without a truncated one after them; a ValueError if there is none."""
         found = sorted((span for span in self.ranges if span.name.startswith(STEP)), key=lambda span: span.start)
         if not (steps := found[:count]):
             raise ValueError("the profiler recorded no step")
@@ -152,7 +152,7 @@ def figures(recording: Recording, count: int) -> Json:
     """Compute figures per recorded step.
 
     Without a device, a phase's time is its range minus nested phases. With a device, it runs from the end of the
-    preceding device work to the end of the last work that the phase launched. ``count``: of the complete steps.
+    preceding device work to the end of the last work that the phase launched. ``count`` complete steps are counted.
     """
     steps = recording.whole_steps(count)
     start, stop = steps[0].start, steps[-1].stop

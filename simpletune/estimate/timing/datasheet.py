@@ -56,7 +56,7 @@ class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
 
     cuda = True
-    rates: Mapping[str, float] = {}
+    rates: Mapping[str, float] = {}  # no single figure is known: curves and shares of the data sheet's rates serve
 
     def __init__(self, card: Card):
         self.card = card

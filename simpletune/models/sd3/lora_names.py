@@ -71,6 +71,8 @@ LAYOUTS = (  # the first is the one of a run's result
     Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
     Layout("peft", "base_model.model.", NAMES),
     Layout("onetrainer", "lora_transformer_", NAMES, dots=False, peft=False, alpha=True),
+    # For methods other than LoRA, whose keys diffusers does not read: ComfyUI's names for diffusers' layers, as
+    # LyCORIS's tools write them.
     Layout("lycoris", "lycoris_", NAMES, dots=False, peft=False, alpha=True),
     Layout("bare", "", NAMES),
 )
