@@ -1,7 +1,7 @@
 # simpletune in a container: training and inference on an NVIDIA GPU.
 #
 #   docker build -t simpletune .
-#   docker run --gpus all -e HF_TOKEN -v "$PWD/data:/simpletune/data/sources" -v "$PWD/runs:/simpletune/runs" \
+#   docker run --gpus all -e HF_TOKEN -v "$PWD/data:/simpletune/data" -v "$PWD/runs:/simpletune/runs" \
 #     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/hub" simpletune \
 #     ./train.sh configs/sd3_medium_lora_r16_int8.json data.path=data/my_pictures
 #
