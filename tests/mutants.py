@@ -108,8 +108,8 @@ def mutants_of(file: Path) -> list[Mutant]:
     for operator_name in operator_names():
         if operator_name in SKIPPED:
             continue
-        operator = get_operator(operator_name)
-        places = [place for node in nodes for place in operator().mutation_positions(node)]
+        operator = get_operator(operator_name)()
+        places = [place for node in nodes for place in operator.mutation_positions(node)]
         for occurrence, (start, end) in enumerate(places):
             if not any(span[:2] <= start and end <= span[2:] for span in spans):
                 found.append(Mutant(name.split("/")[1], name, operator_name, occurrence, (*start, *end)))

@@ -49,7 +49,7 @@ def test_a_link_that_leaves_the_folder_leads_to_a_copy(site: Path) -> None:
 def test_the_site_asks_no_other_host(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:link|script|img)[^>]+(?:src|href)="(https?://[^"]+)', page.read_text())
-        assert [url for url in loaded if "rel=" not in url] == [], page
+        assert loaded == [], page
 
 
 def test_a_broken_link_is_refused(tmp_path: Path) -> None:
@@ -58,7 +58,6 @@ def test_a_broken_link_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "README.md").write_text("# Here\n\n[there](no-such-page.md)\n")
     (folder / "zensical.toml").write_text((DOCS / "zensical.toml").read_text())
-    names = build["build"].__globals__ | {"DOCS": folder, "ROOT": tmp_path, "CONFIGURATION": folder / "zensical.toml"}
-    build["build"].__globals__.update(names)
+    build["build"].__globals__.update(DOCS=folder, ROOT=tmp_path, CONFIGURATION=folder / "zensical.toml")
     with pytest.raises(SystemExit, match="does not exist"):
         build["build"](tmp_path / "site")
