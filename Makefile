@@ -2,7 +2,7 @@
 # Times without a date: 22 November 2026, 2 shared cores of an Intel Xeon, Python 3.11, torch 2.13.0 CPU build.
 SHELL := /usr/bin/env bash
 PY := .venv/bin/python
-BENCHMARK_TESTS := $(addprefix tests/test_,bench.py bench_speed.py studies.py remote_cache.py doctor.py readme.py)
+BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py tests/commands/doctor tests/docs/test_readme.py
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
@@ -19,7 +19,7 @@ quality: setup  ## run ruff and mypy, change nothing; 50 s without mypy's cache;
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	@$(PY) tests/repeated_names.py
+	@$(PY) tests/support/repeated_names.py
 
 style: setup  ## let ruff fix and format the code; 1 s
 	$(PY) -m ruff check --fix .
@@ -29,7 +29,7 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; the
 	@./test.sh
 
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
+	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
 slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; about an hour beside other work (24 November 2026)
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
@@ -39,10 +39,10 @@ gpu: setup  ## test and measure on a card: 12 stages within 30 minutes, the most
 	$(PY) -m benchmarks.first_hour
 
 dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 5 min on 2 cores beside other work (AMD EPYC, 23 November 2026)
-	@tests/dry_gpu/setup.sh
-	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
+	@tests/gpu/dry_gpu/setup.sh
+	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/gpu/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
-	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/dry_gpu/run python -m pytest -m dry tests/test_dry_fp16.py
+	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/gpu/dry_gpu/run python -m pytest -m dry tests/gpu/dry_gpu/test_dry_fp16.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks dry
 
 kernels: setup  ## compile the Triton kernels for several cards with two versions of Triton, check the code; 25 min on 2 busy cores
@@ -53,29 +53,28 @@ kernels: setup  ## compile the Triton kernels for several cards with two version
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 
 softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores, 49 min beside much other work (24 November 2026)
-	PYTHONPATH=. tests/softgpu/run python -m pytest -m softgpu -n 2 tests/softgpu tests/test_softgpu.py
-	PYTHONPATH=. SOFT_SEED=1 tests/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu_selection tests/test_gpu.py \
-		tests/test_gpu_inference.py
+	PYTHONPATH=. tests/gpu/softgpu/run python -m pytest -m softgpu -n 2 tests/gpu/softgpu
+	PYTHONPATH=. SOFT_SEED=1 tests/gpu/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu.selection tests/gpu/real
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 16 min beside other work (23 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage-fast.json
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile -m "slow and not gpu" --timeout 900 \
 	  --cov --cov-append --cov-report json:.coverage.json $(BENCHMARK_TESTS)
-	$(PY) tests/coverage_table.py .coverage-fast.json .coverage.json
+	$(PY) tests/support/coverage_table.py .coverage-fast.json .coverage.json
 
 torture: setup  ## kill runs 50 times at named and random moments (7 min), attack their files (3 min), fuzz the readers (20 s)
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture.py
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/attacks.py
-	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/test_fuzz.py tests/test_data_odd.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/attacks.py
+	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/trainings/test_fuzz.py tests/data/sources/test_data_odd.py
 
 torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 11 min on 2 busy cores (24 November 2026), 5 of them with one that is stopped, one that hangs, or torchrun killed
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/torture_together.py
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/test_web_browser.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/apps/web/test_web_browser.py
 
 screens: setup  ## draw the screenshots of docs/tutorials/in-the-browser.md: every page, light on a desktop and dark on a phone; 1 min
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/web_screens.py
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/support/web_screens.py
 
 compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 12 min 30 s beside other work (23 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
@@ -86,7 +85,7 @@ docs: setup  ## write the pages of docs/reference that the code defines, and bui
 
 mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; the first run maps the tests
 	$(PY) -c "import cosmic_ray" 2>/dev/null || $(PY) -m pip install --quiet "cosmic-ray>=8.7,<9"
-	$(PY) tests/mutants.py --seed $(or $(SEED),1) --out benchmarks/results/mutants-seed-$(or $(SEED),1).md
+	$(PY) tests/support/mutants.py --seed $(or $(SEED),1) --out benchmarks/results/mutants-seed-$(or $(SEED),1).md
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3

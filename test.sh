@@ -2,7 +2,7 @@
 # Installs what the tests need into .venv, then checks style, types and behaviour.
 #
 #   ./test.sh                     ruff, mypy, then every test not marked gpu or slow
-#   ./test.sh PYTEST_ARGUMENTS    pytest only, e.g. ./test.sh tests/test_setup.py -k driver, or ./test.sh -m slow
+#   ./test.sh PYTEST_ARGUMENTS    pytest only, e.g. ./test.sh tests/docs/test_setup.py -k driver, or ./test.sh -m slow
 
 set -euo pipefail
 

@@ -18,7 +18,7 @@ WORDS: dict[str, str] = {}
 FILES: dict[str, str] = {}
 """Renamed files and folders of a run, newer to older: ``{"weights.safetensors": "trainable.safetensors"}``."""
 
-INPUTS = "INPUTS"  # stands for the folder that tests/compare_inputs.py has written
+INPUTS = "INPUTS"  # stands for the folder that tests/support/compare_inputs.py has written
 PROMPT = "a flat picture of a large blue heart in the middle, on a white background"
 CLASS = "a striped picture of a small red circle"
 

@@ -367,7 +367,7 @@ def run(place: Path, base: str, chosen: Mapping[str, Row], root: Path = ROOT) ->
     titles = snapshot(base, place / "base-code", root), snapshot(None, place / "new-code", root)
     trees = tuple(Tree(place / f"{side}-code", place / side, older=side == "base") for side in ("base", "new"))
     inputs = place / "inputs"
-    write = [sys.executable, str(place / "new-code" / "tests" / "compare_inputs.py"), str(inputs)]
+    write = [sys.executable, str(place / "new-code" / "tests" / "support" / "compare_inputs.py"), str(inputs)]
     written = subprocess.run(write, env=trees[1].environment, capture_output=True, text=True)
     if written.returncode:
         raise SystemExit(f"compare: the inputs cannot be written: {written.stderr.strip()}")

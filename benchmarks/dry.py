@@ -1,6 +1,6 @@
 """``dry``: compare the prediction with the memory that torch's CUDA allocator hands out on a simulated card.
 
-torch's CUDA build runs over a stub of the CUDA runtime (tests/dry_gpu): launches do nothing, and device memory is
+torch's CUDA build runs over a stub of the CUDA runtime (tests/gpu/dry_gpu): launches do nothing, and device memory is
 address space. The allocator, the dispatcher, the choice of attention kernels and the C++ of the operators are torch's.
 """
 
@@ -25,7 +25,7 @@ from simpletune.system.devices import sm
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
 
-LAUNCHER = "tests/dry_gpu/run"
+LAUNCHER = "tests/gpu/dry_gpu/run"
 MEDIAN, WORST = 0.005, 0.02  # goals for the error of the prediction
 COLUMNS = {
     "what": "", "predicted_mib": "predicted, MiB", "allocated_mib": "allocated, MiB", "error": "error, %",

@@ -17,7 +17,7 @@ import failpoints
 import pytest
 from hypothesis import settings
 from launching import Launcher
-from shared_runs import TrainOnce
+from tiny_runs import TrainOnce
 
 from simpletune.system.devices import prepare_environment
 
@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 TRAININGS: list[str] = []  # names of the runs that this process trained; those in child processes are not counted
 COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
 
@@ -252,3 +252,24 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real inputs at {folder}: set SIMPLETUNE_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline with three blocks."""
+    from dataclasses import replace
+
+    from benchmarks.tiny_models import tiny_sd3
+
+    folder = tmp_path_factory.mktemp("three") / "pipeline"
+    sizes = replace(tiny_sd3.MINIMAL, layers=3, heads=3)
+    tiny_sd3.build(folder, sizes, seed=1, dtype="fp32")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_unet(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """The option ``model`` of a U-Net of two levels, by version."""
+    from blocks import write_unet
+
+    return functools.cache(lambda version: write_unet(tmp_path_factory.mktemp(version), version=version))

@@ -1,0 +1,439 @@
+"""The benchmark grids: rows are kept, gone on with, and shown; predictions need no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import (
+    choice,
+    convolutions,
+    estimate,
+    inference,
+    int8,
+    memory,
+    memory_row,
+    methods,
+    prior,
+    quality,
+    vertex,
+    which_method,
+)
+from benchmarks.table import Results, shown
+from simpletune.config.resolve import resolve_folders
+from simpletune.data.demo import pictures
+from simpletune.estimate.job_estimate import needed
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.runs.report import write_report
+from simpletune.system import prices
+from simpletune.system.gpus import Card
+from simpletune.system.options import UserError
+
+GRIDS = [benchmarks.name_of(grid) for grid in benchmarks.GRIDS]
+
+
+def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
+    columns = {"what": "", "a": "first", "b": "second"}
+    results = Results(tmp_path / "grid", columns)
+    assert results.lacks("x")
+    results.add("x", {"a": 1234, "b": 0.5, "c": "hidden"})
+    again = Results(tmp_path / "grid", columns)
+    assert not again.lacks("x") and again.lacks("y")
+    text = again.write_table("Title", "About.", {"device": "none"}).read_text()
+    assert "| x | 1,234 | 0.500 |" in text and "hidden" not in text and "- device: none" in text
+    assert (shown(None), shown(12.34), shown("word")) == ("", "12.3", "word")
+
+
+def test_every_row_of_the_memory_grid_is_a_valid_configuration() -> None:
+    from simpletune.config.load import read_config
+
+    assert len(memory.ROWS) <= 48
+    assert [row.target_mib for row in memory.ROWS.values()][:6] == [1950, 1350, 800, 400, 8600, 2000]
+    for row in memory.ROWS.values():
+        read_config(memory.CONFIG, [*memory.ENOUGH, *row.overrides, "data.path=demo:pictures"])
+
+
+def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are uninitialised: zeros take less power, so a card that is limited by power would look faster."""
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 3 * 2**20)
+    monkeypatch.setattr(memory, "CONFIG", write_config(tiny_config))
+    found = memory_row.measure((), "cpu")
+    assert set(found) == {"measured_mib", "reserved_mib", "rss_mib"} and found["measured_mib"] == 3
+    assert not any("s/step" in title or "seconds" in key for key, title in memory.COLUMNS.items())
+
+
+def test_the_committed_predictions_meet_their_targets() -> None:
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu" / "memory.json"
+    rows = json.loads(file.read_text())["rows"]
+    targeted = {name: row.target_mib for name, row in memory.ROWS.items() if row.target_mib}
+    assert len(targeted) == 7
+    for name, target in targeted.items():
+        assert rows[name]["predicted_mib"] <= target == rows[name]["target_mib"], name
+
+
+@pytest.mark.slow
+def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "PRECISIONS", {"fp32": quality.PRECISIONS["fp32"]})
+    monkeypatch.setattr(quality, "TUNED", {"LoRA": []})
+    monkeypatch.setattr(quality, "STEPS", 2)
+    overrides = ["train.steps=2", "schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache",
+                 "validation.loss_samples=2"]  # fmt: skip
+    with pytest.raises(Exception, match="none of the 3 rows"):
+        quality.run(tmp_path, 4, 60, "no such row", overrides)
+    table = quality.run(tmp_path, 4, 60, "base", overrides)
+    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
+    assert set(rows) == {"base, fp32", "base, fp32, the trigger word"}
+    assert rows["base, fp32"]["drift"] == 0
+    quality.run(tmp_path, 4, 60, "", overrides)
+    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
+    assert rows["LoRA"]["bytes"] > 1000 and rows["LoRA"]["drift"] > 0
+    assert "LoRA" in table.read_text()
+    with Image.open(tmp_path / "quality.png") as picture:
+        assert picture.height > 2 * 64
+
+
+@pytest.mark.slow
+def test_the_grid_of_priors_compares_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = "prior.prompt=figure"
+    monkeypatch.setattr(prior, "ROWS", {"without": [], "kept": ["prior.method=base_prediction", named]})
+    monkeypatch.setattr(prior, "SEEDS", 1)
+    monkeypatch.setattr(quality, "STEPS", 2)
+    overrides = ["train.steps=2", "schedule.warmup_steps=1", "optimizer.lr=0.05", f"output.cache={tmp_path}/cache"]
+    table = prior.run(tmp_path, 2, 60, "", overrides)
+    rows = json.loads((tmp_path / "prior.json").read_text())["rows"]
+    assert list(rows) == ["base", "without", "kept"] and "kept" in table.read_text()
+    assert rows["base"]["class_drift"] == rows["base"]["drift"] == 0 < rows["kept"]["class_drift"]
+    with Image.open(tmp_path / "prior.png") as picture:
+        assert picture.height > 3 * 64
+
+
+def test_fidelity_is_1_for_the_figure_and_0_for_an_empty_background() -> None:
+    prompts = prior.prompts_of(3, prior.CLASS)
+    scenes = [prompt.scene for prompt in prompts]
+    figures = [pictures.draw_subject(scene.background, scene.size, scene.position) for scene in scenes]
+    empty = [Image.new("RGB", (64, 64), pictures.BACKGROUNDS[scene.background]) for scene in scenes]
+    assert prior.fidelity(figures, prompts) == 1 and prior.fidelity(empty, prompts) == 0
+    assert {prior.SUBJECT in prompt.text for prompt in prior.prompts_of(3, prior.SUBJECT)} == {True}
+    assert {prior.SUBJECT in prompt.text for prompt in prompts} == {False}
+
+
+def test_with_a_prior_the_committed_class_drifts_far_less_at_equal_fidelity() -> None:
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu" / "prior.json"
+    rows = json.loads(file.read_text())["rows"]
+    without = sorted((row["fidelity"], row["class_drift"]) for name, row in rows.items() if name.startswith("without"))
+    for method, share in (("base's prediction", 0.5), ("class pictures", 0.7)):
+        kept = max((row for name, row in rows.items() if name.startswith(method)), key=lambda row: row["fidelity"])
+        assert without[0][0] < kept["fidelity"] <= without[-1][0]
+        assert kept["class_drift"] < share * np.interp(kept["fidelity"], *zip(*without, strict=True)), method
+
+
+LOSSY = "lossy: guidance difference for 2 steps"
+FEW = ["diffusers", "simpletune, prompts new", LOSSY]
+MORE = ["diffusers", "simpletune, prompts new", "simpletune", "modulation plan", LOSSY, "half the steps",
+        "diffusers, LoRA r16", "LoRA r16, fused"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [FEW, MORE], ids=["few", "more"])
+def test_inference_is_measured_against_diffusers_in_one_process(
+    wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "ROWS", {name: inference.ROWS[name] for name in wanted})
+    with pytest.raises(UserError, match=f"none of the {len(wanted)} rows .*'nothing'"):
+        inference.run(tmp_path, only="nothing")
+    workload = inference.Workload(size=(32, 32), steps=2, rounds=1, device="cpu")
+    page = inference.run(tmp_path, prices=inference.own_prices([("spot", 0.36)]), workload=workload).read_text()
+    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    assert list(rows) == wanted
+    for name in {"simpletune, prompts new", "modulation plan", "LoRA r16, fused"} & set(wanted):
+        assert float(rows[name]["differs"]) < 1e-5, name
+    assert float(rows[LOSSY]["differs"]) > 1e-4
+    for row in rows.values():
+        assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
+        assert row["cost"]["spot"] == pytest.approx(0.0001 * row["seconds_per_picture"])
+    assert 0.2 < rows["diffusers"]["faster"] < 5 and re.search(r"- spot: 0.36 per hour, as of 20\d\d-", page)
+
+
+def test_speed_at_equal_steps_is_reported_apart_from_fewer_steps(tmp_path: Path) -> None:
+    """4 s of diffusers, 2 s of ours, 0.8 s with half the steps: twice as fast, and 2.5 times by fewer steps."""
+    results = Results(tmp_path / "inference", inference.COLUMNS)
+    for name, seconds, beside in [("diffusers", 4.0, None), ("simpletune", 2.0, 4.0), ("half the steps", 0.8, 4.0)]:
+        results.add(name, {"seconds_per_picture": seconds, "beside": beside, "lora": False})
+    inference.finish(results, inference.own_prices([("mine", 3600.0)]))
+    found = {name: (row["faster"], row["fewer_steps"], row["cost"]["mine"]) for name, row in results.rows.items()}
+    assert found["diffusers"] == (1.0, None, 4.0) and found["simpletune"] == (2.0, None, 2.0)
+    assert found["half the steps"] == pytest.approx((2.0, 2.5, 0.8))
+    for name, way in inference.ROWS.items():
+        if way.steps < 1:
+            more = list(inference.ROWS).index(way.more_steps)
+            assert more < list(inference.ROWS).index(name), "a row is compared with an earlier one"
+            assert replace(way, steps=1.0, more_steps="") == inference.ROWS[way.more_steps]
+        else:
+            assert not way.more_steps
+
+
+PUBLISHED = [  # (seconds for 4 pictures, price per hour, cost of a picture) of the Vertex report: T4, V100, A100
+    (28.6, 0.4025, 0.00080), (8.8, 2.852, 0.00174), (4.2, 4.2245, 0.00123),
+    (12.6, 0.4025, 0.00035), (4.1, 2.852, 0.00081), (1.7, 4.2245, 0.00050),
+]  # fmt: skip
+
+
+def test_the_cost_of_a_picture_is_that_of_the_published_table() -> None:
+    for seconds, per_hour, cost in PUBLISHED:
+        assert prices.cost_of_picture(seconds / 4, per_hour) == pytest.approx(cost, abs=5.1e-6)
+
+
+def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    listed = {"per_hour": 0.7068, "as_of": "2026-04", "source": "GCP g2-standard-4", "currency": "USD"}
+    file.write_text(json.dumps({"l4": listed, "mine": listed}))
+    found = inference.merge_prices([("mine", 0.3), ("spot", 0.2)], file)
+    assert list(found) == ["mine", "spot", "l4"] and found["mine"].per_hour == 0.3
+    assert found["l4"].words == "0.7068 USD per hour, as of 2026-04, GCP g2-standard-4"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"l4": {"per_hour": 0.7, "source": "GCP"}}', "l4.as_of: Field required. A price has per_hour, as_of"),
+        ('{"l4": {"per_hour": 0.7, "as_of": "2026-04", "source": ""}}', "l4.source"),
+        ('{"l4": {"per_hour": -1, "as_of": "2026-04", "source": "GCP"}}', "l4.per_hour"),
+        ('{"l4": {"per_hour": 1, "as_of": "April", "source": "GCP"}}', "l4.as_of"),
+        ('{"l4": 0.7}', "l4: "),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_file_of_prices_needs_dates_and_sources(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "prices.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        prices.read_prices(tmp_path / "prices.json")
+
+
+@pytest.mark.slow
+def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "LAYERS", {"small": (64, 48)})
+    monkeypatch.setattr(int8, "STEPS", 2)
+    monkeypatch.setattr(int8, "RUNS", {name: int8.RUNS[name] for name in ("bf16", "int8 products and gradients")})
+    overrides = ["schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache", "validation.loss_samples=2"]
+    page = int8.run(tmp_path, 60, "", overrides).read_text()
+    rows = json.loads((tmp_path / "int8.json").read_text())["rows"]
+    ours, bf16 = rows["int8 products and gradients"], rows["bf16"]
+    assert float(bf16["apart"]) == 0 < float(ours["apart"]) < 0.05 and len(ours["losses"]) == 2
+    normal, outliers, channels = (rows[f"small [64, 48], {kind}"] for kind in ("normal", "outliers", "channels"))
+    assert max(normal["weights"], normal["activations"]) < normal["both"] < 1.5
+    assert outliers["both"] > 1.4 * normal["both"] and channels["int8_gradient"] > 1.4 * normal["int8_gradient"]
+    assert "## One product" in page
+    with Image.open(tmp_path / "int8.png") as picture:
+        assert picture.width > 700
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    for name in GRIDS:
+        module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+        monkeypatch.setattr(module, "run", lambda *words, name=name, **more: f"{name} {words} {more}")
+    given = {"overrides": ["train.steps=2"], "rows": ["--rows", "base"], "prompts": ["--prompts", "7"]}
+    given |= {"model": ["--model", "some/model"], "price": ["--price", "spot=0.5"], "set": ["--set", "second"]}
+    takes = next(names for run, names in benchmarks.GRIDS.items() if benchmarks.name_of(run) == grid)
+    words = [word for name, portion in given.items() if name in takes for word in portion]
+    assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
+    assert ("train.steps=2" in said) == ("overrides" in takes)
+    assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
+    assert ("'second'" in said) == (grid == "choice")
+    assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
+
+
+@pytest.mark.parametrize("price", ["spot=nan", "=1", "spot=cheap"])
+def test_a_price_that_cannot_be_is_refused_with_the_rule(price: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks.main(["inference", "--price", price])
+    assert f"{price} is not NAME=PRICE" in capsys.readouterr().err
+
+
+def test_a_users_mistake_is_a_message_and_an_exit_code(tmp_path: Path, capsys) -> None:
+    assert benchmarks.main(["inference", "--rows", "nothing", "--out", str(tmp_path)]) == 2
+    assert "error: --rows: none of the" in capsys.readouterr().err
+
+
+def test_an_argument_of_another_grid_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        benchmarks.main(["memory", "--price", "spot=0.5"])
+    assert "unrecognized arguments: --price spot=0.5" in capsys.readouterr().err
+
+
+def test_the_memory_grid_and_the_study_are_predicted(
+    tiny_config: dict, write_config, tmp_path: Path, monkeypatch
+) -> None:
+    """Of a tiny model, and in this process."""
+
+    def instead(command: list[str], **more: object) -> subprocess.CompletedProcess:
+        assert command[1:3] == ["-m", "benchmarks.memory_row"]
+        row = memory_row.main(tuple(json.loads(command[3])), command[4:] == ["whole"])
+        return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(row)}\n")
+
+    tiny_config["data"]["resolution"] = 64
+    monkeypatch.setattr(memory, "CONFIG", write_config(tiny_config))
+    rows = {
+        "rank 2": memory.Row((), 10),
+        "rank 64": memory.Row(("adapter.rank=64",)),
+        "job": memory.Row((), whole=True),
+    }
+    monkeypatch.setattr(memory, "ROWS", rows)
+    monkeypatch.setattr(estimate, "PUBLISHED", {name: estimate.PUBLISHED[name] for name in ("full", estimate.LAST)})
+    monkeypatch.setattr(subprocess, "run", instead)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "rank 2" not in memory.run(tmp_path, 0).read_text()  # time is up at once
+    told = estimate.run(tmp_path, 5)
+    assert "no row was measured" in told and "| full | " in told
+    found = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert found["rank 2"]["predicted_mib"] < found["rank 64"]["predicted_mib"] and found["rank 2"]["target_mib"] == 10
+    assert found["job"]["predicted_mib"] == max(found["job"][stage] for stage in ("text", "latents", "train"))
+    assert "## The whole job, by stage" in (tmp_path / "memory.md").read_text()
+    full, last = json.loads((tmp_path / "study_predicted.json").read_text())["rows"].values()
+    assert full["published_gb"] == 20.26 and full["difference_gb"] < -20
+    assert "published less r1's" in told and "| 16.8 |" in told and full["predicted_gb"] > last["predicted_gb"]
+
+
+def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "RESNETS", {"small": (32, 8)})
+    monkeypatch.setattr(convolutions, "ROUNDS", 2)
+    page = convolutions.run(tmp_path, 60, "batch 1").read_text()
+    rows = json.loads((tmp_path / "convolutions.json").read_text())["rows"]
+    assert set(rows) == {"small, batch 1, fp32", "small, batch 1, bf16"}
+    one = 32 * 8 * 8 * 4 / 2**20  # MiB of an activation in fp32
+    row = rows["small, batch 1, fp32"]
+    assert row["plain_mib"] - row["int8_mib"] == pytest.approx(2 * one) and row["int8_mib"] >= 4 * one
+    assert 0 < row["error"] < rows["small, batch 1, bf16"]["error"] < 2 and row["ratio"] > 0
+    assert "| small, batch 1, bf16 |" in page
+
+
+COMMITTED_METHODS = Path(methods.__file__).parent / "results" / "cpu" / "methods.json"
+
+
+def test_the_committed_steps_of_lokr_meet_their_targets() -> None:
+    rows = json.loads(COMMITTED_METHODS.read_text())["rows"]
+    assert set(rows) >= set(methods.METHODS)
+    lokr = rows["lokr, factor 16, rank 16"]
+    assert lokr["parameters"] == 191 * (16 * 16 + 2 * 16 * 96) and lokr["ratio"] <= 1.15
+    assert all(lokr[f"{name}_ratio"] <= 1.05 for name in methods.SHIPPED)
+
+
+def test_the_committed_steps_of_dora_meet_their_targets() -> None:
+    """With checkpointing; the shipped 24 GB configuration has none, so that DoRA keeps each layer's output."""
+    dora = json.loads(COMMITTED_METHODS.read_text())["rows"]["dora, rank 16"]
+    assert dora["parameters"] == 191 * (2 * 16 * 1536 + 1536) and dora["ratio"] <= 1.15
+    assert dora[f"{methods.SHIPPED[0]}_ratio"] <= 1.05
+
+
+def test_every_method_is_one_of_both_models_and_grows_with_its_size(tmp_path: Path) -> None:
+    bench, counts = which_method.Bench(tmp_path, 1, []), dict[str, list[int]]()
+    for name, method in which_method.methods().items():
+        tiny = resolve_folders(bench.config(method.for_tiny(), "x"))
+        for config in (tiny, which_method.on_sd3_medium(method)):
+            shapes = config.model.known_shapes()
+            assert not list(config.adapter.problems(shapes))
+            numbers = [] if config.text.trains else [config.adapter.trainable(shapes)]  # vectors are not the adapter's
+            counts.setdefault(f"{name.partition(',')[0]}-{config.name}", []).extend(numbers)
+        assert tiny.precision.weights == "fp32"
+        if method.targeted:
+            assert tiny.adapter.targets == list(which_method.TARGETS)
+    lora = counts["LoRA-x"]
+    assert lora[0] < lora[1] == lora[3] < lora[2]  # the last one keeps the base's prediction
+    others = [numbers for name, numbers in counts.items() if name.partition("-")[0] not in ("LoRA", "full")]
+    growing = [numbers for numbers in others if len(numbers) == 3]
+    assert len(growing) >= 10 and all(sorted(set(numbers)) == numbers for numbers in growing)
+
+
+@pytest.mark.slow
+def test_a_method_is_judged_timed_and_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(which_method, "ROUNDS", 2)
+    monkeypatch.setattr(which_method, "STEPS", 2)
+    rows = "base;LoHa, rank 2"
+    page = which_method.run(tmp_path, 2, 60, rows, ["train.steps=6"]).read_text()
+    base, row = json.loads((tmp_path / "which_method.json").read_text())["rows"].values()
+    assert base["drift"] == 0 < row["drift"] and 0 <= row["style"] <= 1 and row["of"] == 2
+    assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"] and row["peak"] > 3000
+    assert "| LoHa, rank 2 |" in page and (tmp_path / "which_method.png").exists()
+    before = (tmp_path / "which_method.json").read_bytes()
+    which_method.run(tmp_path, 2, 60, rows, [])  # nothing is left to measure
+    assert (tmp_path / "which_method.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BLOCKS": 1, "SIZE": 64, "ROUNDS": 2, "SHIPPED": methods.SHIPPED[1:]}.items():
+        monkeypatch.setattr(methods, name, value)
+    page = methods.run(tmp_path, 60, "lokr, factor 16, rank 16").read_text()
+    (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
+    committed = json.loads(COMMITTED_METHODS.read_text())["rows"]
+    expected = committed["lokr, factor 16, rank 16"]
+    for key in ("parameters", methods.SHIPPED[0], f"{methods.SHIPPED[0]}_ratio"):
+        assert row[key] == pytest.approx(expected[key], rel=0.01)
+    assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
+
+
+def test_the_committed_peaks_of_methods_are_todays() -> None:
+    name, shipped = "lokr, factor 16, rank 16", methods.SHIPPED[0]
+    committed = json.loads(COMMITTED_METHODS.read_text())["rows"][name]
+    found = simulate(methods.with_adapter(shipped, methods.METHODS[name])).peak.bytes / methods.MIB
+    assert found == pytest.approx(committed[shipped], rel=1e-3)
+
+
+def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:
+    """Parameters by rank, to the last digit; the tensors of the published files, without their headers."""
+    for rank, (trained, total, size) in vertex.COUNTS.items():
+        row = vertex.counts(rank)
+        assert (row["trained"], row["total"]) == (trained, total)
+        tensors, file = row["tensor_bytes"], row["file_bytes"]
+        assert tensors == 4 * trained and round(tensors / 2**20, 2) == round(1.52 * rank / 4, 2)
+        assert 0 < size - tensors / 2**20 < 0.06 and 0 < file - tensors < 0.06 * 2**20  # the headers
+
+
+@pytest.mark.parametrize("room", [800, 4000, 100_000])
+def test_the_largest_batch_is_the_last_that_fits(room: int) -> None:
+    """Against trying every batch, for a job whose peak does not rise at first and then by the same for each sample."""
+    mib, tried = 2**20, []
+
+    def job(batch: int) -> int:
+        tried.append(batch)
+        return max(300, 100 + 37 * batch) * mib
+
+    card = Card("a card", room / 1024, (8, 9), found=1.0)
+    expected = max((batch for batch in range(1, 4000) if needed(job(batch)) <= card.bytes), default=0)
+    tried.clear()
+    assert vertex.largest_batch(job, card) == expected
+    assert len(tried) <= 30
+
+
+def test_the_vertex_page_shows_published_beside_predicted(tmp_path: Path) -> None:
+    rows = {
+        "rank 8": {"trained": 797184, "total": 860318148, "tensor_bytes": 3188736, "file_bytes": 3216864},
+        "peak: with LoRA r8, checkpointing": {"train_mib": 2305.7, "job_mib": 2305.7, "needed_mib": 3061.7},
+        "largest batch: A100-40GB, 512 px": {"largest": 226, "published": 32},
+    }
+    page = write_report(vertex.page(rows), tmp_path / "page.html")
+    html, markdown = (file.read_text() for file in page)
+    for text in ("797,184", "9.98 GB", "2.42 GB", "226", "hours.md"):
+        assert text in html and text in markdown
+
+
+def test_training_loss_chooses_the_end_of_its_lowest_part() -> None:
+    losses = [5.0, 1.0, 2.0, 2.0, 1.0, 9.0]
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    assert choice.by_training_loss(metrics, [2, 4, 6]) == 4
+    assert choice.by_training_loss(metrics[:2], [2]) == 2

@@ -1,0 +1,227 @@
+"""``make compare``: what it notices in the files of two runs, which rows it demands, and names of an older tree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from benchmarks.compare_rows import EXCUSED, Row, older_path, rows, translate, translate_words, without_row
+from benchmarks.compare_trees import Comparison, compare_runs, main, run, table
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((ROOT / "configs" / "schema.json").read_text())
+WEIGHTS, STATE = "result.safetensors", "checkpoints/step-000002/optimizer.safetensors"
+
+
+def write_run(folder: Path) -> Path:
+    """What a run leaves: metrics, a result, a checkpoint's state, a picture."""
+    (folder / STATE).parent.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1.9250144958496094, "seconds": 0.5, "grad_norm": 0.15}\n'
+        '{"step": 2, "loss": NaN, "seconds": 0.25, "grad_norm": 0.17}\n'
+    )
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(3, 4, generator=generator) for name in ("up", "down")}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    save_file({"state.up": tensors["up"].bfloat16()}, folder / STATE)
+    Image.new("RGB", (4, 4), (1, 2, 3)).save(folder / "drawn.png")
+    return folder
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Two equal runs, which took other times and name other authors."""
+    base, new = write_run(tmp_path / "base"), write_run(tmp_path / "new")
+    (new / "metrics.jsonl").write_text((new / "metrics.jsonl").read_text().replace('"seconds": 0.5', '"seconds": 9'))
+    save_file(load_file(new / WEIGHTS), new / WEIGHTS, {"author": "another"})
+    return base, new
+
+
+def change_bit(file: Path, name: str) -> None:
+    """Change the last bit of a tensor's last element."""
+    tensors = load_file(file)
+    tensors[name].view(torch.uint8).flatten()[-4 if tensors[name].dtype == torch.float32 else -2] ^= 1
+    save_file(tensors, file)
+
+
+def test_equal_runs_are_equal(pair: tuple[Path, Path]) -> None:
+    one = compare_runs(*pair)
+    assert one.equal and (one.steps, one.tensors, one.files) == (2, 3, 3)
+    assert (one.first, one.last) == ("1.9250144958496094", "NaN")
+
+
+def replace(name: str, old: str, new: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text((run / name).read_text().replace(old, new))
+
+
+def resave(run: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(run / WEIGHTS)
+    change(tensors)
+    save_file(tensors, run / WEIGHTS)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "loss": (replace("metrics.jsonl", "1.9250144958496094", "1.9250144958496096"), "losses",
+             "step 1: loss 1.9250144958496094, now 1.9250144958496096"),
+    "gradient norm": (replace("metrics.jsonl", "0.17", "0.18"), "losses", "step 2: grad_norm 0.17, now 0.18"),
+    "lost column": (replace("metrics.jsonl", ', "grad_norm": 0.17', ""), "losses",
+                    "step 2: grad_norm 0.17, now missing"),
+    "column": (replace("metrics.jsonl", '"grad_norm"', '"norm"'), "losses", "step 1: norm missing, now 0.15"),
+    "step": (lambda run: (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0]),
+             "losses", "metrics.jsonl: 2 rows, now 1"),
+    "evaluation": (lambda run: (run / "evaluations.jsonl").write_text('{"step": 2, "eval_loss": 1.0}\n'),
+                   "losses", "evaluations.jsonl: 0 rows, now 1"),
+    "weight": (lambda run: change_bit(run / WEIGHTS, "up"), "weights",
+               f"{WEIGHTS}: up F32 [3, 4] differs from byte 44 on"),
+    "state": (lambda run: change_bit(run / STATE, "state.up"), "weights",
+              f"{STATE}: state.up BF16 [3, 4] differs from byte 22 on"),
+    "missing tensor": (lambda run: resave(run, lambda tensors: tensors.pop("down")), "weights",
+                       f"{WEIGHTS}: down is missing"),
+    "new tensor": (lambda run: resave(run, lambda tensors: tensors.update(more=torch.ones(1))), "weights",
+                   f"{WEIGHTS}: more is new"),
+    "shape": (lambda run: resave(run, lambda tensors: tensors.update(up=tensors["up"].reshape(4, 3))), "weights",
+              f"{WEIGHTS}: up F32 [3, 4], now F32 [4, 3]"),
+    "missing file": (lambda run: (run / STATE).unlink(), "weights", f"{STATE}: only in the base"),
+    "pixel": (lambda run: Image.new("RGB", (4, 4), (1, 2, 4)).save(run / "drawn.png"), "weights",
+              "drawn.png: pixels differ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_named(change: str, pair: tuple[Path, Path]) -> None:
+    apply, part, words = CHANGES[change]
+    apply(pair[1])
+    one = compare_runs(*pair)
+    assert not one.equal
+    assert (one.losses, one.weights) == ((words, "") if part == "losses" else ("", words))
+    assert words in table({"it": Row("all", {})}, {"it": one})
+
+
+def test_runs_that_left_nothing_are_not_equal(tmp_path: Path) -> None:
+    for name in ("base", "new"):
+        (tmp_path / name).mkdir()
+    one = compare_runs(tmp_path / "base", tmp_path / "new")
+    assert not one.equal and one.failure == "nothing to compare: 0 steps, 0 tensors"
+    assert not Comparison().equal
+
+
+def test_every_choice_has_a_row() -> None:
+    assert without_row(SCHEMA, rows().values()) == []
+
+
+def test_every_excuse_is_in_use() -> None:
+    needed = without_row(SCHEMA, rows().values(), excused=())
+    assert {one for one in EXCUSED if not any(choice.startswith(one) for choice in needed)} == set()
+    assert [choice for choice in needed if not choice.startswith(tuple(EXCUSED))] == []
+
+
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [
+        ("prodigy", ["optimizer.name=prodigy", "optimizer.use_bias_correction=true",
+                     "optimizer.safeguard_warmup=true"]),
+        ("oft", ["adapter.method=oft"]),
+        ("stream", ["data.source=stream"]),
+        ("ddpm", ["objective.name=ddpm", "objective.prediction=epsilon", "objective.prediction=v",
+                  "objective.zero_terminal_snr=true"]),
+        ('"ema"', ["ema"]),
+        ('"input_gradient"', ["precision.input_gradient=int8"]),
+    ],
+)  # fmt: skip
+def test_a_choice_without_a_row_is_named(without: str, named: list[str]) -> None:
+    fewer = [row for row in rows().values() if without not in json.dumps(row.config)]
+    assert without_row(SCHEMA, fewer) == named
+
+
+def test_a_new_member_without_a_row_is_named() -> None:
+    schema = json.loads(json.dumps(SCHEMA))
+    member = {
+        "type": "object",
+        "properties": {"name": {"const": "muon", "type": "string"}, "nesterov": {"type": "boolean"}},
+    }
+    schema["$defs"]["Muon"] = member
+    schema["properties"]["optimizer"]["discriminator"]["mapping"]["muon"] = "#/$defs/Muon"
+    schema["properties"]["optimizer"]["oneOf"].append({"$ref": "#/$defs/Muon"})
+    assert without_row(schema, rows().values()) == [
+        "optimizer.name=muon", "optimizer.nesterov=true", "optimizer.nesterov=false"
+    ]  # fmt: skip
+
+
+RENAMED = {
+    "train.max_steps": "train.steps",
+    "levers.in_backward": "memory.optimizer_in_backward",
+    "optimizer.name=adamw_8bit": "optimizer.name=adamw8bit",
+    "model.t5=off": "model.t5=false",
+}
+
+
+def test_an_older_tree_gets_its_own_names() -> None:
+    new = {"train": {"max_steps": 4, "seed": 1}, "levers": {"in_backward": True}, "optimizer": {"name": "adamw_8bit"},
+           "model": {"t5": "off"}}  # fmt: skip
+    older = translate(new, SCHEMA, RENAMED)
+    assert older == {"train": {"seed": 1, "steps": 4}, "levers": {}, "optimizer": {"name": "adamw8bit"},
+                     "memory": {"optimizer_in_backward": True}, "model": {"t5": False}}  # fmt: skip
+    assert new["train"] == {"max_steps": 4, "seed": 1}  # a copy was changed
+
+
+def test_a_tree_that_knows_a_name_keeps_it() -> None:
+    config = {"train": {"steps": 4}, "optimizer": {"name": "adamw8bit"}}
+    renamed = {"train.steps": "train.old_steps", "optimizer.name=adamw8bit": "optimizer.name=eight"}
+    assert translate(config, SCHEMA, renamed) == config
+    assert translate({"train": {"seed": 1}}, SCHEMA, RENAMED) == {"train": {"seed": 1}}  # what is not set stays so
+
+
+def test_words_and_files_are_translated() -> None:
+    renamed = {"draw": "generate", "--of": "--run", "train": "fit"}
+    known = {("generate", ""), ("train", ""), ("train", "--of"), ("generate", "--run")}
+    assert translate_words(["draw", "--of", "x"], lambda *asked: asked in known, renamed) == ["generate", "--run", "x"]
+    for words in (["train", "c.json", "--resume", "latest"], ["train", "--of", "x"]):
+        assert translate_words(words, lambda *asked: asked in known, renamed) == words
+    assert older_path(Path("a/weights.safetensors"), {"weights.safetensors": "w.safetensors"}) == Path(
+        "a/w.safetensors"
+    )
+
+
+def test_an_unknown_row_or_commit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--base", "HEAD", "--rows", "nonsense"])
+    assert "--rows 'nonsense' names no row. Known: lora; " in capsys.readouterr().err
+    if (ROOT / ".git").exists():
+        with pytest.raises(SystemExit, match="git knows no commit nonsense"):
+            main(["--base", "nonsense", "--rows", "dora"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_changed_line_is_seen(tmp_path: Path) -> None:
+    """One row of a commit against itself, and against the same with another learning rate."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    # the commit may lack files that the working tree has
+    shutil.copytree(ROOT / "benchmarks", clone / "benchmarks", dirs_exist_ok=True)
+    shutil.copy2(ROOT / "tests" / "support" / "compare_inputs.py", clone / "tests" / "support")
+    chosen = {"lora": rows()["lora"]}
+    place = tmp_path / "equal"
+    place.mkdir()
+    report, equal = run(place, "HEAD", chosen, clone)
+    assert equal, report
+    assert "1 of 1 rows are equal to the bit" in report and not (place / "base" / "runs" / "lora").exists()
+    main_file = clone / "simpletune" / "__main__.py"
+    line = 'if "train" in sys.argv:\n    sys.argv.append("optimizer.lr=0.01001")\n'
+    main_file.write_text(main_file.read_text().replace("import sys\n", f"import sys\n\n{line}"))
+    place = tmp_path / "changed"
+    place.mkdir()
+    report, equal = run(place, "HEAD", chosen, clone)
+    assert not equal and "0 of 1 rows are equal" in report and "with changes" in report
+    assert "- lora: DIFFERENT: step 1: lr 0.01, now 0.01001" in report
+    assert (place / "new" / "runs" / "lora").exists()

@@ -1,0 +1,141 @@
+"""The scaling grid: how a step is divided and predicted on many cards, its page, and what processes here measure."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import cluster, measured_scaling, scaling, scaling_plans
+from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, predict
+from benchmarks.scaling_tables import efficiency, key, page, predicted_cells, update_of
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.runs.report import write_report
+from simpletune.system.gpus import find_card
+from simpletune.system.options import Json
+
+FABRIC = Fabric(200e9, 80e9, "stated")
+COMPUTE = Compute(first=0.25, each=0.125, backward=0.08)
+
+
+def job(batch: int = 2048, micro: int = 16, gradients: int = 4 * 10**9, sample: int = 10**5) -> Job:
+    """A job of a model with a billion trained parameters."""
+
+    class Stated(Job):
+        exchanged, sample_bytes = gradients, sample  # type: ignore[assignment]
+
+    train = SimpleNamespace(micro_batch=micro)
+    return Stated(SimpleNamespace(train=train), batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "cards, expected", [(1, (16, 128)), (8, (16, 16)), (128, (16, 1)), (256, (8, 1)), (2048, (1, 1))]
+)
+def test_a_step_is_divided_over_cards(cards: int, expected: tuple[int, int]) -> None:
+    micro, passes = divided(2048, 16, cards)
+    assert (micro, passes) == expected and micro * passes * cards == 2048
+
+
+def test_what_cannot_be_divided_is_refused_and_the_micro_batch_divides() -> None:
+    with pytest.raises(ValueError, match="2048 pictures cannot be divided over 3 cards"):
+        divided(2048, 16, 3)
+    assert divided(240, 16, 10) == (12, 2)
+
+
+def test_an_exchange_takes_its_bytes_at_the_bus_bandwidth() -> None:
+    """busbw = bytes / seconds x 2 (n - 1) / n (nccl-tests, doc/PERFORMANCE.md)."""
+    assert exchange_seconds(10**9, 1, FABRIC) == 0
+    for cards, bandwidth in ((2, 200e9), (8, 200e9), (16, 80e9)):
+        seconds = exchange_seconds(10**9, cards, FABRIC)
+        assert 10**9 / seconds * 2 * (cards - 1) / cards == pytest.approx(bandwidth)
+
+
+def test_only_what_the_last_backward_pass_does_not_hide_is_added() -> None:
+    eight, many = (predict(job(), cards, COMPUTE, FABRIC) for cards in (8, 128))
+    exchange = 2 * 7 / 8 * 4e9 / 200e9
+    assert exchange < COMPUTE.backward and eight.exposed == pytest.approx(exchange * 25e6 / 4e9)
+    assert eight.seconds == pytest.approx(0.25 + 15 * 0.125 + eight.exposed)
+    assert many.exposed == pytest.approx(2 * 127 / 128 * 4e9 / 80e9 - 0.08)
+    assert many.rate == pytest.approx(2048 / (0.25 + many.exposed)) and many.bound == "computation"
+    assert predict(job(gradients=10**11), 128, COMPUTE, FABRIC).bound == "exchange"
+
+
+def test_a_card_is_simulated_with_one_and_two_passes_whatever_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe's step of 2,048 pictures is that of all cards."""
+    passes: list[tuple[int, int]] = []
+
+    def simulated(config: TrainConfig, capability: tuple[int, int]) -> SimpleNamespace:
+        passes.append((config.train.micro_batch, config.train.accumulation))
+        return SimpleNamespace(sections=config.train.accumulation)
+
+    def timed(count: int, speeds: DatasheetSpeeds) -> SimpleNamespace:
+        return SimpleNamespace(seconds=0.5 + 0.25 * count, phases={"backward": 1.0, "forward": 3.0})
+
+    monkeypatch.setattr(cluster, "simulate", simulated)
+    monkeypatch.setattr(cluster, "step_seconds", timed)
+    recipe = validate(json.loads(scaling_plans.SD3.read_text()), "recipe", needs_data=False)
+    assert recipe.train.accumulation == 128
+    found = cluster.compute_of(Job(recipe, 2048), 8, DatasheetSpeeds(find_card("A100-80GB")))
+    assert passes == [(8, 1), (8, 2)]
+    assert (found.first, found.each, found.backward) == (0.75, 0.25, 0.75 / 4)
+
+
+def test_data_that_arrive_late_bound_the_step() -> None:
+    slow = predict(job(sample=10**8), 8, COMPUTE, FABRIC)
+    assert slow.bound == "data" and slow.seconds == pytest.approx(2048 * 1e8 / cluster.DATA)
+    assert predict(job(sample=10**8), 16, COMPUTE, FABRIC).seconds == pytest.approx(slow.seconds / 2)
+
+
+def rows() -> dict[int, Json]:
+    found = {}
+    for cards in scaling.CARDS:
+        step = predict(job(), cards, COMPUTE, FABRIC)
+        found[cards] = {"micro": step.micro, "passes": step.passes, "seconds": step.seconds, "rate": step.rate,
+                        "bound": step.bound, "exposed": step.exposed, "batch": 2048}  # fmt: skip
+    return found
+
+
+def test_the_update_is_what_a_step_takes_beside_its_passes() -> None:
+    assert update_of(rows()) == pytest.approx(0.125)
+    plain, sharded = efficiency(64, rows()), efficiency(64, rows(), sharded=True)
+    seconds = {cards: rows()[cards]["seconds"] - 0.125 * (1 - 1 / cards) for cards in (8, 64)}
+    assert sharded == pytest.approx(seconds[8] * 8 / (seconds[64] * 64)) and sharded > plain
+
+
+def test_the_page_has_what_is_there(tmp_path: Path) -> None:
+    name = "SD 2 base from scratch, 256 px"
+    found: dict[str, Json] = {key(name, scaling_plans.PLANS[name], cards): row for cards, row in rows().items()}
+    for processes, seconds in ((1, 0.8), (2, 0.5)):
+        found[f"measured: LoRA, {processes} on the CPU"] = {
+            "processes": processes, "batch": 16.0, "micro": 2, "passes": 8 // processes, "seconds": seconds,
+            "rate": 16 / seconds}  # fmt: skip
+    found["measured: LoRA, exchange of 2 on the CPU"] = {"processes": 2, "bytes": 8, "seconds": 0.05}
+    assert set(found) <= set(scaling.jobs())
+    text = write_report(page(found, scaling_plans.PLANS), tmp_path / "page.html")[1].read_text()
+    assert "| 2 | 16 | 2 x 4 | 0.500 | 32.0 | 80% | 0.450 | 0.90 |" in text
+    assert "| 128 | 2,048 | 16 x 1 |" in text and "11,600 | 66%" in text and "512 px" not in text
+    assert page(found, scaling_plans.PLANS).facts[0].value.endswith("of 4")
+
+
+def test_processes_that_fail_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match="failed on 2 processes"):
+        measured_scaling.launch(["-c", "import os; exit(int(os.environ['RANK']))"], 2)
+    assert measured_scaling.launch(["-c", "import os; print(os.environ['WORLD_SIZE'])"], 2) == "2\n"
+
+
+def test_the_page_of_the_docs_repeats_the_results() -> None:
+    """Every predicted row from 8 cards on, with the columns that docs/explanation/scaling.md has."""
+    root = Path(__file__).resolve().parents[2]
+    rows = json.loads((root / "benchmarks/results/cpu/scaling.json").read_text())["rows"]
+    lines = {re.sub(" +", " ", line) for line in (root / "docs/explanation/scaling.md").read_text().splitlines()}
+    for name, plan in scaling_plans.PLANS.items():
+        found = {cards: rows[key(name, plan, cards)] for cards in scaling.CARDS}
+        for cards in scaling.CARDS[1:]:
+            cells = predicted_cells(cards, found, plan)
+            kept = [cells[at] for at in (0, 3, 5, 6, 9, 11, *((12, 13) if plan.published else ()))]
+            assert re.sub(" +", " ", f"| {' | '.join(kept)} |") in lines, (name, cards)

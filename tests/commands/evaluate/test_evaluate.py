@@ -1,0 +1,419 @@
+"""``simpletune evaluate``: what it draws, scores and writes, and what a stopped call leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from reference import scores as reference
+from tiny_encoders import write_clip, write_dino
+from tiny_runs import TrainOnce
+
+from simpletune.apps.cli.evaluate import evaluate_arguments
+from simpletune.apps.cli.main import main
+from simpletune.commands.evaluate import evaluate as command
+from simpletune.commands.evaluate.encoders import find_encoder
+from simpletune.commands.evaluate.estimate import estimate_stages
+from simpletune.commands.evaluate.evaluate import evaluate, plan_of
+from simpletune.commands.evaluate.generate import Gallery
+from simpletune.commands.evaluate.plan import evaluated_weights, shots_of
+from simpletune.commands.evaluate.prompts import Prompt
+from simpletune.runs.folder import read_scores
+from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.system.options import UserError
+
+PROMPTS = ["a large red zorp on the left", "a small blue zorp", "a green star"]
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    place = tmp_path_factory.mktemp("encoders")
+    return [str(write_dino(place / "eye")), str(write_clip(place / "reader"))]
+
+
+@pytest.fixture
+def run(tiny_config: dict, copy_run: TrainOnce) -> Path:
+    """A LoRA of two checkpoints."""
+    tiny_config["checkpoint"] = {"every": 2}
+    tiny_config["validation"] = {"prompts": PROMPTS, "every": None, "steps": 2, "guidance": 2.0, "loss_samples": 0}
+    tiny_config["validation"] |= {"width": 32, "height": 32}
+    return copy_run(tiny_config)
+
+
+def parsed(run: Path, *words: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    evaluate_arguments(parser)
+    return parser.parse_args([str(run), "--device", "cpu", "--token", "zorp", *(str(word) for word in words)])
+
+
+def table(run: Path) -> dict:
+    result = read_scores(run)
+    assert result is not None
+    return {name: value for name, value in result.items() if name != "cost"}
+
+
+def pictures_in(run: Path, point: dict) -> list[Image.Image]:
+    return [Image.open(run / name) for name in point["pictures"]]
+
+
+def test_every_point_has_every_score_and_they_are_the_references(
+    run: Path, encoders: list[str], tiny_pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(parsed(run, "--encoders", *encoders, "--strengths", 0.5, 1)) == run / "evaluation.json"
+    result = table(run)
+    said = capsys.readouterr().out
+    assert [each["title"] for each in result["points"]] == [
+        "base", "step 2 x 0.5", "step 2 x 1", "step 4 x 0.5", "step 4 x 1",
+    ]  # fmt: skip
+    assert result["prompts"]["scored"] == ["a large red on the left", "a small blue", "a green star"]
+    assert result["main"] == {"subject_fidelity": "eye", "prompt_fidelity": "reader"}
+    assert result["real"] == {"pictures": 6, "of": 6}
+    eye, reader = (find_encoder(name).load(torch.device("cpu")) for name in encoders)
+    real = [Image.open(file) for file in sorted(tiny_pictures.glob("*.png"))]
+    for point in result["points"]:
+        drawn = pictures_in(run, point)
+        assert len(drawn) == 6 and drawn[0].size == (32, 32)
+        found = point["scores"]
+        close = {"abs": 2e-6}
+        for encoder in (eye, reader):
+            title, (generated, of_real) = encoder.about.title, map(encoder.of_pictures, (drawn, real))
+            subject = reference.mean_of_pairs(generated[:4].tolist(), of_real.tolist())  # the third has no token
+            assert found["subject_fidelity"][title]["value"] == pytest.approx(subject, **close)
+            apart = np.mean([reference.diversity(generated[n : n + 2].tolist()) for n in (0, 2, 4)])
+            assert found["diversity"][title]["value"] == pytest.approx(apart, **close)
+            copied = reference.share_copied(generated[:4].tolist(), of_real.tolist())
+            assert found["copying"][title]["value"] == pytest.approx(copied, **close)
+            kid = reference.kid(generated[:4].tolist(), of_real.tolist())
+            assert found["kid"][title]["value"] == pytest.approx(kid, **close)
+            cmmd = reference.cmmd(generated[:4].tolist(), of_real.tolist())
+            assert found["cmmd"][title]["value"] == pytest.approx(cmmd, **close)
+        texts = reader.of_prompts([result["prompts"]["scored"][n // 2] for n in range(6)])
+        fits = reference.mean_of_matches(reader.of_pictures(drawn).tolist(), texts.tolist())
+        assert found["prompt_fidelity"]["reader"]["value"] == pytest.approx(fits, **close)
+        assert list(found["prompt_fidelity"]) == ["reader"]
+        counts = {
+            score: (value["eye"]["n"], value["eye"]["prompts"]) for score, value in found.items() if "eye" in value
+        }
+        assert counts == {
+            "subject_fidelity": (4, 2), "diversity": (6, 3), "pres": (2, 2), "nearest": (4, 2), "copying": (4, 2),
+            "cmmd": (4, 2), "kid": (4, 2),
+        }  # fmt: skip
+    assert "from_base" not in result["points"][0]["scores"]["diversity"]["eye"]
+    last, first = (result["points"][n]["scores"]["prompt_fidelity"]["reader"] for n in (-1, 0))
+    assert last["from_base"]["value"] == pytest.approx(last["value"] - first["value"], abs=2e-6)
+    assert last["from_base"]["low"] <= last["from_base"]["value"] <= last["from_base"]["high"]
+    assert "evaluate 5 models x 8 pictures (the run's prompts), 40 to draw" in said
+    assert "predict draw:" in said and "predict eye:" in said and "eye (dino), the run's prompts" in said
+
+
+def test_pres_is_drawn_without_the_token_from_the_noise_of_the_subject() -> None:
+    prompts = [Prompt("a zorp dog", "a dog"), Prompt("a cat", "a cat"), Prompt("a zorp dog in snow", "a dog in snow")]
+    shots = shots_of(PictureRequest("", 100), prompts, 2)
+    assert [(shot.request.prompt, shot.request.seed) for shot in shots if not shot.of_class] == [
+        ("a zorp dog", 100), ("a zorp dog", 101), ("a cat", 102), ("a cat", 103), ("a zorp dog in snow", 104),
+        ("a zorp dog in snow", 105),
+    ]  # fmt: skip
+    others = [(shot.request.prompt, shot.request.seed) for shot in shots if shot.of_class]
+    assert others == [("a dog", 100), ("a dog in snow", 104)]
+
+
+@pytest.fixture
+def unpredicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the prediction, which takes longer than all else."""
+    monkeypatch.setattr(command, "estimate_stages", lambda *_: {})
+
+
+@pytest.fixture
+def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[int]]:
+    """Drawing and embedding stop after as many pictures as the list's two numbers say; negative: never."""
+    left = [-1, -1]
+
+    def counting(owner: type, name: str, which: int) -> None:
+        honest = getattr(owner, name)
+
+        def stopping(self: object, *args: object) -> object:
+            if left[which] == 0:
+                raise KeyboardInterrupt
+            left[which] -= 1
+            return honest(self, *args)
+
+        monkeypatch.setattr(owner, name, stopping)
+
+    from simpletune.commands.evaluate.encoders import ImageEncoder
+
+    counting(Sampler, "latents", 0)
+    counting(ImageEncoder, "of_pictures", 1)
+    yield left
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param((), id="alone"), pytest.param(("--batch-size", 2), id="in pairs", marks=pytest.mark.slow)]
+)
+def test_a_stopped_evaluation_goes_on_and_gives_the_same_table(
+    more: tuple, run: Path, encoders: list[str], stops: list[int], tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(run, whole)
+    evaluate(parsed(whole, "--encoders", *encoders, *more))
+    for stop in ([3, -1], [2, -1], [-1, 5]):
+        stops[:] = stop
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(parsed(run, "--encoders", *encoders, *more))
+        assert not (run / "evaluation.json").exists()
+    stops[:] = [-1, -1]
+    evaluate(parsed(run, "--encoders", *encoders, *more))
+    assert stops == [-1, -1 - (2 * (24 + 6) - 5)], "nothing is drawn again, and only what was missing is embedded"
+    own, other = (json.dumps(table(each)).replace(each.name, "") for each in (run, whole))
+    assert own == other
+    stops[:] = [0, 0]
+    evaluate(parsed(run, "--encoders", *encoders, *more))  # nothing is left to do
+
+
+def test_missing_and_damaged_pictures_are_drawn_again_alone(
+    run: Path, encoders: list[str], stops: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(parsed(run, "--encoders", *encoders))
+    before, first = table(run), run / table(run)["points"][1]["pictures"][0]
+    second = run / table(run)["points"][2]["pictures"][1]
+    honest = first.read_bytes()
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:60])
+    stops[:] = [2, 0]
+    evaluate(parsed(run, "--encoders", *encoders))
+    assert table(run) == before and first.read_bytes() == honest
+    said = capsys.readouterr().out
+    assert f"{second} is damaged: renamed to {second.name}.damaged; drawing it again" in said and "2 to draw" in said
+
+
+def test_missing_training_pictures_are_named(
+    run: Path, encoders: list[str], tiny_pictures: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(tiny_pictures, mine)
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["path"] = str(mine)
+    (run / "config.json").write_text(json.dumps(config))
+    (mine / "002.png").unlink()
+    Image.new("RGB", (32, 32)).save(mine / "004.png")
+    with pytest.raises(UserError, match=r"2 training pictures missing or changed since the run \(002.png, 004.png\)"):
+        evaluate(parsed(run, "--encoders", *encoders))
+
+
+def test_held_out_pictures_are_no_training_pictures(run: Path, encoders: list[str], unpredicted: None) -> None:
+    data = json.loads((run / "data.json").read_text())
+    data["held_out"], data["samples"] = data["samples"][:2], data["samples"][2:]
+    (run / "data.json").write_text(json.dumps(data))
+    evaluate(parsed(run, "--encoders", encoders[0], "--seeds", 1))
+    result = table(run)
+    assert result["real"] == {"pictures": 4, "of": 4} and result["main"]["prompt_fidelity"] is None
+    kid = result["points"][0]["scores"]["kid"]["eye"]
+    assert kid["n"] == 2 and kid["low"] is None, "without a prompt there is one picture, and no distance"
+    assert "diversity" not in result["points"][0]["scores"], "one picture of a prompt has no diversity"
+
+
+def test_other_weights_of_the_same_step_are_other_pictures(run: Path, encoders: list[str], tmp_path: Path) -> None:
+    def keys(folder: Path) -> list[set[str]]:
+        args = parsed(folder, "--encoders", *encoders)
+        args.run, args.runs, args.model, args.no_t5 = folder, None, None, None
+        plan = plan_of(command.open_session(args), args)
+        return [{plan.keys[point, shot] for shot in plan.shots} for point in plan.points]
+
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    base, first, last = keys(run)
+    assert not (base & first or first & last) and all(len(own) == 8 for own in (base, first, last))
+    assert keys(other) == [base, first, last], "a run that is moved keeps its pictures"
+    file = next((other / "checkpoints" / "step-000004").glob("pytorch_lora_weights.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    from simpletune.commands.evaluate.plan import identity
+
+    identity.cache_clear()
+    assert [own == expected for own, expected in zip(keys(other), (base, first, last), strict=True)] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_run_without_checkpoints_has_its_result(tiny_config: dict, copy_run: TrainOnce) -> None:
+    tiny_config["checkpoint"] = {"every": None}
+    run = copy_run(tiny_config)
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    assert [(point.step, point.strength) for point in evaluated_weights(run, None)] == [(None, None), (4, 1.0)]
+    (run / "summary.json").unlink()
+    with pytest.raises(UserError, match="has no checkpoint and no result. Continue training it"):
+        evaluated_weights(run, None)
+
+
+def test_strength_0_is_the_base_s_twin_and_no_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [point.weights.scale for point in evaluated_weights(run, [0.0, 0.5, 0.0])] == [1.0, 0.0, 0.5, 0.0, 0.5]
+    assert [point.name(run) for point in evaluated_weights(run, [0.5])] == ["base", "tiny@2:0.5", "tiny@4:0.5"]
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(run), "--strengths", "nan"])
+    assert "nan is not a number, such as 0.8" in capsys.readouterr().err
+
+
+def test_only_a_whole_run_is_evaluated(run: Path, encoders: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="@2: all checkpoints of a run are evaluated together. Name the run: .*/tiny$"):
+        evaluate(parsed(Path(f"{run}@2"), "--encoders", *encoders))
+    with pytest.raises(UserError, match="^[^-].*nowhere does not exist. Name a run, such as runs/demo"):
+        evaluate(parsed(tmp_path / "nowhere"))
+
+
+def test_a_full_model_has_no_strength(tiny_config: dict, copy_run: TrainOnce) -> None:
+    tiny_config |= {"adapter": {"method": "full"}, "checkpoint": {"every": 2}}
+    run = copy_run(tiny_config)
+    assert [(point.step, point.strength) for point in evaluated_weights(run, None)] == [
+        (None, None),
+        (2, None),
+        (4, None),
+    ]
+    with pytest.raises(UserError, match="--strengths: a full model has no strength. Leave them out"):
+        evaluated_weights(run, [0.5])
+
+
+def test_encoders_must_be_named_for_a_real_model(run: Path, encoders: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--encoders is missing. Name folders or hub names, such as facebook"):
+        evaluate(parsed(run))
+    twin = tmp_path / "eye"
+    shutil.copytree(encoders[0], twin)
+    with pytest.raises(UserError, match="--encoders: two are called eye. Rename one folder"):
+        evaluate(parsed(run, "--encoders", encoders[0], twin))
+
+
+def test_only_a_prediction_draws_nothing(run: Path, encoders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run), "--device", "cpu", "--encoders", *encoders, "--predict"]) == 0
+    said = capsys.readouterr().out
+    assert "predict draw:" in said and "predict decode:" in said
+    assert not (run / "evaluation.json").exists() and Gallery(run).lacking(["x"]) == ["x"]
+
+
+def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
+    run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simpletune.commands.evaluate import estimate as module
+    from simpletune.system.gpus import Card
+
+    args = parsed(run, "--encoders", *encoders)
+    args.run, args.runs, args.model, args.no_t5 = run, None, None, None
+    session = command.open_session(args)
+    plan = plan_of(session, args)
+    found = estimate_stages(plan, command.encoders_of(False, encoders), 5)
+    assert set(found) == {"text", "draw", "decode", "eye", "reader"}
+    assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
+    session.device = torch.device("cuda")
+    monkeypatch.setattr(module, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
+    with pytest.raises(UserError, match="evaluate: text needs .* MiB and tiny has 512 free. Try --resident-blocks 0"):
+        estimate_stages(plan, command.encoders_of(False, encoders), 5)
+
+
+class Counted:
+    """A CPU that takes a millisecond for each operation, whatever it computes."""
+
+    cuda = False
+    rates: dict = {}
+
+    def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
+        return 0.0
+
+    def host(self, what: str) -> float:
+        return 1e-3 if what == "operation" else 0.0
+
+
+def test_predicted_time_is_that_of_every_operation(
+    run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simpletune.commands.evaluate import estimate as module
+
+    monkeypatch.setattr(module, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
+    known = command.encoders_of(False, encoders)
+
+    def found(pictures: int, *words: object) -> dict[str, float]:
+        args = parsed(run, "--encoders", *encoders, *words)
+        args.run, args.runs, args.model, args.no_t5 = run, None, None, None
+        stages = estimate_stages(plan_of(command.open_session(args), args), known, pictures)
+        return {name: stage.seconds for name, stage in stages.items()}
+
+    one, ten = found(1, "--steps", "3"), found(10, "--steps", "6")
+    assert ten["draw"] == pytest.approx(20 * one["draw"]) and ten["decode"] == pytest.approx(10 * one["decode"])
+    assert ten["eye"] == one["eye"] > 40 * 0.01, "40 pictures of at least 10 operations"
+    assert one["draw"] > 3 * 0.05 and one["text"] > 0, "3 passes of at least 50 operations"
+
+
+def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
+    from simpletune.commands.evaluate.estimate import speeds_at_hand
+    from simpletune.estimate.timing.constants import VERSION, Constants, Grid, constants_file, write_constants
+    from simpletune.system.environment import cpu_name
+
+    threads = torch.get_num_threads()
+    constants = Constants(
+        version=VERSION, device="a CPU", kind="cpu", capability=None, memory_bytes=None, threads=threads,
+        date="2026-11-22", versions="", seconds=1.0, grids={"add.fp32": Grid(axes={"bytes": [4096]}, seconds=[0.5])},
+    )  # fmt: skip
+    write_constants(constants_file(tmp_path, cpu_name(), threads, "cpu"), constants)
+    speeds, source = speeds_at_hand(tmp_path, None)
+    assert source == "calibrated on a CPU, 2026-11-22" and speeds.seconds("add", "fp32", (4096,)) == 0.5
+
+
+@pytest.mark.slow
+def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str]) -> None:
+    """Of processor time, which other programs do not lengthen much."""
+    import time
+
+    from simpletune.commands.evaluate.generate import generate_missing
+
+    args = parsed(run, "--encoders", *encoders)
+    args.run, args.runs, args.model, args.no_t5 = run, None, None, None
+    plan = plan_of(command.open_session(args), args)
+    gallery = Gallery(run)
+    gallery.folder.mkdir(exist_ok=True)
+    count = len(plan.points) * len(plan.shots)
+    stages = estimate_stages(plan, command.encoders_of(False, encoders), count)
+    for _ in range(2):  # the first time imports what is needed
+        shutil.rmtree(gallery.folder)
+        gallery.folder.mkdir()
+        clock = time.process_time()
+        assert generate_missing(plan, gallery) == count
+        taken = time.process_time() - clock
+    # Models as tiny as these take most of their time to launch operators, which the prediction does not count.
+    assert 0.1 < (stages["draw"].seconds + stages["decode"].seconds) / taken < 2
+
+
+def test_the_table_shows_each_encoder_with_its_intervals() -> None:
+    value = {"value": 0.5, "low": 0.4, "high": 0.62, "n": 8}
+    points = [{"title": "base", "scores": {"subject_fidelity": {"a": value}, "kid": {"b": {**value, "low": None}}}}]
+    encoders = [
+        {"title": "a", "kind": "dino", "reads_prompts": False},
+        {"title": "b", "kind": "clip", "reads_prompts": True},
+    ]
+    shown = command.lines({"encoders": encoders, "points": points, "prompts": {"slice": "mine"}})
+    assert shown[0] == "a (dino), mine" and "0.500 ±0.110" in shown[2] and shown[3].split() == ["n", "8"]
+    assert shown[4] == "b (clip), mine" and shown[6].split() == ["base", "0.500"]
+    assert command.main_encoders(encoders[1:]) == {"subject_fidelity": "b", "prompt_fidelity": "b"}
+
+
+def test_the_demo_model_has_encoders_of_its_own() -> None:
+    assert [about.title for about in command.encoders_of(True, None)] == ["tiny-dino", "tiny-clip"]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_demo_gets_nearer_to_its_subject_and_its_class_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo as it is: fidelity rises beyond chance, and another figure becomes the subject as well (PRES)."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "demo_subject"]) == 0
+    assert main(["evaluate", "runs/demo-subject"]) == 0
+    result = table(Path("runs/demo-subject"))
+    base, *_, last = (point["scores"] for point in result["points"])
+    assert result["main"] == {"subject_fidelity": "tiny-dino", "prompt_fidelity": "tiny-clip"}
+    assert last["subject_fidelity"]["tiny-dino"]["from_base"]["low"] > 0.1
+    assert last["cmmd"]["tiny-dino"]["value"] < base["cmmd"]["tiny-dino"]["value"]
+    assert last["pres"]["tiny-dino"]["from_base"]["low"] > 0

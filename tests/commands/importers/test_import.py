@@ -1,0 +1,336 @@
+"""``simpletune import``: every key of three trainers' configurations, one by one, and whole files in their forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import peer_configs
+import pytest
+from import_cases import CASES, LARGE
+
+from simpletune.apps.cli.main import main
+from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES
+from simpletune.commands.importers.importing import ImportResult, form_of, import_file
+from simpletune.commands.importers.translation import trainer_tables
+from simpletune.config.load import read_json, validate
+from simpletune.config.schema import run_name
+from simpletune.models.sd3.files import HUB_NAMES
+from simpletune.system.options import Json, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+BASES: dict[str, Json] = {
+    "simpletuner": {
+        "model_type": "lora",
+        "model_family": "sd3",
+        "base_model_precision": "no_change",
+        "lora_type": "standard",
+        "optimizer": "adamw_bf16",
+        "pretrained_model_name_or_path": LARGE,
+    },
+    "kohya": {
+        "network_module": "networks.lora_sd3",
+        "network_dim": 8,
+        "mixed_precision": "bf16",
+        "output_name": "x",
+        "pretrained_model_name_or_path": LARGE,
+    },
+    "onetrainer": {
+        "training_method": "LORA",
+        "model_type": "STABLE_DIFFUSION_35",
+        "base_model_name": LARGE,
+        "peft_type": "LORA",
+        "train_dtype": "BFLOAT_16",
+    },
+}
+SOURCES: dict[str, Json] = {
+    "simpletuner": {"id": "a", "type": "local", "instance_data_dir": "pics"},
+    "kohya": {"image_dir": "pics"},
+    "onetrainer": {"path": "pics"},
+}
+
+
+def imported(tool: str, folder: Path, settings: Json | None = None, source: Json | None = None) -> ImportResult:
+    """Import a configuration of one data set with more settings; None removes one."""
+    whole = {**BASES[tool], **(settings or {})}
+    whole = {key: value for key, value in whole.items() if value is not None}
+    one = {**SOURCES[tool], **(source or {})}
+    if tool == "kohya":
+        general = {
+            key: one.pop(key)
+            for key in ("resolution", "enable_bucket", "batch_size", "bucket_no_upscale")
+            if key in one
+        }
+        data: object = {"datasets": [{**general, "subsets": [one]}]}
+    else:
+        data = [one]
+    file = peer_configs.write(folder, config___json=whole, data___json=data)
+    return import_file(file, folder / "data.json")
+
+
+def at(config: Json, path: str) -> object:
+    value: object = config
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return "unset"
+        value = value[name]
+    return value
+
+
+def became(found: ImportResult, key: str) -> set[str]:
+    """What became of a key, in whatever section it stood."""
+    return {line.became for line in found.lines if line.key == key or line.key.endswith(f".{key}")}
+
+
+@pytest.mark.parametrize(("tool", "settings", "source", "path", "value", "end"), CASES)
+def test_each_key(
+    tool: str, settings: Json, source: Json, path: str, value: object, end: str | None, tmp_path: Path
+) -> None:
+    found = imported(tool, tmp_path, settings, source)
+    assert at(found.config, path) == value
+    names = {key.lstrip("-") for key in (*settings, *source)}
+    names |= {key for given in (*settings.values(), *source.values()) if isinstance(given, dict) for key in given}
+    if end == "left out":
+        assert any(line.became == end and line.key.rpartition(".")[2] in names for line in found.lines)
+    elif end is not None:
+        assert [line.became for line in found.lines if line.path == path] == [end]
+
+
+@pytest.mark.parametrize("run", list(peer_configs.STUDY_RUNS))
+def test_the_study_s_values_come_out_as_the_configuration_that_is_shipped(run: str, tmp_path: Path) -> None:
+    file = peer_configs.write(
+        tmp_path, config___json=peer_configs.study(run), config__multidatabackend___json=peer_configs.STUDY_DATA
+    )
+    found = import_file(file)
+    shipped = read_json(Path(f"sd3_medium_study_{run}"))
+    assert {key: value for key, value in shipped.items() if key not in ("$schema", "about")} == found.config
+    assert [source["aspect"] for source in found.config["data"]["sources"] if "aspect" in source] == ["square"]
+    assert [source["repeats"] for source in found.config["data"]["sources"]] == [11, 11] and not found.problems
+    assert {problem.path for problem in found.missing} == {"data.sources.0.path", "data.sources.1.path"}
+
+
+def test_options_and_data_of_kohya_in_toml(tmp_path: Path) -> None:
+    file = peer_configs.write(
+        tmp_path,
+        config___toml="""
+            [model]
+            pretrained_model_name_or_path = "sd3_medium.safetensors"
+            [network]
+            network_module = "networks.lora_sd3"
+            network_dim = 16
+            network_alpha = 16
+            [sampling]
+            sample_prompts = "prompts.txt"
+            dataset_config = "data.toml"
+            prior_loss_weight = 0.5
+        """,
+        data___toml="""
+            [general]
+            caption_extension = ".txt"
+            keep_tokens = 1
+            [[datasets]]
+            resolution = 1024
+            batch_size = 2
+            keep_tokens = 3
+              [[datasets.subsets]]
+              image_dir = "pics/dog"
+              num_repeats = 10
+              [[datasets.subsets]]
+              image_dir = "pics/reg"
+              is_reg = true
+              keep_tokens = 5
+            [[datasets]]
+            resolution = 512
+              [[datasets.subsets]]
+              image_dir = "pics/old"
+        """,
+        prompts___txt="sks dog --w 1024 --h 768 --d 7 --l 5 --s 28 --n blurred\n# no\n\na cat --w 1024 --h 1024\n",
+    )
+    found = import_file(file)
+    first, regular, old = found.config["data"]["sources"]
+    assert [source["keep_tags"] for source in (first, regular, old)] == [3, 5, 1]  # the inner one wins
+    assert (first["repeats"], first["resolution"], old["resolution"]) == (10, 1024, 512)
+    assert regular["regularization"] and regular["weight"] == 0.5 and "weight" not in first
+    assert found.config["train"]["batch_size"] == 2 and "the largest" in " ".join(map(str, found.lines))
+    assert found.config["validation"] == {
+        "prompts": ["sks dog", "a cat"], "width": 1024, "height": 768, "seed": 7, "guidance": 5, "steps": 28,
+        "negative_prompt": "blurred",
+    }  # fmt: skip
+    assert not found.problems
+
+
+PROMPTS = {"prompts": ["sks dog", "a cat"], "width": 768, "guidance": 5, "steps": 28}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "prompts.json",
+            '[{"prompt": "sks dog", "width": 770, "scale": 5, "sample_steps": 28}, {"prompt": ""},'
+            ' {"prompt": "a cat", "width": 768, "scale": 5, "sample_steps": 28}]',
+        ),
+        (
+            "prompts.toml",
+            "[prompt]\nwidth = 770\nscale = 5\nsample_steps = 28\n"
+            '[[prompt.subset]]\nprompt = "sks dog"\n[[prompt.subset]]\nprompt = "a cat"\n',
+        ),
+        ("prompts.txt", "sks dog --w 770 --l 5 --s 28\na cat --w 770\n"),
+    ],
+)
+def test_prompts_of_kohya_in_each_format(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    found = imported("kohya", tmp_path, {"sample_prompts": name})
+    assert found.config["validation"] == PROMPTS and not found.problems
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("prompts.json", b"{}", "cannot be read"),
+        ("prompts.json", b"[", "cannot be read"),
+        ("prompts.toml", b"[prompt", "cannot be read"),
+        ("prompts.txt", b"\xff\xfe\xff", "cannot be read"),
+        ("prompts.txt", b"# nothing\n", "no prompts"),
+    ],
+)
+def test_a_file_of_prompts_that_cannot_be_read_is_left_out(name: str, content: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = imported("kohya", tmp_path, {"sample_prompts": name})
+    (line,) = [line for line in found.lines if line.key == "sample_prompts"]
+    assert line.became == "left out" and why in line.why and "validation" not in found.config
+
+
+def test_kohya_s_folders_without_a_data_file(tmp_path: Path) -> None:
+    settings = {"train_data_dir": "train", "reg_data_dir": "reg", "resolution": "1024,1024", "train_batch_size": 4,
+                "enable_bucket": True, "flip_aug": True}  # fmt: skip
+    found = import_file(peer_configs.write(tmp_path, config___json=BASES["kohya"] | settings))
+    first, regular = found.config["data"]["sources"]
+    assert first == {"path": "train", "folder_names": "kohya", "flip": True, "resolution": 1024, "aspect": "buckets",
+                     "variants": 8}  # fmt: skip
+    assert regular["regularization"] and regular["path"] == "reg" and found.config["train"]["batch_size"] == 4
+
+
+def test_masks_caches_and_unused_data_sets_of_simpletuner(tmp_path: Path) -> None:
+    data = [
+        {"id": "dogs", "instance_data_dir": "dogs", "conditioning_data": "masks"},
+        {"id": "masks", "dataset_type": "conditioning", "conditioning_type": "mask", "instance_data_dir": "masks"},
+        {"id": "off", "instance_data_dir": "off", "disabled": True},
+        {"id": "text", "dataset_type": "text_embeds", "cache_dir": "cache/text"},
+    ]
+    file = peer_configs.write(tmp_path, config___json=BASES["simpletuner"], data___json=data)
+    found = import_file(file, tmp_path / "data.json")
+    assert found.config["data"]["mask"] == "files" and found.config["data"]["mask_path"] == "masks"
+    assert found.config["output"]["cache"] == "cache/text" and found.config["data"]["path"] == "dogs"
+    assert {"off.disabled", "text.dataset_type", "masks.dataset_type"} <= {line.key for line in found.lines}
+
+
+def test_lycoris_has_a_file_of_its_own(tmp_path: Path) -> None:
+    settings = BASES["simpletuner"] | {"lora_type": "lycoris", "lycoris_config": "config/lycoris.json"}
+    own = {"algo": "lokr", "linear_dim": 10000, "linear_alpha": 1, "factor": 16, "bypass_mode": True}
+    file = peer_configs.write(tmp_path, config___json=settings, config__lycoris___json=own)
+    found = import_file(file)
+    assert found.config["adapter"] == {"method": "lokr", "rank": None, "factor": 16}
+    assert "left out" in became(found, "lycoris_config")
+
+
+def test_what_is_not_said_is_the_trainer_s_default_and_is_named(tmp_path: Path) -> None:
+    found = imported("simpletuner", tmp_path)
+    (line,) = [line for line in found.lines if line.key == "lora_rank"]
+    assert line.default and str(line) == "lora_rank 16 (its default) -> adapter.rank 16"
+    assert found.config["name"] == run_name(tmp_path.name)
+
+
+def test_a_result_with_problems_is_written_and_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    settings = BASES["kohya"] | {"optimizer_type": "Prodigy", "unet_lr": 1e-4, "wandb_api_key": "abcdefgh123"}
+    file = peer_configs.write(tmp_path, config___json=settings)
+    out = tmp_path / "ours.json"
+    assert main(["import", str(file), "--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert "optimizer.lr: 0.0001 would scale down the learning rate that prodigy estimates" in shown.err
+    assert "left out" in shown.out and "(not shown)" in shown.out and "abcdefgh123" not in shown.out + shown.err
+    assert read_json(out)["optimizer"]["name"] == "prodigy"
+    assert main(["import", str(file), "--out", str(out)]) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = peer_configs.write(tmp_path, data___json=[{"instance_data_dir": "demo:pictures"}])
+    file = peer_configs.write(tmp_path, config___json=BASES["simpletuner"])
+    assert main(["import", str(file), "--data", str(data)]) == 0
+    shown = capsys.readouterr()
+    validate(json.loads(shown.out), "printed")
+    for words in ("from       SimpleTuner", "taken      ", "changed    ", "left out   "):
+        assert words in shown.err
+    assert "a" not in [line.partition(" ")[0] for line in shown.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x___json", "{", "x.json:1:2: not valid JSON"),
+        ("x___toml", "a = ", "x.toml: not valid TOML"),
+        ("x___json", "[]", "a list of data sets"),
+        ("x___json", "3", "no object"),
+        ("x___json", {"a": 1}, "is no configuration of SimpleTuner"),
+        ("x___json", '{"a": 1, "a": 2}', "not valid JSON"),
+        ("x___json", "[" * 100_000, "not valid JSON"),
+        ("x___json", "\udcff", "not UTF-8"),
+        ("x___json", {**BASES["onetrainer"], "optimizer": 3}, "unexpected type"),
+        ("x___json", {**BASES["onetrainer"], "concepts": [3]}, "a list of objects"),
+        ("x___json", json.dumps({"a": "x" * 2**20}), "bytes; a configuration has at most"),
+    ],
+)
+def test_what_is_no_configuration(name: str, content: object, message: str, tmp_path: Path) -> None:
+    if content == "\udcff":
+        (tmp_path / "x.json").write_bytes(b"\xff\xfe\xff")
+        file = tmp_path / "x.json"
+    else:
+        file = peer_configs.write(tmp_path, **{name: content})
+    with pytest.raises(UserError, match=message):
+        import_file(file)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        import_file(tmp_path / "no.json")
+    with pytest.raises(UserError, match="is a folder"):
+        import_file(tmp_path)
+    (tmp_path / "secret").write_text("root:x:0:0")
+    settings = BASES["kohya"] | {"sample_prompts": str(tmp_path / "secret")}  # not the ending of a file of prompts
+    found = import_file(peer_configs.write(tmp_path, config___json=settings))
+    assert "root" not in json.dumps(found.config) and "left out" in became(found, "sample_prompts")
+
+
+def test_our_own_configurations_are_not_taken_for_others() -> None:
+    assert {form_of(read_json(file)) for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json"} == {
+        None
+    }
+
+
+def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
+    for name in OPTIMIZERS:
+        found = imported("kohya", tmp_path, {"optimizer_type": name, "network_module": None})
+        assert not [p for p in found.problems if p.path == "optimizer.name"], name
+    for name in SCHEDULES:
+        assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
+    assert set(trainer_tables("simpletuner")["flavours"].values()) == set(HUB_NAMES)
+    assert trainer_tables("simpletuner")["blocks"].keys() <= set(HUB_NAMES)
+
+
+def test_values_and_reasons_of_the_tables_belong_to_an_option() -> None:
+    for trainer in BASES:
+        tables = trainer_tables(trainer)
+        for name in ("values", "why", "otherwise"):
+            assert tables.get(name, {}).keys() <= {row.key for row in tables["options"]}, (trainer, name)
+
+
+def test_the_documentation_has_a_line_for_every_key() -> None:
+    page = (ROOT / "docs" / "reference" / "import-keys.md").read_text()
+    tables = [trainer_tables(trainer) for trainer in BASES]
+    keys = {row.key for table in tables for name in ("options", "lora") for row in table.get(name, ())}
+    keys |= {key for table in tables for name in ("left_out", "left_out_data") for key in table[name]}
+    keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
+    patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
+    missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}
+    assert missing == {"no_such_key", "nonsense", "wurst"}

@@ -1,0 +1,86 @@
+"""Every configuration in configs/ trains, scaled down to the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_sd15
+from slow_cases import slow_but
+
+from simpletune.commands.train.train import train
+from simpletune.config.explain import explain
+from simpletune.config.load import read_config
+from simpletune.engine.memory.profiles import with_profile
+from simpletune.runs.result import result_files
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACED = "demo.json"  # one has a trace: what profiling adds is the same for all
+FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json")
+FAST = (  # one of each family and method, and of the levers of the profiles
+    "demo", "demo_embeddings", "demo_full", "sd15_lora", "sd35_large_lora_8gb", "sd3_medium_dora",
+    "sd3_medium_full_8gb", "sd3_medium_lokr", "sd3_medium_lora_4gb", "sd3_medium_study_lora_r16",
+    "tiny_sd3_from_scratch",
+)  # fmt: skip
+
+
+def for_one_block(file: Path) -> list[str]:
+    """Counts of blocks, the file's own or its profile's, brought down to the tiny model's one block.
+
+    The count of resident blocks becomes 0, so that the one block streams.
+    """
+    data = json.loads(file.read_text())
+    memory = with_profile(data, data["adapter"]["method"] != "lora").get("memory", {})
+    overrides = []
+    if isinstance(memory.get("checkpointing"), int):
+        overrides.append("memory.checkpointing=1")
+    if memory.get("resident_blocks") is not None:
+        overrides.append("memory.resident_blocks=0")
+    return overrides
+
+
+@pytest.fixture(scope="module")
+def tiny_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pipeline of Stable Diffusion 1.5."""
+    return tiny_sd15.build(tmp_path_factory.mktemp("unet") / "sd15")
+
+
+def tiny_model(file: Path, tiny_config: dict, tiny_unet: Path) -> list[str]:
+    """Overrides that take a tiny model of the file's family, its smallest pictures, and few of them a step."""
+    data = json.loads(file.read_text())
+    few = ["train.batch_size=2", "train.gradient_accumulation=1"] if data["train"].get("batch_size", 1) >= 16 else []
+    few += [f"model.{part}=null" for part in ("unet", "transformer") if data.get("model", {}).get(part)]
+    if data.get("model", {}).get("family") == "sd15":
+        return [f"model.pretrained={tiny_unet}", "data.resolution=64", *few]
+    return [*few, f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
+
+
+def captions(file: Path) -> list[str]:
+    """An override that writes the token of embeddings into every caption."""
+    embeddings = (json.loads(file.read_text()).get("text") or {}).get("embeddings")
+    return [f"data.prompt=a {embeddings['token']} picture"] if embeddings else []
+
+
+@pytest.mark.parametrize(
+    "file", slow_but([ROOT / "configs" / f"{name}.json" for name in FAST], FILES), ids=lambda file: file.name
+)
+def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> None:
+    overrides = [
+        *tiny_model(file, tiny_config, tiny_unet), "device=cpu",
+        f"data.path={tiny_config['data']['path']}", "train.steps=3", "schedule.warmup_steps=1",
+        "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.loss_samples=2",
+        "validation.seed=5", "validation.width=null",
+        "validation.height=null", f"profile.max_traces={int(file.name == TRACED)}", "output.report=false",
+        *(f"output.{key}={value}" for key, value in tiny_config["output"].items() if key != "report"),
+        *for_one_block(file), *captions(file),
+    ]  # fmt: skip
+    config, _ = read_config(file, overrides)
+    assert config.about in explain(config)
+    run = train(config)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["eval_loss_after"] is not None
+    assert all(file.exists() for file in result_files(config, run))
+    assert (run / "samples" / "grid.png").exists()
+    traces = list((run.parents[1] / "profiles").rglob("*.pt.trace.json.gz"))
+    assert len(traces) == (file.name == TRACED)

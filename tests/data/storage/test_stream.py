@@ -1,0 +1,502 @@
+"""Data sets in shards: their readers, the order of an epoch, training and resuming, damage, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stream_data
+from launching import Launcher
+from PIL import Image
+from safetensors.torch import load_file
+from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet
+from stream_order import micro_batches
+
+from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.config.resolve import file_problems
+from simpletune.data.plan import GlobalBatch
+from simpletune.data.row_order import epoch_order, substitute_unusable
+from simpletune.data.samples import Crop, SampleDraw
+from simpletune.data.sources.masks import latent_mask
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.storage.dataset import open_rows
+from simpletune.data.storage.rows import Columns, LruCache, ShardedRows
+from simpletune.estimate.job_estimate import counts_of
+from simpletune.runs.folder import read_metrics
+from simpletune.stages.copy_cache import copy_cache
+from simpletune.stages.plan_data import make_plan
+from simpletune.stages.stream_encode import StreamEncoder
+from simpletune.stages.stream_plan import StreamPlan, stream_plan
+from simpletune.system.options import ConfigError, UserError
+
+COLUMNS = Columns("image", "text", ("width", "height"))
+SQUARE = {"source": "stream", "resolution": 32, "aspect": "square"}
+
+
+def rows_at(place: Path | str, columns: Columns = COLUMNS) -> ShardedRows:
+    return open_rows(str(place), columns)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """20 rows in three parquet files, in row groups of three."""
+    return write_parquet(tmp_path / "shards", rows_of(20))
+
+
+def config_of(tiny_config: dict, place: Path | str, **more: object) -> dict:
+    return copy.deepcopy(tiny_config) | {"data": {**SQUARE, "path": str(place), **more}}
+
+
+def epoch_of(plan: StreamPlan, number: int = 0) -> list[SampleDraw]:
+    first = number * plan.steps_per_epoch
+    steps = range(first, first + plan.steps_per_epoch)
+    draws = [
+        draw for step in steps for micro in range(len(plan.micros(step))) for draw in plan.micro_batch(step, micro)
+    ]
+    return [draw for draw in draws if draw.weight]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shards_that_mosaics_own_writer_made_are_read(form: str) -> None:
+    rows = rows_at(stream_data.ASSETS / form)
+    assert len(rows) == COUNT and len(rows.shards) > 2, "several shards"
+    for number in np.random.default_rng(0).permutation(COUNT).tolist():
+        found, drawn = (np.asarray(Image.open(io.BytesIO(data))) for data in (rows.picture(number), picture(number)))
+        assert (found == drawn).all() and rows.caption(number) == stream_data.caption(number)
+    assert rows.sizes().tolist() == [list(Image.open(io.BytesIO(picture(n))).size) for n in range(COUNT)]
+    tags = rows_at(stream_data.ASSETS / form, Columns("image", "tags"))
+    assert tags.caption(3) == ["picture 3", "number 3"]
+    assert len({rows.key(number) for number in range(COUNT)}) == COUNT
+    noted = {"bare": ["the index has none"]}.get(form, [])
+    assert len(rows.notes()) == len(noted) and all(text in note for text, note in zip(noted, rows.notes(), strict=True))
+
+
+def test_parquet_rows_are_found_by_their_number(shards: Path) -> None:
+    expected = rows_of(20)
+    for place in (shards, shards / "*.parquet", shards / "train-*"):
+        rows = rows_at(place)
+        assert len(rows) == 20 and rows.starts.tolist() == [0, 3, 6, 7, 10, 13, 14, 17, 20]
+        for number in (19, 0, 7, 6, 13):
+            assert rows.picture(number) == expected[number]["image"] and rows.caption(number) == f"row {number}"
+        assert rows.sizes().tolist() == [[row["width"], row["height"]] for row in expected]
+    assert rows.name(8) == "train-00001-of-00003.parquet#00000001"
+    one = rows_at(shards / "train-00001-of-00003.parquet")
+    assert [one.key(n) for n in range(7)] == [rows.key(n) for n in range(7, 14)], "whatever else is listed"
+    assert len(open_rows(str(shards), COLUMNS, split="00002-of")) == 6
+
+
+def test_a_block_is_read_once_while_it_fits() -> None:
+    read, held = [], LruCache[str](10)
+
+    def block(key: int) -> str:
+        return held.get(key, lambda: (read.append(key) or str(key), 4))
+
+    assert [block(key) for key in (0, 1, 0, 1, 2, 1, 0)] == list("0101210")
+    assert read == [0, 1, 2, 0], "the one that was used longest ago has gone"
+
+
+CASES = [(20, 4, 1, 5, 1), (50, 7, 3, 8, 4), (33, 5, 2, 100, 8), (9, 9, 9, 1, 2)]
+
+
+@pytest.mark.parametrize(("count", "blocks", "buckets", "window", "batch"), CASES)
+def test_the_order_is_that_of_the_reference(count: int, blocks: int, buckets: int, window: int, batch: int) -> None:
+    chance = np.random.default_rng(count)
+    block, bucket = np.sort(chance.integers(0, blocks, count)), chance.integers(0, buckets, count)
+    for epoch in (0, 1, 5):
+        order = epoch_order((3, epoch), block, bucket, window, batch)
+        expected = micro_batches(3, epoch, list(zip(block.tolist(), bucket.tolist(), strict=True)), window, batch)
+        assert [[n for n in row if n >= 0] for row in order.tolist()] == expected
+        assert sorted(order[order >= 0].tolist()) == list(range(count))
+
+
+def test_a_stretch_of_an_epoch_stays_in_few_blocks() -> None:
+    block = np.repeat(np.arange(100), 50)
+    order = epoch_order((1, 0), block, np.zeros(5000, np.int64), 200, 4)
+    seen = [len(set(block[order[start : start + 50].reshape(-1)])) for start in range(0, 1250, 50)]
+    assert max(seen) <= 5 and order[:50].reshape(-1).tolist() != sorted(order[:50].reshape(-1).tolist())
+    assert (
+        len(
+            set(block[order[:50]].reshape(-1))
+            & set(block[epoch_order((1, 1), block, block * 0, 200, 4)[:50]].reshape(-1))
+        )
+        < 4
+    )
+
+
+def test_the_place_of_an_unusable_row_goes_to_the_next_of_its_bucket() -> None:
+    batches, bucket = np.array([[0, 1], [2, -1], [3, 4]]), np.array([0, 0, 1, 0, 0])
+    assert substitute_unusable(batches, bucket, np.array([1, 3])).tolist() == [[0, 4], [2, -1], [4, 4]]
+    assert substitute_unusable(batches, bucket, np.array([4])).tolist() == [[0, 1], [2, -1], [3, 0]], (
+        "from the start again"
+    )
+
+
+def test_an_epoch_shows_every_row_once_in_buckets(tiny_config: dict, shards: Path) -> None:
+    data = config_of(tiny_config, shards, aspect="buckets", shuffle_window=6)
+    data["train"] = {"steps": 4, "batch_size": 3, "gradient_accumulation": 2}
+    plan = stream_plan(validate(data, "stream"))
+    assert {size: len(members) for size, members in plan.buckets.items()} == {(32, 32): 15, (48, 16): 5}
+    assert plan.steps_per_epoch == 4 and plan.fillers == 1
+    for number in (0, 1):
+        seen = Counter(draw.caption for draw in epoch_of(plan, number))
+        assert seen == {f"row {row}": 1 for row in range(20)}
+    for step in range(8):
+        for micro, area in enumerate(plan.areas(step)):
+            draws = plan.micro_batch(step, micro)
+            assert {width * height for width, height in (draw.view.bucket for draw in draws)} == {area}
+    used = plan.used(1, 3).tolist()
+    draws = [
+        draw for step in (1, 2) for micro in range(len(plan.micros(step))) for draw in plan.micro_batch(step, micro)
+    ]
+    assert sorted({int(draw.caption[4:]) for draw in draws}) == used
+
+
+def test_variants_are_used_in_turn_over_epochs(tiny_config: dict, tmp_path: Path) -> None:
+    rows = [row | {"text": [f"{number} a", f"{number} b"]} for number, row in enumerate(rows_of(6))]
+    data = config_of(tiny_config, write_parquet(tmp_path / "many", rows), variants=2, crop="random", flip=True)
+    plan = stream_plan(validate(data, "stream"))
+    seen = Counter(draw.caption for number in (0, 1) for draw in epoch_of(plan, number))
+    assert seen == {f"{number} {letter}": 1 for number in range(6) for letter in "ab"}
+    assert plan.used(0, 100).tolist() == list(range(12)) and plan.used(0, 6).tolist() == list(range(0, 12, 2))
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {
+        name: tensor.numpy().tobytes() for name, tensor in load_file(run / "pytorch_lora_weights.safetensors").items()
+    }
+
+
+@pytest.mark.parametrize("form", ["parquet", pytest.param("zstd", marks=pytest.mark.slow)])
+def test_resuming_in_the_middle_of_an_epoch_is_exact(
+    form: str, tiny_config: dict, shards: Path, tmp_path: Path, shared_cache: Path
+) -> None:
+    place = shards if form == "parquet" else stream_data.ASSETS / form
+    data = config_of(tiny_config, place, aspect="buckets", shuffle_window=5, caption_dropout=0.2)
+    data |= {"train": {"steps": 4, "batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
+    data["validation"] = {"prompts": [], "loss_samples": 2}
+    whole = train(validate(data, "stream"))
+    data["output"] |= {"cache": str(tmp_path / "another cache")}
+    half = {**data, "name": "half", "train": {"steps": 2, "batch_size": 2}, "checkpoint": {"every": 2}}
+    train(validate(half, "stream"))
+    encoded = len(list((tmp_path / "another cache" / "latents").rglob("*.safetensors")))
+    resumed = train(validate({**half, "train": {"steps": 4, "batch_size": 2}}, "stream"), resume="latest")
+    assert weights(resumed) == weights(whole)
+    assert [r["loss"] for r in read_metrics(resumed)] == [r["loss"] for r in read_metrics(whole)]
+    assert encoded < 8 and read_metrics(whole)[0]["loss"] != read_metrics(whole)[1]["loss"]
+
+
+def test_a_stream_trains_on_the_pictures_that_a_table_reads(tiny_config: dict, shards: Path) -> None:
+    plan = stream_plan(validate(config_of(tiny_config, shards), "stream"))
+    table = {"source": "table", "path": str(shards), "resolution": 32}
+    listed = {p.caption: p.read() for p in validate({**tiny_config, "data": table}, "table").data.scan(shards).pictures}
+    streamed = {draw.caption: draw.view.picture.read_same() for draw in epoch_of(plan)}
+    assert streamed == listed and len(listed) == 20
+
+
+def test_the_plan_does_not_know_how_many_processes_there_are(tiny_config: dict, shards: Path) -> None:
+    data = config_of(tiny_config, shards)
+    data["train"] = {"steps": 4, "global_batch": 8, "batch_size": 2}
+    one, four = (stream_plan(validate(data, "stream")) for _ in range(2))
+    assert [one.micro_batch(3, m) for m in range(2)] == [four.micro_batch(3, m) for m in range(2)]
+    larger = one.divided(GlobalBatch(4, 2))
+    assert larger.batch_size == 4 and larger.steps_per_epoch == 3
+
+
+def broken(number: int, rows: list[dict]) -> list[dict]:
+    """Rows of which one picture has no bytes, one is damaged, one is too small, and one has no caption."""
+    small = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(small, "png")
+    changes: dict[int, dict] = {
+        1: {"image": {"bytes": b"", "path": "x.png"}},
+        4: {"image": {"bytes": picture(4)[:90], "path": None}},
+        7: {"image": {"bytes": small.getvalue(), "path": None}},
+        9: {"text": " "},
+    }
+    return [{**row, **changes.get(index, {})} for index, row in enumerate(rows[:number])]
+
+
+class Looks:
+    """Caches that encode nothing, and look at every picture."""
+
+    def __init__(self) -> None:
+        self.text = self
+
+    def fill_text(self, prompts: list[str]) -> None:
+        assert all(isinstance(prompt, str) for prompt in prompts)
+
+    def fill_pictures(self, parts: list[list[Crop]]) -> list[RejectedEntry]:
+        found: dict[str, RejectedEntry] = {}
+        for view in (view for part in parts for view in part):
+            try:
+                view.picture.read_same()
+            except UnusablePicture as reason:
+                found[view.picture.name] = RejectedEntry(view.picture.name, str(reason))
+        return list(found.values())
+
+    def too_long(self, prompts: list[str]) -> list[str]:
+        return []
+
+
+def filled(data: dict) -> StreamEncoder:
+    """What preparing an epoch finds."""
+    config = validate(data, "stream")
+    filling = StreamEncoder(config, stream_plan(config), Looks())  # type: ignore[arg-type]
+    filling.steps(0, filling.plan.steps_per_epoch)
+    filling.evaluation(4)
+    return filling
+
+
+def test_the_places_of_unusable_rows_are_taken(tiny_config: dict, tmp_path: Path) -> None:
+    place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
+    filling = filled(config_of(tiny_config, place, on_error="skip"))
+    assert sorted(each.name[-3:] for each in filling.rejected) == ["001", "001", "003", "004"]
+    whole = stream_plan(filling.config)
+    pairs = zip(epoch_order_of(whole), epoch_order_of(filling.plan), strict=True)
+    changed = {before: after for before, after in pairs if before != after}
+    assert set(changed) == {1, 4, 7, 9} and not set(changed.values()) & {1, 4, 7, 9}
+    assert len(epoch_of(filling.plan)) == 12
+
+
+def epoch_order_of(plan: StreamPlan) -> list[int]:
+    return plan._epoch(0).reshape(-1).tolist()
+
+
+def test_unusable_rows_stop_the_run_with_their_reasons(tiny_config: dict, tmp_path: Path) -> None:
+    place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
+    data = config_of(tiny_config, place)
+    data["train"] = {"epochs": 1, "batch_size": 2}
+    with pytest.raises(UserError) as error:
+        train(validate(data, "stream"))
+    for text in (
+        "data.path: 4 pictures cannot be used",
+        "train-00000-of-00002.parquet#00000001: its cell contains no picture",
+        "#00000004: is damaged",
+        "train-00001-of-00002.parquet#00000001: is too small: 8x8 would be scaled up 4.0 times",
+        "#00000003: its text is empty",
+        "data.on_error=skip",
+    ):
+        assert text in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_places_of_unusable_rows_are_taken_and_resuming_stays_exact(tiny_config: dict, tmp_path: Path) -> None:
+    place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
+    data = config_of(tiny_config, place, on_error="skip")
+    data |= {"train": {"steps": 6, "batch_size": 2}, "validation": {"prompts": [], "loss_samples": 2}}
+    whole = train(validate(data, "stream"))
+    half = {**data, "name": "half", "train": {"steps": 3, "batch_size": 2}, "checkpoint": {"every": 3}}
+    train(validate(half, "stream"))
+    resumed = train(validate({**half, "train": {"steps": 6, "batch_size": 2}}, "stream"), resume="latest")
+    assert weights(resumed) == weights(whole)
+    left_out = json.loads((whole / "data.json").read_text())["left_out"]
+    assert {each["name"].partition("-of")[0] + each["name"][-3:] for each in left_out} == {
+        "train-00000001", "train-00000004", "train-00001001", "train-00001003",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_and_a_change_to_one_give_the_bits_of_one(
+    launcher: Launcher, tiny_config: dict, tmp_path: Path
+) -> None:
+    place = write_parquet(tmp_path / "broken", broken(12, rows_of(12)), shards=2)
+    data = config_of(tiny_config, place, on_error="skip", shuffle_window=5)
+    data |= {"train": {"steps": 6, "gradient_accumulation": 2, "reduce": "exact"}, "checkpoint": {"every": 2}}
+    data["output"] |= {"cache": str(tmp_path / "cache")}
+    one = train(validate({**data, "name": "one", "checkpoint": {"every": None}}, "stream"))
+    outcome = launcher.train(data, data, moments={0: "step.begun:5=kill"})
+    assert outcome.codes[0] == -9, outcome.said
+    outcome = launcher.train(data, resume="auto")
+    assert outcome.codes == [0] and "step 4 of 6" in outcome.said[0], outcome.said
+    run = Path(data["output"]["runs"]) / data["name"]
+    assert weights(run) == weights(one)
+    assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(one)]
+
+
+def test_a_data_set_without_a_usable_row_is_refused(tiny_config: dict, tmp_path: Path) -> None:
+    rows = [{**row, "text": ""} for row in rows_of(4)]
+    data = config_of(tiny_config, write_parquet(tmp_path / "none", rows), on_error="skip")
+    with pytest.raises(UserError, match=r"none of the 4 rows of 32x32 px can be used"):
+        filled(data)
+
+
+def test_a_shape_that_is_not_that_of_the_columns_is_refused(tiny_config: dict, tmp_path: Path) -> None:
+    rows = [{**row, "width": 96} for row in rows_of(4)]
+    data = config_of(tiny_config, write_parquet(tmp_path / "other", rows), aspect="buckets")
+    with pytest.raises(UserError, match=r"#00000000: is 32x32, and its columns say another shape"):
+        filled(data)
+
+
+def test_masks_by_transparency(tiny_config: dict, tmp_path: Path) -> None:
+    rows = [{"image": picture(number, alpha=True), "text": f"row {number}"} for number in range(3)]
+    place = write_parquet(tmp_path / "alpha", rows, shards=1)
+    plan = stream_plan(validate(config_of(tiny_config, place, mask="alpha"), "stream"))
+    table = {"source": "table", "path": str(place), "resolution": 32, "aspect": "square", "mask": "alpha"}
+    config = validate({**tiny_config, "data": table}, "table")
+    listed = make_plan(config, config.data.scan(place).pictures)
+    for number in range(3):  # the last one is three times as wide as high
+        masks = [latent_mask(each.view(each.samples[number], 0)) for each in (plan, listed)]
+        assert (masks[0] == masks[1]).all() and 0 < masks[0].mean() < 255
+    rows = [{"image": picture(number), "text": "row"} for number in range(3)]
+    data = config_of(tiny_config, write_parquet(tmp_path / "opaque", rows, shards=1), mask="alpha")
+    with pytest.raises(UserError, match=r"has no transparency, which data.mask=alpha reads"):
+        filled(data)
+
+
+def test_held_out_rows_are_not_trained_on(tiny_config: dict, shards: Path) -> None:
+    data = config_of(tiny_config, shards)
+    data |= {"train": {"epochs": 1, "batch_size": 2}, "validation": {"prompts": [], "split": 6}}
+    config = validate(data, "stream")
+    plan = stream_plan(config)
+    trained, held = ({d.caption for d in draws} for draws in (epoch_of(plan), plan.evaluation(6)))
+    assert len(trained) == 14 and len(held) == 6 and not trained & held
+
+
+@pytest.mark.slow
+def test_the_loss_is_one_of_held_out_rows(tiny_config: dict, shards: Path) -> None:
+    data = config_of(tiny_config, shards)
+    data |= {"train": {"steps": 2}, "validation": {"prompts": [], "split": 6, "loss_samples": 4}}
+    config = validate(data, "stream")
+    summary = json.loads((train(config) / "summary.json").read_text())
+    assert summary["held_out_pictures"] == 6 and summary["eval_loss_is"].startswith("validation loss (4 of 6")
+
+
+DAMAGES = {
+    "truncated": ("plain", "shard.00001.mds", lambda data: data[:-5], r"shard.00001.mds has \d+ bytes, and index.json"),
+    "changed": ("plain", "shard.00001.mds", lambda data: data[:-9] + b"x" + data[-8:], r"shard.00001.mds is damaged: "
+                r"its sha1 is [0-9a-f]{40}, and index.json says"),
+    "zipped": ("zstd", "shard.00002.mds.zstd", lambda data: data[:20] + b"xyz" + data[23:], r"shard.00002.mds.zstd is "
+               r"damaged: its sha256 is"),
+    "gz": ("gz", "shard.00000.mds.gz", lambda data: data[:40] + b"xyz" + data[43:], r"shard.00000.mds.gz is damaged"),
+    "offsets": ("bare", "shard.00000.mds", lambda data: data[:8] + b"\xff" * 4 + data[12:], r"00000.mds is damaged: "
+                r"its offsets do not follow each other"),
+    "count": ("bare", "shard.00000.mds", lambda data: b"\x09" + data[1:], r"shard.00000.mds is damaged: its head does "
+              r"not list 3 samples"),
+    "index": ("plain", "index.json", lambda data: data[:-9], r"index.json is not the index of an MDS data set"),
+    "missing": ("plain", "shard.00001.mds", None, r"shard.00001.mds is missing, which index.json lists"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_named(damage: str, tmp_path: Path) -> None:
+    form, name, change, said = DAMAGES[damage]
+    place = copy_mds(form, tmp_path / form)
+    file = place / name
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(UserError, match=said):
+        rows = rows_at(place)
+        for number in range(len(rows)):
+            rows.picture(number)
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    place = copy_mds("plain", tmp_path / "plain")
+    index = json.loads((place / "index.json").read_text())
+    for name in ("../secret", "/etc/passwd"):
+        index["shards"][0]["raw_data"]["basename"] = name
+        (place / "index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match=r"is outside the data set"):
+            rows_at(place)
+
+
+def test_a_pattern_matches_linked_folders_and_a_hidden_file_may_be_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "real", rows_of(20))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "part").symlink_to(tmp_path / "real")
+    assert len(rows_at(tmp_path / "set" / "*" / "*.parquet")) == 20
+    hidden = tmp_path / ".hidden.parquet"
+    hidden.write_bytes(min((tmp_path / "real").iterdir()).read_bytes())
+    assert len(rows_at(hidden)) == 7
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    place = copy_mds("bare", tmp_path / "bare")
+    rows = rows_at(place)
+    assert rows.picture(0)
+    (place / "shard.00000.mds").write_bytes(b"")
+    with pytest.raises(UserError, match=r"shard.00000.mds gave 0 bytes instead of \d+. It is truncated"):
+        rows.picture(0)
+
+
+@pytest.mark.parametrize("where", ["footer", "page", "truncated"])
+def test_a_damaged_parquet_file_is_named(where: str, shards: Path) -> None:
+    file = shards / "train-00001-of-00003.parquet"
+    data = bytearray(file.read_bytes())
+    if where == "page":
+        place = data.index(b"IDAT")
+        data[place + 10] ^= 255
+    elif where == "footer":
+        data[-20:-8] = b"x" * 12
+    file.write_bytes(data[:-30] if where == "truncated" else data)
+    with pytest.raises(UserError, match=r"train-00001-of-00003.parquet is damaged: its (footer|row group 0) cannot"):
+        rows = rows_at(shards)
+        for number in range(len(rows)):
+            rows.picture(number)
+
+
+REFUSED = {
+    "repeats": ({"data": {"repeats": 2}}, "data.repeats"),
+    "auto": ({"train": {"batch_size": "auto", "global_batch": 8}}, "train.batch_size"),
+    "share": ({"validation": {"split": 0.1}}, "validation.split"),
+    "token": ({"text": {"embeddings": {"token": "<x>", "initial": "cat"}}}, "text"),
+    "class": ({"prior": {"method": "class_pictures", "prompt": "a cat"}}, "prior.method"),
+    "column": ({"data": {"image_column": "picture"}}, "data.image_column"),
+    "sizes": ({"data": {"aspect": "buckets", "width_column": "w"}}, "data.width_column"),
+    "format": ({"data": {"format": "mds"}}, "data.path"),
+    "split": ({"data": {"split": "validation"}}, "data.path"),
+    "nowhere": ({"data": {"path": "nowhere/*.parquet"}}, "data.path"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_stream_cannot_do_is_refused_with_a_remedy(case: str, tiny_config: dict, shards: Path) -> None:
+    change, field = REFUSED[case]
+    data = config_of(tiny_config, shards)
+    for section, values in change.items():
+        data[section] = {**data.get(section, {}), **values}
+    with pytest.raises(ConfigError) as error:
+        file_problems_of(data)
+    assert field in {problem.path for problem in error.value.problems}
+    assert re.search(r"Use|Name|Give", str(error.value))
+
+
+def test_a_stream_copies_nothing_from_another_cache(tiny_config: dict, shards: Path, tmp_path: Path) -> None:
+    config = validate(config_of(tiny_config, shards), "stream")
+    with pytest.raises(UserError, match="--from: data.source=stream .*output.cache"):
+        copy_cache(config, stream_plan(config), str(tmp_path))
+
+
+def file_problems_of(data: dict) -> None:
+    """Raise all problems of a configuration, those of files too."""
+    found = file_problems(validate(data, "stream"))
+    if found:
+        raise ConfigError(found)
+
+
+def test_check_estimate_and_data_read_little(
+    tiny_config: dict, shards: Path, write_config, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = config_of(tiny_config, shards) | {"train": {"steps": 3, "batch_size": 2}}
+    read, honest = [], ShardedRows.picture
+    monkeypatch.setattr(ShardedRows, "picture", lambda self, row: read.append(row) or honest(self, row))
+    file = str(write_config(data))
+    assert main(["check", file]) == 0
+    counts = counts_of(validate(data, "stream"))
+    assert counts is not None and (counts.pictures, counts.prompts, counts.samples, counts.steps) == (20, 6, 20, 10)
+    assert counts.pixels == 6 * 32 * 32 and not read
+    monkeypatch.setattr("simpletune.data.sources.stream.LOOKED_AT", 8)
+    monkeypatch.setattr("simpletune.data.sources.stream.BLOCKS", 4)
+    assert main(["data", file]) == 0
+    said = capsys.readouterr().out
+    assert "7 rows of 20 were examined" in said and "7 usable" in said
+    assert len(set(read)) == 7

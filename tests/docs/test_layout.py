@@ -1,0 +1,130 @@
+"""The twelve rooms: imports point down their list, no files form a circle, every package says what it answers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "simpletune"
+ROOMS = "apps commands training estimate runs stages config adapters data models engine system".split()
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Every module of the package and of the benchmarks by its dotted name; a package under its own name."""
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    names = (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files)
+    return dict(zip(names, files, strict=True))
+
+
+@functools.cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def imports_of(name: str, among: dict[str, Path], texts: dict[str, ast.Module] | None = None) -> Iterator[str]:
+    """Modules that a module imports, those of late imports and for type checkers included."""
+    for node in ast.walk(texts[name] if texts else tree_of(among[name])):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}: a relative import"
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for target in found:
+            while target and target not in among:
+                target = target.rpartition(".")[0]
+            if target and target != name:
+                yield target
+
+
+def room_of(name: str) -> str | None:
+    """``simpletune.data.plan`` -> ``data``; None for the package itself and ``__main__``."""
+    room = [*name.split("."), ""][1]
+    return room if room in ROOMS else None
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Imports that point up the list of rooms."""
+    return [
+        f"{name} imports {target}"
+        for name, targets in graph.items()
+        for target in targets
+        if (here := room_of(name)) and (there := room_of(target)) and ROOMS.index(there) < ROOMS.index(here)
+    ]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of files that import one another, if there is one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return {name: set(imports_of(name, modules())) for name in modules()}
+
+
+def test_the_package_has_these_rooms_and_nothing_beside_them() -> None:
+    folders = {folder.name for folder in PACKAGE.iterdir() if any(folder.glob("**/*.py")) and folder.is_dir()}
+    assert folders == set(ROOMS)
+    assert {file.name for file in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+def test_imports_point_down_the_list_of_rooms() -> None:
+    assert upward({name: targets for name, targets in graph().items() if name.startswith("simpletune.")}) == []
+
+
+def test_no_circle_of_files() -> None:
+    assert circle(graph()) == []
+
+
+def with_packages(name: str, targets: set[str]) -> set[str]:
+    """Imported modules, and the packages that they are in: Python runs a package's ``__init__`` first."""
+    packages = {target.rsplit(".", count)[0] for target in targets for count in range(1, target.count(".") + 1)}
+    return targets | {package for package in packages if not f"{name}.".startswith(f"{package}.")}
+
+
+def test_any_module_can_be_imported_first() -> None:
+    first = {
+        name: {
+            target
+            for node in tree_of(file).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for target in imports_of(name, modules(), {name: ast.Module([node], [])})
+        }
+        for name, file in modules().items()
+    }
+    assert circle({name: with_packages(name, targets) for name, targets in first.items()}) == []
+    assert circle({"p": {"p.a"}, "p.a": with_packages("p.a", {"q"}), "q": with_packages("q", {"p.b"}), "p.b": set()})
+
+
+def test_an_upward_import_and_a_circle_are_noticed() -> None:
+    texts = {
+        "simpletune.engine.a": "def late():\n    from simpletune.data import b",
+        "simpletune.data": "",
+        "simpletune.data.b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import simpletune.engine.a",
+    }
+    paths = dict.fromkeys(texts, Path())
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    made = {name: set(imports_of(name, paths, trees)) for name in texts}
+    assert upward(made) == ["simpletune.engine.a imports simpletune.data.b"]
+    assert set(circle(made)) == {"simpletune.engine.a", "simpletune.data.b"}
+
+
+def test_every_package_says_what_it_answers() -> None:
+    silent = [file for file in PACKAGE.rglob("__init__.py") if not ast.get_docstring(tree_of(file))]
+    assert silent == []
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    names = {file.stem for file in modules().values()}
+    assert not names & {"utils", "util", "common", "helpers", "misc", "manager"}

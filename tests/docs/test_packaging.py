@@ -1,0 +1,199 @@
+"""The package as others install it: what the wheel holds, shipped configurations by name, declared dependencies."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from simpletune.apps.cli.main import main
+from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_names
+from simpletune.system.options import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OWN = {"simpletune", "benchmarks", "inference", "_venv"}  # inference/_venv.py
+NOT_DECLARED = {
+    "triton": "torch for CUDA brings the version it needs; int8_kernel.py runs on CUDA only",
+    "pydantic-core": "part of pydantic, whose documentation names PydanticKnownError there",
+}
+NEVER_IMPORTED = {
+    "tensorboard": "torch.utils.tensorboard imports it",
+    "torch-tb-profiler": "TensorBoard's plugin for traces",
+    "zensical": "docs/build_site.py runs it as a module",
+    "flask": "moto's server imports it",
+    "flask-cors": "moto's server imports it",
+    "mypy": "a command",
+    "ruff": "a command",
+    "setuptools": "the wheel is built by a subprocess",
+    "pytest-cov": "pytest's plugin, for make coverage",
+    "pytest-timeout": "pytest's plugin, for the option timeout",
+    "pytest-xdist": "pytest's plugin, for -n",
+    "simpletune": "the extra dev includes the extra serve",
+}
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy of what a checkout holds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "simpletune", folder / "simpletune", symlinks=True, ignore=ignore)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return next((folder / "dist").glob("*.whl"))
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    walk = os.walk(ROOT / "simpletune", followlinks=True)
+    files = [Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names]
+    expected = {file.as_posix() for file in files if "__pycache__" not in file.parts}
+    held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {f"simpletune/configs/{file.name}" for file in (ROOT / "configs").iterdir()} <= held
+    assert held == expected
+
+
+def test_an_unpacked_wheel_reads_its_configurations(wheel: Path, tmp_path: Path) -> None:
+    ZipFile(wheel).extractall(tmp_path / "site")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from simpletune.apps.cli.main import main"
+    command = [sys.executable, "-I", "-c", f"{code}; sys.exit(main(['check', 'demo']))"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "demo" in done.stdout
+
+
+# Shipped configurations by name
+
+
+def test_every_shipped_configuration_has_a_name() -> None:
+    assert SHIPPED_FOLDER.resolve() == ROOT / "configs"
+    assert "demo" in shipped_names() and "schema" not in shipped_names()
+    for name in shipped_names():
+        by_name, _ = read_config(Path(name), needs_data=False, needs_model=False)
+        by_path, _ = read_config(ROOT / "configs" / f"{name}.json", needs_data=False, needs_model=False)
+        assert by_name == by_path
+
+
+def test_verbs_take_a_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "demo", "train.steps=7"]) == 0
+    assert "7 steps" in capsys.readouterr().out
+    assert main(["data", "demo", "--json"]) == 0
+    assert (tmp_path / ".cache").is_dir()
+    assert read_json(Path("demo"))["name"] == "demo"  # as `plan` reads it again, to write it changed
+
+
+def test_a_file_of_the_current_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()  # a folder is no configuration
+    assert read_config(Path("demo"))[0].name == "demo"
+    Path("demo").rmdir()
+    Path("demo").write_text('{"name": "mine", "data": {"path": "demo:pictures"}}')
+    assert read_config(Path("demo"))[0].name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("dmeo", "demo"),
+        ("demo.json", "demo"),
+        ("configs/sd3_medium_lora_8gb.json", "sd3_medium_lora_8gb"),
+        ("sd3_lora_8gb", "sd3_medium_lora_8gb"),
+        ("elsewhere/demo", "demo"),
+    ],
+)
+def test_a_wrong_name_is_met_with_the_right_ones(
+    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"does not exist\. Did you mean {meant}\?") as caught:
+        read_config(Path(given))
+    assert ", ".join(shipped_names()) in str(caught.value)
+
+
+# Declared dependencies
+
+
+def normal(name: str) -> str:
+    """A distribution's name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """Distributions that pyproject.toml requires, with those of some extras."""
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    return {normal(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
+
+
+distributions = functools.cache(packages_distributions)  # reads what is installed
+
+
+@functools.cache
+def imported(folder: Path) -> list[tuple[str, str]]:
+    """(distribution, file) of every import outside the standard library and the project, late and typing-only too."""
+    return list(imports(folder))
+
+
+def imports(folder: Path) -> Iterator[tuple[str, str]]:
+    brought_by = distributions()
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [str(node.module)]
+            for top in {module.split(".")[0] for module in modules} - OWN - sys.stdlib_module_names:
+                for distribution in brought_by.get(top, [top]):
+                    yield normal(distribution), file.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"),
+    [
+        ("simpletune", []),
+        ("simpletune/apps/serve", ["serve"]),
+        ("simpletune/system/stores", ["remote"]),
+        ("benchmarks", ["dev"]),
+        ("inference", []),
+    ],
+)
+def test_nothing_is_imported_that_is_not_declared(folder: str, extras: list[str]) -> None:
+    allowed = declared(*extras) | set(NOT_DECLARED)
+    known = imported(ROOT / folder.split("/")[0])
+    found = {(name, file) for name, file in known if name not in allowed and file.startswith(f"{folder}/")}
+    if folder == "simpletune":
+        of_extras = "simpletune/apps/serve/", "simpletune/system/stores/"
+        found = {(name, file) for name, file in found if not file.startswith(of_extras)}
+    assert sorted(found) == []
+
+
+def test_nothing_is_declared_that_is_never_imported() -> None:
+    used = {name for folder in ("simpletune", "benchmarks", "inference") for name, _ in imported(ROOT / folder)}
+    assert sorted(declared("remote", "serve") - used - set(NEVER_IMPORTED)) == []
+    by_tests = {name for name, _ in imported(ROOT / "tests")}
+    assert sorted(declared("remote", "serve", "dev") - used - by_tests - set(NEVER_IMPORTED)) == []
+
+
+def test_the_exceptions_are_still_exceptions() -> None:
+    used = {name for folder in ("simpletune", "benchmarks", "inference") for name, _ in imported(ROOT / folder)}
+    assert set(NOT_DECLARED) <= used - declared()
+    assert set(NEVER_IMPORTED) <= declared("remote", "serve", "dev") - used

@@ -1,0 +1,192 @@
+"""README, CONTRIBUTING and docs: commands run after the demo or are parsed; verbs, grids, paths and links exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from documented import NOT_RUN, PAGES, Command, commands, inline_verbs
+from PIL import Image
+from slow_cases import slow_but
+
+from benchmarks.__main__ import GRIDS, name_of
+from benchmarks.__main__ import parser as grids_parser
+from simpletune.apps.cli.main import VERB_GROUPS, VERBS, main, parse
+from simpletune.config.load import read_config
+from simpletune.estimate.timing import calibrate, composite, host_probes, stopwatch
+from simpletune.estimate.timing.probes import TimingProbe
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = (ROOT / "docs" / "reference" / "commands.md").read_text()
+FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "tests", "docs")
+DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
+SHOWN = [command for page in PAGES for command in commands(page)]
+RUN_ON = [page for page in PAGES if any(command.why_not_run() is None for command in commands(page))]
+QUICK = ["validation.steps=2", "validation.loss_samples=4"]
+DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "profile.max_traces=1", *QUICK]
+SHORTER = {"@100": "@4", "@200": "@8", "steps=250": "steps=8", "every=50": "every=4"}  # than on the pages
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the demo was run, for a few steps."""
+    folder = tmp_path_factory.mktemp("readme")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "demo", *DEMO, "device=cpu"]) == 0
+    return folder
+
+
+@pytest.fixture
+def after_the_demo(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder for each test, as the current one."""
+    folder = tmp_path / "project"
+    shutil.copytree(demo, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def execute(command: Command, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    """Run a command in this process, scripts too."""
+    words = command.words()
+    for theirs, ours in SHORTER.items():
+        words = [word.replace(theirs, ours) for word in words]
+    if words[0] == "simpletune":
+        return main(words[1:] + (QUICK if words[1] == "train" else []))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", words[1:])
+        patch.syspath_prepend(str(ROOT / "inference"))
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+    return ended.value.code
+
+
+@pytest.fixture
+def calibrated_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of operation is measured, at its smallest shape and briefly; all shapes take a minute and a half."""
+    probes_of = calibrate.probes_of
+
+    def smallest(probe: TimingProbe) -> TimingProbe:
+        return replace(probe, axes={name: values[:1] for name, values in probe.axes.items()})
+
+    monkeypatch.setattr(calibrate, "probes_of", lambda device: map(smallest, probes_of(device)))
+    monkeypatch.setattr(composite, "ON_CPU", ())
+    monkeypatch.setattr(stopwatch, "ENOUGH", 1e-4)
+    monkeypatch.setattr(stopwatch, "reference_load", lambda: torch.ones(1).sum)
+    monkeypatch.setattr(host_probes, "SIDE", 64)
+    monkeypatch.setattr(host_probes, "WRITTEN", 2**12)
+
+
+@pytest.mark.usefixtures("calibrated_soon")
+@pytest.mark.parametrize("page", slow_but(["README.md"], RUN_ON))
+def test_the_commands_of_a_page_run_after_the_demo(
+    page: str, after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in [each for each in commands(page) if each.why_not_run() is None]:
+        assert execute(command, monkeypatch) in (0, None), f"{command}\n{capsys.readouterr().err}"
+        shown = capsys.readouterr().out
+        assert shown, command
+        if re.search("generate|inference", command.text):
+            with Image.open(re.findall(r"^(\S+\.png): ", shown, re.M)[0]) as picture:
+                assert picture.width >= 64 or "--size" in command.text
+            assert "peak memory" in shown, command
+
+
+@pytest.mark.parametrize("command", SHOWN, ids=str)
+def test_every_command_is_parsed_and_its_configuration_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = command.words()
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        grids_parser().parse_args(words[3:])
+    elif words[0] in ("python", "./test.sh"):
+        assert (ROOT / words[words[0] == "python"]).is_file()
+    else:
+        if words[0] == "./train.sh":
+            words = ["train", *(words[1:] or ["demo"])]
+        args = parse(words[words.index("simpletune") + 1 :] if "simpletune" in words else words)
+        of_pictures = any(word.endswith("/") for word in words)  # a folder: its configuration is written first
+        named = getattr(args, "config", None) is not None  # calibrate needs none
+        if named and "bias" not in command.text and not of_pictures:  # only the walkthrough has bias
+            read_config(args.config, args.overrides, needs_data=False, needs_model=False)
+
+
+def test_every_reason_not_to_run_a_command_is_in_use() -> None:
+    used = {command.why_not_run() for command in SHOWN}
+    assert [reason for reason in NOT_RUN.values() if reason not in used] == []
+
+
+@pytest.mark.slow
+def test_a_script_runs_as_a_process(after_the_demo: Path) -> None:
+    words = [sys.executable, str(ROOT / "inference" / "base_inference.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^(\S+\.png): ", done.stdout, re.M)
+
+
+def test_the_page_of_commands_names_all_scripts_and_grids() -> None:
+    shown = [shlex.split(command.text) for command in commands("docs/reference/commands.md")]
+    scripts = {f"inference/{file.name}" for file in (ROOT / "inference").glob("[!_]*.py")}
+    assert {words[1] for words in shown if words[1].endswith(".py")} == scripts
+    grids = re.search(r"GRID is one of: ([\w,\s-]+?)\n\n", COMMANDS)
+    assert grids is not None and set(re.findall(r"[\w-]+", grids[1])) == {name_of(grid) for grid in GRIDS}
+
+
+def test_the_help_groups_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = [name for names in VERB_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(VERBS)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert [line.strip(":") for line in shown.splitlines() if line.endswith(":")] == [
+        *VERB_GROUPS,
+        "options",
+        "examples",
+    ]
+    assert re.findall(r"^  (\w+) ", shown.partition("options:")[0], re.M) == grouped
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_verbs_within_sentences_exist(page: str) -> None:
+    assert inline_verbs(page) <= set(VERBS)
+
+
+def test_the_readme_is_short_and_the_index_names_every_page() -> None:
+    assert len(README.splitlines()) <= 120
+    index = set(re.findall(r"\]\(([\w-]+/[\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert index == {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"README.md"}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_heading_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", text) if "://" not in link]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+    if page == "benchmarks/results/speed_log.md":  # names what was tried, and is gone since
+        return
+    files = set(re.findall(r"`((?:\w+/)*\w+\.py)\b", text)) - DIFFUSERS_SCRIPTS
+    known = [file.as_posix() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    assert [file for file in sorted(files) if not any(f"/{each}".endswith(f"/{file}") for each in known)] == []

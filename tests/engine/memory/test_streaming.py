@@ -1,0 +1,401 @@
+"""Block offload: bit for bit the resident run, and a stale or early use of a slot shows as NaN."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import (
+    ACCUMULATION,
+    BLOCKS,
+    PRECISIONS,
+    STEPS,
+    UNITS,
+    EagerCopies,
+    LateCopies,
+    Setting,
+    UpdateInBackward,
+    assert_same_run,
+    break_the_hold,
+    break_the_order,
+    break_the_wait,
+    lora_run,
+    loss_of,
+    prepare,
+    shake_updates,
+    transformer,
+    write_pipeline,
+)  # fmt: skip
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.engine.memory import Memory
+from simpletune.engine.memory import block_offload as streaming
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.precision import FP32
+from simpletune.engine.tensors import plain_tensors
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.system.options import ConfigError
+
+RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
+
+
+@lru_cache
+def resident_run(precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """What every streamed run must give."""
+    return lora_run(PRECISIONS[precision], Setting())
+
+
+def each_with_one() -> list[Any]:
+    """Every precision with every number of resident blocks; slow but for one number each, in turn."""
+    return [
+        pytest.param(precision, resident, marks=[] if turn % 3 == number else pytest.mark.slow)
+        for turn, precision in enumerate(PRECISIONS)
+        for number, resident in enumerate(RESIDENT)
+    ]
+
+
+@pytest.mark.parametrize(("precision", "resident"), each_with_one())
+def test_a_lora_run_is_the_resident_one_bit_for_bit(precision: str, resident: str) -> None:
+    setting = {
+        "K=0": Setting(RESIDENT["K=0"], poison=True),  # shows weights that are given up too early
+        "K=1": Setting(RESIDENT["K=1"], poison=True, host=True, queue=LateCopies),  # shows what does not wait
+        "K=2": Setting(RESIDENT["K=2"]),  # with the copies that the turn saves
+    }[resident]
+    assert_same_run(lora_run(PRECISIONS[precision], setting), resident_run(precision))
+
+
+def test_dropout_draws_the_same_numbers_again() -> None:
+    precision = PRECISIONS["fp32"]
+    plain = lora_run(precision, Setting(checkpointed=0), dropout=0.5)
+    assert_same_run(lora_run(precision, Setting(RESIDENT["K=1"], poison=True), dropout=0.5), plain)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_dropped_model_leaves_no_copy_in_its_queues(backward: bool) -> None:
+    """A prefetch of a forward pass that was dropped, or the fills at the end of a pass, would write to freed memory."""
+    queues: list[LateCopies] = []
+    setting = Setting(RESIDENT["K=0"], host=True, poison=True, queue=lambda: queues.append(LateCopies()) or queues[-1])
+    model = transformer(FP32())
+    Lora(rank=2).attach(model, 7)
+    prepare(model, setting)
+    loss = loss_of(model, FP32(), 0)
+    if backward:
+        loss.backward()
+    assert any(queue._queue for queue in queues)
+    del model, loss
+    gc.collect()
+    assert not any(queue._queue for queue in queues)
+
+
+@pytest.mark.parametrize(("fault", "queue"), [(break_the_wait, LateCopies), (break_the_order, None)])
+def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True, queue=queue))
+    assert losses != resident_run("int8")[0]
+
+
+def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
+    break_the_hold(monkeypatch)
+    monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
+    monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True))
+    assert losses[-1] != losses[-1]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-quanto", "fp32"])
+def test_gradients_are_those_of_the_plain_fp32_model(precision: str) -> None:
+    """Streaming, checkpointing, host boundaries and quantised linears against dequantised ``nn.Linear`` layers."""
+    option = PRECISIONS[precision]
+    setting = Setting(RESIDENT["K=1"], host=True, poison=True, queue=LateCopies)
+    _, ours = lora_run(option, setting)
+    model = transformer(option)
+    for block in model.transformer_blocks:
+        for name, module in list(block.named_modules()):
+            if option.quantises(module):
+                parent, _, leaf = name.rpartition(".")
+                setattr(block.get_submodule(parent), leaf, dequantised(module))
+    Lora(rank=2, targets="all_linear").attach(model, 7)
+    shake_updates(model)
+    for micro in range(ACCUMULATION):
+        loss_of(model, FP32(), micro).backward()
+    theirs = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(ours[0], theirs, rtol=1e-4, atol=1e-6)
+
+
+def dequantised(linear: Any) -> nn.Linear:
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    weight = linear.dequantise() if isinstance(linear, Int8Linear) else linear.weight.dequantize()
+    plain.weight.data = weight.detach().clone()
+    if linear.bias is not None:
+        plain.bias.data = linear.bias.detach().clone()
+    return plain
+
+
+def test_the_device_holds_two_blocks_and_the_host_the_rest() -> None:
+    model = transformer(PRECISIONS["bf16"])
+    sizes = [sum(t.nbytes for t in [*b.parameters(), *b.buffers()]) for b in model.transformer_blocks]
+    count = [len([*b.parameters(), *b.buffers()]) for b in model.transformer_blocks]
+    Lora(rank=2).attach(model, 0)
+    streamed = prepare(model, Setting(RESIDENT["K=1"]))
+    largest = max(streamed.homes[index].nbytes for index in streamed.homes)
+    assert sum(slot.flat.numel() for slot in streamed._slots) == 2 * largest
+    for index, home in streamed.homes.items():
+        assert sizes[index] <= home.nbytes < sizes[index] + 512 * count[index]
+
+
+def test_weights_are_at_home_between_passes() -> None:
+    for name in ("bf16", "int8", "int8-quanto"):
+        precision = PRECISIONS[name]
+        model = transformer(precision)
+        Lora(rank=2).attach(model, 0)
+        before = {n: [p.clone() for p in plain_tensors(t)] for n, t in model.state_dict().items()}
+        streamed = prepare(model, Setting(RESIDENT["K=1"], poison=True))
+
+        def assert_home(model: Any = model, streamed: Any = streamed, before: dict = before) -> None:
+            slots = {slot.flat.untyped_storage().data_ptr() for slot in streamed._slots}
+            for key, tensor in model.state_dict().items():
+                for plain, old in zip(plain_tensors(tensor), before[key], strict=True):
+                    assert plain.untyped_storage().data_ptr() not in slots
+                    assert torch.equal(plain, old), key
+
+        assert_home()
+        with torch.no_grad():
+            loss_of(model, precision, 0)
+        assert_home()
+        loss = loss_of(model, precision, 0)
+        assert_home()
+        loss.backward()
+        assert_home()
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    precision = PRECISIONS["fp32"]
+    model = transformer(precision)
+    Lora(rank=2).attach(model, 0)
+    streamed = prepare(model, Setting(RESIDENT["K=0"], poison=True))
+    expected = loss_of(model, precision, 0).item()
+    loss = loss_of(model, precision, 1)
+    hook = model.transformer_blocks[2].attn.to_q.lora_A["default"].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    assert loss_of(model, precision, 0).item() == expected
+    assert not streamed._in_backward
+
+
+def test_changed_weights_are_seen_by_the_next_pass() -> None:
+    """A slot's content does not outlive its pass."""
+    precision = PRECISIONS["fp32"]
+    losses = []
+    for streamed in ((), RESIDENT["K=0"]):
+        model = transformer(precision).requires_grad_(False)
+        prepare(model, Setting(streamed))
+        with torch.no_grad():
+            loss_of(model, precision, 0)
+            for parameter in model.transformer_blocks.parameters():
+                parameter.data.mul_(1.5)
+            losses.append(loss_of(model, precision, 0).item())
+    assert losses[0] == losses[1]
+
+
+def test_the_turn_from_forward_to_backward_copies_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    fill = BlockOffload._fill
+    monkeypatch.setattr(
+        BlockOffload, "_fill", lambda self, slot, index: filled.append(index) or fill(self, slot, index)
+    )
+    model = transformer(PRECISIONS["fp32"])
+    Lora(rank=2).attach(model, 0)
+    prepare(model, Setting(RESIDENT["K=0"]))
+    loss_of(model, PRECISIONS["fp32"], 0).backward()
+    assert filled == [0, 1, 2, 3, 1, 0]
+
+
+PAIRED = {
+    ("fp32", "sgd", "K=0"), ("fp32", "adamw", "K=2"), ("bf16", "sgd", "K=2"), ("bf16", "adamw", "K=0"),
+    ("fp32-autocast", "adamw", "K=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "resident"),
+    [
+        pytest.param(*case, marks=[] if case in PAIRED else pytest.mark.slow)
+        for case in product(["fp32", "fp32-autocast", "bf16"], ["sgd", "adamw"], ["K=0", "K=2"])
+    ],
+)
+def test_full_fine_tuning_is_the_resident_one_bit_for_bit(precision: str, kind: str, resident: str) -> None:
+    make = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.05), "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    }[kind]  # fmt: skip
+    option = PRECISIONS[precision]
+    results = []
+    blocks = RESIDENT[resident]
+    late, race = {"queue": LateCopies}, {"queue": LateCopies, "inward": EagerCopies, "poison": False}
+    for streamed, queues in (((), {}), (blocks, {}), (blocks, late), (blocks, race)):
+        model = transformer(option)
+        Full().attach(model, 0)
+        setting = Setting(streamed, host=True, trained=True, **{"poison": True, **queues})
+        hooks = UpdateInBackward(model, prepare(model, setting), make)
+        losses = []
+        for step in range(STEPS):
+            loss = loss_of(model, option, step)
+            loss.backward()
+            losses.append(loss.item())
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        states = [value.clone() for state in hooks.state.values() for value in state.values() if value is not None]
+        results.append((losses, weights, states))
+    start = transformer(option).state_dict()
+    assert any((start[name] != value).any() for name, value in results[0][1].items() if "blocks.0" in name)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
+def test_optimizer_state_of_streamed_weights_is_on_the_host_but_for_their_update() -> None:
+    model = transformer(PRECISIONS["fp32"])
+    Full().attach(model, 0)
+    streamed = prepare(model, Setting(RESIDENT["K=2"], trained=True))
+    hooks = UpdateInBackward(model, streamed, lambda p: torch.optim.AdamW(p, lr=1e-2))
+    inside: dict[nn.Parameter, int] = {}
+    update = hooks.update
+
+    def spy(parameter: nn.Parameter, state: dict) -> None:
+        update(parameter, state)
+        inside[parameter] = state["exp_avg"].data_ptr()
+
+    hooks.update = spy
+    for step in range(2):
+        loss_of(model, PRECISIONS["fp32"], step).backward()
+    large = [p for i in RESIDENT["K=2"] for p in model.transformer_blocks[i].parameters() if p.nbytes >= 4096]
+    assert large and all(inside[p] != hooks.state[p]["exp_avg"].data_ptr() for p in large)
+    resident = model.transformer_blocks[1].attn.to_q.weight
+    assert inside[resident] == hooks.state[resident]["exp_avg"].data_ptr()
+
+
+def test_an_update_outside_of_the_backward_pass_is_refused() -> None:
+    model = transformer(PRECISIONS["fp32"])
+    Full().attach(model, 0)
+    streamed = prepare(model, Setting(RESIDENT["K=0"], trained=True))
+    with pytest.raises(RuntimeError, match="block 0 was updated outside"):
+        with streamed.updating(model.transformer_blocks[0].attn.to_q.weight, {}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("resident", "streamed"), [(None, []), (0, [0, 1, 2, 3]), (1, [0, 1, 3]), (2, [0, 2]), (3, [1])]
+)
+def test_resident_blocks_are_spread(resident: int | None, streamed: list[int]) -> None:
+    assert Memory(resident_blocks=resident).offloaded(BLOCKS) == streamed
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 24, 38])
+def test_as_many_blocks_stay_as_asked(blocks: int) -> None:
+    for resident in range(blocks):
+        assert len(Memory(resident_blocks=resident).offloaded(blocks)) == blocks - resident
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three") / "pipeline"
+    write_pipeline(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tiny_config: dict, pipeline: Path) -> dict:
+    """A run of three blocks with everything in it: accumulation, dropout, evaluation, pictures."""
+    data = copy.deepcopy(tiny_config)
+    data["model"]["pretrained"] = str(pipeline)
+    data["adapter"]["dropout"] = 0.2
+    data["train"] |= {"gradient_accumulation": 2}
+    data["validation"] = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2}
+    data["memory"] = {"checkpointing": "all"}
+    return data
+
+
+STREAMED = {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole runs with poisoned slots."""
+    build = BlockOffload.__init__
+    monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    "weights", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16", "int8-quanto"))]
+)
+def test_whole_runs_are_equal_and_resume(weights: str, config: dict) -> None:
+    config["precision"] = {"weights": weights}
+    resident = train(validate(config, "resident"))
+    config |= {"name": "streamed", "memory": STREAMED, "checkpoint": {"every": 2}}
+    streamed = train(validate(config, "streamed"))
+    config["name"], halves = "halves", streamed.with_name("halves")
+    shutil.copytree(streamed, halves)
+    shutil.rmtree(checkpoint.checkpoint_folder(halves, 4))
+    train(validate(config, "second half"), resume="latest")
+    for run in (streamed, halves):
+        assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(resident)]
+        ours, theirs = (load_file(checkpoint.checkpoint_folder(r, 4) / checkpoint.TRAINABLE) for r in (run, resident))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    picture = Path("samples") / "step-000004" / "prompt-00.png"
+    assert (streamed / picture).read_bytes()[-2000:] == (resident / picture).read_bytes()[-2000:]
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (streamed, resident)]
+    assert summaries[0]["eval_loss_after"] == summaries[1]["eval_loss_after"]
+    assert summaries[0]["eval_loss_after"] != summaries[0]["eval_loss_before"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"memory": {"resident_blocks": 1, "checkpointing": "none"}},
+            "memory.checkpointing: none with memory.resident_blocks",
+        ),
+        ({"memory": {"resident_blocks": 1, "checkpointing": 2}}, "memory.checkpointing: 2 with memory.resident_blocks"),
+        ({"memory": {"resident_blocks": 1}, "adapter": {"method": "full"}}, "resident_blocks: adapter.method full"),
+        ({"memory": {"resident_blocks": 3}}, "resident_blocks: 3 leaves none of the model's 3 blocks"),
+        ({"memory": {"checkpointing": 4}}, "memory.checkpointing: 4 is more than the model's 3 blocks"),
+        ({"memory": {"checkpointing": 0}}, "memory.checkpointing"),
+        (
+            {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "none"}},
+            "memory.offload_checkpoint_inputs: true needs",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(changes: dict, message: str, config: dict) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config | changes, "refused")
+
+
+def test_weights_that_cannot_be_streamed_are_refused(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FP32, "can_offload", False)
+    with pytest.raises(ConfigError, match="fp32 weights cannot be offloaded block by block"):
+        validate(config | {"memory": {"resident_blocks": 1}}, "refused")
+
+
+def test_streamed_blocks_never_stand_on_the_device() -> None:
+    stays = Memory(resident_blocks=1).on_host(UNITS)
+    names = ("transformer_blocks.0", "transformer_blocks.1.attn.to_q", "transformer_blocks.3.ff.net.0.proj")
+    assert all(stays(name) for name in names)
+    assert not any(stays(name) for name in ("transformer_blocks.2", "transformer_blocks", "proj_out", ""))
+    assert not any(Memory().on_host(UNITS)(name) for name in names)
+    assert streaming.SLOTS == 2

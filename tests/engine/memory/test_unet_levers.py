@@ -1,0 +1,200 @@
+"""Levers over U-Nets against the plain run, bit for bit: skip connections, two sizes, convolutions in int8.
+
+A U-Net's skip connections carry activations past many units, so poisoned slots (NaN as soon as a unit is done) would
+show every use of weights outside of their unit's passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from blocks import (
+    DENOISERS,
+    PRECISIONS,
+    STEPS,
+    UNETS,
+    EagerCopies,
+    LateCopies,
+    Setting,
+    UpdateInBackward,
+    assert_same_run,
+    break_the_hold,
+    break_the_order,
+    break_the_wait,
+    lora_run,
+    prepare,
+    write_unet,
+)  # fmt: skip
+from PIL import Image
+from safetensors.torch import load_file
+from slow_cases import slow_but
+from torch import Tensor, nn
+
+from simpletune.adapters.methods.full import Full
+from simpletune.adapters.methods.lora import Lora
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.engine.memory import Memory
+from simpletune.engine.memory.block_offload import BlockOffload
+from simpletune.engine.memory.checkpointing import set_passes
+from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
+from simpletune.models.sd15.shapes import unet_units
+from simpletune.models.shared.denoiser import model_units
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
+from simpletune.training import trainer
+
+UNITS = len(unet_units(UNETS["sd15"]))
+ALL = tuple(range(UNITS))
+SOME = tuple(Memory(resident_blocks=4).offloaded(UNITS))
+
+
+@lru_cache
+def plain_run(family: str, precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """What every lever must give."""
+    return lora_run(PRECISIONS[precision], Setting(checkpointed=0), family=family)
+
+
+LORA: dict[str, tuple[str, str, Setting]] = {
+    "checkpointed": ("sd2", "fp32", Setting()),
+    "some checkpointed": ("sd15", "fp32", Setting(checkpointed=6)),
+    "inputs on the host": ("sd15", "fp32", Setting(host=True)),
+    "inputs of some on the host, late": ("sd2", "fp32", Setting(checkpointed=9, host=True, queue=LateCopies)),
+    "streamed": ("sd15", "fp32", Setting(ALL, poison=True)),
+    "streamed late": ("sd2", "fp32", Setting(ALL, poison=True, queue=LateCopies)),
+    "some resident": ("sd15", "fp32", Setting(SOME, poison=True, host=True, queue=LateCopies)),
+    "int8 streamed": ("sd15", "int8", Setting(ALL, poison=True, queue=LateCopies)),
+    "int8 some resident": ("sd2", "int8-bf16", Setting(SOME, poison=True, host=True)),
+    "nf4 streamed": ("sd2", "nf4", Setting(ALL, poison=True)),
+    "quanto streamed": ("sd15", "int8-quanto", Setting(SOME, poison=True, queue=LateCopies)),
+    "bf16 streamed": ("sd15", "bf16", Setting(ALL, poison=True, host=True)),
+}
+
+
+FAST = ("inputs of some on the host, late", "streamed late", "int8 some resident")
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, LORA))
+def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
+    family, precision, setting = LORA[case]
+    assert_same_run(lora_run(PRECISIONS[precision], setting, family=family), plain_run(family, precision))
+
+
+def test_offloaded_inputs_are_those_of_units_with_a_backward_pass_and_their_memory_is_used_again() -> None:
+    """Features [b, c, h, w] with their skip connections, and the text [b, t, e] of each attention."""
+    model = DENOISERS["sd15"].build(PRECISIONS["fp32"], "cpu")
+    Lora(rank=2).attach(model, 7)
+    read: dict[int, int] = {}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, object]) -> None:
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.dim() > 2]
+        read[id(module)] = sum(tensor.nbytes for tensor in tensors)
+
+    first, *others = model_units(model)  # nothing before the first attention trains
+    for unit in others:
+        unit.register_forward_pre_hook(note, with_kwargs=True)
+    inputs = CheckpointInputOffload(torch.device("cpu"))
+    set_passes([first, *others], UNITS, inputs)
+    for _ in range(3):
+        DENOISERS["sd15"].loss(model, PRECISIONS["fp32"], 0, "cpu").backward()
+        assert inputs.host_bytes == sum(read.values()) > 0
+    assert len(read) == UNITS - 1
+
+
+@pytest.mark.parametrize(("fault", "queue"), [(break_the_wait, LateCopies), (break_the_order, None)])
+def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True, queue=queue), family="sd15")
+    assert losses != plain_run("sd15", "int8")[0]
+
+
+def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_the_hold(monkeypatch)
+    monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
+    monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(ALL, poison=True), family="sd2")
+    assert losses[-1] != losses[-1]
+
+
+FULL: dict[str, tuple[str, str, Setting]] = {
+    "some checkpointed": ("sd2", "fp32", Setting(checkpointed=6, trained=True)),
+    "streamed late": ("sd15", "fp32", Setting(ALL, host=True, poison=True, trained=True, queue=LateCopies)),
+    "race": ("sd2", "fp32", Setting(SOME, host=True, trained=True, queue=LateCopies, inward=EagerCopies)),
+    "bf16 streamed": ("sd15", "bf16", Setting(ALL, poison=True, trained=True)),
+}
+
+
+def full_run(family: str, precision: str, setting: Setting) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Losses, weights and AdamW's state of full fine-tuning, updated in the backward pass."""
+    option, of = PRECISIONS[precision], DENOISERS[family]
+    model = of.build(option, "cpu")
+    Full().attach(model, 0)
+    hooks = UpdateInBackward(model, prepare(model, setting), lambda p: torch.optim.AdamW(p, lr=1e-2))
+    losses = []
+    for step in range(STEPS):
+        loss = of.loss(model, option, step, "cpu")
+        loss.backward()
+        losses.append(loss.item())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, weights, [value for state in hooks.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_full_fine_tuning_is_the_plain_one_bit_for_bit(case: str) -> None:
+    family, precision, setting = FULL[case]
+    plain = full_run(family, precision, Setting(checkpointed=0))
+    assert len(set(plain[0])) == STEPS
+    torch.testing.assert_close(full_run(family, precision, setting), plain, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The options of a small U-Net, and of pictures of two sizes."""
+    folder, data = tmp_path_factory.mktemp("unet"), tmp_path_factory.mktemp("pictures")
+    for number, size in enumerate([(128, 128), (256, 64), (128, 128)]):
+        Image.effect_noise(size, 60 + number).convert("RGB").save(data / f"{number}.png")
+        (data / f"{number}.txt").write_text(f"noise {number}")
+    return {"model": write_unet(folder), "data": {"path": str(data), "resolution": 128}}
+
+
+FULL_BASE = {
+    "adapter": {"method": "full"},
+    "optimizer": {"name": "adamw8bit", "lr": 1e-3},
+    "train": {"steps": 4, "clip": "per_parameter", "clip_norm": 0.5},
+}
+STREAMED = {"checkpointing": "all", "resident_blocks": 3, "offload_checkpoint_inputs": True}
+BASES: dict[str, tuple[dict, dict]] = {
+    "lora": ({"precision": {"weights": "int8"}}, STREAMED),
+    "full": (FULL_BASE | {"precision": {"weights": "bf16"}}, STREAMED | {"optimizer_in_backward": True}),
+    "full fp32": (FULL_BASE, {"optimizer_in_backward": True}),
+}
+
+
+def prefetcher(prefetches: bool, batches: BatchLoader, steps: int, on: bool) -> Prefetcher:
+    """One that prefetches on the CPU too, where runs do not."""
+    assert not on
+    return Prefetcher(batches, steps, prefetches)
+
+
+@pytest.mark.parametrize("base", slow_but(["lora", "full"], BASES))
+def test_whole_runs_with_every_lever_are_the_plain_ones(
+    base: str, sources: dict[str, dict], tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sizes in one run; the plain one neither checkpoints nor prefetches."""
+    build = BlockOffload.__init__
+    monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
+    changes, memory = BASES[base]
+    data = copy.deepcopy(tiny_config | changes | sources)
+    results = []
+    for name, levers in (("plain", {"checkpointing": "none"}), ("levers", memory)):
+        monkeypatch.setattr(trainer, "Prefetcher", partial(prefetcher, name == "levers"))
+        run = train(validate(data | {"name": name, "memory": levers}, name))
+        weights = load_file(checkpoint.checkpoint_folder(run, 4) / checkpoint.TRAINABLE)
+        results.append(([row["loss"] for row in read_metrics(run)], weights))
+    assert len(set(results[0][0])) == 4
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)

@@ -1,0 +1,253 @@
+"""GELU quantised in one launch: the network against float64, its bytes, and what it leaves to the plain network."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blocks import on_cuda
+from diffusers.models.attention import FeedForward
+from products import Counted
+from reference import int8_network
+from reference.int8_network import Layer
+from torch import Tensor, nn
+
+from simpletune.adapters.methods.lora import Lora
+from simpletune.engine.kernels import fallback
+from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.feed_forward import FeedForwards
+from simpletune.engine.memory.snapshot import round_to_block
+from simpletune.engine.quant import int8_gelu, int8_products
+from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
+from simpletune.engine.quant.precision import Int8
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.system.gpus import find_card
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+WIDTH, ROWS = 16, 40
+
+
+def network(gradient: str = "int8", compute: str = "fp32", rotation: str = "none", dropout: float = 0.0) -> FeedForward:
+    """A feed-forward network of SD3 with int8 layers, not fused."""
+    torch.manual_seed(3)
+    plain = FeedForward(WIDTH, activation_fn="gelu-approximate", dropout=dropout)
+    option = Int8(products="int8", input_gradient=gradient, compute=compute, rotation=rotation)
+    plain.net[0].proj = option.convert("ff.net.0.proj", plain.net[0].proj)
+    plain.net[2] = option.convert("ff.net.2", plain.net[2])
+    return plain
+
+
+def passes(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The output and the input's gradient of a pass."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, ROWS // 2, WIDTH, generator=generator).to(dtype).requires_grad_()
+    y = module(x)
+    y.backward(torch.randn(y.shape, generator=generator).to(dtype))
+    return y.detach(), x.grad
+
+
+def fused(module: FeedForward) -> FeedForward:
+    fuse_feed_forwards([module])
+    return module
+
+
+def layer_of(layer: Any) -> Layer:
+    return Layer(*(part.detach().double().numpy() for part in (layer.weight, layer.scale, layer.bias)))
+
+
+@pytest.mark.parametrize("gradient", ["dequantised", "int8"])
+def test_outputs_and_gradients_against_float64(gradient: str) -> None:
+    module = fused(network(gradient))
+    with Counted() as counted:
+        y, grad = passes(module)
+    assert counted.calls["simpletune::int8_gelu_rows"] == 1
+    assert counted.calls["simpletune::int8_gelu_gradient_rows"] == (gradient == "int8")
+    generator = torch.Generator().manual_seed(1)
+    x, grad_y = (torch.randn(2, ROWS // 2, WIDTH, generator=generator).view(ROWS, WIDTH) for _ in range(2))
+    layers = layer_of(module.net[0].proj), layer_of(module.net[2])
+    exact = int8_network.network(x.double().numpy(), *layers)
+    exact_grad = int8_network.gradient(x.double().numpy(), grad_y.double().numpy(), *layers, gradient == "int8")
+    for found, expected in ((y, exact), (grad, exact_grad)):
+        error = np.linalg.norm(found.view(ROWS, WIDTH).double().numpy() - expected) / np.linalg.norm(expected)
+        assert error < 1e-5
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+@pytest.mark.parametrize("gradient", ["dequantised", "int8"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_the_fused_network_is_the_plain_one_bit_for_bit(compute: str, gradient: str, rotation: str) -> None:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[compute]
+    plain, ours = (passes(make(network(gradient, compute, rotation)), dtype) for make in (lambda n: n, fused))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("which", ["up", "down", "both"])
+def test_layers_with_an_update_keep_it(which: str) -> None:
+    """An updated first layer computes itself; behind an updated second one GELU's output is needed."""
+    targets = {"up": "ff.net.0.proj", "down": "ff.net.2", "both": "ff.net.(0.proj|2)"}[which]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ff = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.ff(x)
+
+    results, counts = [], []
+    for make in (lambda n: n, fused):
+        block = Block()
+        from peft import LoraConfig, inject_adapter_in_model
+
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=f".*{targets}", init_lora_weights=False)
+        inject_adapter_in_model(config, block)
+        make(block.ff)
+        with Counted() as counted:
+            found = passes(block)
+        results.append([*found, *(p.grad for p in block.parameters() if p.grad is not None)])
+        counts.append(counted.calls["simpletune::int8_gelu_rows"])
+    assert len(results[0]) == (6 if which == "both" else 4)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert counts == [0, int(which == "up")]
+
+
+def test_gelus_output_takes_no_memory() -> None:
+    """Of the hidden features only h and the int8 rows of GELU(h) are held; of h's gradient only its int8 rows."""
+    module, size = fused(network()), ROWS * 4 * WIDTH
+    x = torch.randn(ROWS, WIDTH)
+    with Accounting() as accounting, torch.no_grad():
+        module(x)
+    small = sum(round_to_block(part) for part in (ROWS * WIDTH, 4 * ROWS, 4 * ROWS, 4 * ROWS * WIDTH))
+    assert 5 * size <= accounting.peak.bytes <= 5 * size + small + 2048
+    x.requires_grad_()
+    y = module(x)
+    with Accounting() as accounting:
+        y.backward(torch.ones_like(y))
+    assert 5 * size <= accounting.peak.bytes <= 5 * size + 3 * 4 * ROWS * WIDTH + 2 * small  # grad of GELU(h), rows
+
+
+class Whole(nn.Module):
+    """A block that ends with its network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ff = fused(network())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ff(x)
+
+
+def test_a_network_checkpointed_alone_does_not_compute_its_second_product_again() -> None:
+    plain, block = passes(Whole()), Whole()
+    FeedForwards(block, None, True, False)
+    with Counted() as counted:
+        assert all(torch.equal(a, b) for a, b in zip(plain, passes(block), strict=True))
+    calls = counted.calls
+    assert calls["simpletune::int8_product"] == 2 + 1 + 2  # forward, up again, two gradients
+    assert calls["simpletune::int8_gelu_rows"] == 1
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said, with no memory of earlier failures."""
+    said: list[str] = []
+    monkeypatch.setattr(int8_products, "say", said.append)
+    monkeypatch.setattr(fallback, "say", said.append)
+    monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
+    return said
+
+
+@pytest.mark.parametrize("why", ["few rows", "dropout", "watched", "exact GELU", "no kernel"])
+def test_what_cannot_be_fused_is_left_to_the_network(
+    why: str, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> None:
+    module = fused(network(dropout=0.5 * (why == "dropout")))
+    if why == "watched":
+        module.net[2].register_forward_hook(lambda *_: None)
+    if why == "exact GELU":
+        module.net[0].approximate = "none"
+    if why == "no kernel":
+        monkeypatch.setattr(int8_gelu, "_tried", lambda device: "it is broken")
+    with Counted() as counted, torch.no_grad():
+        for _ in range(2):
+            module(torch.randn(16 if why == "few rows" else 17, WIDTH))
+    assert counted.calls["simpletune::int8_gelu_rows"] == 0
+    assert len(told) == (why == "no kernel") and all("in two: it is broken" in line for line in told)
+    module.eval()
+    if why == "dropout":
+        with Counted() as counted, torch.no_grad():
+            module(torch.randn(17, WIDTH))
+        assert counted.calls["simpletune::int8_gelu_rows"] == 1
+
+
+@needs_triton
+def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
+    from simpletune.engine.quant import int8_rows_kernel
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(int8_rows_kernel, "gelu_rows", fail)
+    x, grad, columns = torch.randn(20, 32), torch.randn(20, 32), torch.rand(32)
+    for _ in range(2):
+        torch.testing.assert_close(on_cuda("int8_gelu_rows", x, 16), int8_gelu.int8_gelu_rows(x, 16), rtol=0, atol=0)
+        found = on_cuda("int8_gelu_gradient_rows", grad, x, columns)
+        torch.testing.assert_close(found, int8_gelu.int8_gelu_gradient_rows(grad, x, columns), rtol=0, atol=0)
+    assert (
+        len(told) == 1 and "NO LONGER quantised in one launch on cpu, but in two: RuntimeError: PassManager" in told[0]
+    )
+    monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
+    monkeypatch.setattr(int8_rows_kernel, "gelu_rows", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):  # no fault of the kernel
+        on_cuda("int8_gelu_rows", x, 0)
+
+
+def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
+    x, grad, columns = torch.randn(17, 16), torch.randn(17, 16), torch.rand(16)
+    torch.library.opcheck(torch.ops.simpletune.int8_gelu_rows.default, (x, 16))
+    torch.library.opcheck(torch.ops.simpletune.int8_gelu_gradient_rows.default, (grad, x, columns))
+
+
+def test_a_prediction_counts_what_one_launch_reads_and_writes() -> None:
+    x = torch.randn(100, 64).bfloat16()
+    op = torch.ops.simpletune.int8_gelu_rows.default
+    (work,) = works_of(op, (x, 0), {}, op(x, 0))
+    assert work == KernelWork("int8_gelu_rows", "fp32", (x.nbytes + 6400 + 400,))
+    op, columns = torch.ops.simpletune.int8_gelu_gradient_rows.default, torch.ones(64)
+    (work,) = works_of(op, (x, x, columns), {}, op(x, x, columns))
+    assert work == KernelWork("int8_gelu_gradient_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
+
+
+def test_a_result_written_in_place_is_not_read() -> None:
+    x, op = torch.randn(100, 64), torch.ops.aten.gelu_backward.grad_input
+    (work,) = works_of(op, (x, x), {"approximate": "tanh", "grad_input": x}, op(x, x, grad_input=x))
+    assert work == KernelWork("gelu_backward", "fp32", (3 * x.nbytes,))
+
+
+@pytest.mark.parametrize("kind", ["int8_product", "int8_gradient"])
+def test_int8_kernels_do_not_split_sums_but_take_smaller_tiles(kind: str) -> None:
+    """333 x 1536 numbers: 36 tiles of 128 x 128 would leave 22 of an L4's 58 multiprocessors idle."""
+    speeds, waves = DatasheetSpeeds(find_card("L4")), -(-6 * 24 // 58)
+    seconds = 2 * 333 * 1536 * 6144 / (56.6e12 * 1.9) / (333 * 1536 / (waves * 58 * 64 * 64))
+    assert speeds.seconds(kind, "bf16", (333, 1536, 6144)) == pytest.approx(2.5e-6 + seconds)
+    waves = -(-32 * 48 // 58)
+    seconds = 2 * 4096 * 6144 * 1536 / (56.6e12 * 1.9) / (32 * 48 / (waves * 58))
+    assert speeds.seconds(kind, "bf16", (4096, 6144, 1536)) == pytest.approx(2.5e-6 + seconds)
+
+
+def test_training_fuses_every_network_of_int8_products_and_no_other(tiny_config: dict, tmp_path: Path) -> None:
+    from blocks import PRECISIONS, transformer
+
+    for name, fuses in (("int8-products", True), ("int8", False)):
+        model = transformer(PRECISIONS[name])
+        Lora(rank=2).attach(model, 7)
+        PRECISIONS[name].prepare(model.transformer_blocks)
+        networks = [module for module in model.modules() if isinstance(module, FeedForward)]
+        assert networks and all(("forward" in vars(network)) == fuses for network in networks)
+        assert int8_products.why_not(torch.device("cpu")) is None

@@ -1,0 +1,250 @@
+"""The simulated training stage: real and fake tensors take the same bytes, and the bytes are what arithmetic says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from cases import ALLOWED, MODELS, WHOLE, Case, Pairs, asks_for_slow, case_json, covering, pairs, parametrized
+from simulated import LEVERS, assert_same_bytes, real
+
+from benchmarks.predicted_seconds import diffusers_blocks
+from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.fake import fake_tensors
+from simpletune.engine.memory.snapshot import round_to_block
+from simpletune.engine.tensors import all_tensors
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.stages.load import load_base
+from simpletune.stages.step.synthetic import CPU
+from simpletune.system.options import ConfigError
+
+MIB = 2**20
+CHECKPOINTING = ("all", "none")
+
+
+CHECKPOINTED = [(*case, {"checkpointing": kind}) for case in ALLOWED for kind in CHECKPOINTING]
+
+
+def a_unet(adapter: str, weights: str, compute: str, optimizer: str, version: str, last: dict) -> Case:
+    precision, model = {"weights": weights, "compute": compute}, {"family": "sd15", "version": version}
+    return {"method": adapter}, precision, {"name": optimizer}, model, last
+
+
+def with_the_last(case: Case) -> Pairs:
+    """The pairs of a case that its last choice (checkpointing, a lever) is in; test_cases.py has the rest."""
+    (last,) = case[-1].items()
+    return {pair for pair in pairs(case) if last in pair}
+
+
+def fast(cases: Sequence[Case], unets: Sequence[Case]) -> list[Case]:
+    """Every choice for transformers, alternately with one kind of checkpointing and the other; a case for U-Nets, whose
+    steps take longer."""
+    assert set(map(str, unets)) <= set(map(str, cases))
+    found = covering([case for case in cases if case[3]["family"] == "sd3"], with_the_last)
+    return [*(case for number, case in enumerate(found) if number % 2 == number // 2 % 2), *unets]
+
+
+FAST_CHECKPOINTED = fast(
+    CHECKPOINTED,
+    [
+        a_unet("lora", "int8", "fp16", "adamw", "sd2", {"checkpointing": "all"}),
+    ],
+)
+
+
+def test_real_and_fake_tensors_take_the_same_bytes(case: Case, tiny_config: dict, small_unet: Callable) -> None:
+    *chosen, memory = case
+    data = case_json(tiny_config, tuple(chosen))
+    data["memory"] = memory
+    if case[3]["family"] == "sd15":
+        data["model"] = small_unet(case[3]["version"])
+    assert_same_bytes(validate(data, "case"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Spread the two tests over their cases."""
+    if metafunc.function is test_real_and_fake_tensors_take_the_same_bytes:
+        parametrized(metafunc, FAST_CHECKPOINTED, CHECKPOINTED)
+    if metafunc.function is test_levers_take_the_same_bytes_real_and_fake:
+        parametrized(metafunc, FAST_LEVERED, allowed_with_a_lever(["sd3", "sd15"]) if asks_for_slow(metafunc) else [])
+
+
+def with_lever(tiny_config: dict, case: Case) -> dict:
+    *chosen, lever = case
+    return case_json(tiny_config, tuple(chosen)) | copy.deepcopy(LEVERS[lever["lever"]])
+
+
+def allowed_with_a_lever(families: Sequence[str], cases: Sequence[Case] = ALLOWED) -> list[Case]:
+    """Every lever with every adapter and precision, and two optimizers, as far as the rules allow; the adapters beside
+    LoRA, which touch the same layers, with one optimizer and model."""
+    some = [case for case in cases if case[2]["name"] in ("adamw", "adamw8bit") and case[3]["family"] in families]
+    first = ("lora", "full", "partial")
+    models = {case[0]["method"]: case[3] for case in reversed(some)}  # the first that each method is for
+    some = [c for c in some if c[0]["method"] in first or c[2:] == ({"name": "adamw"}, models[c[0]["method"]])]
+    model = {"name": "rules", "model": {}, "data": {"path": "demo:pictures"}, "train": {"steps": 4}}
+    found = []
+    for case in ((*case, {"lever": lever}) for lever in LEVERS for case in some):
+        try:
+            validate(with_lever(model, case), "case")
+        except ConfigError as error:  # the reason stands in the test of the rule
+            assert "memory." in str(error)
+        else:
+            found.append(case)
+    return found
+
+
+def with_a_lever(case: Case) -> Pairs:
+    """The pairs that a case's lever is in: streaming with the plan meets every adapter and precision, updates in the
+    backward pass LoRA and full fine-tuning, the others one of both."""
+    lever, method = ("lever", case[-1]["lever"]), ("method", case[0]["method"])
+    if lever[1] == "plan-streamed":
+        return {frozenset([lever, method]), frozenset([lever, ("weights", case[1]["weights"])])}
+    of_full = lever[1] in ("boundaries", "feed-forward-only")
+    wanted = WHOLE if lever[1].startswith("in-backward") else ("full",) if of_full else ("lora",)
+    return {frozenset([lever, method])} if method[1] in wanted else set()
+
+
+def adapter_and_weights(case: Case) -> Pairs:
+    """What decides whether a lever is allowed."""
+    return {frozenset([("method", case[0]["method"])]), frozenset([("weights", case[1]["weights"])])}
+
+
+ONE_OF_EACH = covering([case for case in ALLOWED if case[2:] == ({"name": "adamw"}, MODELS[0])], adapter_and_weights)
+FAST_LEVERED = [
+    *covering(allowed_with_a_lever(["sd3"], ONE_OF_EACH), with_a_lever),
+    a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
+]
+
+
+def test_levers_take_the_same_bytes_real_and_fake(
+    case: Case, tiny_config: dict, three_blocks: Path, small_unet: Callable
+) -> None:
+    data = with_lever(tiny_config, case)
+    if case[3]["family"] == "sd3":
+        data["model"]["pretrained"] = str(three_blocks)
+    else:
+        data["model"] = small_unet(case[3]["version"])
+    assert_same_bytes(validate(data, "case"))
+
+
+@pytest.mark.slow
+def test_the_fast_cases_are_some_of_all() -> None:
+    assert set(map(str, FAST_LEVERED)) <= set(map(str, allowed_with_a_lever(["sd3", "sd15"])))
+
+
+def test_every_lever_is_tried() -> None:
+    assert {case[-1]["lever"] for case in FAST_LEVERED} == set(LEVERS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-quanto", "nf4"])
+def test_the_empty_transformer_is_the_real_ones_twin(precision: str, tiny_config: dict) -> None:
+    config = validate(tiny_config | {"precision": {"weights": precision}}, "twin")
+    loaded = config.model.load_denoiser(config.precision, CPU)
+    with fake_tensors():
+        empty = config.model.empty_denoiser(config.precision, CPU)
+    kinds = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(loaded)]
+    twins = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(empty)]
+    assert [kind[1:] for kind in kinds] == [twin[1:] for twin in twins]
+    assert [type(module) for module in loaded.modules()] == [type(module) for module in empty.modules()]
+
+
+def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> TrainConfig:
+    data = copy.deepcopy(tiny_config) | changes
+    data["model"]["pretrained"] = str(three_blocks)
+    return validate(data, "three blocks")
+
+
+def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
+    config = with_blocks(tiny_config, three_blocks, adapter={"method": "full"})
+    model = load_base(config, CPU, [(32, 32)])
+    weights = sum(round_to_block(4 * tensor.numel()) for tensor in all_tensors(model))
+    trained = sum(round_to_block(4 * parameter.numel()) for parameter in model.parameters())
+    report = simulate(config)
+    many = len(list(model.parameters()))
+    states = 2 * trained + many * round_to_block(4)  # two means, and a step counter each
+    kept = {
+        "activations": round_to_block(4),
+        "workspace": report.steady.by_kind["workspace"],
+    }  # loss and norms: if not finite
+    assert report.steady.by_kind == {"weights": weights, "optimizer": states, **kept}
+    assert kept["workspace"] <= round_to_block(4 * many)
+    assert report.host_bytes == 0
+    assert "optimizer" not in report.phases  # the fused update takes nothing
+    assert report.phases["clip"].by_kind["gradients"] == trained
+    assert report.peak == max(report.phases.values(), key=lambda snapshot: snapshot.bytes)
+
+
+def test_a_lora_is_its_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
+    config = with_blocks(tiny_config, three_blocks, adapter={"method": "lora", "rank": 2})
+    shapes = config.model.shapes()
+    sides = [side for name in config.adapter.modules(shapes) for side in shapes[f"{name}.weight"]]
+    report = simulate(config)
+    assert report.steady.by_kind["adapter"] == sum(round_to_block(4 * 2 * side) for side in sides)
+
+
+def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three_blocks: Path) -> None:
+    peaks = {}
+    for checkpointing in CHECKPOINTING:
+        memory = {"checkpointing": checkpointing}
+        config = with_blocks(tiny_config, three_blocks, memory=memory, data=tiny_config["data"] | {"resolution": 256})
+        peaks[checkpointing] = simulate(config)
+    kept, whole = (peaks[name].phases["forward"].by_kind["activations"] for name in ("all", "none"))
+    assert kept < whole / 2
+    assert peaks["all"].peak.module == "transformer_blocks.2"  # the first whose backward pass runs
+    assert peaks["all"].steady == peaks["none"].steady
+
+
+def test_accumulation_and_batches_and_text(tiny_config: dict) -> None:
+    train = {"steps": 4, "batch_size": 2, "gradient_accumulation": 3}
+    config = validate(tiny_config | {"train": train}, "accumulation")
+    single = simulate(validate(tiny_config, "single"))
+    report = simulate(config)
+    assert real(config).peak == report.peak
+    assert report.peak.by_kind["activations"] > 2 * single.peak.by_kind["activations"] * 0.9
+    longer = simulate(validate(tiny_config | {"model": tiny_config["model"] | {"t5_length": 64}}, "longer"))
+    assert longer.peak.by_kind["activations"] > single.peak.by_kind["activations"]
+
+
+def test_a_devices_libraries_are_added(tiny_config: dict) -> None:
+    config = validate(tiny_config, "device")
+    without, with_device = simulate(config), simulate(config, capability=(8, 9))
+    assert with_device.peak.bytes - without.peak.bytes == 2 * 8519680
+    assert with_device.peak.by_kind["workspace"] >= 2 * 8519680
+    assert with_device.peak.bytes == sum(with_device.peak.by_kind.values())
+
+
+def test_no_cycle_keeps_tensors_between_steps(tiny_config: dict, three_blocks: Path) -> None:
+    config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
+    steady = simulate(config).steady.by_kind
+    assert set(steady) <= {"weights", "adapter", "optimizer", "activations", "workspace"}
+    assert steady["workspace"] <= 4 * round_to_block(4)  # the last norms
+    assert steady["activations"] == round_to_block(4)  # the last loss, for the case that it is not finite
+
+
+def test_simulating_leaves_nothing_behind(tiny_config: dict) -> None:
+    apply, resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
+    simulate(validate(tiny_config, "once"))
+    assert (torch.nn.Module._apply, torch.UntypedStorage.resize_) == (apply, resize)
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "mib"),
+    [("bf16", "all", 4673), ("int8", "all", 2667), ("int8-quanto", "all", 2790), ("int8", "none", 5954)],
+)
+def test_sd3_medium_takes_what_an_independent_simulation_said(
+    precision: str, checkpointing: str, mib: int, tiny_pictures: Path
+) -> None:
+    data = {
+        "name": "medium", "data": {"path": str(tiny_pictures), "resolution": 1024}, "precision": {"weights": precision},
+        "memory": {"checkpointing": checkpointing},
+    }  # fmt: skip
+    config = validate(data, "medium")
+    with diffusers_blocks():  # which the figures are of
+        assert simulate(config).peak.bytes / MIB == pytest.approx(mib, rel=0.05)
+    assert simulate(config).peak.bytes / MIB < 1.05 * mib

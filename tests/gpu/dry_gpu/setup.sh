@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Makes .venv-cuda: torch's CUDA build and everything else that the tests need. Does nothing where it is complete.
+#
+#   tests/gpu/dry_gpu/setup.sh
+#
+# Environment: DRY_VENV                where it lies (default: .venv-cuda at the project's root)
+#              PYTHON                  the Python to make it with (default: the newest found, 3.13 to 3.11)
+#              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings)
+# Exit codes as those of simpletune/setup.sh: 3, the machine lacks something, or the folder would have to be emptied and may
+# hold somebody's files; 4, the install failed.
+
+set -euo pipefail
+
+TORCH=2.13.0   # the version that the stub was written for
+ROOM_GIB=10    # the environment takes 5.7 GiB; pip unpacks wheels beside it
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(cd "$here/../../.." && pwd -P)
+# shellcheck source=../../simpletune/setup.sh
+source "$root/simpletune/setup.sh"
+
+venv=${DRY_VENV:-$root/.venv-cuda}
+[[ $venv == /* ]] || venv=$PWD/$venv
+while [[ $venv == ?*/ || $venv == ?*/. ]]; do # "link/" and "link/." would not be seen to be links
+    venv=${venv%.}
+    venv=${venv%/}
+done
+log=$venv/install.log
+unfinished=$venv/.simpletune-installing
+
+# Prints what the environment lacks, a line each.
+lacking() { "$venv/bin/python" "$here/lacking.py" "$root/pyproject.toml" 2>&1; }
+
+# install WHAT PIP_ARGUMENT...
+install() {
+    local what=$1 status=0
+    shift
+    (cd "$root" && _setup_pip install "$@") || status=$?
+    ((status == 0)) && return
+    ((status >= 128)) || rm -f "$unfinished" # only a killed pip leaves half-unpacked packages
+    tail -n 15 "$log" | sed 's/^/       | /' >&2
+    _setup_stop 4 "Installing $what into $venv failed (exit status $status). The whole log: $log" \
+        "Check the network and the disk, then run the same command again."
+}
+
+if [[ -x $venv/bin/python && ! -e $unfinished ]] && lacking >/dev/null; then
+    exit 0
+fi
+
+defect=''
+if [[ -e $unfinished ]]; then # pip takes a half-unpacked package for whole
+    defect="an earlier set-up stopped halfway"
+elif [[ ! -x $venv/bin/python ]]; then
+    defect="it has no Python that runs"
+fi
+[[ -z $defect ]] || _setup_check_disposable "$venv" "$defect"
+mkdir -p "$venv"
+free_gib=$(($(df -Pk "$venv" | awk 'NR == 2 {print $4}') / 1024 / 1024))
+((free_gib >= ROOM_GIB)) || _setup_stop 3 "$venv needs $ROOM_GIB GiB while it is made (torch's CUDA build alone takes over 4); $free_gib GiB are free." \
+    "Free some, or put it on another disk: DRY_VENV=/path/to/venv make dry"
+if [[ -z $defect ]]; then
+    _setup_mark "$venv"
+else
+    _setup_find_python
+    _setup_empty "$venv"
+    _setup_say "making $venv with Python $python_version and torch's CUDA build. This takes minutes. Log: $log"
+    "$python" -m venv "$venv" >"$log" 2>&1 || _setup_stop 4 "$python -m venv $venv failed. The whole log: $log"
+fi
+began=$SECONDS
+# "===" takes this very version: an index may offer 2.13.0+cpu, which counts as newer.
+install "torch $TORCH" ${SIMPLETUNE_TORCH_INDEX:+--index-url "$SIMPLETUNE_TORCH_INDEX"} "torch===$TORCH"
+install "simpletune and the packages of its tests" -e '.[dev]'
+rm -f "$unfinished"
+if ! missing=$(lacking); then
+    _setup_stop 4 "$venv is not complete:" "$missing" \
+        "Name an index with torch's CUDA builds: SIMPLETUNE_TORCH_INDEX=URL make dry"
+fi
+_setup_say "done in $((SECONDS - began)) s; $venv takes $(du -sm "$venv/" | cut -f1) MB."

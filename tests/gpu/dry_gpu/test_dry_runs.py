@@ -1,0 +1,175 @@
+"""Whole runs on `device=cuda` under the stub of CUDA: they end, leave what a run leaves, and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import failpoints
+import pytest
+from blocks import write_pipeline
+from dry import CAPABILITIES, printed, process
+from tiny_runs import run_on
+
+from benchmarks.tiny_models import tiny_sd3
+from simpletune.runs.folder import read_metrics, read_summary
+from simpletune.system.options import UserError
+
+pytestmark = pytest.mark.dry
+DRAWN = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2}
+
+
+@pytest.fixture
+def three_blocks(tiny_config: dict, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The tiny run on a model of three blocks, for streaming."""
+    folder = tmp_path_factory.mktemp("three") / "pipeline"
+    write_pipeline(folder)
+    return tiny_config | {"model": tiny_config["model"] | {"pretrained": str(folder)}}
+
+
+def whole(run: Path) -> dict:
+    """The summary of a run that has ended with everything, and without a warning."""
+    summary = read_summary(run)
+    assert summary is not None and summary["complete"] and summary["warnings"] == []
+    assert (run / "README.md").is_file() and Path(summary["output"]).exists()
+    return summary
+
+
+def program(config: dict, file: Path, before: str = "", **environment: object) -> subprocess.CompletedProcess[str]:
+    """`simpletune train` in a process of its own, whose device holds nothing else."""
+    file.write_text(json.dumps(config))
+    verb = ["train", str(file), "--force"]
+    code = f"{before}\nfrom simpletune.apps.cli.main import main; raise SystemExit(main({verb!r}))"
+    return process(code, **environment)
+
+
+def test_a_second_start_finds_all_in_the_cache_and_ends_whole(tiny_config: dict, tmp_path: Path) -> None:
+    """It encodes nothing: that stage's peak on the device is 0."""
+    tiny_config["output"] |= {"cache": str(tmp_path / "cache"), "report": True}
+    first = run_on(tiny_config, "cuda", name="first", validation=DRAWN)
+    assert whole(first) and (first / "report.html").is_file()
+    validation = tiny_config["validation"] | DRAWN
+    done = program(tiny_config | {"device": "cuda", "validation": validation}, tmp_path / "second.json")
+    assert done.returncode == 0, done.stderr
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
+    summary = whole(run)
+    assert (run / "report.html").is_file()
+    peaks = {stage: figures["peak_allocated_gib"] for stage, figures in summary["stages"].items()}
+    assert peaks["text"] == 0 and peaks["latents"] == 0 and peaks["train"] > 0 and peaks["validate"] > 0
+    assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.05)
+
+
+def test_a_run_that_died_is_resumed(tiny_config: dict) -> None:
+    parts = {"checkpoint": {"every": 2}, "train": {"steps": 6}}
+    failpoints.arm("step.begun", "raise", 4)
+    with pytest.raises(failpoints.InjectedError):
+        run_on(tiny_config, "cuda", **parts)
+    run = run_on(tiny_config, "cuda", "latest", **parts)
+    assert whole(run)["attempts"] == 2
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flash", "efficient", "math"])
+def test_every_attention_kernel_trains_and_draws(kernel: str, tiny_config: dict, tmp_path: Path) -> None:
+    """The autoencoder's attention has one head, wider than the 256 that flash can do: it needs a kernel of its own."""
+    tiny_sd3.build(tmp_path / "pipeline", replace(tiny_sd3.MINIMAL, vae_channels=(8, 8, 8, 264)), seed=1, dtype="fp32")
+    tiny_config["model"] |= {"pretrained": str(tmp_path / "pipeline")}
+    tiny_config["output"]["cache"] = str(tmp_path / "cache")
+    precision = {"weights": "bf16"}
+    run = run_on(tiny_config, "cuda", precision=precision, speed={"attention": kernel}, validation=DRAWN)
+    assert whole(run)["attention"] == ("flash" if kernel == "auto" else kernel)
+    assert len(list((run / "samples").rglob("*.png"))) >= 2
+
+
+def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict) -> None:
+    with pytest.raises(UserError, match="speed.attention: cudnn cannot compute .*Use auto or math"):
+        run_on(tiny_config, "cuda", precision={"weights": "bf16"}, speed={"attention": "cudnn"})
+
+
+CHOICE = """
+import torch
+names = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+for heads, tokens, width in ((24, 4096 + 333, 64), (1, 4096, 512)):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        q = torch.empty(1, heads, tokens, width, device="cuda", dtype=dtype)
+        print(names[torch._fused_sdp_choice(q, q, q)])
+"""
+NEWER = ["flash", "flash", "efficient", "efficient", "efficient", "efficient"]
+CHOSEN = {  # the transformer's attention in bf16, fp16 and fp32, then the autoencoder's, whose one head is 512 wide
+    75: ["math", "efficient", "efficient", "math", "efficient", "efficient"],
+    80: NEWER,
+    86: NEWER,
+    89: NEWER,
+    90: ["cudnn", "cudnn", *NEWER[2:]],
+    120: NEWER,
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_which_attention_pytorch_chooses(capability: int) -> None:
+    """By the compute capability, as the real build does; the memory that a run needs follows from it."""
+    assert printed(CHOICE, DRY_CC=capability).split() == CHOSEN[capability]
+
+
+MEMORY = {"resident": {"modulation": "resident"}, "plan": {"modulation": "plan"},
+          "streamed": {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4"])
+def test_a_lora_trains_over_every_base(weights: str, memory: str, three_blocks: dict) -> None:
+    run = run_on(three_blocks, "cuda", precision={"weights": weights}, memory=MEMORY[memory])
+    assert whole(run)["stages"]["train"]["peak_allocated_gib"] > 0
+    assert run.joinpath("pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw8bit"])
+def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, three_blocks: dict) -> None:
+    memory = MEMORY["streamed"] if streamed else {"checkpointing": "all"}
+    changes = {
+        "adapter": {"method": "full"},
+        "precision": {"weights": "bf16"},
+        "optimizer": {"name": optimizer, "lr": 1e-4},
+        "train": {"steps": 4, "clip": "per_parameter"},
+        "memory": memory | {"optimizer_in_backward": True},
+    }
+    whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
+
+
+TAKEN = """
+import ctypes, sys, torch
+sys.path.insert(0, "tests/support")
+import failpoints
+
+def take():  # as another program would
+    torch.cuda.empty_cache()
+    free = ctypes.c_size_t(torch.cuda.mem_get_info()[0])
+    assert ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), free) == 0
+
+failpoints.import_libraries_first()
+failpoints.arm("step.begun", take)
+"""
+
+
+def test_memory_that_runs_out_is_explained(three_blocks: dict, tmp_path: Path) -> None:
+    config = three_blocks | {"device": "cuda", "train": {"steps": 2}, "precision": {"weights": "bf16"}}
+    done = program(config, tmp_path / "config.json", TAKEN, DRY_GIB=2)
+    said = done.stdout + done.stderr
+    assert done.returncode == 5, said
+    assert "memory is full" in said and "Tried to allocate" in said and "2.00 GiB" in said
+    assert "frozen weights" in said and "trained weights" in said and "start again" in said
+    assert "Traceback" not in said
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(three_blocks: dict, tmp_path: Path) -> None:
+    config = three_blocks | {"device": "cuda", "adapter": {"method": "full"}}
+    config["output"] = config["output"] | {"cache": str(tmp_path / "cache")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    verb = ["train", str(tmp_path / "config.json")]
+    code = f"from simpletune.apps.cli.main import main; raise SystemExit(main({verb!r}))"
+    done = process(code, DRY_GIB=0.1)
+    assert done.returncode == 2, done.stderr
+    assert "needs" in done.stderr and "has 102" in done.stderr and "--force" in done.stderr

@@ -1,0 +1,377 @@
+"""A run kept in an object store: moto's S3 server, faults between, machines that vanish."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import failpoints
+import object_store
+import pytest
+import torch
+from launching import Launcher
+from object_store import BUCKET, Fault, Faults
+from tiny_runs import run_with, saved_weights
+
+from simpletune.apps.cli import main as cli_main
+from simpletune.config.load import validate
+from simpletune.runs.checkpoint_folders import checkpoint_folder
+from simpletune.runs.folder import read_metrics
+from simpletune.runs.remote import upload
+from simpletune.runs.remote.index import INDEX, LostRun, RunIndex, put_index, read_index, take
+from simpletune.system import signals
+from simpletune.system.options import UserError
+from simpletune.system.stores import object_store as store_module
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import ObjectChanged, StoreError
+
+URL = f"s3://{BUCKET}/runs"
+
+
+@pytest.fixture(scope="module")
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture(scope="module")
+def server(faults: Faults) -> Iterator[str]:
+    with object_store.serving(faults) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in object_store.settings(server).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(upload, "AGAIN", 0.05)
+    monkeypatch.setattr(upload, "LONGEST", 0.2)
+    yield
+    faults.choose = lambda number, method, path: None
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Moves to another machine: another current folder, where a run's folder lies."""
+
+    def move(name: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / name)
+        return tmp_path / name
+
+    return move
+
+
+@pytest.fixture
+def kept(tiny_config: dict, request: pytest.FixtureRequest) -> dict:
+    """A run of six steps that saves after every second one, in a part of the bucket that the test has for itself."""
+    name = re.sub(r"\W", "-", request.node.name)
+    output = tiny_config["output"] | {"runs": f"{URL}/{name}"}
+    return tiny_config | {"train": {"steps": 6}, "checkpoint": {"every": 2}, "output": output}
+
+
+def here(config: dict) -> dict:
+    """The same run in a folder only."""
+    return config | {"output": config["output"] | {"runs": "only-here"}}
+
+
+def store_of(config: dict) -> ObjectStore:
+    return ObjectStore(f"{config['output']['runs']}/{config['name']}")
+
+
+def require_whole(config: dict) -> RunIndex:
+    """Every file of every checkpoint that the index names is in the store, with the bytes that it was saved with."""
+    store = store_of(config)
+    index, _ = read_index(store) or pytest.fail("there is no index")
+    for stored in index.checkpoints.values():
+        for name, file in stored.files.items():
+            content, _ = store.read(f"{stored.folder}/{name}") or pytest.fail(f"{name} is missing")
+            assert (len(content), hashlib.sha256(content).hexdigest()) == (file.size, file.sha256)
+    named = {each.folder for each in index.checkpoints.values()}
+    assert {"/".join(key.split("/")[:2]) for key in store.keys("checkpoints/")} == named
+    return index
+
+
+def wait_for_uploads(patch: pytest.MonkeyPatch) -> None:
+    """Let training wait until each checkpoint is in the store."""
+    original = upload.Uploader.saved
+
+    def saved(self: upload.Uploader, step: int) -> None:
+        original(self, step)
+        while not self._is_done():
+            time.sleep(0.01)
+
+    patch.setattr(upload.Uploader, "saved", saved)
+
+
+def same(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == other.keys() and all(torch.equal(ours[name], other[name]) for name in ours)
+
+
+def test_another_machine_continues_with_the_same_bits(kept: dict, machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine("a")
+    failpoints.arm("step.begun", "term", 4)
+    with pytest.raises(signals.Stopped), signals.listening():
+        run_with(kept)
+    assert list(require_whole(kept).checkpoints) == [2, 4]
+    second = machine("b")
+    capsys.readouterr()
+    run = run_with(kept, "auto")
+    said = capsys.readouterr().out
+    assert re.search(r"store .*2 checkpoints, the last of step 4", said) and "resume  from" in said
+    assert run.resolve() == second / "runs" / "tiny"
+    whole = run_with(here(kept))
+    assert same(saved_weights(run, 6), saved_weights(whole, 6))
+    assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(whole)]
+    index = require_whole(kept)
+    assert index.finished and list(index.checkpoints) == [4, 6]
+    result, _ = store_of(kept).read("pytorch_lora_weights.safetensors") or pytest.fail("no result")
+    assert result == (run / "pytorch_lora_weights.safetensors").read_bytes()
+    stored = store_of(kept)
+    rows = (stored.read("metrics.jsonl") or pytest.fail("no metrics"))[0].decode().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    run_with(kept, "auto")
+    assert "already finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "remote.uploaded",
+        *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("remote.file", "remote.committed")),
+    ],
+)
+def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
+    kept: dict, machine, launcher: Launcher, server: str, moment: str
+) -> None:
+    code = (
+        "import json, os, sys; os.chdir(sys.argv[1]); "
+        "from simpletune.config.load import validate; from simpletune.commands.train.train import train; "
+        "import failpoints; failpoints.arm(sys.argv[3], 'kill', 2); "
+        "train(validate(json.loads(sys.argv[2]), 'test'), 'auto')"
+    )
+    words = [str(machine("a")), json.dumps(kept), moment]
+    assert launcher.programs(code, words, environment=object_store.settings(server)).codes == [-9]
+    found = read_index(store_of(kept))
+    assert found is not None
+    lost = 6 - max(found[0].checkpoints, default=0)
+    machine("b")
+    run = run_with(kept, "auto")
+    index = require_whole(kept)
+    assert index.finished and max(index.checkpoints) == 6
+    assert same(saved_weights(run, 6), saved_weights(run_with(here(kept)), 6))
+    assert lost <= 6 - (2 if moment == "remote.uploaded" else 0)
+
+
+def test_faults_are_mended_or_said(kept: dict, machine, faults: Faults, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every third request of an upload fails, is cut or slow, or its answer ends early; then every fifth of a fetch."""
+    machine("a")
+    kinds = ("error", "cut", "short", "slow")
+    before = faults.injected
+    faults.choose = lambda number, method, path: kinds[number // 3 % 4] if number % 3 == 0 else None  # type: ignore[return-value]
+    run = run_with(kept)
+    assert faults.injected - before > 10
+    faults.choose = lambda number, method, path: None
+    assert max(require_whole(kept).checkpoints) == 6
+    faults.choose = lambda number, method, path: kinds[number // 5 % 4] if number % 5 == 0 else None  # type: ignore[return-value]
+    machine("b")
+    other = run_with(kept, "latest", train={"steps": 8})
+    assert same(saved_weights(run, 6), saved_weights(other, 6)) and saved_weights(other, 8)
+
+
+def test_a_store_that_fails_for_good_leaves_training_alone_and_is_reported(
+    kept: dict, machine, faults: Faults, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(upload, "AT_END", 1.0)
+    monkeypatch.setattr(store_module, "RETRIES", {"max_retries": 0})
+    folder = machine("a")
+    faults.choose = lambda number, method, path: "error" if method == "PUT" and INDEX not in path else None
+    with pytest.raises(UserError, match="not all of it could be uploaded.*--resume auto"):
+        run_with(kept)
+    said = capsys.readouterr().out
+    assert said.count("Training continues, and the upload is retried") == 1
+    assert (folder / "runs" / "tiny" / "summary.json").exists() and not (
+        folder / "runs" / "tiny" / ".upload.part"
+    ).exists()
+    assert not require_index(kept).checkpoints
+    faults.choose = lambda number, method, path: None
+    run_with(kept, "auto")  # the same command uploads the rest
+    assert require_whole(kept).finished
+
+
+def require_index(config: dict) -> RunIndex:
+    found = read_index(store_of(config))
+    assert found is not None
+    return found[0]
+
+
+def test_the_machine_that_lost_its_run_stops(kept: dict, machine) -> None:
+    machine("a")
+    store = store_of(kept)
+
+    def taken_over(*_: object) -> None:
+        take(store, lambda stored: stored.model_copy(update={"owner": "0" * 32, "machine": "other"}))  # type: ignore[union-attr]
+
+    original = upload.Uploader._upload
+
+    def upload_after(self: upload.Uploader, job: upload.UploadJob) -> None:
+        if job.step == 2:
+            taken_over()
+        original(self, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upload.Uploader, "_upload", upload_after)
+        with pytest.raises(LostRun, match="continued on other since .*Stop one of the two"):
+            run_with(kept)
+    assert require_index(kept).owner == "0" * 32 and not require_index(kept).checkpoints
+
+
+def test_a_damaged_checkpoint_is_said_and_an_older_one_taken(
+    kept: dict, machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = machine("a") / "runs" / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_uploads(patch)
+        run_with(kept)
+    store, index = store_of(kept), require_index(kept)
+    assert list(index.checkpoints) == [4, 6]  # so machine b writes no checkpoint before the damaged one
+    key = f"{index.checkpoints[6].folder}/trainable.safetensors"
+    content, tag = store.read(key) or pytest.fail("missing")
+    store.replace(key, bytes(len(content)), tag)
+    machine("b")
+    run = run_with(kept, "auto")
+    assert re.search(r"warning .*trainable.safetensors is damaged .*step 6 is left out", capsys.readouterr().out)
+    assert same(saved_weights(run, 6), saved_weights(whole, 6))
+    require_whole(kept)
+
+
+def test_checkpoints_after_the_one_that_a_run_continues_from_are_replaced(kept: dict, machine) -> None:
+    """Also those of steps at which it saves nothing."""
+    machine("a")
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_uploads(patch)
+        first = run_with(kept, checkpoint={"every": 1, "keep_last": 6})
+    before = require_index(kept)
+    assert list(before.checkpoints) == [1, 2, 3, 4, 5, 6]
+    run_with(kept, str(checkpoint_folder(first, 2)), checkpoint={"every": 6, "keep_last": 6})
+    after = require_index(kept)
+    assert list(after.checkpoints) == [1, 2, 6]
+    assert after.checkpoints[6].folder != before.checkpoints[6].folder
+
+
+def test_a_stored_run_is_not_replaced(kept: dict, machine) -> None:
+    machine("a")
+    run_with(kept, train={"steps": 2})
+    machine("b")
+    with pytest.raises(UserError, match="already holds a run .*Use --resume auto .*name=") as caught:
+        run_with(kept)
+    assert kept["output"]["runs"] in str(caught.value)
+    machine("c")
+    run_with(here(kept) | {"output": kept["output"] | {"runs": "runs"}}, train={"steps": 2})
+    with pytest.raises(UserError, match="is not the run that .* holds"):
+        run_with(kept, "auto")
+
+
+def test_a_slow_upload_skips_to_the_newest_checkpoint(kept: dict, machine, faults: Faults) -> None:
+    machine("a")
+    seen: list[int | None] = []
+    original = upload.Uploader._upload
+
+    def slow(self: upload.Uploader, job: upload.UploadJob) -> None:
+        seen.append(job.step)
+        while job.step == 1 and (self._waiting is None or self._waiting.step != 5):
+            time.sleep(0.01)  # until the run has saved step 5
+        original(self, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upload.Uploader, "_upload", slow)
+        run = run_with(kept, checkpoint={"every": 1})
+    assert seen[0] == 1 and 3 not in seen and seen[-1] in (6, None)
+    assert max(require_whole(kept).checkpoints) == 6 and run.joinpath("summary.json").exists()
+
+
+def test_an_index_is_replaced_only_by_who_has_read_it(kept: dict) -> None:
+    store = store_of(kept)
+    first, tag = take(store, lambda stored: RunIndex(owner="a", machine="m"))
+    changed = first.model_copy(update={"finished": True})
+    again = put_index(store, changed, tag)
+    assert put_index(store, changed, tag) == again  # as if the first answer had been lost
+    second, _ = take(store, lambda stored: RunIndex(run=first.run, owner="b", machine="n"))
+    with pytest.raises(LostRun, match="continued on n"):
+        put_index(store, changed, again)
+    with pytest.raises(ObjectChanged):
+        store.replace(INDEX, b"{}", None)
+    assert read_index(store)[0] == second  # type: ignore[index]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"version": 1, "owner": 1}', b'{"checkpoints": {"x": {}}}'])
+def test_a_damaged_index_is_named(kept: dict, content: bytes) -> None:
+    store = store_of(kept)
+    store.replace(INDEX, content, None)
+    with pytest.raises(UserError, match=r"index.json is damaged"):
+        read_index(store)
+
+
+def test_an_object_of_the_wrong_size_is_not_taken(kept: dict, faults: Faults, tmp_path: Path) -> None:
+    store, file = store_of(kept), tmp_path / "file"
+    file.write_bytes(b"0123456789" * 1000)
+    store.upload(file, "file")
+    faults.choose = lambda number, method, path: "short" if method == "GET" else None
+    with pytest.raises(StoreError, match="file gave 5000 bytes instead of 10000"):
+        store.fetch("file", tmp_path / "fetched", 10000)
+    assert not (tmp_path / "fetched").exists()
+
+
+@pytest.mark.parametrize("fault", ["error", "cut", "short", "slow"])
+def test_a_range_is_read_again_where_the_store_fails(kept: dict, faults: Faults, fault: Fault) -> None:
+    store, content = store_of(kept), bytes(range(256)) * 40
+    store.replace("file", content, None)
+    assert (store.keys()["file"], store.read("other")) == (len(content), None)
+    first = faults.seen + 1
+    faults.choose = lambda number, method, path: fault if number == first else None
+    assert store.read_range("file", 1000, 9000) == content[1000:9000]
+    assert faults.seen == first + (fault != "slow")
+    assert store.read_range("file", 5, 5) == b"" and faults.seen == first + (fault != "slow")
+
+
+def test_a_range_that_is_never_whole_is_an_error(kept: dict, faults: Faults) -> None:
+    store = store_of(kept)
+    store.replace("file", bytes(1000), None)
+    with pytest.raises(StoreError, match="file .* gave 990 bytes instead of 1,990"):
+        store.read_range("file", 10, 2000)
+    with pytest.raises(StoreError, match="reading bytes 0 to 10 of other .* failed"):
+        store.read_range("other", 0, 10)
+    faults.choose = lambda number, method, path: "short"
+    with pytest.raises(StoreError, match="gave 500 bytes instead of 1,000"):
+        store.read_range("file", 0, 1000)
+
+
+def test_a_bucket_that_does_not_exist(tiny_config: dict, machine) -> None:
+    machine("a")
+    output = tiny_config["output"] | {"runs": "s3://no-such-bucket/runs"}
+    with pytest.raises(UserError, match="output.runs: .*no-such-bucket.*Check the URL, the credentials"):
+        run_with(tiny_config | {"output": output})
+
+
+@pytest.mark.parametrize("place", ["ftp://a/b", "http://a/b", "s3://"])
+def test_other_urls_are_refused(tiny_config: dict, place: str) -> None:
+    with pytest.raises(UserError, match=r"output.runs: .*is not a store. Use s3://"):
+        validate(tiny_config | {"output": {"runs": place}}, "test")
+    with pytest.raises(UserError, match=r"output.profiles: s3://a/b must be a folder"):
+        validate(tiny_config | {"output": {"profiles": "s3://a/b"}}, "test")
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
+    with pytest.raises(UserError, match=r"obstore.*pip install 'simpletune\[remote\]'") as caught:
+        ObjectStore("s3://bucket/x")
+    assert caught.value.code == 3
+
+
+def test_check_names_the_store(kept: dict, write_config, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["check", str(write_config(kept))]) == 0
+    assert kept["output"]["runs"] in capsys.readouterr().out

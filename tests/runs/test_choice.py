@@ -1,0 +1,368 @@
+"""Evaluations of a run, and the checkpoint chosen by them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_runs import TrainOnce
+
+from simpletune.apps.cli.main import main
+from simpletune.commands.train.train import train
+from simpletune.config.load import ConfigError, validate
+from simpletune.config.validation_schedule import LEAST, MOST, choose_validation_samples
+from simpletune.runs import best_checkpoint
+from simpletune.runs.best_checkpoint import (
+    FIDELITY,
+    HELD_OUT,
+    LAST,
+    USER,
+    choose_best,
+    is_lower,
+    paired_difference,
+    put_choice,
+    since_best,
+)
+from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.folder import DRIFT, read_rows
+from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
+from simpletune.runs.report.run_data import RunData
+from simpletune.runs.weights_names import find_named
+from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import WeightReader
+
+
+def run_of(folder: Path, losses: dict[int, list[float]], saved: list[int] | None = None, held_out: bool = True) -> Path:
+    """A run's folder with evaluations and checkpoints."""
+    rows = [
+        {"step": step, "eval_loss": sum(each) / len(each), "eval_losses": each, "held_out": held_out}
+        for step, each in losses.items()
+    ]  # fmt: skip
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in losses if saved is None else saved:
+        if step:
+            (folder / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    return folder
+
+
+def test_lower_means_lower_by_more_than_the_paired_error() -> None:
+    assert paired_difference([1.0, 2.0], [2.0, 4.0]) == (-1.5, 0.5)
+    assert is_lower([1.0, 2.0], [2.0, 4.0])
+    assert not is_lower([1.0, 4.0], [2.0, 4.5]) or paired_difference([1.0, 4.0], [2.0, 4.5])[1] < 0.75
+    assert not is_lower([1.0, 5.0], [2.0, 4.5])  # -0.25 with an error of 0.75
+    assert is_lower([1.0], [1.5]) and not is_lower([1.0], [1.0])
+
+
+def test_the_first_of_equals_is_chosen_and_a_worse_last_is_not(tmp_path: Path) -> None:
+    losses = {0: [3.0, 5.0, 4.0], 100: [2.0, 4.0, 3.1], 200: [1.9, 4.1, 3.1], 300: [2.5, 4.6, 3.5]}
+    found = choose_best(run_of(tmp_path, losses))
+    assert found is not None and (found.step, found.by) == (100, HELD_OUT)
+    for words in ("3 held-out samples", "against the base, lower", "the last, step 300, is higher"):
+        assert words in found.why, found.why
+
+
+def test_a_later_and_lower_one_takes_the_place(tmp_path: Path) -> None:
+    found = choose_best(run_of(tmp_path, {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [1.0, 3.1]}))
+    assert found is not None and found.step == 200 and "the last" not in found.why
+
+
+def test_steps_that_were_not_saved_and_the_base_are_no_choice(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [0.1, 0.2], 50: [0.2, 0.3], 100: [1.0, 2.0], 150: [0.4, 0.5]}, saved=[100])
+    found = choose_best(run)
+    assert found is not None and found.step == 100
+    assert "against the base, not lower" in found.why and "150" not in found.why
+    assert since_best(run) == 3  # the base is the best, of saved steps or not
+
+
+def test_without_held_out_pictures_the_last_is_taken_and_that_is_said(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]}, held_out=False)
+    found = choose_best(run)
+    assert found is not None and (found.step, found.by) == (200, LAST) and "validation.split" in found.why
+    assert choose_best(tmp_path / "nothing") is None
+
+
+def test_the_user_s_choice_comes_first(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
+    put_choice(run, 200)
+    found = choose_best(run)
+    assert found is not None and (found.step, found.by) == (200, USER)
+    with pytest.raises(UserError, match="--choose 150: .* no checkpoint of this step. It has 100, 200"):
+        put_choice(run, 150)
+    put_choice(run, None)
+    found = choose_best(run)
+    assert found is not None and found.step == 100
+
+
+def test_the_command_chooses_a_step_and_takes_it_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
+    (run / "config.json").touch()
+    chosen = lambda step: main(["evaluate", str(run), "--choose", step])  # noqa: E731
+    assert chosen("200") == 0 and "@200 by" in capsys.readouterr().out
+    assert chosen("auto") == 0 and "@100 by" in capsys.readouterr().out
+    assert chosen("last") == 2 and "--choose last: this is not a step" in capsys.readouterr().err
+
+
+def test_a_checkpoint_removed_by_hand_is_passed_over(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [1.5, 2.5]})
+    (run / "checkpoints/step-000100").rmdir()
+    found = choose_best(run)
+    assert found is not None and found.step == 300
+
+
+def scored(folder: Path, rows: list[tuple[int | None, float | None, float, float, float]], reads: bool = True) -> None:
+    """Write an evaluation: step, strength, subject fidelity, change of prompt fidelity, half its interval."""
+    points = [
+        {"step": step, "strength": strength, "scores": {
+            "subject_fidelity": {"dino": {"value": subject}},
+            "prompt_fidelity": {"clip": {
+                "value": 0.3 + change, "by_prompt": [0.3 + change - error, 0.3 + change + error * (1 + change)],
+                "from_base": {"value": change, "low": change - error, "high": change + error}}},
+        }}
+        for step, strength, subject, change, error in rows
+    ]  # fmt: skip
+    main = {"subject_fidelity": "dino", "prompt_fidelity": "clip" if reads else None}
+    (folder / "evaluation.json").write_text(json.dumps({"main": main, "points": points}))
+
+
+def test_fidelity_comes_before_the_loss_and_strength_is_part_of_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [2.5, 3.5]})
+    scored(run, [(None, None, 0.1, 0, 0), (100, 1, 0.5, 0.01, 0.01), (200, 0.8, 0.7, -0.01, 0.02),
+                 (200, 1, 0.8, -0.05, 0.02), (300, 1, 0.9, -0.09, 0.01), (400, 1, 0.99, 0.1, 0)])  # fmt: skip
+    found = choose_best(run)
+    assert found is not None and (found.step, found.by, found.strength) == (200, FIDELITY, 0.8)
+    assert found.suffix == "@200:0.8"
+    for words in ("0.700 by dino", "prompt fidelity 0.290 by clip, -0.010 against the base", "of 4 models"):
+        assert words in found.why, found.why
+    put_choice(run, 300)
+    assert choose_best(run).step == 300  # type: ignore[union-attr]
+
+
+def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0], 100: [1.0], 200: [2.0], 300: [2.5]})
+    rows = [
+        (None, None, 0.1, 0, 0),
+        (100, None, 0.5, -0.1, 0.02),
+        (200, None, 0.7, -0.11, 0.04),
+        (300, None, 0.9, -0.3, 0.02),
+    ]
+    scored(run, rows)
+    found = choose_best(run)
+    assert found is not None and (found.step, found.strength) == (
+        200,
+        1,
+    )  # 300 is like the subject, and ignores prompts
+    assert "of the 2 that follow prompts best, though none as the base does" in found.why
+    scored(run, rows, reads=False)
+    found = choose_best(run)
+    assert found is not None and found.step == 300 and "clip" not in found.why
+
+
+# How much is evaluated
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "asked", "expected"),
+    [(100_000, 1000, "auto", (9, 101)), (10**6, 10**5, "auto", (MOST, 11)), (100, 10, "auto", (LEAST, 11)),
+     (100, None, 7, (7, 2)), (100, 10, 0, (0, 0))],
+)  # fmt: skip
+def test_an_evaluation_takes_two_percent_within_bounds(
+    steps: int, every: int | None, asked: object, expected: tuple[int, int], tiny_config: dict
+) -> None:
+    tiny_config["validation"]["loss_samples"] = asked
+    tiny_config["checkpoint"]["every"] = every
+    found = choose_validation_samples(validate(tiny_config, "test"), 1.0, steps)
+    assert (found.samples, found.times) == expected
+    assert found.share == pytest.approx(2 * found.samples * found.times / steps)  # two prompts a sample
+    assert asked != "auto" or found.share <= 0.02 or found.samples == LEAST
+    assert ("more than 2%" in found.in_words()) == (found.samples == LEAST)
+    resumed = choose_validation_samples(validate(tiny_config, "test"), 1.0, 10 * steps, before=5)
+    assert resumed.samples == 5  # losses stay paired with those before
+
+
+# A run
+
+
+def evaluated_config(tiny_config: dict, **validation: object) -> dict:
+    config = copy.deepcopy(tiny_config)
+    config["checkpoint"] = {"every": 2, "keep_last": 1}
+    config["train"] = {"steps": 6, "batch_size": 2}
+    config["validation"] |= {"split": 2, "loss_samples": 3, "class_prompt": "a disc", **validation}
+    return config
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.training.validation_loss import LossEvaluator
+
+    config = evaluated_config(tiny_config, class_prompt="a disc")
+    config["adapter"] = {"method": method} | ({"rank": 2} if method == "lora" else {})
+    seen: list[dict[str, torch.Tensor]] = []
+    compare = LossEvaluator._compared
+
+    def watched(self: LossEvaluator, transformer, base):
+        passes = {group: self._passes(transformer, draws) for group, draws in self.groups.items()}
+        seen.append({f"{group}.{n}": p for group, found in passes.items() for n, (p, _) in enumerate(found)})
+        return compare(self, transformer, base)
+
+    monkeypatch.setattr(LossEvaluator, "_compared", watched)
+    folder = train(validate(config, "test"))
+    base = WeightReader([folder / DRIFT]).get_all()
+    rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}
+    assert list(rows) == [0, 2, 4, 6] and rows[0]["drift"] == {"training": 0, "class": 0, "unrelated": 0}
+    for step, now in zip((2, 4, 6), seen, strict=True):
+        for group in ("training", "class", "unrelated"):
+            names = [name for name in base if name.startswith(group)]
+            assert len(names) == 3
+            change = torch.stack([(now[name].double() - base[name].double()).square().mean() for name in names])
+            scale = torch.stack([base[name].double().square().mean() for name in names]).mean()
+            assert rows[step]["drift"][group] == pytest.approx(float(change.mean() / scale), rel=1e-4)
+            assert rows[step]["drift_error"][group] == pytest.approx(float((change / scale).std() / 3**0.5), rel=1e-3)
+        assert rows[step]["drift"]["training"] > 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["drift_after"] == rows[6]["drift"] and summary["eval_loss_after"] == rows[6]["eval_loss"]
+    assert summary["best"]["by"] == HELD_OUT
+
+
+def test_evaluating_changes_no_weight_and_a_resumed_run_repeats_it(tiny_config: dict) -> None:
+    config = evaluated_config(tiny_config)
+    whole = train(validate(config, "test"))
+    silent = copy.deepcopy(config) | {"name": "silent"}
+    silent["validation"] = {"prompts": [], "split": 2, "loss_samples": 1, "unrelated_prompts": []}
+    plain = train(validate(silent, "test"))
+    result = "pytorch_lora_weights.safetensors"
+    assert _tensors(whole / result) == _tensors(plain / result)
+
+    short = copy.deepcopy(config) | {"name": "short"}
+    train(validate(short | {"train": {"steps": 4, "batch_size": 2}}, "test"))
+    (whole.with_name("short") / DRIFT).unlink()  # a LoRA's base can be asked again
+    again = train(validate(short, "test"), resume="latest")
+    for file in ("evaluations.jsonl",):
+        assert [row for row in read_rows(again / file)] == [row for row in read_rows(whole / file)]
+    assert _tensors(again / result) == _tensors(whole / result)
+
+
+def _tensors(file: Path) -> dict[str, list]:
+    return {name: tensor.tolist() for name, tensor in WeightReader([file]).get_all().items()}
+
+
+def test_full_fine_tuning_without_the_base_s_predictions_has_a_loss_and_no_drift(tiny_config: dict) -> None:
+    config = evaluated_config(tiny_config) | {"adapter": {"method": "full"}}
+    folder = train(validate(config | {"train": {"steps": 4, "batch_size": 2}}, "test"))
+    (folder / DRIFT).unlink()
+    train(validate(config, "test"), resume="latest")
+    rows = {row["step"]: row for row in read_rows(folder / "evaluations.jsonl")}
+    assert "drift" in rows[4] and "drift" not in rows[6] and len(rows[6]["eval_losses"]) == 3
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_base_that_predicts_zeros_has_no_drift_to_divide_by(
+    method: str, tiny_config: dict, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    """A LoRA leaves the output layer at zero, so nothing changes; full fine-tuning leaves it."""
+    folder = shutil.copytree(tiny_pipeline, tmp_path / "zeros")
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    save_file({n: w * 0 if n.startswith("proj_out.") else w for n, w in weights.items()}, file, {"format": "pt"})
+    config = evaluated_config(tiny_config) | {"adapter": {"method": method}}
+    config["model"] |= {"pretrained": str(folder)}
+    run = train(validate(config, "test"))
+    rows, none = list(read_rows(run / "evaluations.jsonl")), {"training": 0, "class": 0, "unrelated": 0}
+    assert [row.get("drift") for row in rows] == [none, *([none if method == "lora" else None] * 3)]
+    assert json.loads((run / "summary.json").read_text()).get("drift_after") == rows[-1].get("drift")
+    assert all(len(row["eval_losses"]) == 3 for row in rows)
+
+
+def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.training.validation_loss import LossEvaluator, ValidationFigures
+
+    losses = {0: 3.0, 2: 2.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.6}
+    given = lambda self, transformer, step: ValidationFigures(losses[step], [losses[step], losses[step] + 1])  # noqa: E731
+    monkeypatch.setattr(LossEvaluator, "evaluate", given)
+    folder = train(validate(evaluated_config(tiny_config) | {"train": {"steps": 10}}, "test"))
+    assert [step for step, _ in list_checkpoints(folder)] == [4, 10]  # keep_last is 1
+    named = find_named(f"{folder}@best")
+    assert named.step == 4 and named.lora is not None and "step-000004" in str(named.lora)
+    best = json.loads((folder / "summary.json").read_text())["best"]
+    assert best["step"] == 4 and "the last, step 10, is higher" in best["why"]
+    put_choice(folder, 10)
+    assert find_named(f"{folder}@best").step == 10
+
+
+def test_training_ends_early_and_is_finished(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from simpletune.training.validation_loss import LossEvaluator, ValidationFigures
+
+    asked: list[int] = []
+
+    def given(self: LossEvaluator, transformer: object, step: int) -> ValidationFigures:
+        asked.append(step)
+        loss = abs(step - 4) + 1.0
+        return ValidationFigures(loss, [loss, loss + 1])
+
+    monkeypatch.setattr(LossEvaluator, "evaluate", given)
+    stop = {"early_stop": {"patience": 2, "min_steps": 6}}
+    config = validate(evaluated_config(tiny_config, **stop) | {"train": {"steps": 40}}, "test")
+    folder = train(config)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert asked == [0, 2, 4, 6, 8, 8]  # the last one once more, with its result
+    assert (summary["steps"], summary["steps_asked"], summary["stopped_early"]) == (8, 40, True)
+    assert "stopped early at step 8 of 40: no lower validation loss in 2 evaluations" in capsys.readouterr().out
+    assert [step for step, _ in list_checkpoints(folder)] == [4, 8] and summary["best"]["step"] == 4
+    asked.clear()
+    assert train(config, resume="auto") == folder and not asked  # finished
+    train(config, resume="latest")  # asked for: it goes on
+    assert asked[:2] == [10, 10] and json.loads((folder / "summary.json").read_text())["steps"] == 10
+
+
+def test_stopping_early_needs_held_out_pictures(tiny_config: dict) -> None:
+    tiny_config["validation"] |= {"loss_samples": 4, "early_stop": {}}
+    with pytest.raises(ConfigError, match="validation.early_stop: without validation.split .* Set split"):
+        validate(tiny_config, "test")
+
+
+def test_without_evaluations_nothing_is_written(tiny_config: dict, train_once: TrainOnce) -> None:
+    folder = train_once(tiny_config)
+    assert not (folder / DRIFT).exists() and not (folder / "evaluations.jsonl").exists()
+    assert json.loads((folder / "summary.json").read_text())["best"]["by"] == best_checkpoint.LAST
+
+
+# The report
+
+
+def test_the_report_shows_fidelity_with_intervals_and_pictures(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0]})
+    rows = [{**row, "drift": {"unrelated": row["step"] / 1000}, "drift_error": {"unrelated": 0.01}}
+            for row in read_rows(run / "evaluations.jsonl")]  # fmt: skip
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Image.new("RGB", (64, 64), "red").save(run / "first.png")
+    scores = lambda value: {  # noqa: E731
+        "subject_fidelity": {"dino": {"value": value, "low": value - 0.1, "high": value + 0.1}},
+        "prompt_fidelity": {
+            "clip": {"value": 0.3, "low": None, "high": None, "from_base": {"value": 0.0, "high": None}}
+        },
+    }
+    points = [
+        {"title": "base", "step": None, "strength": None, "scores": scores(0.1), "pictures": ["first.png"]},
+        {"title": "step 100", "step": 100, "strength": 1, "scores": scores(0.5), "pictures": ["gone.png"]},
+    ]
+    encoders = [{"title": "dino"}, {"title": "clip"}]
+    main = {"subject_fidelity": "dino", "prompt_fidelity": "clip"}
+    (run / "evaluation.json").write_text(json.dumps({"main": main, "points": points, "encoders": encoders}))
+    record = RunData(run, "one", {}, None, [], [], {}, {}, [])
+    (section,) = fidelity_sections([record])
+    assert [chart.name for chart in section.charts] == ["fidelity-prompt", "fidelity-drift"]
+    base, tuned = section.charts[1].spec["data"]["values"]
+    assert base["picture"].startswith("data:image/jpeg;base64,") and tuned["picture"] is None
+    assert (tuned["subject"], tuned["subject_low"], tuned["drift"]) == (0.5, 0.4, 0.1)
+    assert section.tables[0].rows[1] == ("step 100", "0.500 (0.400 to 0.600)")
+    assert section.tables[1].rows[0] == ("base", "0.300")
+    (chosen,) = choice_sections(record)
+    assert "step 100 (one@100), by fidelity" in chosen.notes[0] and chosen.charts[0].name == "drift"
+    assert chosen.tables[0].rows[1][:3] == ("100 (best)", "1.5000", "-2.5000 ± 0.5000")

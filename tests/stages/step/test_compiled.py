@@ -1,0 +1,238 @@
+"""Training with compiled blocks: the same run up to the last bits, few graphs, the same after a resume.
+
+The compiler's front half and its backward pass (``aot_eager``) stand for all of it here: inductor takes half a minute.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import PRECISIONS, loss_of, transformer, unet, unet_loss, write_unet
+from PIL import Image
+from tiny_runs import run_with, saved_weights
+from torch._dynamo.utils import counters
+
+from benchmarks.tiny_models import tiny_sd3
+from simpletune.config.load import validate
+from simpletune.engine.quant.precision import FP32
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.models.shared import compile as compiling
+from simpletune.runs.folder import read_metrics
+from simpletune.system.options import UserError
+
+
+@pytest.fixture(scope="module")
+def blocks6(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of six blocks: the first, four alike, the last."""
+    folder = tmp_path_factory.mktemp("six") / "pipeline"
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=6, heads=6), seed=1, dtype="fp32")
+    return str(folder)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the compiler counted."""
+    monkeypatch.setattr(compiling, "INDUCTOR", {"backend": "aot_eager"})
+    monkeypatch.setattr(compiling, "why_not", lambda device: None)
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> dict:
+    """Pictures of four shapes."""
+    folder = tmp_path / "shapes"
+    folder.mkdir()
+    for number, size in enumerate([(128, 128), (256, 64), (64, 256), (192, 80), (128, 128)]):
+        Image.effect_noise(size, 60 + number).convert("RGB").save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"noise {number}")
+    return {"path": str(folder), "resolution": 128, "max_aspect": 4.0}
+
+
+def require_close(run: Path, other: Path, tolerance: float) -> None:
+    mine, others = ([(r["loss"], r["grad_norm"]) for r in read_metrics(each)] for each in (run, other))
+    torch.testing.assert_close(torch.tensor(mine), torch.tensor(others), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_many_shapes_few_graphs_and_an_exact_resume(
+    tiny_config: dict, blocks6: str, shapes: dict, compiler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config |= {"data": shapes, "train": {"steps": 6}, "checkpoint": {"every": 4}}
+    tiny_config["model"]["pretrained"] = blocks6
+    tiny_config["adapter"]["dropout"] = 0.2
+    tiny_config["memory"] = {"checkpointing": 3}
+    tiny_config["validation"] = {"loss_samples": 2, "prompts": ["a red disc"], "steps": 1}
+    eager = run_with(tiny_config)
+    whole = run_with(tiny_config, name="whole", speed={"compile": True})
+    assert "compile the blocks for 4 picture sizes" in capsys.readouterr().out
+    assert compiler["stats"]["unique_graphs"] <= 5 and not compiler["graph_break"]
+    require_close(whole, eager, 1e-4)
+    torch._dynamo.reset()
+    run_with(tiny_config, name="parted", speed={"compile": True}, train={"steps": 4})
+    torch._dynamo.reset()  # as in another process
+    parted = run_with(tiny_config, "latest", name="parted", speed={"compile": True})
+    torch.testing.assert_close(saved_weights(parted, 6), saved_weights(whole, 6), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            {"precision": {"weights": "int8"}, "memory": {"modulation": "plan"}}, id="int8 plan", marks=pytest.mark.slow
+        ),
+        pytest.param({"precision": {"weights": "nf4"}}, id="nf4", marks=pytest.mark.slow),
+        pytest.param({"precision": {"weights": "int8-quanto"}}, id="quanto", marks=pytest.mark.slow),
+        pytest.param({"precision": {"weights": "int8", "products": "int8"}}, id="products", marks=pytest.mark.slow),
+        pytest.param(
+            {"precision": {"weights": "int8", "products": "int8", "rotation": "hadamard"}, "data": {"resolution": 64}},
+            id="rotated products",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"precision": {"weights": "nf4", "rotation": "hadamard"}}, id="rotated nf4", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"memory": {"checkpointing": "all", "resident_blocks": 2, "offload_checkpoint_inputs": True}},
+            id="streamed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"adapter": {"method": "full"}, "memory": {"checkpointing": "all"}}, id="full", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {
+                "adapter": {"method": "full"},
+                "memory": {"checkpointing": "all", "optimizer_in_backward": True, "resident_blocks": 1},
+                "train": {"clip": "per_parameter"},
+            },
+            id="full streamed in backward",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_lever_computes_the_same(changes: dict, tiny_config: dict, blocks6: str, compiler: Any) -> None:
+    tiny_config["model"]["pretrained"] = blocks6
+    changes = copy.deepcopy(changes)
+    changes["train"] = {"steps": 2, **changes.get("train", {})}
+    if "adapter" in changes:
+        tiny_config["adapter"] = {}
+    eager = run_with(tiny_config, **changes)
+    compiled = run_with(tiny_config, name="compiled", speed={"compile": True}, **changes)
+    assert compiler["stats"]["unique_graphs"] <= 3 and not compiler["graph_break"]
+    require_close(compiled, eager, 1e-3 if "precision" in changes else 1e-5)
+
+
+def test_rotated_blocks_are_one_graph(compiler: Any) -> None:
+    """32 rows, of the picture's tokens, multiply in int8; 12, of the text's, with dequantised weights."""
+    precision, results = PRECISIONS["int8-rotated"], []
+    for compiled in (True, False):
+        model = transformer(precision)
+        blocks = model.transformer_blocks[1:3]
+        precision.prepare(blocks)
+        first = model.pos_embed.proj.weight.requires_grad_(True)
+        if compiled:
+            assert compiling.compile_training(blocks, torch.device("cpu"), sizes=1)
+        loss = loss_of(model, precision, 0)
+        loss.backward()
+        results.append((loss.detach(), first.grad))
+    assert compiler["stats"]["unique_graphs"] == 1 and not compiler["graph_break"]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-6)
+
+
+def test_without_a_compiler_the_run_goes_on_and_says_so(
+    tiny_config: dict, compiler: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "why_not", lambda device: "no C compiler")
+    run_with(tiny_config, train={"steps": 1}, speed={"compile": True})
+    said = capsys.readouterr().out
+    assert "NOT compiled" in said and "no C compiler" in said and "compile the blocks" not in said
+    assert not compiler["stats"]
+
+
+def test_a_compiler_that_fails_ends_the_run_with_the_remedy(
+    tiny_config: dict, compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise OSError("as: out of registers")
+
+    monkeypatch.setattr(compiling, "INDUCTOR", {"backend": broken})
+    with pytest.raises(UserError, match=r"speed.compile: compiling a block failed \(BackendCompilerFailed.*registers"):
+        run_with(tiny_config, train={"steps": 1}, speed={"compile": True})
+
+
+def test_memory_is_predicted_of_the_run_that_is_not_compiled(
+    tiny_config: dict, compiler: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, compiled = (validate(tiny_config | {"speed": {"compile": on}}, "test") for on in (False, True))
+    assert simulate(plain).peak == simulate(compiled).peak
+    assert not compiler["stats"] and capsys.readouterr().out == ""
+
+
+# --- U-Nets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unet_config(tiny_config: dict, tmp_path: Path) -> dict:
+    """Pictures of three sizes."""
+    folder = tmp_path / "sizes"
+    folder.mkdir()
+    for number, size in enumerate([(128, 128), (256, 64), (64, 256)]):
+        Image.effect_noise(size, 60 + number).convert("RGB").save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"noise {number}")
+    data = {"path": str(folder), "resolution": 128}
+    return copy.deepcopy(tiny_config) | {"model": write_unet(tmp_path / "model"), "data": data, "train": {"steps": 4}}
+
+
+def test_one_graph_takes_every_size(compiler: Any) -> None:
+    """A resumed run may begin with another size, and has to get the same kernels."""
+    results = []
+    for compiled in (False, True):
+        model = unet("sd15", FP32())
+        model.requires_grad_(True)
+        units = [model.get_submodule(name) for name in ("down_blocks.0.resnets.0", "down_blocks.0.attentions.0")]
+        if compiled:
+            assert compiling.compile_training(units, torch.device("cpu"), sizes=2)
+        results.append([unet_loss(model, FP32(), key).item() for key in (0, 1)])
+    assert compiler["stats"]["unique_graphs"] == 2 and not compiler["graph_break"]
+    assert results[1] == pytest.approx(results[0], rel=1e-6) and results[0][0] != results[0][1]
+
+
+LEVERS: dict[str, dict] = {
+    "streamed": {"memory": {"checkpointing": "all", "resident_blocks": 4, "offload_checkpoint_inputs": True}},
+    "int8": {"precision": {"weights": "int8"}},
+    "full": {"adapter": {"method": "full"}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lever", LEVERS)
+def test_compiled_units_compute_the_same(
+    lever: str,
+    unet_config: dict,
+    compiler: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if lever == "full":
+        unet_config["adapter"] = {}
+    eager = run_with(unet_config, **LEVERS[lever])
+    compiled = run_with(unet_config, name="compiled", speed={"compile": True}, **LEVERS[lever])
+    assert "compile the blocks for 3 picture sizes" in capsys.readouterr().out
+    assert 0 < compiler["stats"]["unique_graphs"] <= 15 and not compiler["graph_break"]
+    require_close(compiled, eager, 1e-3 if lever == "int8" else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_gets_the_same_kernels(unet_config: dict, compiler: Any) -> None:
+    whole = run_with(unet_config, name="whole", speed={"compile": True}, checkpoint={"every": 1, "keep_last": 4})
+    run_with(unet_config, name="parted", speed={"compile": True}, train={"steps": 1})
+    torch._dynamo.reset()  # as in another process, which sees another size first
+    parted = run_with(unet_config, "latest", name="parted", speed={"compile": True})
+    torch.testing.assert_close(saved_weights(parted, 4), saved_weights(whole, 4), rtol=0, atol=0)

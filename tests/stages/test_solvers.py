@@ -1,0 +1,241 @@
+"""Drawing with the solvers: latents equal those of diffusers' Stable Diffusion pipelines with the same noise."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import tiny_sd15
+import torch
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from PIL import Image
+from tiny_sd15 import SD15, SD21
+from torch import Tensor, nn
+
+from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.engine.quant.precision import FP32
+from simpletune.models.objectives.ddpm import Ddpm
+from simpletune.models.objectives.flow import Euler
+from simpletune.models.objectives.objective import Solver, TrainingObjective
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15 as StableDiffusion
+from simpletune.runs.weights import BASE
+from simpletune.stages.sample import PictureRequest, Sampler, encode_starts, noises
+from simpletune.stages.text_cache import TextCache
+from simpletune.system.stage_timer import StageTimer
+
+ZERO = SD21 | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+SCHEDULES = {"epsilon": SD15, "v": SD21, "zero SNR": ZERO}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The part of a family that sampling uses, around a small UNet."""
+
+    config: dict[str, Any]
+    objective: ClassVar[str] = "ddpm"
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        return 4, height // 8, width // 8
+
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
+        return objective.solver(self.config, steps, skipped)
+
+    def predict(
+        self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        return model(z_t.to(dtype), time, prompt_embeds.to(dtype), return_dict=False)[0]
+
+
+@pytest.fixture(scope="module")
+def unet() -> UNet2DConditionModel:
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, cross_attention_dim=12,
+        attention_head_dim=2, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    unet.requires_grad_(False).conv_out.weight.mul_(4)
+    unet.units = ()
+    return unet
+
+
+def prompts() -> tuple[Tensor, Tensor]:
+    """Embeddings [7, 12] of a prompt and a negative prompt."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(7, 12, generator=generator), torch.randn(7, 12, generator=generator)
+
+
+def drawn(
+    unet: nn.Module, family: Family, request: PictureRequest, start: Tensor | None = None, **options: Any
+) -> Tensor:
+    positive, negative = [[(embeds, torch.empty(0))] for embeds in prompts()]
+    return Sampler(unet, family, FP32(), **options).denoise([request], positive, negative, start)
+
+
+def pipeline(kind: type, unet: nn.Module, config: dict[str, Any]) -> Any:
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+    scheduler = DPMSolverMultistepScheduler.from_config(config)
+    made = kind(unet=unet, scheduler=scheduler, requires_safety_checker=False, **parts)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "guidance"), [*itertools.product(SCHEDULES, (5, 16), (5.0,)), ("v", 1, 1.0)]
+)
+def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: float, unet) -> None:
+    config, request = SCHEDULES[schedule], PictureRequest("", 3, width=64, height=48, steps=steps, guidance=guidance)
+    family = Family(config)
+    positive, negative = prompts()
+    theirs = pipeline(StableDiffusionPipeline, unet, config)(
+        prompt_embeds=positive[None], negative_prompt_embeds=negative[None], num_inference_steps=steps,
+        guidance_scale=guidance, latents=noises(request, family)[0], output_type="latent",
+    ).images  # fmt: skip
+    ours = drawn(unet, family, request)
+    assert ours.dtype == torch.float32 and theirs.std() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("strength", [0.25, 0.5, 1.0])
+def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: float, unet) -> None:
+    config = SCHEDULES[schedule]
+    request = PictureRequest("", 3, width=64, height=48, steps=8, guidance=5.0, image=Path("z"), strength=strength)
+    start = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(9))
+    positive, negative = prompts()
+    generator = torch.Generator().manual_seed(3)
+    torch.randn(1, 4, 6, 8, generator=generator)  # the autoencoder's noise, which they would draw first
+    theirs = pipeline(StableDiffusionImg2ImgPipeline, unet, config)(
+        image=start, strength=strength, prompt_embeds=positive[None], negative_prompt_embeds=negative[None],
+        num_inference_steps=8, guidance_scale=5.0, generator=generator, output_type="latent",
+    ).images  # fmt: skip
+    torch.testing.assert_close(drawn(unet, Family(config), request, start), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_trained_decides_over_the_models_schedule(unet) -> None:
+    """Zero terminal SNR and v trained on a model whose scheduler config knows neither."""
+    request = PictureRequest("", 3, width=64, height=64, steps=6, guidance=1.0)
+    trained = Ddpm(prediction="v", zero_terminal_snr=True)
+    expected = drawn(unet, Family(ZERO), request)
+    assert torch.equal(drawn(unet, Family(SD15), request, objective=trained), expected)
+    assert (drawn(unet, Family(SD15), request) - expected).abs().max() > 0.1
+    solver = trained.solver(SD15, 4)
+    assert solver.times.tolist() == [999, 749, 499, 249] and solver.levels.dtype == torch.float32
+
+
+def test_one_guidance_difference_for_two_steps(unet) -> None:
+    request, rows = PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0), []
+    hook = unet.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    exact, lossy = (drawn(unet, Family(SD15), request, reuse_guidance=n) for n in (1, 2))
+    hook.remove()
+    assert rows == [2, 2, 2, 2, 2, 1, 2, 1]
+    assert 0 < (exact - lossy).abs().max() < exact.std()
+    scheduler = DPMSolverMultistepScheduler.from_config(SD15)
+    scheduler.set_timesteps(4)
+    z, (positive, negative) = noises(request, Family(SD15))[0], prompts()
+    for index, t in enumerate(scheduler.timesteps):
+        prediction = unet(z, t, positive[None]).sample
+        if index % 2 == 0:
+            away = prediction - unet(z, t, negative[None]).sample
+        z = scheduler.step(prediction + 2 * away, t, z).prev_sample
+    torch.testing.assert_close(lossy, z, rtol=0, atol=5e-4)
+
+
+def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
+    """The solver keeps earlier predictions, so each drawing has its own."""
+    request, sampler = (
+        PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0),
+        Sampler(unet, Family(SD15), FP32()),
+    )
+    positive, negative = [[(embeds, torch.empty(0))] * 2 for embeds in prompts()]
+    first = sampler.denoise([request], positive[:1], negative[:1])
+    both = sampler.denoise([request, replace(request, seed=4)], positive, negative)
+    torch.testing.assert_close(both[:1], first, rtol=0, atol=5e-4)
+    assert torch.equal(sampler.denoise([request], positive[:1], negative[:1]), first)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_solver_finds_the_picture_that_every_prediction_means(schedule: str) -> None:
+    """If the network always predicts the noise and v that lead to one z_0, any number of steps ends there."""
+    config, steps = SCHEDULES[schedule], 7
+    process = Ddpm().process(lambda: config)
+    z_0, noise = (torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    solver = Ddpm().solver(config, steps)
+    z = solver.start(noise, None)
+    for index, level in enumerate(solver.levels):
+        t = level.expand(2)
+        zero = torch.zeros_like(z)
+        a, s = process.noised(zero + 1, zero, t), process.noised(zero, zero + 1, t)
+        prediction = (a * z - z_0) / s if process.v else (z - a * z_0) / s
+        z = solver.step(prediction, index, z)
+    torch.testing.assert_close(z, z_0, rtol=1e-4, atol=1e-4)
+
+
+def test_euler_follows_a_constant_velocity_to_its_end() -> None:
+    z_0, noise = torch.full((2, 1, 1, 1), 3.0), torch.full((2, 1, 1, 1), -5.0)
+    solver = Euler(torch.tensor([0.8, 0.5, 0.1, 0.0]))
+    assert solver.levels.tolist() == pytest.approx([0.8, 0.5, 0.1]) and len(solver.times) == 3
+    assert solver.times.tolist() == pytest.approx([800, 500, 100])
+    assert torch.equal(solver.start(noise, None), noise)
+    z = solver.start(noise, z_0)
+    torch.testing.assert_close(z, torch.full((2, 1, 1, 1), 0.2 * 3 - 0.8 * 5))
+    for index in range(3):
+        z = solver.step(noise - z_0, index, z)
+    torch.testing.assert_close(z, z_0)
+
+
+def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = copy.deepcopy(tiny_config) | {"objective": {"logit_mean": 0.25}}
+    data["train"] |= {"steps": 1}
+    data["validation"] = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 0}
+    config, asked = validate(data, "x"), []
+    solver = SD3.solver
+    monkeypatch.setattr(SD3, "solver", lambda *given: asked.append(given[1]) or solver(*given))
+    train(config)
+    assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
+    resolved = resolve_folders(config)
+    session = GenerationSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), GenerationSpeed())
+    session.draw_all([BASE], [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    assert asked[2:] == [config.objective]
+
+
+@pytest.mark.parametrize("version", ["sd15", "sd2"])
+def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(version: str, tmp_path: Path) -> None:
+    """From the prompt and the starting picture on: text, autoencoder, UNet and schedule are the family's own."""
+    folder, prompt, against = tiny_sd15.build(tmp_path / "pipeline", version, seed=1), "a red disc", "a blue star"
+    family, text = StableDiffusion(pretrained=str(folder)), tmp_path / "cache"
+    cache = TextCache(family, torch.float32, text)
+    cache.fill([prompt, against], torch.device("cpu"))
+    sampler = Sampler(family.load_denoiser(FP32(), torch.device("cpu")), family, FP32())
+    theirs = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
+    asked = {"prompt": prompt, "negative_prompt": against, "num_inference_steps": 6, "guidance_scale": 5.0}
+    for pipe in (theirs, from_picture := StableDiffusionImg2ImgPipeline.from_pipe(theirs)):
+        pipe.set_progress_bar_config(disable=True)
+
+    request = PictureRequest(prompt, 3, against, 128, 64, 6, 5.0)
+    expected = theirs(**asked, latents=noises(request, family)[0], output_type="latent").images
+    torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
+
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 128, 3), dtype=np.uint8))
+    picture.save(tmp_path / "start.png")
+    request = replace(request, image=tmp_path / "start.png", strength=0.5)
+    expected = from_picture(
+        **asked, image=picture, strength=0.5, generator=torch.Generator().manual_seed(3), output_type="latent"
+    ).images
+    starts = encode_starts(theirs.vae, family, [request])
+    torch.testing.assert_close(sampler.latents([request], cache.load, starts)[0], expected, rtol=1e-5, atol=2e-5)

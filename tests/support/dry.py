@@ -1,0 +1,67 @@
+"""Shared by tests under the stub of CUDA (tests/gpu/dry_gpu): its counters, and child processes on another card."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPABILITIES = (75, 80, 86, 89, 90, 120)
+WHY_SKIPPED = "needs the stub of CUDA: tests/gpu/dry_gpu/run .venv-cuda/bin/python -m pytest -m dry (make dry)"
+
+
+def is_loaded() -> bool:
+    """Whether this process runs under the stub."""
+    return hasattr(ctypes.CDLL(None), "dry_count")
+
+
+def count(name: str) -> int:
+    """How often an entry point was called, or one of the totals of tests/gpu/dry_gpu/counts.c."""
+    function = ctypes.CDLL(None).dry_count
+    function.restype = ctypes.c_longlong
+    return function(name.encode())
+
+
+def used(device: int = 0) -> int:
+    """Bytes that a device holds, as its driver counts them."""
+    function = ctypes.CDLL(None).dry_used
+    function.restype = ctypes.c_longlong
+    return function(device)
+
+
+@dataclass
+class Counts:
+    """The counts of a context, by name."""
+
+    found: dict[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> int:
+        return self.found[name]
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[Counts]:
+    """Count entry points within the context."""
+    counts, before = Counts(), {name: count(name) for name in names}
+    yield counts
+    counts.found = {name: count(name) - before[name] for name in names}
+
+
+def process(code: str, **environment: object) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a child process, under the stub with other variables: ``process("...", DRY_CC=75)``."""
+    changed = {name: str(value) for name, value in environment.items()}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **changed}, capture_output=True, text=True, timeout=240)
+
+
+def printed(code: str, **environment: object) -> str:
+    """Run code in a child process and return what it printed."""
+    done = process(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

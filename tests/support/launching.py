@@ -1,0 +1,227 @@
+"""Fork processes from one that has imported everything: runs of several, started as torchrun does, and programs.
+
+As a program it reads jobs from standard input, one JSON object per line, and answers each with a line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import failpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120  # seconds that a job may take
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Args:
+        codes: of the processes, by rank; negative: the signal that ended one.
+        said: what each wrote.
+        after: seconds from the first end to that of each.
+    """
+
+    codes: list[int]
+    said: list[str]
+    after: list[float]
+
+
+class Launcher:
+    """Starts jobs, one at a time. Use it as a context: its program ends with it.
+
+    Args:
+        folder: for configurations and logs.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.jobs = folder, 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(Path(__file__).resolve())]
+        self.program = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.program.stdin.close()  # type: ignore[union-attr]
+        self.program.wait(PATIENCE)
+        self.program.stdout.close()  # type: ignore[union-attr]
+
+    def train(
+        self,
+        *configs: dict[str, Any],
+        resume: str | None = None,
+        moments: dict[int, str] | None = None,
+        kills: dict[int, float] | None = None,
+        alone: bool = False,
+    ) -> Outcome:
+        """Run ``simpletune train`` in one process per configuration.
+
+        Args:
+            configs: one for each process, of which the first is rank 0; they differ only in tests of what differs.
+            resume: ``latest`` or ``auto``.
+            moments: by rank, what failpoints do.
+            kills: by rank, after how many seconds to kill it.
+            alone: leave the others to themselves when one has failed, unlike a launcher, for ``PATIENCE`` seconds.
+        """
+        place = self._place()
+        for rank, config in enumerate(configs):
+            (place / f"{rank}.json").write_text(json.dumps(config))
+        job = {"place": str(place), "processes": len(configs), "moments": moments or {},
+               "kills": kills or {}, "alone": alone, "arguments": ["--resume", resume] if resume else []}  # fmt: skip
+        return self._outcome(place, job)
+
+    def programs(
+        self, code: str, *words: list[str], environment: dict[str, str] | None = None, limit: float = PATIENCE
+    ) -> Outcome:
+        """Run ``python -c`` with the heavy libraries imported, at once in one process per list of words.
+
+        Args:
+            code: of all of them.
+            words: the arguments of each.
+            environment: beside the launcher's own.
+            limit: seconds that the others may go on after one has ended badly.
+        """
+        place = self._place()
+        job = {"place": str(place), "processes": len(words), "code": code, "words": words,
+               "alone": limit < PATIENCE, "limit": limit}  # fmt: skip
+        return self._outcome(place, job | {"environment": environment or {}})
+
+    def _place(self) -> Path:
+        """A new job's folder."""
+        self.jobs += 1
+        place = self.folder / f"job-{self.jobs:02d}"
+        place.mkdir(parents=True)
+        return place
+
+    def _outcome(self, place: Path, job: dict[str, Any]) -> Outcome:
+        assert self.program.stdin is not None and self.program.stdout is not None
+        print(json.dumps(job), file=self.program.stdin, flush=True)
+        codes, after = json.loads(self.program.stdout.readline())
+        return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(codes))], after)
+
+
+def serve() -> None:
+    """Take jobs until there are no more."""
+
+    from simpletune.system.devices import prepare_environment
+
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/conftest.py
+    gc.disable()
+    prepare_environment()
+    preload()
+    import simpletune.commands.train.train  # noqa: F401
+
+    gc.freeze()  # a collection in a child would copy every page
+    gc.enable()
+    for line in sys.stdin:
+        print(json.dumps(launch(json.loads(line))), flush=True)
+
+
+def launch(job: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Start a job's processes and wait; when one fails the others are ended, as a launcher does.
+
+    Returns:
+        The exit code of each, and how many seconds after the first one it ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = {start(job, rank, port): rank for rank in range(job["processes"])}
+    began = time.monotonic()
+    codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + PATIENCE
+    kills = {int(rank): began + seconds for rank, seconds in job.get("kills", {}).items()}
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            ends[ranks[pid]], codes[ranks.pop(pid)] = time.monotonic(), os.waitstatus_to_exitcode(status)
+        failed = any(code < 0 for code in codes) and not job.get("alone")
+        ended = [end for end, code in zip(ends, codes, strict=True) if code]
+        failed |= bool(ended) and time.monotonic() > min(ended) + job.get("limit", PATIENCE)
+        for other, rank in ranks.items():
+            if failed or time.monotonic() > min(late, kills.get(rank, late)):
+                os.kill(other, signal.SIGKILL)
+        time.sleep(0.01)
+    return codes, [end - min(ends) for end in ends]
+
+
+def start(job: dict[str, Any], rank: int, port: int) -> int:
+    """Fork one process of a job; its number."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        place = Path(job["place"])
+        log = os.open(place / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        code = program(job, rank) if "code" in job else train(job, rank, port)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def program(job: dict[str, Any], rank: int) -> int:
+    """Execute a job's code with the words of one process; its exit code."""
+    os.environ |= job["environment"]
+    sys.argv = ["-c", *job["words"][rank]]
+    try:
+        exec(job["code"], {"__name__": "__main__"})
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def train(job: dict[str, Any], rank: int, port: int) -> int:
+    """One process of a run; its exit code."""
+    world = str(job["processes"])
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    from simpletune.apps.cli.main import main
+
+    if str(rank) in job["moments"]:
+        failpoints.arm_all(job["moments"][str(rank)])
+    return main(["train", str(Path(job["place"]) / f"{rank}.json"), *job["arguments"]])
+
+
+def preload() -> None:
+    """Import what runs and tests import late, so that forked children start at once."""
+    import bitsandbytes  # noqa: F401
+    import diffusers.training_utils  # noqa: F401
+    import hypothesis  # noqa: F401
+    import optimum.quanto  # noqa: F401
+    import peft  # noqa: F401
+    import pytest  # noqa: F401
+    import transformers  # noqa: F401
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel  # noqa: F401
+    from torch.utils.tensorboard import SummaryWriter  # noqa: F401
+    from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
+
+    import simpletune.runs.report.single_run  # noqa: F401
+
+    failpoints.install_all()
+
+
+if __name__ == "__main__":
+    serve()

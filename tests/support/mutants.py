@@ -1,0 +1,246 @@
+"""Do the tests notice a fault? Mutants of the package, drawn by a seed, against the tests that run their lines.
+
+    make mutants SEED=n        or: python tests/support/mutants.py --seed 1 [--each 10] [--jobs 2] [--out mutants.md]
+
+Cosmic Ray's operators make the mutants: ``each`` of every room, a module drawn by its size, then a place in it. Those
+of annotations are not drawn, since nothing evaluates them. The tests of a mutant are those that run its line; of a line
+that runs when its module is imported, those that run any line of the module; the fastest first, within LIMIT seconds.
+Which test runs which line is found once for a state of the tree (one run of the fast suite) and kept in .mutants/. A
+mutant without tests counts as a survivor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+from coverage.numbits import numbits_to_nums
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE = ROOT / ".mutants"
+LIMIT = 45.0  # seconds of tests for a mutant, by their times in the run that maps them
+LONGEST = 180  # seconds until a mutant's tests count as hanging, which kills it
+SKIPPED = ("core/NoOp", "core/VariableReplacer", "core/VariableInserter", "core/RemoveDecorator")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@dataclass
+class Mutant:
+    room: str
+    file: str
+    operator: str
+    occurrence: int
+    place: tuple[int, int, int, int]  # first line and column, last line and column
+    diff: str = ""
+    tests: list[str] = field(default_factory=list)
+    killed_by: str = ""  # the first test that fails
+    seconds: float = 0.0
+
+    @property
+    def lines(self) -> range:
+        return range(self.place[0], self.place[2] + 1)
+
+
+def source_state() -> str:
+    """A name for the state of the package and its tests."""
+    found = hashlib.sha256()
+    for folder in ("simpletune", "tests"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            found.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def map_tests() -> tuple[sqlite3.Connection, dict[str, float]]:
+    """Run the fast suite once with coverage's contexts; return its data and each test's seconds."""
+    folder = STORE / source_state()
+    data, times = folder / "coverage", folder / "times.json"
+    if not times.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        report = folder / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
+        command += ["--cov=simpletune", "--cov-context=test", "--cov-report=", f"--junitxml={report}"]
+        subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | {"COVERAGE_FILE": str(data)}, check=True)
+        times.write_text(json.dumps(dict(_times(report))))
+    return sqlite3.connect(data), json.loads(times.read_text())
+
+
+def _times(report: Path) -> Iterator[tuple[str, float]]:
+    import xml.etree.ElementTree
+
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        module = case.get("classname", "").replace(".", "/") + ".py"
+        yield f"{module}::{case.get('name')}", float(case.get("time", 0))
+
+
+def annotations(code: str) -> set[tuple[int, int, int, int]]:
+    """Where annotations stand: first line and column, last line and column."""
+    found: set[tuple[int, int, int, int]] = set()
+    for node in ast.walk(ast.parse(code)):
+        for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            if isinstance(each, ast.expr):
+                found.add((each.lineno, each.col_offset, each.end_lineno or 0, each.end_col_offset or 0))
+    return found
+
+
+def mutants_of(file: Path) -> list[Mutant]:
+    """Every mutant of a module."""
+    code, name = file.read_text(), file.relative_to(ROOT).as_posix()
+    tree, spans = get_ast(code), annotations(code)
+    nodes, found = list(ast_nodes(tree)), []
+    for operator_name in operator_names():
+        if operator_name in SKIPPED:
+            continue
+        operator = get_operator(operator_name)()
+        places = [place for node in nodes for place in operator.mutation_positions(node)]
+        for occurrence, (start, end) in enumerate(places):
+            if not any(span[:2] <= start and end <= span[2:] for span in spans):
+                found.append(Mutant(name.split("/")[1], name, operator_name, occurrence, (*start, *end)))
+    return found
+
+
+def sample(seed: int, each: int) -> list[Mutant]:
+    """Draw ``each`` mutants of every room."""
+    chance = random.Random(seed)
+    drawn = []
+    for room in sorted(folder for folder in (ROOT / "simpletune").iterdir() if (folder / "__init__.py").exists()):
+        files = sorted(file for file in room.rglob("*.py"))
+        chosen: set[tuple[str, str, int]] = set()
+        for _ in range(100 * each):
+            if len(chosen) == each:
+                break
+            file = chance.choices(files, [file.stat().st_size for file in files])[0]
+            if possible := mutants_of(file):
+                place = chance.choice(sorted({mutant.place for mutant in possible}))
+                mutant = chance.choice([mutant for mutant in possible if mutant.place == place])
+                key = (mutant.file, mutant.operator, mutant.occurrence)
+                if key not in chosen:
+                    chosen.add(key)
+                    drawn.append(mutant)
+    return drawn
+
+
+def tests_of(mutant: Mutant, data: sqlite3.Connection, times: dict[str, float]) -> list[str]:
+    """The tests that run a mutant's lines, the fastest first."""
+    rows = data.execute(
+        "SELECT context.context, line_bits.numbits FROM line_bits JOIN file ON file.id = line_bits.file_id "
+        "JOIN context ON context.id = line_bits.context_id WHERE file.path LIKE ?",
+        (f"%{mutant.file}",),
+    ).fetchall()
+    by_line: dict[bool, set[str]] = defaultdict(set)
+    for context, bits in rows:
+        if context:
+            test = context.partition("|")[0]
+            by_line[any(line in mutant.lines for line in numbits_to_nums(bits))].add(test)
+    found = by_line[True] or by_line[False]
+    chosen, spent = [], 0.0
+    for test in sorted(found, key=lambda test: times.get(test, 1.0)):
+        spent += times.get(test, 1.0)
+        if chosen and spent > LIMIT:
+            break
+        chosen.append(test)
+    return chosen
+
+
+def run(mutant: Mutant, tree: Path) -> None:
+    """Run a mutant's tests in a copy of the tree, until one fails."""
+    file = tree / mutant.file
+    before = file.read_text()
+    operator = get_operator(mutant.operator)()
+    after = mutate_code(before, operator, mutant.occurrence)
+    assert after is not None and after != before, mutant
+    changed = [line for line in after.splitlines() if line not in before.splitlines()]
+    mutant.diff = changed[0].strip() if changed else "(a line less)"
+    if not mutant.tests:
+        return
+    began = time.monotonic()
+    file.write_text(after)
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "--timeout", "60", *mutant.tests]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(tree)}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST)
+        if done.returncode:
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            mutant.killed_by = failed[0][:160] if failed else f"exit status {done.returncode}"
+    except subprocess.TimeoutExpired:
+        mutant.killed_by = f"no end within {LONGEST} s"
+    finally:
+        file.write_text(before)
+        mutant.seconds = time.monotonic() - began
+
+
+def table(mutants: list[Mutant], seed: int) -> str:
+    """The rates by room, then the survivors."""
+    lines = [
+        f"# Mutants of seed {seed}",
+        "",
+        "| room | mutants | killed | survived | no test |",
+        "|---|---|---|---|---|",
+    ]
+    for room in [*sorted({mutant.room for mutant in mutants}), "all"]:
+        own = [mutant for mutant in mutants if room in (mutant.room, "all")]
+        killed, bare = sum(bool(each.killed_by) for each in own), sum(not each.tests for each in own)
+        lines.append(
+            f"| {room} | {len(own)} | {killed} ({killed / len(own):.0%}) | {len(own) - killed - bare} | {bare} |"
+        )
+    lines += ["", "| survivor | operator | the line |", "|---|---|---|"]
+    for mutant in mutants:
+        if not mutant.killed_by:
+            text = mutant.diff.replace("|", "\\|")
+            lines.append(f"| {mutant.file}:{mutant.lines.start} | {mutant.operator.partition('/')[2]} | `{text}` |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--each", type=int, default=10, help="mutants of each room")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
+    parser.add_argument("--out", type=Path, help="file of the table")
+    options = parser.parse_args()
+    data, times = map_tests()
+    mutants = sample(options.seed, options.each)
+    for mutant in mutants:
+        mutant.tests = tests_of(mutant, data, times)
+    with tempfile.TemporaryDirectory() as place:
+        trees = [Path(place) / str(number) / ROOT.name for number in range(options.jobs)]
+        for tree in trees:
+            ignored = shutil.ignore_patterns(
+                ".git", ".venv*", ".mutants", "runs", "__pycache__", ".*_cache", ".hypothesis"
+            )
+            shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+
+        def work(part: int) -> None:
+            for mutant in mutants[part :: options.jobs]:
+                run(mutant, trees[part])
+                outcome, line = "killed  " if mutant.killed_by else "SURVIVED", f"{mutant.file}:{mutant.lines.start}"
+                tests = f"({len(mutant.tests)} tests, {mutant.seconds:.1f} s)"
+                print(outcome, line, mutant.diff, tests, mutant.killed_by, flush=True)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(work, range(options.jobs)))
+    text = table(mutants, options.seed)
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Runs with products in int8, and a count of the project's own operators."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.runs.folder import read_metrics
+
+
+class Counted(TorchDispatchMode):
+    """Counts the project's own operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "simpletune":
+            self.calls[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def quantised(self) -> int:
+        return self.calls["simpletune::int8_rows"]
+
+
+def with_products(tiny_config: dict, **changes: Any) -> dict:
+    data = copy.deepcopy(tiny_config)
+    data["data"]["resolution"] = 64
+    data["train"]["batch_size"] = 2  # 32 image tokens: more than the rows that are dequantised
+    data["precision"] = {"weights": "int8", "compute": "bf16", "products": "int8", "input_gradient": "int8"}
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    return data
+
+
+def losses(data: dict, **arguments: Any) -> list[float]:
+    return [row["loss"] for row in read_metrics(train(validate(data, "run"), **arguments))]

@@ -1,0 +1,69 @@
+"""Tiny trainings as tests start them, and what they leave."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import failpoints
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import (
+    read_metrics,
+)
+from simpletune.system import signals
+
+TrainOnce = Callable[[dict], Path]
+"""``train_once`` and ``copy_run`` of conftest.py: from a configuration's JSON to a run's folder."""
+
+
+def run_with(tiny_config: dict, resume: str | None = None, **changes: dict) -> Path:
+    data = copy.deepcopy(tiny_config)
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    return train(validate(data, "test"), resume)
+
+
+def saved_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
+
+
+def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:
+    """Start by --resume auto; the run dies at a moment, as far as Python can die."""
+    failpoints.arm(moment, "raise", count)
+    with pytest.raises(failpoints.InjectedError):
+        run_with(tiny_config, "auto", **changes)
+
+
+def stop_at(moment: str, tiny_config: dict, name: str, count: int = 1, **changes: dict) -> int:
+    """Start by --resume auto; the run is sent a signal at a moment. Its exit code."""
+    failpoints.arm(moment, name, count)
+    with pytest.raises(signals.Stopped) as caught, signals.listening():
+        run_with(tiny_config, "auto", **changes)
+    return caught.value.code
+
+
+def run_on(tiny_config: dict, device: str, resume: str | None = None, **changes: dict) -> Path:
+    data = copy.deepcopy(tiny_config) | {"device": device}
+    for section, values in changes.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    folder = train(validate(data, "gpu"), resume)
+    peak = json.loads((folder / "summary.json").read_text())["peak_allocated_gib"]
+    assert (peak is None) if device == "cpu" else peak > 0, f"a run on {device} measured a peak of {peak}"
+    return folder
+
+
+def losses_of(tiny_config: dict, adapter: str, weights: str, compute: str) -> list[float]:
+    data = copy.deepcopy(tiny_config)
+    data["adapter"] = {"method": adapter} | ({"rank": 2} if adapter in ("lora", "loha", "dora") else {})
+    weights, _, rotation = weights.partition("+")
+    data["precision"] = {"weights": weights, "compute": compute} | ({"rotation": rotation} if rotation else {})
+    data["train"]["batch_size"] = 2
+    return [row["loss"] for row in read_metrics(train(validate(data, "golden")))]

@@ -1,0 +1,82 @@
+"""Two processes that train together, and runs to compare with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import Launcher
+from safetensors.torch import load_file
+
+from benchmarks.tiny_models import tiny_sd3
+from simpletune.data.demo import pictures
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_metrics
+
+LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The configuration of a run with a model of two blocks."""
+    place = tmp_path_factory.mktemp("processes")
+    tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
+    scenes = pictures.sample_scenes(6, seed=3, style="flat")
+    pictures.write_folder(place / "pictures", scenes, seed=3, pixels=32)
+    return {
+        "name": "whole",
+        "device": "cpu",
+        "model": {"pretrained": str(place / "pipeline"), "t5_length": 8},
+        "data": {"path": str(place / "pictures"), "resolution": 32, "caption_dropout": 0.3},
+        "adapter": {"rank": 2},
+        "precision": {"weights": "fp32"},
+        "optimizer": {"lr": 0.01},
+        "train": {"steps": 4, "gradient_accumulation": 2},
+        "ema": {"decay": 0.9},
+        "checkpoint": {"every": 2},
+        "validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 2},
+        "profile": {"max_traces": 1},
+        "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
+    }
+
+
+def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
+    data = copy.deepcopy(ground) | {"name": name, "profile": {"max_traces": 0}}
+    for section, values in changes.items():
+        data[section] = {**(data.get(section) or {}), **values} if isinstance(values, dict) else values
+    return data
+
+
+def run_of(data: dict[str, Any]) -> Path:
+    return Path(data["output"]["runs"]) / data["name"]
+
+
+def together(launcher: Launcher, data: dict[str, Any], **how: Any) -> list[str]:
+    """Two processes that end well; what each said."""
+    outcome = launcher.train(data, data, **how)
+    assert outcome.codes == [0, 0], outcome.said
+    return outcome.said
+
+
+@pytest.fixture(scope="module")
+def whole(launcher: Launcher, ground: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Two processes from an empty cache, never stopped: the run, and what each process said."""
+    return run_of(ground), together(launcher, ground)
+
+
+def tensors(run: Path, step: int = 4) -> dict[str, torch.Tensor]:
+    """Weights, optimizer and average of a checkpoint."""
+    files = (checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.AVERAGE)
+    found = {file: load_file(checkpoint.checkpoint_folder(run, step) / file) for file in files}
+    return {f"{file}:{name}": tensor for file in files for name, tensor in found[file].items()}
+
+
+def require_same(run: Path, other: Path) -> None:
+    """Two runs ended alike, bit for bit."""
+    torch.testing.assert_close(tensors(run), tensors(other), rtol=0, atol=0)
+    mine, others = ([{**row, "seconds": 0} for row in read_metrics(each)] for each in (run, other))
+    assert mine == others

@@ -1,0 +1,148 @@
+"""Cases over every member of every union train, save, resume and reload: each choice; `slow`: each pair and triple."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cases import (
+    ALLOWED,
+    CASES,
+    WHOLE,
+    Case,
+    case_json,
+    choices,
+    covering,
+    fits_fp16,
+    fits_model,
+    is_trainable,
+    name_of,
+    pairs,
+    parametrized,
+    with_every_pair,
+)
+from safetensors.torch import load_file
+
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.config.resolve import resolve_folders
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.tensors import trained_parameters
+from simpletune.runs import checkpoint
+from simpletune.runs.folder import METRICS
+from simpletune.runs.result import result_files
+from simpletune.stages.step.train_step import attach
+from simpletune.stages.text_side import empty_text_side
+from simpletune.system.options import ConfigError, option_classes
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Spread the test that trains over its cases."""
+    if metafunc.function is test_trains_saves_resumes_reloads:
+        parametrized(metafunc, FAST, ALLOWED)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
+
+
+FEW = covering(ALLOWED)
+QUICK = [case for case in ALLOWED if case[3]["family"] == "sd3" or case[0]["method"] in (*WHOLE, "hypernetwork")]
+FAST = covering(QUICK, choices)  # what ./test.sh trains; the others of FEW and of ALLOWED are slow
+REFUSED = [case for case in CASES if not is_trainable(case)]
+REASONS = {(case[0]["method"], case[1]["weights"]): case for case in reversed(REFUSED)}  # what the rule looks at
+
+
+def test_the_few_cases_hold_every_option_class_and_every_pair(tiny_config: dict) -> None:
+    configs = [validate(case_json(tiny_config, case), "case") for case in FEW]
+    for field in ("adapter", "precision", "optimizer", "model"):
+        classes = option_classes(TrainConfig.model_fields[field].annotation)
+        assert {type(getattr(config, field)) for config in configs} == set(classes)
+    for of in (
+        lambda adapter, precision, optimizer, model: (*adapter.values(), precision["weights"]),
+        lambda adapter, precision, optimizer, model: (*adapter.values(), precision.get("compute")),
+        lambda adapter, precision, optimizer, model: (*adapter.values(), *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (precision["weights"], *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (precision.get("compute"), *optimizer.values()),
+        lambda adapter, precision, optimizer, model: (*model.values(), *adapter.values()),
+        lambda adapter, precision, optimizer, model: (*model.values(), precision["weights"]),
+        lambda adapter, precision, optimizer, model: (*model.values(), precision.get("compute")),
+        lambda adapter, precision, optimizer, model: (*model.values(), *optimizer.values()),
+    ):
+        assert {of(*case) for case in FEW} == {of(*case) for case in ALLOWED}
+    assert len(FEW) < len(ALLOWED)
+
+
+def test_a_seed_draws_every_pair_and_a_tenth_of_the_rest() -> None:
+    some, others = with_every_pair(ALLOWED, "1"), with_every_pair(ALLOWED, "2")
+    assert set().union(*map(pairs, some)) == set().union(*map(pairs, ALLOWED))
+    names = set(map(name_of, some))
+    assert len(names) == len(some) == len(FEW) + (len(ALLOWED) - len(FEW)) // 10
+    assert names < set(map(name_of, ALLOWED))
+    assert [name_of(case) for case in with_every_pair(ALLOWED, "1")] == [name_of(case) for case in some]
+    assert names != set(map(name_of, others))
+    assert with_every_pair(ALLOWED, "all") == ALLOWED
+
+
+def test_trains_saves_resumes_reloads(case: Case, tiny_config: dict) -> None:
+    data = case_json(tiny_config, case)
+    data["checkpoint"] = {"every": 2}
+    whole = train(validate(data, "whole"))
+    for step in (2, 4):
+        assert all(torch.isfinite(tensor).all() for tensor in weights(whole, step).values())
+    metrics = (whole / METRICS).read_text(encoding="utf-8").splitlines()
+    updated = any(json.loads(line)["step"] > 2 for line in metrics)  # fp16 undoes steps that overflow
+    assert updated or data["precision"].get("compute") == "fp16"
+    changed = any((weights(whole, 2)[name] != tensor).any() for name, tensor in weights(whole, 4).items())
+    assert changed == updated
+
+    data["name"] = "halves"
+    halves = whole.with_name("halves")
+    shutil.copytree(whole, halves)
+    shutil.rmtree(checkpoint.checkpoint_folder(halves, 4))
+    train(validate(data, "second half"), resume="latest")
+    torch.testing.assert_close(weights(halves, 4), weights(whole, 4), rtol=0, atol=0)
+
+    config = resolve_folders(validate(data, "reload"))
+    model = config.model.load_denoiser(config.precision, torch.device("cpu"))
+    optimizer = attach(config, model, text=empty_text_side(config, torch.device("cpu")))
+    checkpoint.restore(checkpoint.find_checkpoint("latest", whole), model, optimizer, config.optimizer)
+    torch.testing.assert_close(trained_parameters(model), weights(whole, 4), rtol=0, atol=0)
+    assert all(file.exists() for file in result_files(config.model_copy(update={"name": whole.name}), whole))
+
+
+REFUSAL = "precision.weights: .* weights are frozen.*Use precision.weights bf16"
+
+
+@pytest.mark.parametrize("case", REASONS.values(), ids=name_of)
+def test_refuses_with_the_reason(case: Case, tiny_config: dict) -> None:
+    with pytest.raises(ConfigError, match=REFUSAL):
+        validate(case_json(tiny_config, case), "refused")
+
+
+def test_refuses_what_the_model_has_no_place_for(tiny_config: dict) -> None:
+    refused = {case[0]["method"]: case for case in CASES if is_trainable(case) and not fits_model(case)}
+    assert list(refused) == ["hypernetwork"]
+    for case in refused.values():
+        with pytest.raises(
+            ConfigError, match="adapter.method: hypernetwork .* reads prompt and picture together.*lora"
+        ):
+            validate(case_json(tiny_config, case), "refused")
+
+
+def test_refuses_what_fp16_cannot_do(tiny_config: dict) -> None:
+    refused = [case for case in CASES if is_trainable(case) and not fits_fp16(case) and fits_model(case)]
+    assert len(refused) > 4
+    for case in refused:
+        with pytest.raises(ConfigError, match="(optimizer.name|precision.weights): .* fp16"):
+            validate(case_json(tiny_config, case), "refused")
+
+
+@pytest.mark.slow
+def test_refuses_every_other_combination(tiny_config: dict) -> None:
+    for case in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSAL):
+            validate(case_json(tiny_config, case), "refused")
