@@ -125,6 +125,17 @@ def test_every_package_says_what_it_answers() -> None:
     assert silent == []
 
 
+def test_tests_lie_where_the_package_has_what_they_test() -> None:
+    tests = ROOT / "tests"
+    beside = {"benchmarks", "docs", "gpu", "reference", "support", "trainings"}
+    folders = {file.parent.relative_to(tests) for file in tests.rglob("test_*.py")}
+    assert {folder.parts[0] for folder in folders} <= {*ROOMS, *beside}
+    rooms = [folder for folder in folders if folder.parts[0] in ROOMS]
+    assert [str(folder) for folder in rooms if not (PACKAGE / folder).is_dir()] == []
+    names = [file.name for file in tests.rglob("test_*.py")]
+    assert len(names) == len(set(names)), "pytest imports test modules by their bare names"
+
+
 def test_no_file_is_named_after_nothing() -> None:
     names = {file.stem for file in modules().values()}
     assert not names & {"utils", "util", "common", "helpers", "misc", "manager"}

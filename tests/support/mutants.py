@@ -6,7 +6,7 @@ Cosmic Ray's operators make the mutants: ``each`` of every room, a module drawn 
 of annotations are not drawn, since nothing evaluates them. The tests of a mutant are those that run its line; of a line
 that runs when its module is imported, those that run any line of the module; the fastest first, within LIMIT seconds.
 Which test runs which line is found once for a state of the tree (one run of the fast suite) and kept in .mutants/. A
-mutant without tests counts as a survivor.
+mutant without tests counts as a survivor. At the end every test that killed one must pass without it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / ".mutants"
 LIMIT = 45.0  # seconds of tests for a mutant, by their times in the run that maps them
 LONGEST = 180  # seconds until a mutant's tests count as hanging, which kills it
+FOLDERS = ("simpletune", "tests", "benchmarks", "configs", "docs", "inference", "profiles", ".ci")
 SKIPPED = ("core/NoOp", "core/VariableReplacer", "core/VariableInserter", "core/RemoveDecorator")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -77,7 +78,9 @@ def map_tests() -> tuple[sqlite3.Connection, dict[str, float]]:
         report = folder / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
         command += ["--cov=simpletune", "--cov-context=test", "--cov-report=", f"--junitxml={report}"]
-        subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | {"COVERAGE_FILE": str(data)}, check=True)
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | {"COVERAGE_FILE": str(data)})
+        if done.returncode not in (0, 1):  # 1: some failed, which measuring slows down; they kill no mutant
+            raise SystemExit(f"the tests were not run: exit status {done.returncode}")
         times.write_text(json.dumps(dict(_times(report))))
     return sqlite3.connect(data), json.loads(times.read_text())
 
@@ -87,7 +90,8 @@ def _times(report: Path) -> Iterator[tuple[str, float]]:
 
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         module = case.get("classname", "").replace(".", "/") + ".py"
-        yield f"{module}::{case.get('name')}", float(case.get("time", 0))
+        if case.find("failure") is None and case.find("error") is None:
+            yield f"{module}::{case.get('name')}", float(case.get("time", 0))
 
 
 def annotations(code: str) -> set[tuple[int, int, int, int]]:
@@ -148,6 +152,8 @@ def tests_of(mutant: Mutant, data: sqlite3.Connection, times: dict[str, float]) 
     for context, bits in rows:
         if context:
             test = context.partition("|")[0]
+            if test not in times:
+                continue
             by_line[any(line in mutant.lines for line in numbits_to_nums(bits))].add(test)
     found = by_line[True] or by_line[False]
     chosen, spent = [], 0.0
@@ -177,13 +183,23 @@ def run(mutant: Mutant, tree: Path) -> None:
         environment = ENVIRONMENT | {"PYTHONPATH": str(tree)}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LONGEST)
         if done.returncode:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            mutant.killed_by = failed[0][:160] if failed else f"exit status {done.returncode}"
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+            named = [test for test in mutant.tests if any(line.split(" ", 1)[1].startswith(test) for line in failed)]
+            mutant.killed_by = max(named, key=len) if named else " ".join(failed)[:300] or f"exit {done.returncode}"
     except subprocess.TimeoutExpired:
         mutant.killed_by = f"no end within {LONGEST} s"
     finally:
         file.write_text(before)
         mutant.seconds = time.monotonic() - began
+
+
+def require_passing(mutants: list[Mutant], tree: Path) -> None:
+    """What killed a mutant passes without it."""
+    killers = sorted({mutant.killed_by for mutant in mutants if mutant.killed_by in mutant.tests})
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--timeout", "300", *killers]
+    done = subprocess.run(command, cwd=tree, env=ENVIRONMENT | {"PYTHONPATH": str(tree)}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"These fail without a mutant, too, so nothing is known:\n{done.stdout[-3000:]}")
 
 
 def table(mutants: list[Mutant], seed: int) -> str:
@@ -222,10 +238,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         trees = [Path(place) / str(number) / ROOT.name for number in range(options.jobs)]
         for tree in trees:
-            ignored = shutil.ignore_patterns(
-                ".git", ".venv*", ".mutants", "runs", "__pycache__", ".*_cache", ".hypothesis"
-            )
-            shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+            ignored = shutil.ignore_patterns(".git", ".venv*", ".mutants", "__pycache__", ".*_cache", ".hypothesis")
+            tree.mkdir(parents=True)
+            for entry in ROOT.iterdir():  # the user's own runs and caches are not needed
+                if entry.is_file():
+                    shutil.copy2(entry, tree)
+                elif entry.name in FOLDERS:
+                    shutil.copytree(entry, tree / entry.name, ignore=ignored, symlinks=True)
 
         def work(part: int) -> None:
             for mutant in mutants[part :: options.jobs]:
@@ -236,6 +255,7 @@ def main() -> None:
 
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(work, range(options.jobs)))
+        require_passing(mutants, trees[0])
     text = table(mutants, options.seed)
     print(text)
     if options.out:
