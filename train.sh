@@ -4,7 +4,7 @@
 set -euo pipefail
 
 caller=$(pwd -P)
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd -P) # also through a link
 # shellcheck source=simpletune/setup.sh
 source "$root/simpletune/setup.sh"
 

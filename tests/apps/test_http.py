@@ -87,18 +87,8 @@ def test_a_body_that_is_too_large_is_not_read(app: str, address: tuple[str, int]
                 connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
 
 
-def test_a_body_that_does_not_arrive_is_not_waited_for(
-    app: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "BODY_TIMEOUT", 0.3)
-    with socket.create_connection(address, timeout=5) as connection:
-        connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
-        answer = read_all(connection)
-        assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in answer
-
-
-def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_server(
-    app: str, address: tuple[str, int], capfd: pytest.CaptureFixture[str]
+def test_a_body_that_does_not_arrive_is_not_waited_for_and_a_client_that_leaves_is_no_error(
+    app: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_connection(address, timeout=5) as connection:
         connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
@@ -106,16 +96,19 @@ def test_a_client_that_leaves_while_it_sends_is_no_error_of_the_server(
     assert httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 200
     time.sleep(0.2)
     assert "Traceback" not in capfd.readouterr().err
+    monkeypatch.setattr(http, "BODY_TIMEOUT", 0.3)
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
+        answer = read_all(connection)
+        assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in answer
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1:{port}@evil", "evil@127.0.0.1", "127.0.0.1:x", "127.0.0.1:", "127.0.0.1/evil", "127.0.0.1 evil"]
-)
-def test_a_host_that_only_begins_with_its_name_is_not_its_own(host: str, address: tuple[str, int]) -> None:
+def test_a_host_that_only_begins_with_its_name_is_not_its_own(address: tuple[str, int]) -> None:
     name, port = address
-    for given, status in ((host.format(port=port), 421), (f"{name}:{port}", 200)):
+    wrong = f"127.0.0.1:{port}@evil", "evil@127.0.0.1", "127.0.0.1:x", "127.0.0.1:", "127.0.0.1/evil", "127.0.0.1 evil"
+    for given, status in (*((host, 421) for host in wrong), (f"{name}:{port}", 200)):
         answer = httpx.get(f"http://{name}:{port}/", headers={"Host": given})
-        assert answer.status_code == status
+        assert answer.status_code == status, given
         assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 

@@ -30,16 +30,16 @@ from benchmarks import (
     which_method,
 )
 from benchmarks.table import Results, shown
+from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import pictures
 from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.runs.report import write_report
 from simpletune.system import prices
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 
-GRIDS = [benchmarks.name_of(grid) for grid in benchmarks.GRIDS]
+RESULTS = Path(benchmarks.__file__).parent / "results" / "cpu"
 
 
 def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
@@ -54,34 +54,30 @@ def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
     assert (shown(None), shown(12.34), shown("word")) == ("", "12.3", "word")
 
 
-def test_every_row_of_the_memory_grid_is_a_valid_configuration() -> None:
-    from simpletune.config.load import read_config
+def committed(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
+
+def test_every_row_of_the_memory_grid_is_valid_and_the_committed_predictions_meet_their_targets() -> None:
     assert len(memory.ROWS) <= 48
-    assert [row.target_mib for row in memory.ROWS.values()][:6] == [1950, 1350, 800, 400, 8600, 2000]
     for row in memory.ROWS.values():
         read_config(memory.CONFIG, [*memory.ENOUGH, *row.overrides, "data.path=demo:pictures"])
+    rows = committed("memory")
+    targeted = {name: row.target_mib for name, row in memory.ROWS.items() if row.target_mib}
+    assert len(targeted) == 7 and list(targeted.values())[:6] == [1950, 1350, 800, 400, 8600, 2000]
+    for name, target in targeted.items():
+        assert rows[name]["predicted_mib"] <= target == rows[name]["target_mib"], name
 
 
 def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are uninitialised: zeros take less power, so a card that is limited by power would look faster."""
-    for name in ("reset_peak_memory_stats", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 3 * 2**20)
+    bytes_of = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), 3 * 2**20)
+    for name in ("reset_peak_memory_stats", "synchronize", *bytes_of):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: bytes_of.get(name))
     monkeypatch.setattr(memory, "CONFIG", write_config(tiny_config))
     found = memory_row.measure((), "cpu")
     assert set(found) == {"measured_mib", "reserved_mib", "rss_mib"} and found["measured_mib"] == 3
     assert not any("s/step" in title or "seconds" in key for key, title in memory.COLUMNS.items())
-
-
-def test_the_committed_predictions_meet_their_targets() -> None:
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu" / "memory.json"
-    rows = json.loads(file.read_text())["rows"]
-    targeted = {name: row.target_mib for name, row in memory.ROWS.items() if row.target_mib}
-    assert len(targeted) == 7
-    for name, target in targeted.items():
-        assert rows[name]["predicted_mib"] <= target == rows[name]["target_mib"], name
 
 
 @pytest.mark.slow
@@ -131,8 +127,7 @@ def test_fidelity_is_1_for_the_figure_and_0_for_an_empty_background() -> None:
 
 
 def test_with_a_prior_the_committed_class_drifts_far_less_at_equal_fidelity() -> None:
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu" / "prior.json"
-    rows = json.loads(file.read_text())["rows"]
+    rows = committed("prior")
     without = sorted((row["fidelity"], row["class_drift"]) for name, row in rows.items() if name.startswith("without"))
     for method, share in (("base's prediction", 0.5), ("class pictures", 0.7)):
         kept = max((row for name, row in rows.items() if name.startswith(method)), key=lambda row: row["fidelity"])
@@ -140,17 +135,13 @@ def test_with_a_prior_the_committed_class_drifts_far_less_at_equal_fidelity() ->
         assert kept["class_drift"] < share * np.interp(kept["fidelity"], *zip(*without, strict=True)), method
 
 
-LOSSY = "lossy: guidance difference for 2 steps"
-FEW = ["diffusers", "simpletune, prompts new", LOSSY]
-MORE = ["diffusers", "simpletune, prompts new", "simpletune", "modulation plan", LOSSY, "half the steps",
-        "diffusers, LoRA r16", "LoRA r16, fused"]  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", [FEW, MORE], ids=["few", "more"])
 def test_inference_is_measured_against_diffusers_in_one_process(
-    wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lossy = "lossy: guidance difference for 2 steps"
+    wanted = ["diffusers", "simpletune, prompts new", "simpletune", "modulation plan", lossy, "half the steps",
+              "diffusers, LoRA r16", "LoRA r16, fused"]  # fmt: skip
     monkeypatch.setattr(inference, "ROWS", {name: inference.ROWS[name] for name in wanted})
     with pytest.raises(UserError, match=f"none of the {len(wanted)} rows .*'nothing'"):
         inference.run(tmp_path, only="nothing")
@@ -158,9 +149,9 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     page = inference.run(tmp_path, prices=inference.own_prices([("spot", 0.36)]), workload=workload).read_text()
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
     assert list(rows) == wanted
-    for name in {"simpletune, prompts new", "modulation plan", "LoRA r16, fused"} & set(wanted):
+    for name in ("simpletune, prompts new", "modulation plan", "LoRA r16, fused"):
         assert float(rows[name]["differs"]) < 1e-5, name
-    assert float(rows[LOSSY]["differs"]) > 1e-4
+    assert float(rows[lossy]["differs"]) > 1e-4
     for row in rows.values():
         assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
         assert row["cost"]["spot"] == pytest.approx(0.0001 * row["seconds_per_picture"])
@@ -185,17 +176,6 @@ def test_speed_at_equal_steps_is_reported_apart_from_fewer_steps(tmp_path: Path)
             assert not way.more_steps
 
 
-PUBLISHED = [  # (seconds for 4 pictures, price per hour, cost of a picture) of the Vertex report: T4, V100, A100
-    (28.6, 0.4025, 0.00080), (8.8, 2.852, 0.00174), (4.2, 4.2245, 0.00123),
-    (12.6, 0.4025, 0.00035), (4.1, 2.852, 0.00081), (1.7, 4.2245, 0.00050),
-]  # fmt: skip
-
-
-def test_the_cost_of_a_picture_is_that_of_the_published_table() -> None:
-    for seconds, per_hour, cost in PUBLISHED:
-        assert prices.cost_of_picture(seconds / 4, per_hour) == pytest.approx(cost, abs=5.1e-6)
-
-
 def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
     file = tmp_path / "prices.json"
     listed = {"per_hour": 0.7068, "as_of": "2026-04", "source": "GCP g2-standard-4", "currency": "USD"}
@@ -203,23 +183,27 @@ def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
     found = inference.merge_prices([("mine", 0.3), ("spot", 0.2)], file)
     assert list(found) == ["mine", "spot", "l4"] and found["mine"].per_hour == 0.3
     assert found["l4"].words == "0.7068 USD per hour, as of 2026-04, GCP g2-standard-4"
+    # Of the Vertex report: seconds for 4 pictures and price per hour of T4, V100, A100; cost of a picture.
+    for seconds, per_hour, cost in (
+        (28.6, 0.4025, 0.00080), (8.8, 2.852, 0.00174), (4.2, 4.2245, 0.00123),
+        (12.6, 0.4025, 0.00035), (4.1, 2.852, 0.00081), (1.7, 4.2245, 0.00050),
+    ):  # fmt: skip
+        assert prices.cost_of_picture(seconds / 4, per_hour) == pytest.approx(cost, abs=5.1e-6)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_file_of_prices_needs_dates_and_sources(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    for text, message in (
         ('{"l4": {"per_hour": 0.7, "source": "GCP"}}', "l4.as_of: Field required. A price has per_hour, as_of"),
         ('{"l4": {"per_hour": 0.7, "as_of": "2026-04", "source": ""}}', "l4.source"),
         ('{"l4": {"per_hour": -1, "as_of": "2026-04", "source": "GCP"}}', "l4.per_hour"),
         ('{"l4": {"per_hour": 1, "as_of": "April", "source": "GCP"}}', "l4.as_of"),
         ('{"l4": 0.7}', "l4: "),
         ("{", "cannot be read"),
-    ],
-)
-def test_a_file_of_prices_needs_dates_and_sources(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "prices.json").write_text(text)
-    with pytest.raises(UserError, match=message):
-        prices.read_prices(tmp_path / "prices.json")
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            prices.read_prices(file)
 
 
 @pytest.mark.slow
@@ -240,40 +224,33 @@ def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pyt
         assert picture.width > 700
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_the_command_runs_the_grid_that_is_named(grid: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    for name in GRIDS:
-        module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
-        monkeypatch.setattr(module, "run", lambda *words, name=name, **more: f"{name} {words} {more}")
+def test_the_command_runs_the_grid_that_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
     given = {"overrides": ["train.steps=2"], "rows": ["--rows", "base"], "prompts": ["--prompts", "7"]}
     given |= {"model": ["--model", "some/model"], "price": ["--price", "spot=0.5"], "set": ["--set", "second"]}
-    takes = next(names for run, names in benchmarks.GRIDS.items() if benchmarks.name_of(run) == grid)
-    words = [word for name, portion in given.items() if name in takes for word in portion]
-    assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
-    assert ("train.steps=2" in said) == ("overrides" in takes)
-    assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
-    assert ("'second'" in said) == (grid == "choice")
-    assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
-
-
-@pytest.mark.parametrize("price", ["spot=nan", "=1", "spot=cheap"])
-def test_a_price_that_cannot_be_is_refused_with_the_rule(price: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        benchmarks.main(["inference", "--price", price])
-    assert f"{price} is not NAME=PRICE" in capsys.readouterr().err
+    for run, takes in benchmarks.GRIDS.items():
+        grid = benchmarks.name_of(run)
+        module = importlib.import_module(f"benchmarks.{grid.replace('-', '_')}")
+        monkeypatch.setattr(module, "run", lambda *words, grid=grid, **more: f"{grid} {words} {more}")
+        words = [word for name, portion in given.items() if name in takes for word in portion]
+        assert benchmarks.main([grid, *words, "--out", str(tmp_path), "--minutes", "3"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"{grid} ({tmp_path!r}, ") and "3.0" in said and ("'base'" in said) == (grid != "pair")
+        assert ("train.steps=2" in said) == ("overrides" in takes)
+        assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
+        assert ("'second'" in said) == (grid == "choice")
+        assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
 
 
 def test_a_users_mistake_is_a_message_and_an_exit_code(tmp_path: Path, capsys) -> None:
+    for grid, price, message in (
+        ("memory", "spot=0.5", "unrecognized arguments: --price spot=0.5"),
+        *(("inference", price, f"{price} is not NAME=PRICE") for price in ("spot=nan", "=1", "spot=cheap")),
+    ):
+        with pytest.raises(SystemExit):
+            benchmarks.main([grid, "--price", price])
+        assert message in capsys.readouterr().err
     assert benchmarks.main(["inference", "--rows", "nothing", "--out", str(tmp_path)]) == 2
     assert "error: --rows: none of the" in capsys.readouterr().err
-
-
-def test_an_argument_of_another_grid_is_refused(capsys) -> None:
-    with pytest.raises(SystemExit):
-        benchmarks.main(["memory", "--price", "spot=0.5"])
-    assert "unrecognized arguments: --price spot=0.5" in capsys.readouterr().err
 
 
 def test_the_memory_grid_and_the_study_are_predicted(
@@ -288,11 +265,8 @@ def test_the_memory_grid_and_the_study_are_predicted(
 
     tiny_config["data"]["resolution"] = 64
     monkeypatch.setattr(memory, "CONFIG", write_config(tiny_config))
-    rows = {
-        "rank 2": memory.Row((), 10),
-        "rank 64": memory.Row(("adapter.rank=64",)),
-        "job": memory.Row((), whole=True),
-    }
+    rows = {"rank 2": memory.Row((), 10), "rank 64": memory.Row(("adapter.rank=64",)),
+            "job": memory.Row((), whole=True)}  # fmt: skip
     monkeypatch.setattr(memory, "ROWS", rows)
     monkeypatch.setattr(estimate, "PUBLISHED", {name: estimate.PUBLISHED[name] for name in ("full", estimate.LAST)})
     monkeypatch.setattr(subprocess, "run", instead)
@@ -320,24 +294,6 @@ def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatc
     assert row["plain_mib"] - row["int8_mib"] == pytest.approx(2 * one) and row["int8_mib"] >= 4 * one
     assert 0 < row["error"] < rows["small, batch 1, bf16"]["error"] < 2 and row["ratio"] > 0
     assert "| small, batch 1, bf16 |" in page
-
-
-COMMITTED_METHODS = Path(methods.__file__).parent / "results" / "cpu" / "methods.json"
-
-
-def test_the_committed_steps_of_lokr_meet_their_targets() -> None:
-    rows = json.loads(COMMITTED_METHODS.read_text())["rows"]
-    assert set(rows) >= set(methods.METHODS)
-    lokr = rows["lokr, factor 16, rank 16"]
-    assert lokr["parameters"] == 191 * (16 * 16 + 2 * 16 * 96) and lokr["ratio"] <= 1.15
-    assert all(lokr[f"{name}_ratio"] <= 1.05 for name in methods.SHIPPED)
-
-
-def test_the_committed_steps_of_dora_meet_their_targets() -> None:
-    """With checkpointing; the shipped 24 GB configuration has none, so that DoRA keeps each layer's output."""
-    dora = json.loads(COMMITTED_METHODS.read_text())["rows"]["dora, rank 16"]
-    assert dora["parameters"] == 191 * (2 * 16 * 1536 + 1536) and dora["ratio"] <= 1.15
-    assert dora[f"{methods.SHIPPED[0]}_ratio"] <= 1.05
 
 
 def test_every_method_is_one_of_both_models_and_grows_with_its_size(tmp_path: Path) -> None:
@@ -380,18 +336,24 @@ def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(methods, name, value)
     page = methods.run(tmp_path, 60, "lokr, factor 16, rank 16").read_text()
     (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
-    committed = json.loads(COMMITTED_METHODS.read_text())["rows"]
-    expected = committed["lokr, factor 16, rank 16"]
+    expected = committed("methods")["lokr, factor 16, rank 16"]
     for key in ("parameters", methods.SHIPPED[0], f"{methods.SHIPPED[0]}_ratio"):
         assert row[key] == pytest.approx(expected[key], rel=0.01)
     assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
 
 
-def test_the_committed_peaks_of_methods_are_todays() -> None:
-    name, shipped = "lokr, factor 16, rank 16", methods.SHIPPED[0]
-    committed = json.loads(COMMITTED_METHODS.read_text())["rows"][name]
+def test_the_committed_steps_of_methods_meet_their_targets_and_their_peaks_are_todays() -> None:
+    """With checkpointing; the shipped 24 GB configuration has none, so that DoRA keeps each layer's output."""
+    rows, shipped = committed("methods"), methods.SHIPPED[0]
+    assert set(rows) >= set(methods.METHODS)
+    name = "lokr, factor 16, rank 16"
+    lokr, dora = rows[name], rows["dora, rank 16"]
+    assert lokr["parameters"] == 191 * (16 * 16 + 2 * 16 * 96) and lokr["ratio"] <= 1.15
+    assert all(lokr[f"{each}_ratio"] <= 1.05 for each in methods.SHIPPED)
+    assert dora["parameters"] == 191 * (2 * 16 * 1536 + 1536) and dora["ratio"] <= 1.15
+    assert dora[f"{shipped}_ratio"] <= 1.05
     found = simulate(methods.with_adapter(shipped, methods.METHODS[name])).peak.bytes / methods.MIB
-    assert found == pytest.approx(committed[shipped], rel=1e-3)
+    assert found == pytest.approx(lokr[shipped], rel=1e-3)
 
 
 def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:
@@ -404,32 +366,19 @@ def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:
         assert 0 < size - tensors / 2**20 < 0.06 and 0 < file - tensors < 0.06 * 2**20  # the headers
 
 
-@pytest.mark.parametrize("room", [800, 4000, 100_000])
-def test_the_largest_batch_is_the_last_that_fits(room: int) -> None:
+def test_the_largest_batch_is_the_last_that_fits() -> None:
     """Against trying every batch, for a job whose peak does not rise at first and then by the same for each sample."""
-    mib, tried = 2**20, []
+    tried: list[int] = []
 
     def job(batch: int) -> int:
         tried.append(batch)
-        return max(300, 100 + 37 * batch) * mib
+        return max(300, 100 + 37 * batch) * 2**20
 
-    card = Card("a card", room / 1024, (8, 9), found=1.0)
-    expected = max((batch for batch in range(1, 4000) if needed(job(batch)) <= card.bytes), default=0)
-    tried.clear()
-    assert vertex.largest_batch(job, card) == expected
-    assert len(tried) <= 30
-
-
-def test_the_vertex_page_shows_published_beside_predicted(tmp_path: Path) -> None:
-    rows = {
-        "rank 8": {"trained": 797184, "total": 860318148, "tensor_bytes": 3188736, "file_bytes": 3216864},
-        "peak: with LoRA r8, checkpointing": {"train_mib": 2305.7, "job_mib": 2305.7, "needed_mib": 3061.7},
-        "largest batch: A100-40GB, 512 px": {"largest": 226, "published": 32},
-    }
-    page = write_report(vertex.page(rows), tmp_path / "page.html")
-    html, markdown = (file.read_text() for file in page)
-    for text in ("797,184", "9.98 GB", "2.42 GB", "226", "hours.md"):
-        assert text in html and text in markdown
+    for room in (800, 4000, 100_000):
+        card = Card("a card", room / 1024, (8, 9), found=1.0)
+        expected = max((batch for batch in range(1, 4000) if needed(job(batch)) <= card.bytes), default=0)
+        tried.clear()
+        assert vertex.largest_batch(job, card) == expected and len(tried) <= 30
 
 
 def test_training_loss_chooses_the_end_of_its_lowest_part() -> None:

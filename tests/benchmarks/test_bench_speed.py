@@ -93,16 +93,9 @@ def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path,
 
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
     ranges = [Span("ProfilerStep#1", 0, 100, 1), Span("Optimizer.step#AdamW.step", 60, 80, 1)]
-    names = [
-        "aten::addmm_",
-        "aten::_scaled_dot_product_flash_attention",
-        "_FrozenInt8Product",
-        "aten::add",
-        "aten::add",
-    ]
-    starts = [1, 11, 21, 61, 85]
-    operators = [Span(name, at, at + 8, 1, id=n + 1) for n, (name, at) in enumerate(zip(names, starts, strict=True))]
-    operators[2] = Span("_FrozenInt8Product", 21, 29, 1)
+    starts = {"aten::addmm_": 1, "aten::_scaled_dot_product_flash_attention": 11, "_FrozenInt8Product": 21,
+              "aten::add": 61, "aten::add_": 85}  # fmt: skip
+    operators = [Span(name, at, at + 8, 1, id=n) for n, (name, at) in enumerate(starts.items(), 1)]
     operators.append(Span("aten::mul", 22, 28, 1, id=3))
     device = [Span("kernel", 10 * n, 10 * n + 10, 7, id=n + 1) for n in range(5)]
     found = shares(Recording(ranges, operators, device), 1)
@@ -128,14 +121,8 @@ def recipe(pipeline: Path, accelerator, **flags) -> DreamBooth:
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
     torch.manual_seed(0)
-    parts = [
-        kind.from_pretrained(pipeline, subfolder=name)
-        for kind, name in (
-            (SD3Transformer2DModel, "transformer"),
-            (AutoencoderKL, "vae"),
-            (FlowMatchEulerDiscreteScheduler, "scheduler"),
-        )
-    ]
+    kinds = {"transformer": SD3Transformer2DModel, "vae": AutoencoderKL, "scheduler": FlowMatchEulerDiscreteScheduler}
+    parts = [kind.from_pretrained(pipeline, subfolder=name) for name, kind in kinds.items()]
     return DreamBooth(*parts, accelerator, 4, Flags(**flags))
 
 

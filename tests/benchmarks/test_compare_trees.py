@@ -52,29 +52,21 @@ def change_bit(file: Path, name: str) -> None:
     save_file(tensors, file)
 
 
-def test_equal_runs_are_equal(pair: tuple[Path, Path]) -> None:
-    one = compare_runs(*pair)
-    assert one.equal and (one.steps, one.tensors, one.files) == (2, 3, 3)
-    assert (one.first, one.last) == ("1.9250144958496094", "NaN")
+def replace(run: Path, old: str, new: str) -> None:
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace(old, new))
 
 
-def replace(name: str, old: str, new: str) -> Callable[[Path], object]:
-    return lambda run: (run / name).write_text((run / name).read_text().replace(old, new))
-
-
-def resave(run: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(run / WEIGHTS)
-    change(tensors)
-    save_file(tensors, run / WEIGHTS)
+def resave(run: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {**load_file(run / WEIGHTS), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, run / WEIGHTS)
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "loss": (replace("metrics.jsonl", "1.9250144958496094", "1.9250144958496096"), "losses",
+    "loss": (lambda run: replace(run, "1.9250144958496094", "1.9250144958496096"), "losses",
              "step 1: loss 1.9250144958496094, now 1.9250144958496096"),
-    "gradient norm": (replace("metrics.jsonl", "0.17", "0.18"), "losses", "step 2: grad_norm 0.17, now 0.18"),
-    "lost column": (replace("metrics.jsonl", ', "grad_norm": 0.17', ""), "losses",
+    "lost column": (lambda run: replace(run, ', "grad_norm": 0.17', ""), "losses",
                     "step 2: grad_norm 0.17, now missing"),
-    "column": (replace("metrics.jsonl", '"grad_norm"', '"norm"'), "losses", "step 1: norm missing, now 0.15"),
+    "column": (lambda run: replace(run, '"grad_norm"', '"norm"'), "losses", "step 1: norm missing, now 0.15"),
     "step": (lambda run: (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0]),
              "losses", "metrics.jsonl: 2 rows, now 1"),
     "evaluation": (lambda run: (run / "evaluations.jsonl").write_text('{"step": 2, "eval_loss": 1.0}\n'),
@@ -83,12 +75,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
                f"{WEIGHTS}: up F32 [3, 4] differs from byte 44 on"),
     "state": (lambda run: change_bit(run / STATE, "state.up"), "weights",
               f"{STATE}: state.up BF16 [3, 4] differs from byte 22 on"),
-    "missing tensor": (lambda run: resave(run, lambda tensors: tensors.pop("down")), "weights",
-                       f"{WEIGHTS}: down is missing"),
-    "new tensor": (lambda run: resave(run, lambda tensors: tensors.update(more=torch.ones(1))), "weights",
-                   f"{WEIGHTS}: more is new"),
-    "shape": (lambda run: resave(run, lambda tensors: tensors.update(up=tensors["up"].reshape(4, 3))), "weights",
-              f"{WEIGHTS}: up F32 [3, 4], now F32 [4, 3]"),
+    "missing tensor": (lambda run: resave(run, down=None), "weights", f"{WEIGHTS}: down is missing"),
+    "new tensor": (lambda run: resave(run, more=torch.ones(1)), "weights", f"{WEIGHTS}: more is new"),
+    "shape": (lambda run: resave(run, up=torch.ones(4, 3)), "weights", f"{WEIGHTS}: up F32 [3, 4], now F32 [4, 3]"),
     "missing file": (lambda run: (run / STATE).unlink(), "weights", f"{STATE}: only in the base"),
     "pixel": (lambda run: Image.new("RGB", (4, 4), (1, 2, 4)).save(run / "drawn.png"), "weights",
               "drawn.png: pixels differ"),
@@ -97,6 +86,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_is_named(change: str, pair: tuple[Path, Path]) -> None:
+    one = compare_runs(*pair)
+    assert one.equal and (one.steps, one.tensors, one.files) == (2, 3, 3)
+    assert (one.first, one.last) == ("1.9250144958496094", "NaN")
     apply, part, words = CHANGES[change]
     apply(pair[1])
     one = compare_runs(*pair)
@@ -106,48 +98,29 @@ def test_what_differs_is_named(change: str, pair: tuple[Path, Path]) -> None:
 
 
 def test_runs_that_left_nothing_are_not_equal(tmp_path: Path) -> None:
-    for name in ("base", "new"):
-        (tmp_path / name).mkdir()
-    one = compare_runs(tmp_path / "base", tmp_path / "new")
+    one = compare_runs(tmp_path, tmp_path)
     assert not one.equal and one.failure == "nothing to compare: 0 steps, 0 tensors"
     assert not Comparison().equal
 
 
-def test_every_choice_has_a_row() -> None:
+def test_every_choice_has_a_row_and_every_excuse_is_in_use() -> None:
     assert without_row(SCHEMA, rows().values()) == []
-
-
-def test_every_excuse_is_in_use() -> None:
     needed = without_row(SCHEMA, rows().values(), excused=())
     assert {one for one in EXCUSED if not any(choice.startswith(one) for choice in needed)} == set()
-    assert [choice for choice in needed if not choice.startswith(tuple(EXCUSED))] == []
 
 
-@pytest.mark.parametrize(
-    ("without", "named"),
-    [
-        ("prodigy", ["optimizer.name=prodigy", "optimizer.use_bias_correction=true",
-                     "optimizer.safeguard_warmup=true"]),
-        ("oft", ["adapter.method=oft"]),
-        ("stream", ["data.source=stream"]),
-        ("ddpm", ["objective.name=ddpm", "objective.prediction=epsilon", "objective.prediction=v",
-                  "objective.zero_terminal_snr=true"]),
-        ('"ema"', ["ema"]),
-        ('"input_gradient"', ["precision.input_gradient=int8"]),
-    ],
-)  # fmt: skip
-def test_a_choice_without_a_row_is_named(without: str, named: list[str]) -> None:
-    fewer = [row for row in rows().values() if without not in json.dumps(row.config)]
-    assert without_row(SCHEMA, fewer) == named
-
-
-def test_a_new_member_without_a_row_is_named() -> None:
+def test_a_choice_without_a_row_is_named() -> None:
+    for without, named in {
+        "prodigy": ["optimizer.name=prodigy", "optimizer.use_bias_correction=true", "optimizer.safeguard_warmup=true"],
+        "stream": ["data.source=stream"],
+        '"ema"': ["ema"],
+        '"input_gradient"': ["precision.input_gradient=int8"],
+    }.items():
+        fewer = [row for row in rows().values() if without not in json.dumps(row.config)]
+        assert without_row(SCHEMA, fewer) == named
     schema = json.loads(json.dumps(SCHEMA))
-    member = {
-        "type": "object",
-        "properties": {"name": {"const": "muon", "type": "string"}, "nesterov": {"type": "boolean"}},
-    }
-    schema["$defs"]["Muon"] = member
+    properties = {"name": {"const": "muon", "type": "string"}, "nesterov": {"type": "boolean"}}
+    schema["$defs"]["Muon"] = {"type": "object", "properties": properties}
     schema["properties"]["optimizer"]["discriminator"]["mapping"]["muon"] = "#/$defs/Muon"
     schema["properties"]["optimizer"]["oneOf"].append({"$ref": "#/$defs/Muon"})
     assert without_row(schema, rows().values()) == [
@@ -170,24 +143,18 @@ def test_an_older_tree_gets_its_own_names() -> None:
     assert older == {"train": {"seed": 1, "steps": 4}, "levers": {}, "optimizer": {"name": "adamw8bit"},
                      "memory": {"optimizer_in_backward": True}, "model": {"t5": False}}  # fmt: skip
     assert new["train"] == {"max_steps": 4, "seed": 1}  # a copy was changed
-
-
-def test_a_tree_that_knows_a_name_keeps_it() -> None:
-    config = {"train": {"steps": 4}, "optimizer": {"name": "adamw8bit"}}
-    renamed = {"train.steps": "train.old_steps", "optimizer.name=adamw8bit": "optimizer.name=eight"}
-    assert translate(config, SCHEMA, renamed) == config
     assert translate({"train": {"seed": 1}}, SCHEMA, RENAMED) == {"train": {"seed": 1}}  # what is not set stays so
-
-
-def test_words_and_files_are_translated() -> None:
-    renamed = {"draw": "generate", "--of": "--run", "train": "fit"}
-    known = {("generate", ""), ("train", ""), ("train", "--of"), ("generate", "--run")}
-    assert translate_words(["draw", "--of", "x"], lambda *asked: asked in known, renamed) == ["generate", "--run", "x"]
-    for words in (["train", "c.json", "--resume", "latest"], ["train", "--of", "x"]):
-        assert translate_words(words, lambda *asked: asked in known, renamed) == words
-    assert older_path(Path("a/weights.safetensors"), {"weights.safetensors": "w.safetensors"}) == Path(
-        "a/w.safetensors"
-    )
+    known = {"train": {"steps": 4}, "optimizer": {"name": "adamw8bit"}}
+    renamed = {"train.steps": "train.old_steps", "optimizer.name=adamw8bit": "optimizer.name=eight"}
+    assert translate(known, SCHEMA, renamed) == known
+    words = {"draw": "generate", "--of": "--run", "train": "fit"}
+    takes = {("generate", ""), ("train", ""), ("train", "--of"), ("generate", "--run")}
+    for given, older in {
+        "draw --of x": "generate --run x", "train c.json --resume latest": "train c.json --resume latest",
+        "train --of x": "train --of x",
+    }.items():  # fmt: skip
+        assert translate_words(given.split(), lambda *asked: asked in takes, words) == older.split()
+    assert older_path(Path("a/weights.st"), {"weights.st": "w.st"}) == Path("a/w.st")
 
 
 def test_an_unknown_row_or_commit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

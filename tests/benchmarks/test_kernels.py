@@ -25,11 +25,6 @@ STALE = any(
 )
 
 
-def installed() -> str:
-    """The version of Triton here."""
-    return importlib.metadata.version("triton")
-
-
 SAFE, LARGE = (64, 64, 64, 4, 2), (128, 64, 128, 4, 3)
 FEW = [
     Row(89, "product", "forward", LARGE, "even"),
@@ -50,7 +45,7 @@ GOOD = {
 def test_the_kernels_compile_for_cards_that_are_not_here(row: Row) -> None:
     """A few for two cards; all if the kernels have changed since the table was made."""
     found = kernels.measure(row)
-    assert problems(row, found, installed()) == []
+    assert problems(row, found, importlib.metadata.version("triton")) == []
     if not STALE:
         kept = [TABLE[name] for name in TABLE if name.endswith(f": {row.name}")]
         assert {key: found[key] for key in GOOD} in [{key: each[key] for key in GOOD} for each in kept]
@@ -86,6 +81,17 @@ def test_a_broken_rule_is_named(change: dict, message: str) -> None:
     assert re.search(message, told)
 
 
+def test_what_only_some_rows_may() -> None:
+    old = Row(kernels.TOO_OLD, "product", "forward", SAFE, "even")  # an old card must not compile
+    assert problems(old, {"fails": "PassManager::run failed"}, "3.7.1") == []
+    assert "lower OLDEST" in problems(old, GOOD, "3.7.1")[0]
+    spilled, fused = GOOD | {"stack": 2000}, GOOD | {"fused": 8}
+    row = Row(120, "product", "forward", SAFE, "odd")
+    assert problems(row, spilled, "3.7.1") == problems(row, fused, "3.6.0") == []
+    assert problems(row, fused, "3.7.1") and problems(replace(row, card=90), fused, "3.6.0")
+    assert problems(replace(row, sizes="even"), spilled, "3.6.0")
+
+
 def test_a_gradient_by_words_must_load_words_and_gelu_may_flush() -> None:
     words = Row(89, "words", "gradient", (128, 64, 64, 4, 4), "even")
     assert problems(words, GOOD | {"byte_loads": 0}, "3.7.1") == []
@@ -109,56 +115,29 @@ def test_permuting_bytes_transposes_them() -> None:
     ]
 
 
-def test_an_old_card_must_not_compile() -> None:
-    row = Row(kernels.TOO_OLD, "product", "forward", SAFE, "even")
-    assert problems(row, {"fails": "PassManager::run failed"}, "3.7.1") == []
-    assert "lower OLDEST" in problems(row, GOOD, "3.7.1")[0]
-
-
-def test_what_is_accepted_is_accepted_only_there() -> None:
-    spilled, fused = GOOD | {"stack": 2000}, GOOD | {"fused": 8}
-    row = Row(120, "product", "forward", SAFE, "odd")
-    assert problems(row, spilled, "3.7.1") == problems(row, fused, "3.6.0") == []
-    assert problems(row, fused, "3.7.1") and problems(replace(row, card=90), fused, "3.6.0")
-    assert problems(replace(row, sizes="even"), spilled, "3.6.0")
-
-
 @needs_triton
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (Row(89, "product", "forward", (16, 16, 16, 4, 2), "even"), "does not compile.*K >= 32"),
-        (Row(89, "product", "forward", (128, 128, 64, 4, 8), "even"), "bytes of shared memory, more than the card's"),
-        (Row(89, "product", "forward", (128, 128, 64, 1, 2), "even"), "bytes spilled"),
-    ],
-    ids=["small", "many-stages", "one-warp"],
-)
-def test_a_tile_that_does_not_fit_a_card_is_noticed(row: Row, message: str) -> None:
-    assert re.search(message, "\n".join(problems(row, kernels.measure(row), "3.7.1")))
-
-
-@needs_triton
-@pytest.mark.parametrize("row", FEW[1:3], ids=lambda row: row.kernel)
-def test_multiply_adds_that_may_fuse_are_noticed(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(row, kind="forward") if row.kernel == "product" else row  # a gradient has no bias to add
+def test_a_tile_that_does_not_fit_a_card_or_may_fuse_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tile, message in {
+        (16, 16, 16, 4, 2): "does not compile.*K >= 32",
+        (128, 128, 64, 4, 8): "bytes of shared memory, more than the card's",
+        (128, 128, 64, 1, 2): "bytes spilled",
+    }.items():
+        row = Row(89, "product", "forward", tile, "even")
+        assert re.search(message, "\n".join(problems(row, kernels.measure(row), "3.7.1")))
     monkeypatch.setattr(kernels, "OPTIONS", {"enable_fp_fusion": True})
-    assert any("fused multiply-add" in problem for problem in problems(row, kernels.measure(row), "3.7.1"))
+    for row in (replace(FEW[1], kind="forward"), FEW[2]):  # a gradient has no bias to add
+        assert any("fused multiply-add" in problem for problem in problems(row, kernels.measure(row), "3.7.1"))
 
 
 def test_comments_do_not_make_the_table_stale_but_tiles_do() -> None:
-    text = kernels.SOURCE.read_text()
+    text, rows = kernels.SOURCE.read_text(), kernels.ROWS.read_text()
     assert source_hash(text=text.replace('"""Compute a tile', '"""Make a tile') + "# more\n") == source_hash()
-    changes = {"(64, 64, 64, 4, 2)": "(64, 64, 64, 4, 3)", "tl.dot(left": "tl.dot(right", '"GROUP": 8': '"GROUP": 4'}
-    for old, new in changes.items():
-        assert old in text and source_hash(text=text.replace(old, new)) != source_hash()
-    rows, now = kernels.ROWS.read_text(), source_hash(kernels.ROWS)
-    assert source_hash(kernels.ROWS, rows + "# more\n") == now
-    changes = {
-        "half - d, half - b": "half - d, half + b", "(2048, 4)": "(2048, 8)", "12582912.0) -": "12582912.0) +",
-        "largest < float": "largest <= float", "LONGEST_LOAD = 4096": "LONGEST_LOAD = 2048",
-    }  # fmt: skip
-    for old, new in changes.items():
-        assert old in rows and source_hash(kernels.ROWS, rows.replace(old, new)) != now
+    assert source_hash(kernels.ROWS, rows + "# more\n") == source_hash(kernels.ROWS)
+    of_source = {"(64, 64, 64, 4, 2)": "(64, 64, 64, 4, 3)", "tl.dot(left": "tl.dot(right", '"GROUP": 8': '"GROUP": 4'}
+    of_rows = {"half - d, half - b": "half - d, half + b", "(2048, 4)": "(2048, 8)", "LOAD = 4096": "LOAD = 2048"}
+    for file, before, changes in ((kernels.SOURCE, text, of_source), (kernels.ROWS, rows, of_rows)):
+        for old, new in changes.items():
+            assert old in before and source_hash(file, before.replace(old, new)) != source_hash(file)
 
 
 @needs_triton

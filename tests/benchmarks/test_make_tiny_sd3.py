@@ -17,12 +17,9 @@ from simpletune.data.demo import pictures
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_autoencoder, "POOL", 32)
-    monkeypatch.setattr(train_autoencoder, "HELD_OUT", 4)
-    monkeypatch.setattr(train_autoencoder, "CHANNELS", (8, 8, 16, 16))
-    monkeypatch.setattr(train_autoencoder, "BATCH", 4)
-    monkeypatch.setattr(train_autoencoder, "SAVE_EVERY", 2)
-    monkeypatch.setattr(train_autoencoder, "WARMUP", 2)
+    small = {"POOL": 32, "HELD_OUT": 4, "CHANNELS": (8, 8, 16, 16), "BATCH": 4, "SAVE_EVERY": 2, "WARMUP": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(train_autoencoder, name, value)
     monkeypatch.setattr(train_text_encoders, "POOL", 64)
 
 

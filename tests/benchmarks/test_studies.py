@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from benchmarks import choice, judged, prior, quality, student_study, study, vertex_quality
+from benchmarks import (
+    choice,
+    hours,
+    judged,
+    prior,
+    quality,
+    scaling_plans,
+    scaling_tables,
+    student_study,
+    study,
+    vertex,
+    vertex_quality,
+)
 from benchmarks.judged import Studio
 from simpletune.data.demo import pictures
+from simpletune.runs.report import write_report
 from simpletune.system.options import Json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
-
-
-def point(**changes: float) -> Json:
-    """Scores of one checkpoint."""
-    scores = {"subject": 0.5, "prompt": 0.7, "likeness": 0.25, "placed": 0.9, "others": 1.0}
-    return {**scores, "subject_half": 0.1, "prompt_half": 0.02, **changes}
 
 
 def test_the_checker_reads_the_subject_itself() -> None:
@@ -36,46 +46,41 @@ def test_the_checker_reads_the_subject_itself() -> None:
 
 def test_the_second_set_shares_nothing_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    configs = {name: [quality.Quality(Path("x"), 1, []).config(options) for options in wanted.rows.values()]
-               for name, wanted in choice.SETS.items()}  # fmt: skip
-    assert [len(rows) for rows in configs.values()] == [8, 8]
-    seeds = {name: {config.train.seed for config in rows} for name, rows in configs.items()}
-    assert len(seeds["second"]) == 8 and not seeds["first"] & seeds["second"]
-    trained = {name: {(config.adapter.method, config.data.place) for config in rows} for name, rows in configs.items()}
+    first, second = ([quality.Quality(Path("x"), 1, []).config(options) for options in choice.SETS[name].rows.values()]
+                     for name in ("first", "second"))  # fmt: skip
+    seeds = {config.train.seed for config in second}
+    assert len(first) == len(second) == len(seeds) == 8 and not seeds & {config.train.seed for config in first}
     style = {(method, "demo:pictures") for method in ("loha", "oft", "partial")}
-    assert style <= trained["second"] and not style & trained["first"]
-    assert sum(config.data.place == "demo:subject" for config in configs["second"]) == 4
-    steps = [config.train.steps for rows in configs.values() for config in rows]
-    assert all(number is not None and number % choice.PARTS == 0 for number in steps)
+    assert style <= {(config.adapter.method, config.data.place) for config in second}
+    assert not style & {(config.adapter.method, config.data.place) for config in first}
+    assert sum(config.data.place == "demo:subject" for config in second) == 4
+    assert all(config.train.steps and config.train.steps % choice.PARTS == 0 for config in (*first, *second))
 
 
 def test_a_set_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    row = {"last": 0.5, "chosen": 0.6, "step": 40, "by": "fidelity", "difference": 0.1, "held_out": 0.4,
-           "held_out_step": 80, "training": 0.5, "training_step": 200, "best": 0.6, "scores": {}}  # fmt: skip
+    rows = json.loads((RESULTS / "choice_second.json").read_text())["rows"]
+    names = ["style: OFT, 250 steps", "subject: full, 200 steps"]
+    measured = iter([rows[name] for name in names])
     taken: list[list[str]] = []
-    monkeypatch.setattr(choice, "measure", lambda quality, options, count: taken.append(options) or row)
+    monkeypatch.setattr(choice, "measure", lambda quality, options, count: taken.append(options) or next(measured))
     page = choice.run(tmp_path, 3, 5, "OFT; subject: full", [], "second")
-    assert page == tmp_path / "choice_second.md" and taken == [
-        choice.SECOND["style: OFT, 250 steps"], choice.SECOND["subject: full, 200 steps"]
-    ]  # fmt: skip
-    told = page.read_text()
-    assert "Not worse than the last one in 2 of 2; by held-out loss in 0, by training loss in 2." in told
+    assert page == tmp_path / "choice_second.md" and taken == [choice.SECOND[name] for name in names]
+    told, kept = page.read_text(), (RESULTS / "choice_second.md").read_text()
+    shown = [line for line in told.splitlines() if line.startswith(tuple(f"| {name} |" for name in names))]
+    assert len(shown) == 2 and set(shown) <= set(kept.splitlines())
     assert "1 of 5 held out" in told and not (tmp_path / "choice.json").exists()
 
 
 def test_every_row_of_the_vertex_study_is_as_the_report_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many pictures in every row, the report's batches and dollars, and a rate by its rule."""
     monkeypatch.chdir(ROOT)
-    assert vertex_quality.BATCHES["same rate"] == tuple(vertex_quality.COSTS["LoRA", "A100-40GB"])
-    rates = {}
-    for rule, batches in vertex_quality.BATCHES.items():
-        for batch in batches:
-            assert vertex_quality.PICTURES % batch == 0
-            rates[rule, batch] = vertex_quality.RULES[rule](batch)
-    assert rates["same rate", 32] == 0.001 and rates["rate by batch", 32] == pytest.approx(0.008)
-    assert rates["rate by root of batch", 1] == pytest.approx(0.0005)
-    assert {rule(vertex_quality.BATCH) for rule in vertex_quality.RULES.values()} == {0.001}
+    batches, rules = vertex_quality.BATCHES, vertex_quality.RULES
+    assert batches["same rate"] == tuple(vertex_quality.COSTS["LoRA", "A100-40GB"])
+    assert all(vertex_quality.PICTURES % batch == 0 for each in batches.values() for batch in each)
+    assert rules["same rate"](32) == 0.001 and rules["rate by batch"](32) == pytest.approx(0.008)
+    assert rules["rate by root of batch"](1) == pytest.approx(0.0005)
+    assert {rule(vertex_quality.BATCH) for rule in rules.values()} == {0.001}
     studio = Studio(vertex_quality.CONFIG, [])
     for method, options in vertex_quality.METHODS.items():
         config = studio.config([*vertex_quality.ALL, *options, "train.steps=600"], "x")
@@ -83,31 +88,45 @@ def test_every_row_of_the_vertex_study_is_as_the_report_has_it(monkeypatch: pyte
         assert config.precision.weights == "fp32" and config.data.place == "demo:subject"
 
 
-def test_the_vertex_page_has_means_over_seeds_and_published_costs() -> None:
+def committed(name: str) -> Json:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+PAGES: dict[str, Callable[[Json], Any]] = {
+    "hours": hours.page,
+    "scaling": lambda rows: scaling_tables.page(rows, scaling_plans.PLANS),
+    "vertex": vertex.page,
+    "vertex_quality": vertex_quality.page,
+    "student_study": lambda rows: student_study.page(student_study.averaged(rows), rows),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_made_of_the_committed_rows_is_the_committed_page(name: str, tmp_path: Path) -> None:
+    rows = committed(name)
+    assert all(PAGES[name](dict(itertools.islice(rows.items(), count))) for count in (0, 3))  # of some rows, too
+    page = PAGES[name](rows)
+    told = "\n".join(page) if isinstance(page, list) else write_report(page, tmp_path / "x.html")[1].read_text()
+    kept = (RESULTS / f"{name}.md").read_text()
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (told, kept)]
+    assert tables[0] == tables[1] and len(tables[0]) > 10
+
+
+def test_means_are_over_the_seeds_and_are_drawn(tmp_path: Path) -> None:
+    scores = {"subject": 0.5, "prompt": 0.7, "likeness": 0.25, "placed": 0.9, "others": 1.0,
+              "subject_half": 0.1, "prompt_half": 0.02}  # fmt: skip
     runs = {
-        "full, seed 0": {"points": {"0": point(), "100": point(subject=0.6), "200": point()}},
-        "full, seed 1": {"points": {"0": point(), "100": point(subject=0.8)}},
-        "LoRA r8, seed 0": {"points": {"0": point(), "100": point(subject=0.55)}},
+        "full, seed 0": {"points": {"0": scores, "100": {**scores, "subject": 0.6}, "200": scores}},
+        "full, seed 1": {"points": {"0": scores, "100": {**scores, "subject": 0.8}}},
+        "LoRA r8, seed 0": {"points": {"0": scores, "100": {**scores, "subject": 0.55}}},
     }
     paths = vertex_quality.measured_paths(runs)
     assert list(paths["full"]) == [0, 100] and paths["full"][100]["subject"] == pytest.approx(0.7)
     assert paths["full"][100]["subject_range"] == pytest.approx(0.2) and paths["LoRA r8"][100]["of"] == 1
-    batch = {"batch": 4, "rule": "same rate", "steps": 200, "rate": 0.001, "seconds": 9.0, **point(subject=0.61)}
-    costs = {"steps": 800, "step": 0.1, "cost": 0.4, "published": 0.36}
-    found = runs | {
-        "batch 4, same rate": batch,
-        "cost: LoRA, A100-40GB, batch 1": costs,
-        "cost: LoRA, A100-40GB, batch 8": {**costs, "steps": 100, "cost": 0.1, "published": 0.13},
-        "cost: LoRA, V100-16GB, batch 2": costs,
-    }
-    same = [vertex_quality.batch_rows(found, rule) for rule in vertex_quality.BATCHES]
-    assert [list(rows.values()) for rows in same] == [[batch]] * 3, "at the reference batch all rules are one run"
-    told = "\n".join(vertex_quality.page(found))
-    assert "| base | 2 | 0.500 |" in told and "| LoRA r8, 100 steps | 1 | 0.550 |" in told
-    assert "| batch 4, rate by batch | 200 | 0.001 | 0.610 |" in told
-    assert "| LoRA, A100-40GB, batch 8 | 100 | 0.100 | 0.100 | 0.130 | 0.250 | 0.361 |" in told
-    assert "V100-16GB, batch 2" not in told, "there is no batch of 1 to compare it with"
-    assert len(vertex_quality.panels(found, paths)) == 3
+    rows = committed("student_study")
+    judged.chart(tmp_path / "chart.png", student_study.panels(student_study.averaged(rows)))
+    with Image.open(tmp_path / "chart.png") as picture:
+        assert picture.width > 800
 
 
 @pytest.mark.slow
@@ -131,31 +150,7 @@ def test_the_student_study_has_the_settings_of_study(monkeypatch: pytest.MonkeyP
     assert len(names) == 4 * len(student_study.SEEDS) + 4 and list(names)[-1] == "L4: LoRA r1, int8"
 
 
-def test_the_student_page_has_means_over_seeds(tmp_path: Path) -> None:
-    scores = {name: 0.5 for name in student_study.SCORES}
-    counts = {"parameters": 1000, "bytes": 2000, "train_mib": 30.0}
-    rows = {
-        "full, seed 0": {**scores, **counts, "style": 0.5}, "full, seed 1": {**scores, **counts, "style": 0.7},
-        "LoRA r1, seed 0": {**scores, **counts, "bytes": 300},
-        "L4: full": {"predicted_gb": 20.7, "published_gb": 20.26, "step": 2.9, "published_step": 2.56},
-    }  # fmt: skip
-    found = student_study.averaged(rows)
-    assert list(found) == ["full", "LoRA r1"]
-    assert found["full"]["style"] == pytest.approx(0.6) and found["full"]["style_range"] == pytest.approx(0.2)
-    told = "\n".join(student_study.page(found, rows))
-    assert "| full | 2 | 0.500 | 0.500 | 0.600 | 0.500 | 0.500 | 0.200 |" in told and "| LoRA r1 | 0.500 |" in told
-    assert "| full | 20.7 | 20.3 | 2.900 | 2.560 |" in told
-    judged.chart(tmp_path / "chart.png", student_study.panels(found))
-    with Image.open(tmp_path / "chart.png") as picture:
-        assert picture.width > 800
-
-
-def test_rows_that_are_missing_are_named() -> None:
-    assert judged.lacking(["a", "b", "c"], {"b": 1}) == ["", "Not measured yet: a; c."]
-    assert judged.lacking(["b"], {"b": 1}) == []
-
-
-def test_strips_become_one_sheet(tmp_path: Path) -> None:
+def test_strips_become_one_sheet_and_scores_figures(tmp_path: Path) -> None:
     for name, colour in (("a", "red"), ("b", "blue")):
         Image.new("RGB", (192, 64), colour).save(tmp_path / f"{name}.png")
     strips = [("first", tmp_path / "a.png"), ("gone", tmp_path / "c.png"), ("second", tmp_path / "b.png")]
@@ -165,16 +160,12 @@ def test_strips_become_one_sheet(tmp_path: Path) -> None:
     assert found[(255, 0, 0)] == found[(0, 0, 255)] >= 3 * 128 * 128
     judged.sheet_of([("gone", tmp_path / "c.png")], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-def test_fidelities_are_those_of_the_demos_encoders() -> None:
-    def value(middle: float, width: float) -> Json:
-        return {"value": middle, "low": middle - width, "high": middle + width}
-
-    scores = {"subject_fidelity": {"tiny-dino": value(0.4, 0.1), "tiny-clip": value(0.9, 0.3)},
-              "prompt_fidelity": {"tiny-clip": value(0.7, 0.02)}}  # fmt: skip
-    found = judged.fidelities_of({"scores": scores})
-    assert found == {"subject": 0.4, "subject_half": 0.1, "prompt": 0.7, "prompt_half": 0.02}
+    assert judged.lacking(["a", "b", "c"], {"b": 1}) == ["", "Not measured yet: a; c."]
+    assert judged.lacking(["b"], {"b": 1}) == []
+    dino, clip = {"value": 0.4, "low": 0.3, "high": 0.5}, {"value": 0.7, "low": 0.68, "high": 0.72}
+    scores = {"subject_fidelity": {"tiny-dino": dino, "tiny-clip": clip}, "prompt_fidelity": {"tiny-clip": clip}}
+    found = {"subject": 0.4, "subject_half": 0.1, "prompt": 0.7, "prompt_half": 0.02}
+    assert judged.fidelities_of({"scores": scores}) == pytest.approx(found)
 
 
 @pytest.mark.slow
@@ -191,18 +182,14 @@ def test_a_study_runs_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert vertex_quality.run(tmp_path, 2, 5, "LoRA r8, seed 0", short) == page
 
 
-PAGES = {"vertex_quality": "docs/explanation/measurements.md", "student_study": "docs/explanation/measurements.md"}
-
-
-@pytest.mark.parametrize("stem", PAGES)
+@pytest.mark.parametrize("stem", ["vertex_quality", "student_study"])
 def test_a_page_shows_the_committed_figures(stem: str) -> None:
     """Every line of a table whose row is measured or predicted is a line of the results."""
     results = (RESULTS / f"{stem}.md").read_text().splitlines()
     heads = [line for line in results if line.startswith("|  |")]
-    lines = (ROOT / PAGES[stem]).read_text().splitlines()
+    lines = (ROOT / "docs/explanation/measurements.md").read_text().splitlines()
     shown = [number for number, line in enumerate(lines) if line in heads]
     assert len(shown) == len(heads) >= 3
     for number in shown:
-        rows = lines[number:]
-        rows = rows[: next((end for end, line in enumerate(rows) if not line.startswith("|")), len(rows))]
+        rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[number:]))
         assert len(rows) > 3 and [row for row in rows if row not in results] == []

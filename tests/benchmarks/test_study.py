@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from recorded_runs import add_pictures, write_run
@@ -50,21 +49,14 @@ def test_four_runs_become_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
         name = next(word for word in command if word.startswith("name=")).removeprefix("name=")
         add_pictures(write_run(runs / name, scale=1.0 if name == "study-full" else 0.2), ["a calm sea"], (40,))
 
-    def again(**arguments: Any) -> Path:
-        return study.run(tmp_path, 5, "", None, [f"output.runs={runs}"], **arguments)
+    def again() -> Path:
+        return study.run(tmp_path, 5, "", None, [f"output.runs={runs}"])
 
     monkeypatch.setattr(subprocess, "run", instead)
     page = again()
     assert [command[1:5] for command in commands] == [["-m", "simpletune", "train", "configs/demo.json"]] * 4
     assert again() == page == tmp_path / "study.html" and len(commands) == 4  # what is done is not done again
     twin = page.with_suffix(".md").read_text()
-    for words in (
-        "## Runtime per epoch",
-        "## Peak memory usage",
-        "| LoRA r16 |",
-        "(20%)",
-        "20.26 GB",
-        "not measured",
-    ):
+    for words in ("## Runtime per epoch", "## Peak memory usage", "| LoRA r16 |", "(20%)", "20.26 GB", "not measured"):
         assert words in twin
     assert set(json.loads((tmp_path / "study.json").read_text())["rows"]) == set(study.RUNS)

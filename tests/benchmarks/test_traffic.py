@@ -51,13 +51,12 @@ def test_a_bf16_step_moves_at_most_35_gb_and_int8_less_than_a_third_of_that_more
 
 def test_an_int8_base_adds_only_the_unpacking_of_its_weights() -> None:
     """Three bytes a weight for each product: one read, two written; the last block's first half has no gradient."""
-    for prefix, width, blocks in (("LoRA r16, ", 1536, 24),):
-        bf16, int8 = (COMMITTED[f"{prefix}{name}"]["bytes"] for name in ("bf16", "int8"))
-        weights = width * width * (4 + 8) * 2 * blocks - width * width * (1 + 8)  # the last block's text: no output
-        passes = 3  # forward, recomputed, gradient
-        assert int8["unpacking"] == pytest.approx(3 * passes * weights, rel=0.02)
-        assert int8[traffic.ELEMENTWISE] == pytest.approx(bf16[traffic.ELEMENTWISE], rel=0.01)
-        assert {name: int8[name] for name in ("norms", "gelu")} == {name: bf16[name] for name in ("norms", "gelu")}
+    bf16, int8 = (COMMITTED[f"LoRA r16, {name}"]["bytes"] for name in ("bf16", "int8"))
+    width, blocks, passes = 1536, 24, 3  # forward, recomputed, gradient
+    weights = width * width * (4 + 8) * 2 * blocks - width * width * (1 + 8)  # the last block's text: no output
+    assert int8["unpacking"] == pytest.approx(3 * passes * weights, rel=0.02)
+    assert int8[traffic.ELEMENTWISE] == pytest.approx(bf16[traffic.ELEMENTWISE], rel=0.01)
+    assert {name: int8[name] for name in ("norms", "gelu")} == {name: bf16[name] for name in ("norms", "gelu")}
 
 
 def test_classes_add_up_work_by_hand() -> None:

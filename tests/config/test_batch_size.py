@@ -56,59 +56,52 @@ def resolved(config: TrainConfig) -> TrainConfig:
 # Rules
 
 
+PER_UPDATE = {"optimizer_in_backward": True}
+
+
 @pytest.mark.parametrize(
-    ("train", "problem"),
+    ("memory", "train", "problem"),
     [
-        ({"batch_size": "auto"}, "train.batch_size: auto lets the card decide how to divide train.global_batch"),
-        ({"global_batch": 8, "gradient_accumulation": 2}, "global_batch: global_batch 8 and gradient_accumulation 2"),
-        ({"global_batch": 12, "batch_size": 5}, "batch_size: 5 does not divide train.global_batch 12. Use 4, or auto"),
-        ({"global_batch": 2, "batch_size": 5}, "Use 2, or auto"),
-        ({"batch_size": "large"}, "train.batch_size"),
+        ({}, {"batch_size": "auto"}, "train.batch_size: auto lets the card decide how to divide train.global_batch"),
+        ({}, {"global_batch": 8, "gradient_accumulation": 2}, "global_batch 8 and gradient_accumulation 2"),
+        ({}, {"global_batch": 12, "batch_size": 5}, "5 does not divide train.global_batch 12. Use 4, or auto"),
+        ({}, {"global_batch": 2, "batch_size": 5}, "Use 2, or auto"),
+        ({}, {"batch_size": "large"}, "train.batch_size"),
+        (PER_UPDATE, {"clip": "per_parameter", "reduce": "exact"}, "train.reduce: "),
+        (PER_UPDATE, {"clip": "per_parameter", "global_batch": 2}, "train.global_batch: "),
+        ({"budget_gib": 1.0}, {}, "only checkpointing auto and train.batch_size auto use the budget"),
     ],
-)  # fmt: skip
-def test_sizes_that_contradict_each_other_are_refused(tiny_config: dict, train: dict, problem: str) -> None:
+)
+def test_settings_that_contradict_each_other_are_refused(
+    tiny_config: dict, memory: dict, train: dict, problem: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        config_of(tiny_config, train=train)
+        config_of(tiny_config, memory=memory, train=train)
     assert problem in str(error.value)
-
-
-def test_exact_sums_and_several_micro_batches_are_refused_where_gradients_are_not_kept(tiny_config: dict) -> None:
-    memory, train_ = {"optimizer_in_backward": True}, {"clip": "per_parameter"}
-    for more, field in (({"reduce": "exact"}, "train.reduce"), ({"global_batch": 2}, "train.global_batch")):
-        with pytest.raises(ConfigError) as error:
-            config_of(tiny_config, memory=memory, train=train_ | more)
-        assert f"{field}: " in str(error.value)
-
-
-def test_a_budget_needs_something_that_it_chooses(tiny_config: dict) -> None:
-    with pytest.raises(ConfigError, match="only checkpointing auto and train.batch_size auto use the budget"):
-        config_of(tiny_config, memory={"budget_gib": 1.0})
-    assert auto(tiny_config).memory.checkpointing != "auto"
 
 
 def test_a_step_is_divided_by_the_global_batch(tiny_config: dict) -> None:
     for batch_size, micros in ((1, 12), (3, 4), (12, 1)):
         train_ = config_of(tiny_config, train={"batch_size": batch_size, "global_batch": 12}).train
         assert (train_.micro_batch, train_.accumulation) == (batch_size, micros)
-    undecided = config_of(tiny_config, train={"batch_size": "auto", "global_batch": 12})
-    assert "up to 12 pictures" in explain(undecided)
+    assert "up to 12 pictures" in explain(config_of(tiny_config, train={"batch_size": "auto", "global_batch": 12}))
+    assert auto(tiny_config).memory.checkpointing != "auto"
+    config = config_of(tiny_config, train={"batch_size": 2, "global_batch": 24})
+    assert of_process(config, 1) is config
+    assert [of_process(config, processes).train.accumulation for processes in (2, 5, 12)] == [6, 3, 1]
 
 
-def test_candidates_give_every_process_as_many() -> None:
+def test_candidates_give_every_process_as_many_and_at_most_half_comes_next(tiny_config: dict) -> None:
     assert sizes_of(12, 1) == [1, 2, 3, 4, 6, 12]
     assert sizes_of(12, 2) == [1, 2, 3, 6]
     assert sizes_of(12, 4) == [1, 3]
     assert sizes_of(12, 5) == [1, 2]  # never as many
     assert sizes_of(2, 4) == [1]  # which is refused elsewhere
-
-
-def test_at_most_half_comes_next(tiny_config: dict) -> None:
     config = config_of(tiny_config, train={"batch_size": 6, "global_batch": 12})
-    half = smaller_batch(config, 1)
-    assert half is not None and half.train.micro_batch == 3
+    for processes in (1, 4):
+        half = smaller_batch(config, processes)
+        assert half is not None and half.train.micro_batch == 3
     assert smaller_batch(with_batch(config, 1), 1) is None
-    half = smaller_batch(config, 4)
-    assert half is not None and half.train.micro_batch == 3
 
 
 # Prediction
@@ -143,12 +136,6 @@ def test_sums_by_the_tree_are_predicted(tiny_config: dict) -> None:
     sums = sum(round_to_block(4 * math.prod(shape)) for shape in exact.trained.values())
     more = exact.phases["backward"].bytes - fast.phases["backward"].bytes
     assert sums <= more <= 2 * sums and sums > 0  # of those of the last block's last text layer there are no gradients
-
-
-def test_a_process_is_predicted_with_its_own_micro_batches(tiny_config: dict) -> None:
-    config = config_of(tiny_config, train={"batch_size": 2, "global_batch": 24})
-    assert of_process(config, 1) is config
-    assert [of_process(config, processes).train.accumulation for processes in (2, 5, 12)] == [6, 3, 1]
 
 
 def test_estimate_chooses_by_the_card_and_plan_asks_for_a_number(
@@ -208,14 +195,14 @@ def everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_settings, "peak_of", lambda config, size: 1)
 
 
-def too_large(monkeypatch: pytest.MonkeyPatch, most: int, at: tuple[int, int]) -> list[int]:
+def too_large(monkeypatch: pytest.MonkeyPatch, most: int, at: tuple[int, int] | None = None) -> list[int]:
     """Let the device be full with more than ``most`` pictures of one latent size; returns the rows of all passes."""
     honest, rows = TrainStep.compute, []
 
     def compute(self: TrainStep, batch: Batch) -> torch.Tensor:
         rows.append(len(batch.z_0))
         loss = honest(self, batch)
-        if len(batch.z_0) > most and tuple(batch.z_0.shape[2:]) == at:
+        if len(batch.z_0) > most and at in (None, tuple(batch.z_0.shape[2:])):
             raise torch.OutOfMemoryError("full")
         return loss
 
@@ -247,13 +234,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_before_the_first_step(
 
 @pytest.mark.usefixtures("everything_fits")
 def test_where_not_even_one_picture_fits_the_run_ends(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TrainStep.compute
-
-    def compute(self: TrainStep, batch: Batch) -> torch.Tensor:
-        honest(self, batch)
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(TrainStep, "compute", compute)
+    too_large(monkeypatch, 0)
     with pytest.raises(UserError, match="the device's memory is full with 1 picture of .* in a micro-batch") as error:
         train(auto(tiny_config, global_batch=2))
     assert error.value.code == 5

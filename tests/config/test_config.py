@@ -32,53 +32,6 @@ from simpletune.system.options import ConfigError, Option, UserError, first_line
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
 
-WRONG = {
-    "a boolean in quotes": ({"model": {"t5": "true"}}, 'model.t5: "true" .*Write true instead of "true"'),
-    "a number in quotes": ({"optimizer": {"lr": "1e-4"}}, 'optimizer.lr: "1e-4" .*Write 1e-4 instead of "1e-4"'),
-    "a boolean for a number": ({"train": {"seed": True}}, "train.seed: true does not fit. It must be a whole number"),
-    "a fraction for a count": ({"train": {"steps": 1.5}}, "train.steps: 1.5 .*a whole number"),
-    "an unknown field": ({"adapter": {"rnk": 3}}, "adapter.rnk: unknown field. Did you mean rank?"),
-    "a renamed field": ({"train": {"sharding": "full"}}, "train.sharding: unknown field. Did you mean fsdp?"),
-    "another renamed field": (
-        {"validation": {"eval_samples": 4}},
-        "validation.eval_samples: unknown field. Did you mean loss_samples?",
-    ),
-    "an unknown section": ({"trian": {}}, "trian: unknown field. Did you mean train?"),
-    "an unknown tag": (
-        {"precision": {"weights": "int9"}},
-        'weights: unknown value "int9". Did you mean int8?',
-    ),
-    "another member's field": ({"adapter": {"method": "full", "rank": 3}}, "adapter.rank: unknown field"),
-    "out of range": ({"train": {"batch_size": 0}}, "train.batch_size: 0 .*at least 1"),
-    "not a multiple of 16": (
-        {"data": {"resolution": 1000}},
-        "data.resolution: 1000 is not a multiple of 16. Use 992",
-    ),
-    "a literal": ({"data": {"on_error": "skpi"}}, "data.on_error: .*one of stop, skip. Did you mean skip?"),
-    "a number or a word": ({"objective": {"shift": "x"}}, 'objective.shift: .*a number, without quotes or "auto"'),
-    "a name with a slash": ({"name": "a/b"}, 'name: "a/b" does not fit. Use at most 100 letters, digits'),
-    "steps and epochs": ({"train": {"steps": 1, "epochs": 1}}, "train.epochs: steps and epochs are both set"),
-    "only warm-up": (
-        {"train": {"steps": 5}, "schedule": {"warmup_steps": 5}},
-        "schedule.warmup_steps: 5 warm-up",
-    ),
-    "full on int8": (
-        {"adapter": {"method": "full"}, "precision": {"weights": "int8"}},
-        "precision.weights: int8 weights are frozen",
-    ),
-    "a missing folder": ({"data": {"path": "/nowhere"}}, "data.path: /nowhere does not exist"),
-    "a missing model": ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is neither a folder"),
-    "an unknown demo": (
-        {"data": {"path": "demo:cats"}},
-        "data.path: unknown demo demo:cats. Use demo:pictures",
-    ),
-    "no path": ({"data": {"path": ""}}, "data.path: '' is empty. Give the folder"),
-    "a blank path": ({"data": {"source": "table", "path": " "}}, "data.path: ' ' is empty. Give"),
-    "a future version": ({"version": 2}, "version: 2 does not fit. It must be 1"),
-    "a number that a list lacks": ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1: is required"),
-    "null for an object": ({"train": None}, "train: null does not fit. It must be an object"),
-}
-
 
 def merged(changes: dict) -> dict:
     result = json.loads(json.dumps(MINIMAL))
@@ -87,10 +40,43 @@ def merged(changes: dict) -> dict:
     return result
 
 
-@pytest.mark.parametrize("case", WRONG, ids=str)
-def test_says_value_rule_and_remedy(case: str) -> None:
-    changes, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"t5": "true"}}, 'model.t5: "true" .*Write true instead of "true"'),
+        ({"optimizer": {"lr": "1e-4"}}, 'optimizer.lr: "1e-4" .*Write 1e-4 instead of "1e-4"'),
+        ({"train": {"seed": True}}, "train.seed: true does not fit. It must be a whole number"),
+        ({"train": {"steps": 1.5}}, "train.steps: 1.5 .*a whole number"),
+        ({"adapter": {"rnk": 3}}, "adapter.rnk: unknown field. Did you mean rank?"),
+        ({"train": {"sharding": "full"}}, "train.sharding: unknown field. Did you mean fsdp?"),
+        ({"validation": {"eval_samples": 4}}, "validation.eval_samples: unknown field. Did you mean loss_samples?"),
+        ({"trian": {}}, "trian: unknown field. Did you mean train?"),
+        ({"precision": {"weights": "int9"}}, 'weights: unknown value "int9". Did you mean int8?'),
+        ({"adapter": {"method": "full", "rank": 3}}, "adapter.rank: unknown field"),
+        ({"train": {"batch_size": 0}}, "train.batch_size: 0 .*at least 1"),
+        ({"data": {"resolution": 1000}}, "data.resolution: 1000 is not a multiple of 16. Use 992"),
+        ({"data": {"on_error": "skpi"}}, "data.on_error: .*one of stop, skip. Did you mean skip?"),
+        ({"objective": {"shift": "x"}}, 'objective.shift: .*a number, without quotes or "auto"'),
+        ({"name": "a/b"}, 'name: "a/b" does not fit. Use at most 100 letters, digits'),
+        ({"train": {"steps": 1, "epochs": 1}}, "train.epochs: steps and epochs are both set"),
+        ({"train": {"steps": 5}, "schedule": {"warmup_steps": 5}}, "schedule.warmup_steps: 5 warm-up"),
+        (
+            {"adapter": {"method": "full"}, "precision": {"weights": "int8"}},
+            "precision.weights: int8 weights are frozen",
+        ),
+        ({"data": {"path": "/nowhere"}}, "data.path: /nowhere does not exist"),
+        ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is neither a folder"),
+        ({"data": {"path": "demo:cats"}}, "data.path: unknown demo demo:cats. Use demo:pictures"),
+        ({"data": {"path": ""}}, "data.path: '' is empty. Give the folder"),
+        ({"data": {"source": "table", "path": " "}}, "data.path: ' ' is empty. Give"),
+        ({"version": 2}, "version: 2 does not fit. It must be 1"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1: is required"),
+        ({"train": None}, "train: null does not fit. It must be an object"),
+    ],
+    ids=str,
+)
+def test_says_value_rule_and_remedy(changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         validate(merged(changes), "x.json")
 
 
@@ -101,14 +87,7 @@ def test_minimal_is_valid_and_defaults_are_complete() -> None:
     expected = {"rank": 16, "alpha": None, "targets": "attention", "dropout": 0.0, "dtype": "fp32"}
     expected |= {"rank_stabilized": False, "rank_dropout": 0.0, "module_dropout": 0.0, "max_norm": None}
     assert written["adapter"] == {"method": "lora", "b_lr_ratio": 1.0} | expected
-
-
-def test_tags_may_be_left_out() -> None:
-    assert validate(merged({"adapter": {"rank": 3}}), "x.json").adapter.rank == 3
-
-
-def test_is_frozen() -> None:
-    config = validate(MINIMAL, "x.json")
+    assert validate(merged({"adapter": {"rank": 3}}), "x.json").adapter.rank == 3, "tags may be left out"
     with pytest.raises(ValueError, match="frozen"):
         config.name = "y"  # type: ignore[misc]
 
@@ -147,42 +126,45 @@ def test_missing_file_suggests_a_neighbour(write_config) -> None:
         read_config(file.with_name("potrait.json"))
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "value"),
-    [
-        ("name=123", "name", "123"),
-        ("train.steps=123", "train.steps", 123),
-        ("optimizer.lr=1e-5", "optimizer.lr", 1e-5),
-        ("model.t5=false", "model.t5", False),
-        ("data.prompt=null", "data.prompt", None),
-        ("data.prompt=a dog = good", "data.prompt", "a dog = good"),
-        ("objective.shift=auto", "objective.shift", "auto"),
-        ("objective.shift=2.5", "objective.shift", 2.5),
-        ('adapter.targets=["attn.to_q"]', "adapter.targets", ["attn.to_q"]),
-        ("adapter.targets=all_linear", "adapter.targets", "all_linear"),
-        ("checkpoint.every=null", "checkpoint.every", None),
-    ],
-)
-def test_overrides_are_read_by_the_fields_type(override: str, path: str, value: object) -> None:
-    data, _, problems = merge(MINIMAL, [override])
-    assert not problems
-    found: object = validate(data, "x.json").model_dump(mode="json")
-    for part in path.split("."):
-        found = found[part]  # type: ignore[index]
-    assert found == value
+def test_overrides_are_read_by_the_fields_type() -> None:
+    for override, value in (
+        ("name=123", "123"),
+        ("train.steps=123", 123),
+        ("optimizer.lr=1e-5", 1e-5),
+        ("model.t5=false", False),
+        ("data.prompt=null", None),
+        ("data.prompt=a dog = good", "a dog = good"),
+        ("objective.shift=auto", "auto"),
+        ("objective.shift=2.5", 2.5),
+        ('adapter.targets=["attn.to_q"]', ["attn.to_q"]),
+        ("adapter.targets=all_linear", "all_linear"),
+        ("checkpoint.every=null", None),
+    ):
+        data, _, problems = merge(MINIMAL, [override])
+        assert not problems
+        found = validate(data, "x.json").model_dump(mode="json")
+        for part in override.partition("=")[0].split("."):
+            found = found[part]
+        assert found == value and type(found) is type(value), override
 
 
-def test_changing_a_tag_drops_the_fields_that_are_gone() -> None:
-    data = merged({"adapter": {"method": "lora", "rank": 4, "alpha": 2.0}})
-    result, notices, _ = merge(data, ["adapter.method=full"])
-    assert result["adapter"] == {"method": "full"}
-    assert notices == ["adapter.method=full: dropped rank, alpha, which full does not have"]
-
-
-def test_changing_a_tag_keeps_what_both_have() -> None:
-    data = merged({"precision": {"weights": "int8", "compute": "fp32"}})
-    result, notices, _ = merge(data, ["precision.weights=fp32"])
-    assert (result["precision"], notices) == ({"weights": "fp32", "compute": "fp32"}, [])
+def test_changing_a_tag_drops_the_fields_that_are_gone_and_keeps_what_both_have() -> None:
+    for section, override, kept, notices in (
+        (
+            {"adapter": {"method": "lora", "rank": 4, "alpha": 2.0}},
+            "adapter.method=full",
+            {"adapter": {"method": "full"}},
+            ["adapter.method=full: dropped rank, alpha, which full does not have"],
+        ),
+        (
+            {"precision": {"weights": "int8", "compute": "fp32"}},
+            "precision.weights=fp32",
+            {"precision": {"weights": "fp32", "compute": "fp32"}},
+            [],
+        ),
+    ):
+        result, said, _ = merge(merged(section), [override])
+        assert kept.items() <= result.items() and said == notices
 
 
 @pytest.mark.parametrize(
@@ -193,12 +175,19 @@ def test_changing_a_tag_keeps_what_both_have() -> None:
         ("steps", "steps: is not an override. Write key.path=value"),
         ("train.steps=abc", 'train.steps: "abc" does not fit'),
         ("optimizer.name=[]", "optimizer.name: "),
+        ("name=" + "[" * 5000, "name: "),
+        ("train.steps=" + "[" * 5000, "train.steps: "),
+        ("optimizer.lr=1e400", "1e400 does not fit in 64 bits"),
+        ("optimizer.lr=-Infinity", "-Infinity is not a JSON number"),
+        ("train.steps=" + "9" * 4000, "does not fit in 64 bits"),
     ],
+    ids=lambda words: words[:24],
 )
-def test_wrong_overrides(override: str, message: str) -> None:
+def test_wrong_and_hostile_overrides_are_problems_with_their_path(override: str, message: str) -> None:
     data, _, problems = merge(MINIMAL, [override])
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+    with pytest.raises(ConfigError) as caught:
         validate(data, "x.json", problems)
+    assert message in str(caught.value) and caught.value.problems[0].path == override.partition("=")[0]
 
 
 SECTIONS = [*TrainConfig.model_fields, "method", "rank", "path", "steps", "lr", "weights", "compute", "$schema"]
@@ -222,16 +211,14 @@ def test_any_json_gives_a_config_or_a_clean_error(data: dict) -> None:
 
 
 def test_check_exits_2_without_traceback_within_a_screen(write_config, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(write_config(merged({"adapter": {"rnk": 1}, "train": {"steps": "3"}})))]) == 2
-    shown = capsys.readouterr().err
-    assert "2 problems" in shown and "Traceback" not in shown
-    assert len(shown.splitlines()) < 24
-
-
-def test_very_many_problems_fit_on_a_screen(write_config, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(write_config(merged({f"x{number}": 1 for number in range(50)})))]) == 2
-    shown = capsys.readouterr().err.splitlines()
-    assert "50 problems" in shown[0] and shown[-1] == "  and 34 more" and len(shown) < 24
+    for changes, count in (
+        ({"adapter": {"rnk": 1}, "train": {"steps": "3"}}, 2),
+        ({f"x{n}": 1 for n in range(50)}, 50),
+    ):
+        assert main(["check", str(write_config(merged(changes)))]) == 2
+        shown = capsys.readouterr().err
+        assert f"{count} problems" in shown and "Traceback" not in shown and len(shown.splitlines()) < 24
+    assert shown.endswith("\n  and 34 more\n")
 
 
 @pytest.mark.parametrize("verb", [["check", "configs/demo.json"], ["schema"], ["--help"]], ids=lambda v: v[0])
@@ -304,43 +291,33 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("generate --seeds 0", "0 is not a whole number of at least 1"),
-        ("generate --size 100x64", "100x64 is not WIDTHxHEIGHT in multiples of 16, such as 1024x768"),
-        ("generate --resident-blocks -1", "-1 is not a whole number of at least 0"),
-        ("generate --vae-tile 500", "500 is not a multiple of 64 of at least 128"),
-        ("generate --strength 1.5", "1.5 is not a number greater than 0 and at most 1"),
-        ("generate --strength much", "much is not a number greater than 0 and at most 1"),
-        ("data x.json --pictures 3000", "3000 is not a whole number from 0 to 2000"),
-        ("resize x --rank 0 --out y", "0 is not a whole number of at least 1"),
-        ("report run --price 0", "0 is not a price in dollars per hour, above 0 and below 10000"),
-        ("serve --port 70000", "70000 is not a port from 0 to 65535"),
-        ("check x.json --fast", "unknown argument --fast. See simpletune check --help"),
-        ("inspect x a.b=c", "unknown argument a.b=c. See simpletune inspect --help"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused_with_the_rule(words: str, message: str, capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(words.split())
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in said
-    assert said.startswith("error: ") and said.count("\n") == 1, "the mistake alone, without the usage"
-    assert f"See simpletune {words.split()[0]} --help" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("trian demo", "error: unknown verb trian. Did you mean train? See simpletune --help\n"),
-        ("train", "error: CONFIG is missing. See simpletune train --help\n"),
-        ("generate --guidance much", "error: --guidance: much is not a number. See simpletune generate --help\n"),
-        ("extract a b", "error: --out is missing. See simpletune extract --help\n"),
-        ("generate --base --full", "error: --full: not allowed with argument --base. See simpletune generate --help\n"),
+        ("generate --seeds 0", "--seeds: 0 is not a whole number of at least 1"),
+        ("generate --size 100x64", "--size: 100x64 is not WIDTHxHEIGHT in multiples of 16, such as 1024x768"),
+        ("generate --resident-blocks -1", "--resident-blocks: -1 is not a whole number of at least 0"),
+        ("generate --vae-tile 500", "--vae-tile: 500 is not a multiple of 64 of at least 128, such as 512"),
+        ("generate --strength 1.5", "--strength: 1.5 is not a number greater than 0 and at most 1"),
+        ("generate --strength much", "--strength: much is not a number greater than 0 and at most 1"),
+        ("generate --guidance much", "--guidance: much is not a number"),
+        ("evaluate runs/x --seed 1.5", "--seed: 1.5 is not a whole number"),
+        ("export x --format kohia", "--format: unknown value kohia. Did you mean kohya?"),
+        ("generate --base --full", "--full: not allowed with argument --base"),
+        ("data x.json --pictures 3000", "--pictures: 3000 is not a whole number from 0 to 2000"),
+        ("resize x --rank 0 --out y", "--rank: 0 is not a whole number of at least 1"),
+        ("report run --price 0", "--price: 0 is not a price in dollars per hour, above 0 and below 10000"),
+        ("serve --port 70000", "--port: 70000 is not a port from 0 to 65535"),
+        ("check x.json --fast", "unknown argument --fast"),
+        ("inspect x a.b=c", "unknown argument a.b=c"),
+        ("extract a b", "--out is missing"),
+        ("train", "CONFIG is missing"),
+        ("trian demo", "unknown verb trian. Did you mean train?"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: str, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
-    assert stopped.value.code == 2 and capsys.readouterr().err == message
+    place = "" if words == "trian demo" else f" {words.split()[0]}"
+    expected = f"error: {message}{'' if message.endswith('?') else '.'} See simpletune{place} --help\n"
+    assert stopped.value.code == 2 and capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(
@@ -385,18 +362,15 @@ def test_a_model_whose_description_is_none_of_sd3_is_a_problem_of_the_configurat
         validate(tiny_config, "test")
 
 
-@pytest.mark.parametrize(
-    ("names", "text", "lines"),
-    [
+def test_long_lists_are_cut_and_say_how_many_they_leave_out() -> None:
+    for names, text, lines in (
         ([], "", []),
         (["a"], "a", ["a"]),
         (["a", "b"], "a, b", ["a", "b"]),
         (["a", "b", "c", "d"], "a, b and 2 more", ["a", "b", "and 2 more"]),
-    ],
-)
-def test_long_lists_are_cut_and_say_how_many_they_leave_out(names: list[str], text: str, lines: list[str]) -> None:
-    assert join_names(names, most=2) == text
-    assert first_lines(names, most=2) == lines
+    ):
+        assert join_names(names, most=2) == text
+        assert first_lines(names, most=2) == lines
 
 
 @pytest.mark.parametrize(
@@ -488,23 +462,6 @@ def test_many_prompts_are_read_in_little_time(tmp_path: Path) -> None:
     assert time.perf_counter() - clock < 5  # seconds; the environment was once read for each of them
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("name=" + "[" * 5000, "name: "),
-        ("train.steps=" + "[" * 5000, "train.steps: "),
-        ("optimizer.lr=1e400", "1e400 does not fit in 64 bits"),
-        ("optimizer.lr=-Infinity", "-Infinity is not a JSON number"),
-        ("train.steps=" + "9" * 4000, "does not fit in 64 bits"),
-    ],
-)
-def test_a_hostile_override_is_a_problem_with_its_path(override: str, said: str) -> None:
-    merged, _, problems = merge({"name": "a", "data": {"path": "demo:pictures"}}, [override])
-    with pytest.raises(ConfigError) as caught:
-        validate(merged, "test", problems)
-    assert said in str(caught.value) and caught.value.problems[0].path == override.partition("=")[0]
-
-
 def all_options(option: type[Option]) -> Iterator[type[Option]]:
     """An option and those in its fields, every member of every union."""
     yield option
@@ -515,19 +472,19 @@ def all_options(option: type[Option]) -> Iterator[type[Option]]:
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
 def test_no_number_of_any_option_may_be_other_than_finite(value: str) -> None:
-    tried = []
+    tried = set()
     for option in all_options(TrainConfig):
         for name, field in option.model_fields.items():
             if "float" not in str(field.annotation):
                 continue
-            several = re.search("tuple|list", str(field.annotation)) is not None
-            given = f"[{value}, {value}]" if several else value
+            key = field.alias or name
+            given = f"[{value}, {value}]" if re.search("tuple|list", str(field.annotation)) else value
             with pytest.raises(ValidationError) as caught:
-                option.model_validate_json(f'{{"{field.alias or name}": {given}}}')
-            kinds = {error["type"] for error in caught.value.errors() if error["loc"][0] == (field.alias or name)}
+                option.model_validate_json(f'{{"{key}": {given}}}')
+            kinds = {error["type"] for error in caught.value.errors() if error["loc"][0] == key}
             assert "finite_number" in kinds, (option, name)
-            tried.append(name)
-    assert {"lr", "guidance", "clip_norm", "max_aspect"} <= set(tried)
+            tried.add(name)
+    assert {"lr", "guidance", "clip_norm", "max_aspect"} <= tried
 
 
 def test_the_configuration_of_an_older_run_has_the_familys_objective() -> None:

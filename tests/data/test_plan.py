@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plans import SIZES, make_plan, some_pictures
 
 from simpletune.data.plan import Plan
@@ -20,14 +22,12 @@ def names(draws: list[SampleDraw]) -> list[str]:
     return [draw.view.picture.name for draw in draws]
 
 
-def samples(draws: list[SampleDraw]) -> list[SampleDraw]:
-    """Without what only fills up."""
-    return [draw for draw in draws if draw.weight]
-
-
 def first_draws(plan: Plan, steps: int) -> list[SampleDraw]:
     return [draw for step in range(steps) for draw in plan.micro_batch(step, 0)]
 
+
+BUCKETS = [(64, 64), (48, 80), (80, 48), (96, 32), (32, 96)]
+UNIFORM = Flow(sigma="uniform", shift=1.0)
 
 # Order
 
@@ -47,23 +47,67 @@ def test_the_order_of_the_pictures_given_does_not_matter() -> None:
     assert first_draws(make_plan(), 10) == first_draws(shuffled, 10)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7])
-def test_every_sample_counts_once_an_epoch_and_fillers_keep_the_shape(batch_size: int) -> None:
-    plan = make_plan(batch_size=batch_size)
-    length = sum(math.ceil(size / batch_size) for size in [5, 3, 1])
-    for number in range(3):
-        drawn = [plan.micro_batch(step, 0) for step in range(length * number, length * (number + 1))]
-        assert sorted(name for batch in drawn for name in names(samples(batch))) == [p.name for p in some_pictures()]
-        assert {len(batch) for batch in drawn} == {batch_size}
-    assert plan.fillers == length * batch_size - len(SIZES)
+@st.composite
+def options_of_plans(draw: st.DrawFn) -> dict:
+    """The arguments of ``make_plan``."""
+    counts = draw(st.lists(st.integers(0, 7), min_size=5, max_size=5).filter(any))
+    small = st.integers(1, 5)
+    return {
+        "pictures": some_pictures([size for size, count in zip(BUCKETS, counts, strict=True) for _ in range(count)]),
+        "repeats": draw(st.integers(1, 3)), "batch_size": draw(small), "accumulation": draw(small),
+        "seed": draw(st.integers(0, 2**63 - 1)), "caption_dropout": 0.5,
+    }  # fmt: skip
 
 
-def test_micro_batches_come_from_one_bucket() -> None:
-    plan = make_plan(batch_size=2, accumulation=3)
-    batches = [plan.micro_batch(step, micro) for step in range(10) for micro in range(3)]
-    assert all(len(batch) == 2 for batch in batches)
-    assert all(len({draw.view.bucket for draw in batch}) == 1 for batch in batches)
-    assert {draw.view.bucket for batch in batches for draw in batch} == {(64, 64), (48, 80), (80, 48)}
+def rows_of(plan: Plan, step: int) -> list[list[SampleDraw]]:
+    """The draws of each micro-batch of a step, and of those that an epoch's last step lacks."""
+    return [plan.micro_batch(step, micro) for micro in range(plan.accumulation)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(options_of_plans(), st.integers(0, 2))
+def test_each_sample_counts_once_an_epoch(options: dict, epoch: int) -> None:
+    plan = make_plan(**options)
+    micros = sum(math.ceil(len(members) / plan.batch_size) for members in plan.buckets.values())
+    assert plan.steps_per_epoch == math.ceil(micros / plan.accumulation)
+    assert plan.fillers == micros * plan.batch_size - len(plan.samples)
+    assert len(plan.samples) == pytest.approx(plan.samples_per_step * plan.steps_per_epoch)
+    counted: Counter[str] = Counter()
+    for step in range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch):
+        rows = rows_of(plan, step)
+        real = [draw for micro in rows for draw in micro if draw.weight == 1]
+        assert real, "a step without a sample"
+        assert sum(map(len, plan.micros(step))) == len(real)
+        assert len({draw.noise_key for draw in real}) == len(real)
+        assert {draw.weight for micro in rows for draw in micro} <= {0, 1}
+        for micro in rows:
+            assert len(micro) == plan.batch_size
+            assert len({draw.view.bucket for draw in micro}) == 1
+            assert sorted(micro, key=lambda draw: -draw.weight) == micro, "fillers stand last"
+        counting = [any(draw.weight for draw in micro) for micro in rows]
+        assert len(plan.micros(step)) == sum(counting)
+        assert counting == sorted(counting, reverse=True)
+        counted.update(draw.view.picture.name for draw in real)
+    assert counted == {picture.name: options["repeats"] for picture in options["pictures"]}
+
+
+@settings(deadline=None, max_examples=60)
+@given(options_of_plans(), st.integers(0, 12))
+def test_a_plan_taken_up_at_any_step_goes_on_as_if_it_had_begun_at_the_first(options: dict, start: int) -> None:
+    whole, resumed = make_plan(**options), make_plan(**options)
+    before = [rows_of(whole, step) for step in range(start + 4)]
+    assert [rows_of(resumed, step) for step in range(start, start + 4)] == before[start:]
+
+
+def test_a_filler_repeats_a_row_of_its_own_micro_batch() -> None:
+    """So it needs no other file, and a picture that is not finite spoils no step that it is not part of."""
+    plan = make_plan(some_pictures([(64, 64)] * 3), batch_size=2, accumulation=3)
+    for step in range(4):
+        first, second, third = rows_of(plan, step)
+        assert [draw.weight for micro in (first, second, third) for draw in micro].count(1) == 3
+        for micro in (first, second):
+            assert all(draw.weight or replace(draw, weight=1) == micro[0] for draw in micro)
+        assert third == [replace(draw, weight=0) for draw in second]
 
 
 def test_passes_differ_from_each_other() -> None:
@@ -78,17 +122,20 @@ def test_each_pass_pairs_a_bucket_anew_and_orders_the_buckets_anew() -> None:
     one_bucket = make_plan(some_pictures([(64, 64)] * 8))
     pairs = [{frozenset(names(one_bucket.micro_batch(4 * n + k, 0))) for k in range(4)} for n in range(3)]
     assert pairs[0] != pairs[1] != pairs[2]
-    many = make_plan(some_pictures([(64, 64), (48, 80), (80, 48), (32, 96), (96, 32), (32, 128), (128, 32)]))
+    many = make_plan(some_pictures([*BUCKETS, (32, 128), (128, 32)]))
     buckets = [many.micro_batch(step, 0)[0].view.bucket for step in range(21)]
-    assert len(set(buckets[:7])) == 7
+    assert set(buckets[:7]) == {*BUCKETS, (32, 128), (128, 32)}
     assert buckets[:7] != buckets[7:14] != buckets[14:]
 
 
 def test_accumulation_shares_out_the_same_order() -> None:
     """Micro-batch n of an epoch: step by step, within it micro by micro."""
-    plain = [names(samples(make_plan().micro_batch(number, 0))) for number in range(24)]
-    split = make_plan(accumulation=4)
-    union = [names(samples(split.micro_batch(s, m))) for s in range(8) for m in range(4)]
+
+    def counted(draws: list[SampleDraw]) -> list[str]:
+        return names([draw for draw in draws if draw.weight])
+
+    plain = [counted(make_plan().micro_batch(number, 0)) for number in range(24)]
+    union = [counted(draws) for step in range(8) for draws in rows_of(make_plan(accumulation=4), step)]
     assert [found for found in union if found] == plain
     assert [n for n, found in enumerate(union) if not found] == [6, 7, 14, 15, 22, 23, 30, 31]
 
@@ -109,29 +156,6 @@ def test_areas_are_those_of_the_micro_batches_in_their_order() -> None:
     assert len(plan.micros(1)) == 2 and len({area for step in range(2) for area in plan.areas(step)}) > 1
 
 
-def test_no_two_draws_share_their_noise() -> None:
-    plan = make_plan(accumulation=6, batch_size=2)
-    micros = [plan.micro_batch(s, m) for s in range(5) for m in range(6)]
-    keys = [draw.noise_key for micro in micros for draw in samples(micro)]
-    assert len(set(keys)) == len(keys) == 5 * len(SIZES)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "accumulation", "repeats", "steps"),
-    [(1, 1, 1, 9), (2, 1, 1, 6), (2, 2, 1, 3), (1, 9, 1, 1), (4, 1, 3, 8), (50, 1, 1, 3)],
-)
-def test_an_epoch_has_the_steps_that_its_micro_batches_need_rounded_up(
-    batch_size: int, accumulation: int, repeats: int, steps: int
-) -> None:
-    plan = make_plan(batch_size=batch_size, accumulation=accumulation, repeats=repeats)
-    assert plan.steps_per_epoch == steps
-
-
-def test_repeats_make_each_picture_appear_that_often_a_pass() -> None:
-    plan = make_plan(repeats=3, batch_size=1)
-    assert Counter(names(first_draws(plan, 27))) == dict.fromkeys([p.name for p in some_pictures()], 3)
-
-
 def test_no_samples_are_an_error() -> None:
     with pytest.raises(ValueError, match="needs at least one sample"):
         make_plan([])
@@ -140,14 +164,12 @@ def test_no_samples_are_an_error() -> None:
 # Captions and noise levels
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
 def test_captions_are_dropped_at_their_rate(rate: float) -> None:
-    plan = make_plan(caption_dropout=rate)
-    draws = first_draws(plan, 2000)
+    draws = first_draws(make_plan(caption_dropout=rate), 2000)
     dropped = np.array([draw.caption == "" for draw in draws])
     assert dropped.mean() == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / len(draws)))
-    kept = [draw for draw in draws if draw.caption]
-    assert all(draw.caption == draw.view.picture.caption for draw in kept)
+    assert all(draw.caption in ("", draw.view.picture.caption) for draw in draws)
 
 
 def test_captions_to_encode_are_each_once_and_the_empty_one_only_with_dropout() -> None:
@@ -156,29 +178,24 @@ def test_captions_to_encode_are_each_once_and_the_empty_one_only_with_dropout() 
     assert make_plan(pictures, caption_dropout=0.01).captions() == ["caption 0", "caption 1", ""]
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_sigmas_of_the_plan_are_shifted_logit_normal(shift: float) -> None:
-    draws = first_draws(make_plan(objective=Flow(shift=shift)), 2000)
-    sigma = np.array([draw.level for draw in draws])
-    logits = np.log(sigma / (1 - sigma))
-    assert logits.mean() == pytest.approx(math.log(shift), abs=0.07)
-    assert logits.std() == pytest.approx(1.0, abs=0.05)
-
-
-def test_sigmas_of_the_plan_are_uniform_when_asked() -> None:
-    objective = Flow(sigma="uniform", shift=1.0)
-    sigma = np.array([draw.level for draw in first_draws(make_plan(objective=objective), 2000)])
+def test_sigmas_of_the_plan_have_the_distribution_asked_for() -> None:
+    for shift in (1.0, 3.0):
+        sigma = np.array([draw.level for draw in first_draws(make_plan(objective=Flow(shift=shift)), 2000)])
+        logits = np.log(sigma / (1 - sigma))
+        assert logits.mean() == pytest.approx(math.log(shift), abs=0.07)
+        assert logits.std() == pytest.approx(1.0, abs=0.05)
+    sigma = np.array([draw.level for draw in first_draws(make_plan(objective=UNIFORM), 2000)])
     assert sigma.mean() == pytest.approx(0.5, abs=0.02)
     assert sigma.var() == pytest.approx(1 / 12, rel=0.06)
 
 
-@pytest.mark.parametrize(("resolution", "shift"), [(64, 1.0), (512, 1.5), (1024, 3.0)])
-def test_auto_shift_follows_the_resolution(resolution: int, shift: float) -> None:
+def test_auto_shift_follows_the_resolution() -> None:
     """Draws of the same key: sigma / (1 - sigma) is multiplied by the shift."""
-    assert make_plan(resolution=resolution).shifts == [shift]
-    here, at_64 = make_plan(resolution=resolution, aspect="square"), make_plan(aspect="square")
-    for plain, shifted in zip(first_draws(at_64, 20), first_draws(here, 20), strict=True):
-        assert shifted.level / (1 - shifted.level) == pytest.approx(shift * plain.level / (1 - plain.level))
+    for resolution, shift in ((64, 1.0), (512, 1.5), (1024, 3.0)):
+        assert make_plan(resolution=resolution).shifts == [shift]
+        here, at_64 = make_plan(resolution=resolution, aspect="square"), make_plan(aspect="square")
+        for plain, shifted in zip(first_draws(at_64, 20), first_draws(here, 20), strict=True):
+            assert shifted.level / (1 - shifted.level) == pytest.approx(shift * plain.level / (1 - plain.level))
 
 
 # Views
@@ -240,43 +257,32 @@ def test_evaluation_draws_are_fixed_whatever_the_batches_are() -> None:
     assert [draw.noise_key for draw in one] == [("evaluation-noise", index) for index in range(16)]
 
 
-@pytest.mark.parametrize("count", [1, 4, 9, 20])
+@pytest.mark.parametrize("count", [1, 3, 9, 20])
 def test_evaluation_covers_samples_and_noise_levels_evenly(count: int) -> None:
     """Uniform density without shift: the levels are (k + 1/2) / count."""
-    draws = make_plan(objective=Flow(sigma="uniform", shift=1.0)).evaluation(count)
+    draws = make_plan(objective=UNIFORM).evaluation(count)
     levels = sorted(draw.level for draw in draws)
     assert levels == pytest.approx([(k + 0.5) / count for k in range(count)])
     seen = Counter(names(draws))
     assert len(seen) == min(count, len(SIZES))
     assert max(seen.values()) == math.ceil(count / len(SIZES))
-
-
-def test_a_short_evaluation_is_spread_over_all_samples() -> None:
-    assert names(make_plan().evaluation(3)) == ["000.png", "003.png", "006.png"]
+    if count == 3:
+        assert names(draws) == ["000.png", "003.png", "006.png"], "spread over all samples"
 
 
 def test_evaluation_noise_levels_do_not_follow_the_samples() -> None:
-    draws = make_plan(objective=Flow(sigma="uniform", shift=1.0)).evaluation(200)
+    draws = make_plan(objective=UNIFORM).evaluation(200)
     assert abs(np.corrcoef(range(200), [draw.level for draw in draws])[0, 1]) < 0.2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"caption": "another"}, {"digest": "f" * 64}, {"name": "other.png"}, {"size": (48, 80)}],
-    ids=["caption", "picture", "name", "bucket"],
-)
-def test_the_manifest_pins_what_the_order_depends_on(change: dict) -> None:
+def test_the_manifest_pins_what_the_order_depends_on() -> None:
     pictures = some_pictures()
     original = make_plan(pictures).manifest()
-    assert original == make_plan(list(reversed(pictures))).manifest()
-    changed = [replace(pictures[0], **change), *pictures[1:]]
-    assert make_plan(changed).manifest() != original
-
-
-def test_the_manifest_notices_repeats_and_buckets_of_another_size() -> None:
-    plain, repeated, larger = (make_plan(**o).manifest() for o in ({}, {"repeats": 2}, {"resolution": 96}))
-    assert plain != repeated and plain != larger and repeated != larger
-    assert make_plan(seed=8, batch_size=3).manifest() == plain
+    assert original == make_plan(list(reversed(pictures))).manifest() == make_plan(seed=8, batch_size=3).manifest()
+    for change in ({"caption": "another"}, {"digest": "f" * 64}, {"name": "other.png"}, {"size": (48, 80)}):
+        assert make_plan([replace(pictures[0], **change), *pictures[1:]]).manifest() != original, change
+    repeated, larger = (make_plan(**options).manifest() for options in ({"repeats": 2}, {"resolution": 96}))
+    assert original != repeated != larger != original
 
 
 def test_latents_of_different_views_are_never_confused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,10 +113,9 @@ def test_a_plan_knows_every_prompt_ahead_and_variants_bound_them() -> None:
 
 
 def test_one_variant_with_captions_that_vary_is_said() -> None:
-    assert len(list(source_notes(source(shuffle_tags=True)))) == 1
-    assert len(list(source_notes(source(), [picture(0, "a", "b")]))) == 1
-    assert list(source_notes(source(shuffle_tags=True, variants=2))) == []
-    assert list(source_notes(source(), [picture()])) == []
+    several, tags_shuffled = [picture(0, "a", "b")], source(shuffle_tags=True)
+    assert len(list(source_notes(tags_shuffled))) == len(list(source_notes(source(), several))) == 1
+    assert list(source_notes(source(shuffle_tags=True, variants=2))) == list(source_notes(source(), [picture()])) == []
 
 
 def test_lines_of_a_text_file_are_several_captions_if_asked(tmp_path: Path) -> None:
@@ -167,24 +167,14 @@ def test_kohyas_folder_names_repeat_caption_and_are_said(tmp_path: Path) -> None
     (tmp_path / "f.txt").unlink()
     (rejected,) = folder.scan(tmp_path).rejected
     assert rejected.name == "f.png" and "has no caption" in rejected.reason
+    plain = tmp_path / "plain"
+    assert "finds no folder like" in Folder(path=str(plain), folder_names="kohya").scan(plain).notes[0]
 
 
-def test_the_variants_of_a_picture_that_its_folder_repeats_go_on_from_epoch_to_epoch(tmp_path: Path) -> None:
-    write_pictures(tmp_path, "3_cat/a.png")
-    folder = Folder(path=str(tmp_path), folder_names="kohya", resolution=64, variants=6, crop="random")
-    found = [
-        Picture(each.name, each.caption, (96, 64), each.digest, each.read, repeats=each.repeats)
-        for each in folder.scan(tmp_path).pictures
-    ]
-    plan = plan_of(folder, *found)
-    sample = plan.samples[0]
-    views = [plan.view(sample, variant) for variant in range(6)]
+def test_the_variants_of_a_picture_that_its_folder_repeats_go_on_from_epoch_to_epoch() -> None:
+    wide = replace(picture(), size=(96, 64), repeats=3)
+    plan = plan_of(source(folder_names="kohya", variants=6, crop="random"), wide)
+    views = {plan.view(plan.samples[0], variant) for variant in range(6)}
     seen = [draw.view for step in range(2 * plan.steps_per_epoch) for draw in plan.micro_batch(step, 0) if draw.weight]
-    assert len(set(views)) == 6
-    assert Counter(seen) == {view: 1 for view in views}, "two epochs of 3 presentations show all 6 variants"
-
-
-def test_a_folder_without_such_names_is_told(tmp_path: Path) -> None:
-    write_pictures(tmp_path, "a.png")
-    (tmp_path / "a.txt").write_text("a")
-    assert "finds no folder like" in Folder(path=str(tmp_path), folder_names="kohya").scan(tmp_path).notes[0]
+    assert len(views) == 6
+    assert Counter(seen) == dict.fromkeys(views, 1), "two epochs of 3 presentations show all 6 variants"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shutil
@@ -12,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tiny_runs import run_with as run
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.validation_schedule import ON_TRAINING, loss_name
 from simpletune.data.plan import Plan
@@ -66,10 +65,7 @@ def test_with_a_share_adding_pictures_moves_none(old: list[bytes], new: list[byt
 @given(CONTENTS, st.integers(1, 50))
 def test_a_number_holds_out_the_lowest_hashes(contents: list[bytes], number: int) -> None:
     found, different = split_or_none(pictures_of(contents), number), sorted(digests(pictures_of(contents)))
-    if number < len(different):
-        assert found == (set(different[number:]), set(different[:number]))
-    else:
-        assert found is None
+    assert found == ((set(different[number:]), set(different[:number])) if number < len(different) else None)
 
 
 def test_a_share_is_about_that_share() -> None:
@@ -81,28 +77,24 @@ def test_a_share_is_about_that_share() -> None:
 @pytest.mark.parametrize(
     ("contents", "split", "words"),
     [
-        ([b"a", b"b", b"c"], 3, ["validation.split: 3 of 3 pictures", "leaves none to train on", "from 1 to 2"]),
-        ([b"a", b"b", b"b"], 7, ["7 of 2 pictures", "leaves none to train on"]),
-        ([b"a", b"b", b"c"], 1e-9, ["1e-09 of 3 pictures", "holds out none", "larger fraction"]),
-        ([b"a", b"b"], 1 - 1e-9, ["leaves none to train on", "smaller fraction"]),
-        ([b"a", b"a"], 0.5, ["of 1 picture:", "Add pictures"]),
+        ([b"a", b"b", b"c"], 3, "validation.split: 3 of 3 pictures.*leaves none to train on.*from 1 to 2"),
+        ([b"a", b"b", b"b"], 7, "7 of 2 pictures.*leaves none to train on"),
+        ([b"a", b"b", b"c"], 1e-9, "1e-09 of 3 pictures.*holds out none.*larger fraction"),
+        ([b"a", b"b"], 1 - 1e-9, "leaves none to train on.*smaller fraction"),
+        ([b"a", b"a"], 0.5, "of 1 picture:.*Add pictures"),
     ],
 )
-def test_a_split_with_an_empty_side_is_refused(contents: list[bytes], split: float, words: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+def test_a_split_with_an_empty_side_is_refused(contents: list[bytes], split: float, words: str) -> None:
+    with pytest.raises(UserError, match=words):
         split_pictures(pictures_of(contents), split)
-    assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("split", [0, 0.0, 1.0, 1.5, -1, -0.2])
-def test_what_is_no_split_is_refused(split: float, tiny_config: dict) -> None:
-    tiny_config["validation"] |= {"split": split, "loss_samples": 4}
-    with pytest.raises(ConfigError, match=f"validation.split: {split} is neither a share .* nor a whole number"):
-        validate(tiny_config, "test")
-
-
-def test_a_split_without_an_evaluation_is_refused(tiny_config: dict) -> None:
-    tiny_config["validation"]["split"] = 0.2
+def test_what_is_no_split_is_refused(tiny_config: dict) -> None:
+    for split in (0, 0.0, 1.0, 1.5, -1, -0.2):
+        tiny_config["validation"] |= {"split": split, "loss_samples": 4}
+        with pytest.raises(ConfigError, match=f"validation.split: {split} is neither a share .* nor a whole number"):
+            validate(tiny_config, "test")
+    tiny_config["validation"] |= {"split": 0.2, "loss_samples": 0}
     with pytest.raises(ConfigError, match="validation.split: 0.2 .*loss_samples 0"):
         validate(tiny_config, "test")
 
@@ -114,13 +106,6 @@ def test_the_name_says_how_many_pictures_were_seen() -> None:
 
 
 # A run
-
-
-def run(config: dict, resume: str | None = None, **changes: dict) -> Path:
-    config = copy.deepcopy(config)
-    for section, values in changes.items():
-        config[section] |= values
-    return train(validate(config, "test"), resume)
 
 
 @pytest.fixture

@@ -41,31 +41,22 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
-def test_how_it_works_names_what_exists() -> None:
+def test_how_it_works_names_what_exists_and_every_room() -> None:
     named = re.findall(r"`(simpletune/[\w/]+(?:\.py)?)(?:::([\w.]+))?`", MAP.read_text())
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     functions = [(path, name) for path, name in named if name]
     assert [each for each in functions if each[1] not in names_in(ROOT / each[0])] == []
     assert len(functions) >= 12
-
-
-def test_how_it_works_names_every_room() -> None:
     rooms = {folder.parent.name for folder in (ROOT / "simpletune").glob("*/__init__.py")}
     assert sorted(rooms - set(re.findall(r"[\w]+", MAP.read_text()))) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_heading_that_a_page_links_to_exists(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", page.read_text()):
-        headings = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text(), re.M)
-        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert anchor in anchors, f"{page.name}: {target}#{anchor}"
-
-
-def listings() -> dict[str, str]:
-    """The files of CONTRIBUTING's walkthrough, by path."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    return {path: code for path, _, code in LISTING.findall(text)}
+def test_every_heading_that_a_page_links_to_exists() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([\w-]+)\)", page.read_text()):
+            headings = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text(), re.M)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name}: {target}#{anchor}"
 
 
 def module_of(code: str, name: str, folder: Path, patch: pytest.MonkeyPatch) -> ModuleType:
@@ -83,7 +74,7 @@ def module_of(code: str, name: str, folder: Path, patch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The listings, after their adapter has joined the union ``adapter`` of the configuration."""
-    files = listings()
+    files = {path: code for path, _, code in LISTING.findall((ROOT / "CONTRIBUTING.md").read_text())}
     folder = tmp_path / "listings"
     folder.mkdir()
     module_of(files[ADAPTER], "simpletune.adapters.methods.bias", folder, monkeypatch)
@@ -102,11 +93,14 @@ def walkthrough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
     TrainConfig.model_rebuild(force=True)
 
 
-def test_the_walkthrough_s_union_has_all_members(walkthrough: dict[str, str]) -> None:
+def test_the_walkthrough_s_union_has_all_members_and_its_configuration_fits(walkthrough: dict[str, str]) -> None:
     members = {member.__name__ for member in get_args(TrainConfig.model_fields["adapter"].annotation)}
-    assert members == {member.__name__ for member in get_args(get_args(simpletune.adapters.methods.Adapter)[0])} | {
-        "Bias"
-    }
+    before = {member.__name__ for member in get_args(get_args(simpletune.adapters.methods.Adapter)[0])}
+    assert members == before | {"Bias"}
+    config = json.loads(walkthrough["configs/sd3_medium_bias.json"])
+    here = config | {"data": config["data"] | {"path": "demo:pictures"}}
+    assert validate(here, "walkthrough").adapter.method == "bias"
+    assert len(config["about"]) > 30
 
 
 def test_the_walkthrough_s_adapter_trains_the_biases_alone(
@@ -136,10 +130,3 @@ def test_the_walkthrough_s_tests_pass(
         own.test_the_last_blocks_train(*values)
     own.test_more_blocks_than_the_model_has_are_refused()
     own.test_losses_are_those_of_partial(tiny_config)
-
-
-def test_the_walkthrough_s_configuration_fits(walkthrough: dict[str, str], tiny_config: dict) -> None:
-    config = json.loads(walkthrough["configs/sd3_medium_bias.json"])
-    here = config | {"data": config["data"] | {"path": "demo:pictures"}}
-    assert validate(here, "walkthrough").adapter.method == "bias"
-    assert len(config["about"]) > 30

@@ -26,14 +26,8 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     demo, without functions inside functions. What follows the update in a step stands last."""
     place = tmp_path_factory.mktemp("step")
     folders = [f"output.{name}={place}/{name}" for name in ("runs", "profiles", "cache")]
-    short = [
-        "train.steps=5",
-        "schedule.warmup_steps=0",
-        "validation.prompts=[]",
-        "validation.loss_samples=0",
-        "output.report=false",
-    ]
-    config, _ = read_config(Path("configs/demo.json"), [*folders, *short])
+    short = ["train.steps=5", "schedule.warmup_steps=0", "validation.prompts=[]", "validation.loss_samples=0"]
+    config, _ = read_config(Path("configs/demo.json"), [*folders, *short, "output.report=false"])
     found: dict[str, None] = {}
     updates: list[object] = []
 
@@ -58,13 +52,10 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return calls[begins:] + calls[:begins]
 
 
-def test_the_page_names_functions_in_the_order_of_a_step(passed: list[str]) -> None:
-    named = re.findall(r"`([\w/]+\.py::[\w.]+)`", PAGE.read_text())
+def test_the_page_names_functions_in_the_order_of_a_step_every_file_and_the_whole_spine(passed: list[str]) -> None:
+    text = PAGE.read_text()
+    named = re.findall(r"`([\w/]+\.py::[\w.]+)`", text)
     assert [name for name in named if name not in passed] == []
     assert named == sorted(named, key=passed.index)
-
-
-def test_the_page_names_every_file_and_the_whole_spine(passed: list[str]) -> None:
-    text = PAGE.read_text()
     assert sorted({call.partition("::")[0] for call in passed} - set(re.findall(r"[\w/]+\.py", text))) == []
     assert [call for call in passed if call.startswith(SPINE) and f"`{call}`" not in text] == []

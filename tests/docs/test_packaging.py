@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from zipfile import ZipFile
@@ -47,10 +46,9 @@ NEVER_IMPORTED = {
 # The wheel
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a copy of what a checkout holds."""
-    folder = tmp_path_factory.mktemp("wheel")
+def test_the_wheel_holds_every_file_of_the_package_and_reads_its_configurations(tmp_path: Path) -> None:
+    """It is built from a copy of what a checkout holds."""
+    folder = tmp_path / "checkout"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "simpletune", folder / "simpletune", symlinks=True, ignore=ignore)
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -59,19 +57,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return next((folder / "dist").glob("*.whl"))
-
-
-def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    (wheel,) = (folder / "dist").glob("*.whl")
     walk = os.walk(ROOT / "simpletune", followlinks=True)
     files = [Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names]
     expected = {file.as_posix() for file in files if "__pycache__" not in file.parts}
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert {f"simpletune/configs/{file.name}" for file in (ROOT / "configs").iterdir()} <= held
     assert held == expected
-
-
-def test_an_unpacked_wheel_reads_its_configurations(wheel: Path, tmp_path: Path) -> None:
     ZipFile(wheel).extractall(tmp_path / "site")
     code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from simpletune.apps.cli.main import main"
     command = [sys.executable, "-I", "-c", f"{code}; sys.exit(main(['check', 'demo']))"]
@@ -92,7 +84,7 @@ def test_every_shipped_configuration_has_a_name() -> None:
         assert by_name == by_path
 
 
-def test_verbs_take_a_name_from_any_folder(
+def test_verbs_take_a_name_from_any_folder_where_a_file_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,10 +93,6 @@ def test_verbs_take_a_name_from_any_folder(
     assert main(["data", "demo", "--json"]) == 0
     assert (tmp_path / ".cache").is_dir()
     assert read_json(Path("demo"))["name"] == "demo"  # as `plan` reads it again, to write it changed
-
-
-def test_a_file_of_the_current_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()  # a folder is no configuration
     assert read_config(Path("demo"))[0].name == "demo"
     Path("demo").rmdir()
@@ -112,23 +100,18 @@ def test_a_file_of_the_current_folder_wins(tmp_path: Path, monkeypatch: pytest.M
     assert read_config(Path("demo"))[0].name == "mine"
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
+def test_a_wrong_name_is_met_with_the_right_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, meant in (
         ("dmeo", "demo"),
         ("demo.json", "demo"),
         ("configs/sd3_medium_lora_8gb.json", "sd3_medium_lora_8gb"),
         ("sd3_lora_8gb", "sd3_medium_lora_8gb"),
         ("elsewhere/demo", "demo"),
-    ],
-)
-def test_a_wrong_name_is_met_with_the_right_ones(
-    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=rf"does not exist\. Did you mean {meant}\?") as caught:
-        read_config(Path(given))
-    assert ", ".join(shipped_names()) in str(caught.value)
+    ):
+        with pytest.raises(UserError, match=rf"does not exist\. Did you mean {meant}\?") as caught:
+            read_config(Path(given))
+        assert ", ".join(shipped_names()) in str(caught.value)
 
 
 # Declared dependencies
@@ -151,19 +134,15 @@ distributions = functools.cache(packages_distributions)  # reads what is install
 @functools.cache
 def imported(folder: Path) -> list[tuple[str, str]]:
     """(distribution, file) of every import outside the standard library and the project, late and typing-only too."""
-    return list(imports(folder))
-
-
-def imports(folder: Path) -> Iterator[tuple[str, str]]:
-    brought_by = distributions()
+    brought_by, found = distributions(), []
     for file in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 modules = [str(node.module)]
             for top in {module.split(".")[0] for module in modules} - OWN - sys.stdlib_module_names:
-                for distribution in brought_by.get(top, [top]):
-                    yield normal(distribution), file.relative_to(ROOT).as_posix()
+                found += [(normal(name), file.relative_to(ROOT).as_posix()) for name in brought_by.get(top, [top])]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -186,14 +165,10 @@ def test_nothing_is_imported_that_is_not_declared(folder: str, extras: list[str]
     assert sorted(found) == []
 
 
-def test_nothing_is_declared_that_is_never_imported() -> None:
+def test_nothing_is_declared_that_is_never_imported_and_the_exceptions_are_still_exceptions() -> None:
     used = {name for folder in ("simpletune", "benchmarks", "inference") for name, _ in imported(ROOT / folder)}
     assert sorted(declared("remote", "serve") - used - set(NEVER_IMPORTED)) == []
     by_tests = {name for name, _ in imported(ROOT / "tests")}
     assert sorted(declared("remote", "serve", "dev") - used - by_tests - set(NEVER_IMPORTED)) == []
-
-
-def test_the_exceptions_are_still_exceptions() -> None:
-    used = {name for folder in ("simpletune", "benchmarks", "inference") for name, _ in imported(ROOT / folder)}
     assert set(NOT_DECLARED) <= used - declared()
     assert set(NEVER_IMPORTED) <= declared("remote", "serve", "dev") - used

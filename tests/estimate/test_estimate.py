@@ -32,21 +32,14 @@ CUDA = torch.device("cuda")
 SIZE = (64, 64)
 
 
-@pytest.mark.parametrize("text", ["L4", "l4", "nvidia l4", "NVIDIA-L4"])
-def test_a_card_is_found_by_its_name(text: str) -> None:
-    assert find_card(text) == L4
-
-
-@pytest.mark.parametrize(("text", "gib"), [("12GiB", 12), ("12 gb", 12), ("7.5G", 7.5)])
-def test_a_card_is_found_by_its_memory(text: str, gib: float) -> None:
-    card = find_card(text)
-    assert card.gib == gib and 0.95 * gib * GIB < card.bytes < gib * GIB
-
-
-@pytest.mark.parametrize("text", ["", "L5", "RTX30", "0GiB", "4000GiB", "-3GiB", "L4;rm"])
-def test_an_unknown_card_is_refused_with_those_that_are_known(text: str) -> None:
-    with pytest.raises(UserError, match="--device"):
-        find_card(text)
+def test_a_card_is_found_by_its_name_or_memory() -> None:
+    assert [find_card(text) for text in ("L4", "l4", "nvidia l4", "NVIDIA-L4")] == [L4] * 4
+    for text, gib in (("12GiB", 12), ("12 gb", 12), ("7.5G", 7.5)):
+        card = find_card(text)
+        assert card.gib == gib and 0.95 * gib * GIB < card.bytes < gib * GIB
+    for text in ("", "L5", "RTX30", "0GiB", "4000GiB", "-3GiB", "L4;rm"):
+        with pytest.raises(UserError, match="--device"):
+            find_card(text)
 
 
 def test_what_torch_finds_on_cards_is_what_users_were_told() -> None:
@@ -66,28 +59,22 @@ def test_the_card_at_hand_takes_its_speed_from_the_table_and_its_memory_from_the
     assert card.bytes == 120 * GIB and card.tflops is None  # not in the table: nothing is guessed
 
 
-@pytest.mark.parametrize(
-    ("device", "tflops"),
-    [
-        ("NVIDIA L4", 121), ("Tesla T4", 65), ("NVIDIA A10G", 70), ("NVIDIA A10", 125), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H200", 989), ("NVIDIA GeForce RTX 3060", 25), ("NVIDIA GeForce RTX 3060 Ti", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 4060 Ti", 44), ("NVIDIA H100 PCIe", None),
-        ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 5070 Ti", 88), ("AMD EPYC", None), ("NVIDIA RTX 4000 Ada", None),
-    ],
-)  # fmt: skip
-def test_a_device_by_its_name(device: str, tflops: float | None) -> None:
-    assert peak_tflops(device) == tflops
+def test_a_device_by_its_name() -> None:
+    known = {
+        "NVIDIA L4": 121, "Tesla T4": 65, "NVIDIA A10G": 70, "NVIDIA A10": 125, "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H200": 989, "NVIDIA GeForce RTX 3060": 25, "NVIDIA GeForce RTX 3060 Ti": None,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4060 Ti": 44, "NVIDIA H100 PCIe": None,
+        "NVIDIA L40S": 362, "NVIDIA GeForce RTX 5070 Ti": 88, "AMD EPYC": None, "NVIDIA RTX 4000 Ada": None,
+    }  # fmt: skip
+    assert {device: peak_tflops(device) for device in known} == known
 
 
 def an_estimate(**stages: int) -> Estimate:
-    snapshots = {
-        name: MemorySnapshot(size, {"weights": size}, "backward", "transformer_blocks.1")
-        for name, size in stages.items()
-    }
-    return Estimate(JobReport(snapshots, None, {}), (64, 64))  # type: ignore[arg-type]
+    parts = {name: MemorySnapshot(size, {"weights": size}, "backward", "blocks.1") for name, size in stages.items()}
+    return Estimate(JobReport(parts, None, {}), (64, 64))  # type: ignore[arg-type]
 
 
-def test_a_run_fits_to_the_byte() -> None:
+def test_a_run_fits_to_the_byte_with_an_allowance_or_a_share() -> None:
     peak = 1000 * MIB
     must_have = peak + 256 * MIB + CONTEXT
     found = an_estimate(train=peak, validate=peak - 1)
@@ -95,9 +82,6 @@ def test_a_run_fits_to_the_byte() -> None:
     assert found.fits(Card("a", must_have / GIB, (8, 9), found=1.0))
     assert not found.fits(Card("a", (must_have - 1) / GIB, (8, 9), found=1.0))
     assert not found.fits(Card("a", must_have / GIB, (8, 9), found=1.0), reserved=1)
-
-
-def test_a_small_peak_has_the_least_allowance_and_a_large_one_a_share() -> None:
     assert needed(2336 * MIB) - CONTEXT == (2336 + 256) * MIB  # torch's allocator reserved 2,530 on a simulated L4
     assert needed(8000 * MIB) - CONTEXT == 8400 * MIB
     for free in (700, 3000, 20000):
@@ -131,19 +115,9 @@ def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatc
         estimate(config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 3})}), L4.capability)
 
 
-def test_a_kept_prediction_is_for_one_version_of_the_code(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = validate(tiny_config, "test")
-    names = {estimating.cache_file(config, L4.capability, SIZE)}
-    monkeypatch.setattr(estimating, "VERSION", estimating.VERSION + 1)
-    names.add(estimating.cache_file(config, L4.capability, SIZE))
-    monkeypatch.setattr(estimating, "__version__", "0.0.0")
-    names.add(estimating.cache_file(config, L4.capability, SIZE))
-    monkeypatch.setattr(estimating, "version", lambda name: "0.0.0")
-    names.add(estimating.cache_file(config, L4.capability, SIZE))
-    assert len(names) == 4
-
-
-def test_a_kept_prediction_is_for_one_kernel_of_attention(tiny_config: dict) -> None:
+def test_a_kept_prediction_is_for_one_version_of_the_code_and_one_kernel_of_attention(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of cards with the same kernel only the workspaces differ, which are added to what is kept."""
     tiny_config["precision"]["compute"] = "bf16"
     config = validate(tiny_config, "test")
@@ -151,25 +125,31 @@ def test_a_kept_prediction_is_for_one_kernel_of_attention(tiny_config: dict) -> 
         estimating.cache_file(config, capability, SIZE) for capability in ((7, 0), (8, 0), (8, 9), (9, 0))
     )
     assert ampere == ada and len({volta, ada, hopper}) == 3
+    names = {ada}
+    changes = {"VERSION": estimating.VERSION + 1, "__version__": "0.0.0", "version": lambda name: "0.0.0"}
+    for name, value in changes.items():
+        monkeypatch.setattr(estimating, name, value)
+        names.add(estimating.cache_file(config, L4.capability, SIZE))
+    assert len(names) == 4
 
 
 def test_needs_follow_the_run(tiny_config: dict) -> None:
-    needs = estimate(validate(tiny_config, "test"), L4.capability)
+    config = validate(tiny_config, "test")
+    needs = estimate(config, L4.capability)
+    assert needs.counts and needs.counts.pictures > 0 and needs.download == {}
+    assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
+    averaged = estimate(validate(tiny_config | {"ema": {}}, "test"), L4.capability)
+    trained = simulate_parts(config, SIZE, L4.capability).train.trained_bytes
+    assert sum(averaged.host.values()) - sum(needs.host.values()) == trained > 0
+    output = {**tiny_config["output"], "cache": "s3://bucket/cache"}
+    remote = needs_of(validate(tiny_config | {"output": output}, "test"), needs.job, needs.size)
+    cached = needs.disk["cached pictures"] + needs.disk["cached prompts"]
+    assert remote.disk["local part of the cache"] == cached and remote.host == needs.host
     tiny_config["checkpoint"] = {"every": 1, "keep_last": 5}
     more = estimate(validate(tiny_config, "test"), L4.capability)
-    assert needs.counts and needs.counts.pictures > 0 and needs.download == {}
     assert more.disk["checkpoints"] == 4 * needs.disk["checkpoints"]  # 4 steps
-    assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
-    tiny_config["ema"] = {}
-    assert estimate(validate(tiny_config, "t"), L4.capability).disk["checkpoints"] > more.disk["checkpoints"]
-
-
-def test_a_cache_in_a_store_needs_disk_for_its_local_part(tiny_config: dict) -> None:
-    local = estimate(validate(tiny_config, "test"), L4.capability)
-    tiny_config["output"] = {**tiny_config.get("output", {}), "cache": "s3://bucket/cache"}
-    remote = needs_of(validate(tiny_config, "test"), local.job, local.size)
-    cached = local.disk["cached pictures"] + local.disk["cached prompts"]
-    assert remote.disk["local part of the cache"] == cached and remote.host == local.host
+    both = estimate(validate(tiny_config | {"ema": {}}, "test"), L4.capability)
+    assert both.disk["checkpoints"] > more.disk["checkpoints"]
 
 
 @pytest.mark.parametrize(
@@ -185,33 +165,10 @@ def test_disk_needs_without_a_plan_count_checkpoints(
     checkpoint: dict, train: dict, count: int, tiny_config: dict
 ) -> None:
     config = validate(tiny_config | {"checkpoint": checkpoint, "train": train}, "test")
-    sizes = {
-        what: size for what, _, size in disk_needs(config, counts=DataCounts(3, 3, 3 * config.data.resolution**2, 3))
-    }
+    counts = DataCounts(3, 3, 3 * config.data.resolution**2, 3)
+    sizes = {what: size for what, _, size in disk_needs(config, counts=counts)}
     assert sizes["checkpoints"] == count * checkpoint_bytes(config)[0]
     assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2
-
-
-def test_estimate_prints_figures_and_bars_without_data(
-    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    tiny_config["data"]["path"] = str(tmp_path / "nowhere")
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps(tiny_config))
-    assert main(["estimate", str(file), "--device", "L4"]) == 0
-    text = capsys.readouterr().out
-    assert "it fits" in text and "█" in text and "data set was not read" in text
-    assert main(["estimate", str(file), "--device", "L4", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told["stages"]) >= {"text", "latents", "train"} and told["fits"] is True
-    for stage in told["stages"].values():
-        assert stage["peak_allocated_mib"] == pytest.approx(sum(stage["by_kind"].values()), abs=0.5)
-    assert told["peak_allocated_mib"] == max(stage["peak_allocated_mib"] for stage in told["stages"].values())
-    assert told["needed_mib"] + told["left_mib"] == pytest.approx(told["device_mib"], abs=0.5)
-    assert main(["estimate", str(file), "--device", "400MB"]) == 2
-    assert "--device" in capsys.readouterr().err
-    assert main(["estimate", str(file), "--device", "L4", "--reserve", "21.8"]) == 0
-    assert "it does not fit" in capsys.readouterr().out
 
 
 def told_of(words: list[str], capsys: pytest.CaptureFixture) -> dict:
@@ -221,6 +178,26 @@ def told_of(words: list[str], capsys: pytest.CaptureFixture) -> dict:
     told = capsys.readouterr()
     assert "dropped rank" in told.err or "adapter.method" not in " ".join(words)
     return json.loads(told.out)
+
+
+def test_estimate_prints_figures_and_bars_without_data(
+    tiny_config: dict, write_config, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tiny_config["data"]["path"] = str(tmp_path / "nowhere")
+    words = ["estimate", str(write_config(tiny_config)), "--device"]
+    assert main([*words, "L4"]) == 0
+    text = capsys.readouterr().out
+    assert "it fits" in text and "█" in text and "data set was not read" in text
+    told = told_of([*words, "L4"], capsys)
+    assert set(told["stages"]) >= {"text", "latents", "train"} and told["fits"] is True
+    for stage in told["stages"].values():
+        assert stage["peak_allocated_mib"] == pytest.approx(sum(stage["by_kind"].values()), abs=0.5)
+    assert told["peak_allocated_mib"] == max(stage["peak_allocated_mib"] for stage in told["stages"].values())
+    assert told["needed_mib"] + told["left_mib"] == pytest.approx(told["device_mib"], abs=0.5)
+    assert main([*words, "400MB"]) == 2
+    assert "--device" in capsys.readouterr().err
+    assert main([*words, "L4", "--reserve", "21.8"]) == 0
+    assert "it does not fit" in capsys.readouterr().out
 
 
 def test_estimate_takes_the_plan_by_default(tiny_config: dict, write_config, capsys: pytest.CaptureFixture) -> None:
@@ -233,12 +210,6 @@ def test_estimate_takes_the_plan_by_default(tiny_config: dict, write_config, cap
     assert peaks["plan"] < peaks["resident"]
     assert main(words) == 0
     assert "modulation plan (auto: " in capsys.readouterr().out
-
-
-def test_with_an_average_the_host_holds_the_weights_beside_it(tiny_config: dict) -> None:
-    host = [estimate(validate(tiny_config | more, "test"), L4.capability).host for more in ({}, {"ema": {}})]
-    trained = simulate_parts(validate(tiny_config, "test"), SIZE, L4.capability).train.trained_bytes
-    assert sum(host[1].values()) - sum(host[0].values()) == trained > 0
 
 
 def test_every_verb_with_json_prints_nothing_else(
@@ -258,26 +229,26 @@ def test_every_verb_with_json_prints_nothing_else(
     assert with_json == {"estimate", "plan", "data", "inspect", "doctor"}  # the last two read no configuration
 
 
-@pytest.mark.parametrize("verb", [["estimate"], ["plan"], ["plan", "--batches"]], ids=" ".join)
-def test_an_unknown_card_is_refused_before_torch_is_loaded(verb: list[str]) -> None:
-    code = (
-        "import sys\nfrom simpletune.apps.cli.main import main\nfound = main(sys.argv[1:])\n"
-        "assert 'torch' not in sys.modules\nsys.exit(found)"
-    )
-    words = [*verb, "configs/demo.json", "--device", "RTX9999"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert "Did you mean RTX" in done.stderr and "RTX3090" in done.stderr.partition("?")[0]
+def test_an_unknown_card_is_refused_before_torch_is_loaded() -> None:
+    code = """if True:
+        import sys
+        from simpletune.apps.cli.main import main
+        for verb in (["estimate"], ["plan"], ["plan", "--batches"]):
+            assert main([*verb, "configs/demo.json", "--device", "RTX9999"]) == 2
+        assert "torch" not in sys.modules"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.split("Did you mean RTX")
+    assert len(told) == 4 and all("RTX3090" in each.partition("?")[0] for each in told[1:])
 
 
 def test_estimates_are_compared_in_a_table_and_a_picture(
-    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+    tiny_config: dict, write_config, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     files = []
     for name, batch in (("one", 1), ("four", 4)):
-        file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps(tiny_config | {"name": name, "train": {"steps": 2, "batch_size": batch}}))
-        files.append(str(file))
+        config = tiny_config | {"name": name, "train": {"steps": 2, "batch_size": batch}}
+        files.append(str(write_config(config, f"{name}.json")))
     for ending, begins in ((".svg", b"<svg"), (".png", b"\x89PNG")):
         picture = tmp_path / f"bars{ending}"
         assert main(["estimate", "--compare", *files, "--device", "L4", "--picture", str(picture)]) == 0
@@ -291,87 +262,61 @@ def test_estimates_are_compared_in_a_table_and_a_picture(
     assert main(["estimate", "--compare", files[0], files[0], files[0]]) == 2
 
 
-def test_a_card_without_bf16_is_said(tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps(tiny_config))
-    assert main(["estimate", str(file), "precision.weights=bf16", "precision.compute=bf16", "--device", "T4"]) == 0
-    assert "T4 has no bf16" in capsys.readouterr().out
-    assert main(["estimate", str(file), "precision.weights=int8", "--device", "T4"]) == 0
-    said = capsys.readouterr().out
-    assert "compute fp16 (auto: sm_75 has no bf16)" in said and "T4 has no bf16" not in said and "CUDA 12.6" not in said
-    assert main(["estimate", str(file), "precision.weights=int8", "--device", "V100-16GB"]) == 0
-    assert "sm_70" in (said := capsys.readouterr().out) and "CUDA 12.6 build" in said
+def test_a_card_without_bf16_is_said(tiny_config: dict, write_config, capsys: pytest.CaptureFixture) -> None:
+    def said(*words: str) -> str:
+        assert main(["estimate", str(write_config(tiny_config)), *words]) == 0
+        return capsys.readouterr().out
 
-
-def a_card(mib: float) -> Card:
-    return Card("Test 1", mib / 1024, (8, 9), found=1.0)
+    assert "T4 has no bf16" in said("precision.weights=bf16", "precision.compute=bf16", "--device", "T4")
+    told = said("precision.weights=int8", "--device", "T4")
+    assert "compute fp16 (auto: sm_75 has no bf16)" in told and "T4 has no bf16" not in told and "CUDA 12.6" not in told
+    told = said("precision.weights=int8", "--device", "V100-16GB")
+    assert "sm_70" in told and "CUDA 12.6 build" in told
 
 
 def test_a_run_that_cannot_fit_is_refused_with_what_would(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    def at_hand(mib: float, used: int = 0) -> Card:
+        card = Card("Test 1", mib / 1024, (8, 9), found=1.0)
+        monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, used))
+        return card
+
     some = ("adapter.dtype=bf16", "train.batch_size=1")
-    few = [lever for lever in forecasting.LEVERS if lever.overrides[0] in some]
-    monkeypatch.setattr(forecasting, "LEVERS", few)
+    monkeypatch.setattr(forecasting, "LEVERS", [each for each in forecasting.LEVERS if each.overrides[0] in some])
     config = validate(tiny_config | {"train": {"steps": 2, "batch_size": 8}}, "test")
     whole = estimate(config, L4.capability, SIZE).needed() / MIB
-    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole - 1), 0))
+    card = at_hand(whole - 1)
     with pytest.raises(UserError, match="the cheapest change that fits: ") as refused:
         estimate_run(config, CUDA, SIZE)
     assert f"needs {whole:,.0f} MiB and Test 1 has {whole - 1:,.0f}" in str(refused.value)
-    change = cheapest_change(config, a_card(whole - 1), 0, SIZE)
+    change = cheapest_change(config, card, 0, SIZE)
     assert change is not None and change[2] <= (whole - 1) * MIB and " ".join(change[0]) in str(refused.value)
     assert estimate_run(config, CUDA, SIZE, force=True).needed() / MIB == whole
     assert "(--force)" in capsys.readouterr().out
-    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), 0))
+    at_hand(whole)
     estimate_run(config, CUDA, SIZE)
-    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(whole), MIB))
+    at_hand(whole, MIB)
     with pytest.raises(UserError, match="1 of them in use by other programs"):
         estimate_run(config, CUDA, SIZE)
-    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (a_card(510), 0))
+    at_hand(510)
     monkeypatch.setattr(forecasting.Search, "fits", lambda self, config: False)
     with pytest.raises(UserError, match="no single change fits"):
         estimate_run(config, CUDA, SIZE)
 
 
-def test_a_run_keeps_its_prediction_where_it_is_asked_for(tiny_config: dict, capsys: pytest.CaptureFixture) -> None:
-    tiny_config["train"]["steps"] = 1
-    folder = train(validate(tiny_config, "test"), estimate_first=True)
-    predicted = json.loads((folder / "summary.json").read_text())["predicted"]
-    assert (
-        set(predicted["stages"]) >= {"text", "latents", "train"} and "memory  predicted peak" in capsys.readouterr().out
-    )
-    tiny_config["name"] = "unasked"
-    folder = train(validate(tiny_config, "test"))
-    assert "predicted" not in json.loads((folder / "summary.json").read_text())
-
-
-def test_measured_stands_beside_predicted() -> None:
-    found = an_estimate(train=1100 * MIB, validate=500 * MIB)
-    told = compare_with_measured(
-        found, {"train": {"peak_allocated_gib": 1000 / 1024}, "validate": {"peak_allocated_gib": None}}
-    )
-    assert told["stages"]["train"]["measured_mib"] == 1000 and told["stages"]["train"]["error"] == pytest.approx(0.1)
-    assert "measured_mib" not in told["stages"]["validate"]
-
-
-def test_predicted_is_told_beside_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    found = an_estimate(train=1000 * MIB, validate=600 * MIB)
-    print_comparison(compare_with_measured(found, {"train": {}, "validate": {}}))
+def test_measured_stands_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU a stage whose results were all cached measures a peak of 0.0."""
+    found = an_estimate(text=900 * MIB, train=1000 * MIB, validate=600 * MIB)
+    print_comparison(compare_with_measured(found, {"text": {}, "train": {}, "validate": {}}))
     assert capsys.readouterr().out == ""
-    print_comparison(compare_with_measured(found, {"train": {"peak_allocated_gib": 800 / 1024}, "validate": {}}))
+    measured = {"text": 0.0, "train": 800 / 1024, "validate": None}
+    told = compare_with_measured(found, {name: {"peak_allocated_gib": gib} for name, gib in measured.items()})
+    assert told["stages"]["train"]["measured_mib"] == 800 and told["stages"]["train"]["error"] == pytest.approx(0.25)
+    assert not any({"measured_mib", "error"} & set(told["stages"][name]) for name in ("text", "validate"))
+    print_comparison(told)
     title, line = capsys.readouterr().out.splitlines()
     assert "predicted, measured" in title and line.split() == ["train", "1,000", "800", "+25.0%"]
-
-
-def test_a_stage_that_allocated_nothing_is_compared_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """On a GPU a stage whose results were all cached measures a peak of 0.0."""
-    found = an_estimate(text=900 * MIB, train=1100 * MIB)
-    told = compare_with_measured(found, {"text": {"peak_allocated_gib": 0.0}, "train": {"peak_allocated_gib": 1.0}})
-    assert "measured_mib" not in told["stages"]["text"] and "error" not in told["stages"]["text"]
-    assert told["stages"]["train"]["measured_mib"] == 1024
-    print_comparison(told)
-    assert "text" not in capsys.readouterr().out
 
 
 def test_the_second_run_with_a_full_cache_ends_as_a_gpu_measures_it(
@@ -380,7 +325,8 @@ def test_the_second_run_with_a_full_cache_ends_as_a_gpu_measures_it(
     """Every stage but training allocates nothing: the run still writes its summary and its report."""
     tiny_config["train"]["steps"] = 1
     tiny_config["output"]["report"] = True
-    train(validate(tiny_config, "first"))
+    unasked = train(validate(tiny_config, "first"))
+    assert "predicted" not in json.loads((unasked / "summary.json").read_text())
     close = StageTimer._close
 
     def as_on_a_gpu(self: StageTimer, name: str) -> None:
@@ -392,21 +338,19 @@ def test_the_second_run_with_a_full_cache_ends_as_a_gpu_measures_it(
     folder = train(validate(tiny_config, "second"), estimate_first=True)
     stages = json.loads((folder / "summary.json").read_text())["predicted"]["stages"]
     assert [name for name, stage in stages.items() if "measured_mib" in stage] == ["train"]
+    assert set(stages) >= {"text", "latents", "train"} and "memory  predicted peak" in capsys.readouterr().out
     assert stages["train"]["measured_mib"] == 256 and (folder / "report.html").is_file()
 
 
 def test_a_job_is_compared_on_several_cards(
-    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_config: dict, write_config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line for each card, with why it cannot run the job: its type or its memory."""
-    file, prices = tmp_path / "c.json", tmp_path / "prices.json"
-    file.write_text(json.dumps(tiny_config))
+    file, prices = write_config(tiny_config), tmp_path / "prices.json"
     prices.write_text('{"L4": {"per_hour": 7200, "as_of": "2026-11", "source": "mine", "currency": "USD"}}')
     asked = ["estimate", str(file), "precision.weights=bf16", "precision.compute=bf16", "--prices", str(prices)]
     asked += ["--device", "L4, T4,0.4GiB"]
-    capsys.readouterr()
-    assert main([*asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = told_of(asked, capsys)
     assert found["name"] == "tiny" and [each["why_not"] for each in found["cards"]] == [
         None, "has no bf16", "does not fit",
     ]  # fmt: skip
@@ -418,5 +362,4 @@ def test_a_job_is_compared_on_several_cards(
     assert line.endswith("fastest, cheapest")
     cost = float(line.split()[line.split().index("USD") - 1])
     assert cost == pytest.approx(2 * found["cards"][0]["seconds"], abs=0.01)  # 2 USD a second
-    assert main([*asked[:-1], "L4,T4", "--reserve", "24", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cards"][0]["why_not"] == "does not fit"
+    assert told_of([*asked[:-1], "L4,T4", "--reserve", "24"], capsys)["cards"][0]["why_not"] == "does not fit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -95,10 +96,7 @@ class Only:
 
 
 def units(kind: str, extents: tuple[int, ...]) -> int:
-    product = 1
-    for each in extents:
-        product *= each
-    return product if kind.startswith(("product", "attention", "convolution", "int8")) else extents[-1]
+    return math.prod(extents) if kind.startswith(("product", "attention", "convolution", "int8")) else extents[-1]
 
 
 def units_of(sections: list[StreamWork], use: str, *, computed: bool) -> float:
@@ -139,19 +137,15 @@ def test_a_lever_moves_the_time_as_it_moves_what_takes_it(changes: str, use: str
 def test_copies_take_at_least_their_bytes_on_the_busiest_queue(config_of, simulate_once) -> None:
     streamed = with_changes(config_of("adapter.method=lora"), ["memory.checkpointing=all", "memory.resident_blocks=0"])
     sections = list(simulate_once(streamed).sections)
-    copied = units_of(sections, "copies", computed=False)
-    assert copied > 0 and step_seconds(sections, Only("copies")).waits > 0
-    assert step_seconds(sections, Only("copies")).seconds == pytest.approx(
-        copied + units_of(sections, "copies", computed=True), rel=0.5
-    )
+    copied, computed = (units_of(sections, "copies", computed=each) for each in (False, True))
+    found = step_seconds(sections, Only("copies"))
+    assert copied > 0 and found.waits > 0 and found.seconds == pytest.approx(copied + computed, rel=0.5)
 
 
 def a_plan(name: str, seconds: float, per_hour: float | None, samples: float = 1.0) -> tuple[Card, PlanResult]:
     """A plan of a job that trains only."""
-
-    card, price = find_card(name), None
-    if per_hour is not None:
-        price = Price(per_hour=per_hour, as_of="2026-11", source="test")
+    card = find_card(name)
+    price = None if per_hour is None else Price(per_hour=per_hour, as_of="2026-11", source="test")
     time = JobTime(card, None, 1, None, {"train": seconds}, (1.0, 1.0), "test", price)  # type: ignore[arg-type]
     return card, PlanResult(None, None, None, time, samples)  # type: ignore[arg-type]
 
@@ -190,11 +184,9 @@ def test_costs_are_named_in_words(config_of) -> None:
     plain = replace(best.step_time, phases={}, waits=0.0, device={})
     assert "nothing is computed twice" in next(describe_settings(config, replace(best, step_time=plain)))
     again = replace(best.step_time, seconds=2.0, phases={"recompute": 0.5}, waits=0.2, device={})
-    whole = with_changes(
-        config, ["memory.checkpointing=all", "train.gradient_accumulation=1", "precision.weights=int8"]
-    )
-    assert whole is None  # int8 weights do not train
-    changed = with_changes(config, ["memory.checkpointing=all", "train.gradient_accumulation=1"])
+    changes = ["memory.checkpointing=all", "train.gradient_accumulation=1"]
+    assert with_changes(config, [*changes, "precision.weights=int8"]) is None  # int8 weights do not train
+    changed = with_changes(config, changes)
     lines = list(describe_settings(config, replace(best, step_time=again, choice=replace(best.choice, config=changed))))
     assert lines[0] == "time: 25% of a step for all 3 blocks computed a second time in the backward pass"
     assert lines[1] == "time: 10% of a step for waiting for copies from and to host memory"
@@ -214,9 +206,8 @@ def products_of(sections: list[StreamWork], phases: tuple[str, ...]) -> Counter[
 @pytest.mark.parametrize("alone", ["block", "alone"])
 def test_what_is_computed_a_second_time_is_counted_and_named(alone: str, config_of, simulate_once) -> None:
     kept = config_of("train.batch_size=2", "adapter.method=lora")
-    again = with_changes(
-        kept, ["memory.checkpointing=all", "memory.keep_attention=none", f"memory.feed_forward={alone}"]
-    )
+    changes = ["memory.checkpointing=all", "memory.keep_attention=none", f"memory.feed_forward={alone}"]
+    again = with_changes(kept, changes)
     assert again is not None
     once, twice = (list(simulate_once(each).sections) for each in (kept, again))
     second = products_of(twice, ("recompute",))

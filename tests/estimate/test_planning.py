@@ -75,11 +75,9 @@ def test_each_candidate_takes_less_memory_than_the_one_before(method: str, confi
 def test_a_list_has_every_way_to_keep_blocks_by_decreasing_memory(config_of) -> None:
     for method in ("lora", "full"):
         config = config_of(f"adapter.method={method}")
-        ways = block_options(config.model.blocks(), may_recompute_alone(config))
+        ways = [name.split(", ")[-1] for name, _ in block_options(config.model.blocks(), may_recompute_alone(config))]
         for candidates in candidate_lists(config, L4):
-            assert [choice.about.split(", ")[-1] for choice in candidates] == [
-                name.split(", ")[-1] for name, _ in ways[: len(candidates)]
-            ]
+            assert [choice.about.split(", ")[-1] for choice in candidates] == ways[: len(candidates)]
 
 
 def test_what_cannot_be_kept_or_recomputed_alone_is_not_tried(config_of) -> None:
@@ -117,27 +115,6 @@ def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) ->
     candidates = next(iter(candidate_lists(config, card)))
     index = [choice.about for choice in candidates].index(best.about)
     assert index > 0 and not Search(config, card).fits(candidates[index - 1].config)
-
-
-@pytest.mark.parametrize("length", [2, 3, 4, 7])
-def test_bisection_finds_the_first_candidate_that_fits(length: int, config_of, monkeypatch) -> None:
-    config = config_of()
-    candidates = [with_changes(config, [f"train.seed={n}"]) for n in range(length)]
-    for first in range(length + 1):
-        asked: list[int] = []
-
-        def fits(self: Search, config, first: int = first, asked: list[int] = asked) -> bool:
-            asked.append(config.train.seed)
-            assert len(asked) <= length, "it never ends"
-            return config.train.seed >= first
-
-        monkeypatch.setattr(Search, "fits", fits)
-        search = Search(config, L4)
-        likely = likely_first(candidates, search._limit)
-        assert first_that_fits(candidates, search.fits, likely) == (first if first < length else None)
-        if 0 < first < length:
-            asked.clear()
-            assert first_that_fits(candidates, search.fits, likely, length - 1) == first
 
 
 def test_a_step_that_does_not_fit_ends_where_it_runs_out(
@@ -216,16 +193,12 @@ def test_no_resolution_is_tried_that_the_model_cannot_take(config_of, monkeypatc
     """A learned position embedding has a largest picture; simulating a larger one fails within diffusers."""
     config, tried = config_of(), []
     monkeypatch.setattr(planning, "RESOLUTIONS", (32, config.model.largest_side, 2 * config.model.largest_side))
-    fits = Search.fits
-    monkeypatch.setattr(
-        Search, "fits", lambda self, config: (tried.append(config.data.resolution), fits(self, config))[1]
-    )
-    best = Search(config, L4).largest("data.resolution")[0]
-    assert best.choice.config.data.resolution == config.model.largest_side == max(tried)
-    monkeypatch.setattr(planning, "RESOLUTIONS", (2 * config.model.largest_side,))
-    assert Search(config, L4).largest("data.resolution")[0].choice.overrides[0] == (
-        f"data.resolution={config.model.largest_side}"
-    )
+    fits, side = Search.fits, config.model.largest_side
+    watched = lambda self, config: (tried.append(config.data.resolution), fits(self, config))[1]  # noqa: E731
+    monkeypatch.setattr(Search, "fits", watched)
+    assert Search(config, L4).largest("data.resolution")[0].choice.config.data.resolution == side == max(tried)
+    monkeypatch.setattr(planning, "RESOLUTIONS", (2 * side,))
+    assert Search(config, L4).largest("data.resolution")[0].choice.overrides[0] == f"data.resolution={side}"
 
 
 @pytest.mark.slow
@@ -286,43 +259,36 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
     assert rounded == "the frozen weights are rounded to int8 instead of bf16 (precision.weights)"
 
 
-def test_a_search_gives_signs_of_life(
-    config_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_plan_writes_a_configuration_that_fits_and_gives_signs_of_life(
+    config_of, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, out = tmp_path / "demo.json", str(tmp_path / "planned.json")
-    config = config_of()
-    file.write_text(config.model_dump_json(by_alias=True))
-    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0)
-    assert main(["plan", str(file), "--device", "L4", "--out", out]) == 0
-    counted = [line for line in capsys.readouterr().out.splitlines() if "predictions in" in line]
-    assert len(counted) >= 3 and " 1 predictions in" in counted[0] and f" {len(counted)} predictions in" in counted[-1]
-    assert "MiB" in counted[0]
-    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 10.0)
-    assert main(["plan", str(file), "--device", "L4", "--out", out]) == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if "predictions in" in line]) <= 3
-
-
-def test_plan_writes_a_configuration_that_fits(config_of, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     given = config_of()
     file = tmp_path / "large.json"
     file.write_text(given.model_dump_json(by_alias=True))
     kept = with_changes(given, ["memory.checkpointing=none"])
     gib = (must_have(kept) - 0.5) / 1024 / FOUND
-    assert main(["plan", str(file), f"data.path={tmp_path / 'nowhere'}", "--device", f"{gib:.5f}GiB"]) == 0
+    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0)
+    words = ["plan", str(file), f"data.path={tmp_path / 'nowhere'}", "--device", f"{gib:.5f}GiB"]
+    assert main(words) == 0
     text = capsys.readouterr().out
     written = next(tmp_path.glob("large_*gib.json"))
     assert str(written) in text and "1. " in text and "expected:" in text and "2. " in text
     planned, _ = read_config(written, needs_data=False)
     assert planned.name == written.stem and planned.data.path.endswith("nowhere")
     assert estimate(planned, L4.capability).needed() <= gib * FOUND * GIB
+    counted = [line for line in text.splitlines() if "predictions in" in line]
+    assert len(counted) >= 3 and " 1 predictions in" in counted[0] and f" {len(counted)} predictions in" in counted[-1]
+    assert "MiB" in counted[0]
+    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 10.0)
+    assert main([*words, "--out", str(tmp_path / "planned.json")]) == 0
+    assert capsys.readouterr().out.count("predictions in") <= 3
 
 
 def test_plan_asks_for_a_card_and_prints_batches(
-    tiny_config: dict, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_config: dict, write_config, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("simpletune.estimate.plan_command.RESOLUTIONS", (32, 64))
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps(tiny_config))
+    file = write_config(tiny_config)
     assert main(["plan", str(file)]) == 2
     assert "--device" in capsys.readouterr().err
     assert main(["plan", str(file), "--batches", "--device", "L4", "--device", "8GiB"]) == 0

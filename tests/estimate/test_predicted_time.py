@@ -62,11 +62,6 @@ def seconds_of(config: dict, part: str, stage: str, changes: dict | None = None,
     return job_time(validate(data, "x"), a_job(part, "latents"), L4, counts).stages.get(stage, 0.0)
 
 
-@pytest.mark.parametrize(("every", "times"), [(None, 1), (1000, 1), (500, 2), (300, 4), (1, 1000)])
-def test_what_is_due_happens_at_its_period_and_at_the_end(every: int | None, times: int) -> None:
-    assert times_due(every, 1000) == times
-
-
 def test_class_pictures_are_timed(tiny_config: dict) -> None:
     def drawn(**changes: object) -> float:
         prior = {"method": "class_pictures", "prompt": "a shape", "steps": 2 * SIMULATED, "count": 10} | changes
@@ -93,38 +88,31 @@ def test_pictures_are_drawn_at_the_start_between_and_at_the_end(tiny_config: dic
 
 def test_drift_takes_passes_for_each_group_of_prompts(tiny_config: dict) -> None:
     def evaluated(**option: object) -> float:
-        changes = {
-            "validation": {"prompts": [], "loss_samples": 4, "every": None, "unrelated_prompts": []} | option,
-            "train": {"steps": 10},
-        }
-        return seconds_of(tiny_config, "evaluate", "validate", changes | {"checkpoint": {"every": None}})
+        validation = {"prompts": [], "loss_samples": 4, "every": None, "unrelated_prompts": []} | option
+        changes = {"validation": validation, "train": {"steps": 10}, "checkpoint": {"every": None}}
+        return seconds_of(tiny_config, "evaluate", "validate", changes)
 
     assert evaluated() == pytest.approx(2 * 4 * SECONDS)  # before and after
     assert evaluated(class_prompt="a shape", unrelated_prompts=["a tree"]) == pytest.approx(3 * evaluated())
 
 
-def test_every_checkpoint_is_saved(tiny_config: dict) -> None:
+def test_every_checkpoint_is_saved_and_what_is_cached_takes_no_time(tiny_config: dict) -> None:
     def saved(every: int | None) -> float:
         return seconds_of(tiny_config, "draw", "save", {"checkpoint": {"every": every}, "train": {"steps": 10}})
 
+    assert [times_due(every, 1000) for every in (None, 1000, 500, 300, 1)] == [1, 1, 2, 4, 1000]
     one = saved(5) - saved(None)
     assert one > 0 and saved(2) - saved(None) == pytest.approx(4 * one)
-
-
-def test_what_is_in_the_cache_takes_no_time(tiny_config: dict) -> None:
     assert seconds_of(tiny_config, "text.clip", "text") > SECONDS / 2
     cached = COUNTS._replace(prompts=0, pixels=0)
     assert seconds_of(tiny_config, "text.clip", "text", counts=cached) == 0
     assert seconds_of(tiny_config, "draw", "latents", counts=cached) == 0 < seconds_of(tiny_config, "draw", "latents")
 
 
-def test_the_price_of_a_card_as_the_driver_names_it() -> None:
+def test_the_price_of_a_card_as_the_driver_names_it(tmp_path: Path) -> None:
     known = card_price(card_named_by_driver("NVIDIA A100-SXM4-80GB", 79 * 2**30, (8, 0)))
     assert known is not None and known.per_hour == 1.79
     assert card_price(card_named_by_driver("NVIDIA A2", 15 * 2**30, (8, 6))) is None
-
-
-def test_a_card_of_the_table_has_no_other_card_s_price(tmp_path: Path) -> None:
     prices = tmp_path / "prices.json"
     prices.write_text('{"RTX3060-6GB": {"per_hour": 0.1, "as_of": "2026-11", "source": "ours"}}')
     assert card_price(find_card("RTX3060-12GB"), str(prices)) is None
@@ -132,47 +120,37 @@ def test_a_card_of_the_table_has_no_other_card_s_price(tmp_path: Path) -> None:
     assert small is not None and small.per_hour == 0.1  # the only one of that name with a price
 
 
-def test_a_run_on_a_card_is_priced_before_it_starts(
-    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
-    monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
-    monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
-    config = validate(tiny_config | {"train": {"steps": 100}}, "x")
-    prediction = Estimate(a_job("latents"), (32, 32))
-    found = forecasting.estimate_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
-    assert found is not None and found["price"]["per_hour"] == 0.7068
-    assert found["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
-    assert found["cost"] == pytest.approx(found["seconds"] * 0.7068 / 3600, abs=1e-4)
-    out = capsys.readouterr().out
-    assert "time    predicted 4 ms a step (3 ms to 8 ms, by its data sheet" in out and "0.7068 USD per hour" in out
-
-
-def test_the_users_prices_come_before_the_shipped_ones(
+def test_a_run_on_a_card_is_priced_before_it_starts_by_the_users_prices_first(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
     monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
-    mine = tmp_path / "mine.json"
-    mine.write_text('{"L4": {"per_hour": 0.25, "as_of": "2026-11", "source": "our cluster"}}')
-    output = {**tiny_config["output"], "prices": str(mine)}
-    config = validate(tiny_config | {"train": {"steps": 100}, "output": output}, "x")
     prediction = Estimate(a_job("latents"), (32, 32))
 
-    def found() -> Json:
+    def found(**output: str) -> Json:
+        changes = {"train": {"steps": 100}, "output": {**tiny_config["output"], **output}}
+        config = validate(tiny_config | changes, "x")
         time = forecasting.estimate_time(config, prediction, torch.device("cuda"), None)  # type: ignore[arg-type]
         assert time is not None
         return time
 
-    assert found()["price"]["per_hour"] == 0.25 and found()["price"]["source"] == "our cluster"
+    shipped = found()
+    assert shipped["price"]["per_hour"] == 0.7068
+    assert shipped["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
+    assert shipped["cost"] == pytest.approx(shipped["seconds"] * 0.7068 / 3600, abs=1e-4)
+    out = capsys.readouterr().out
+    assert "time    predicted 4 ms a step (3 ms to 8 ms, by its data sheet" in out and "0.7068 USD per hour" in out
+    mine, given = tmp_path / "mine.json", tmp_path / "given.json"
+    mine.write_text('{"L4": {"per_hour": 0.25, "as_of": "2026-11", "source": "our cluster"}}')
+    price = found(prices=str(mine))["price"]
+    assert price["per_hour"] == 0.25 and price["source"] == "our cluster"
     assert "0.25 per hour, as of 2026-11, our cluster" in capsys.readouterr().out
-    assert card_price(L4, config.output.prices).per_hour == 0.25  # type: ignore[union-attr]
-    given = tmp_path / "given.json"
+    assert card_price(L4, str(mine)).per_hour == 0.25  # type: ignore[union-attr]
     given.write_text('{"L4": {"per_hour": 0.5, "as_of": "2026-11", "source": "given"}}')
-    assert card_price(L4, config.output.prices, given).per_hour == 0.5  # type: ignore[union-attr]
+    assert card_price(L4, str(mine), given).per_hour == 0.5  # type: ignore[union-attr]
     mine.write_text('{"L4": {"per_hour": 0.25}}')
-    assert "price" not in found()
+    assert "price" not in found(prices=str(mine))
     assert f"warning the price is not predicted: output.prices: {mine}: L4.as_of" in capsys.readouterr().out
 
 
@@ -181,19 +159,19 @@ def test_what_is_prepared_already_is_not_counted_again(tiny_config: dict, tmp_pa
     config = resolve_folders(validate(tiny_config, "x"))
     plan = plan_data(config).plan
     before = DataCounts.to_prepare(config, plan)
-    assert (
-        before.pixels == DataCounts.of(config, plan).pixels > 0
-        and before.prompts >= DataCounts.of(config, plan).prompts > 0
-    )
+    whole = DataCounts.of(config, plan)
+    assert before.pixels == whole.pixels > 0 and before.prompts >= whole.prompts > 0
     prepare_only(config)
     assert DataCounts.to_prepare(config, plan) == before._replace(prompts=0, pixels=0)
     assert before.steps == plan.steps_per_epoch
 
 
-def test_an_epoch_has_the_steps_of_its_buckets(tiny_config: dict) -> None:
+def test_an_epoch_has_the_steps_of_its_buckets_and_a_faster_card_s_take_less(tiny_config: dict) -> None:
     config = validate(tiny_config | {"train": {"epochs": 3, "batch_size": 4}}, "x")
     assert job_time(config, a_job("latents"), L4, COUNTS).steps == 3 * 2  # 8 samples, 4 at once
     assert job_time(config, a_job("latents"), L4, COUNTS._replace(steps=5)).steps == 3 * 5
+    slow, fast = (job_time(config, a_job(), replace(L4, bandwidth=b)).step.seconds for b in (300, 600))
+    assert slow == pytest.approx(2 * fast, rel=0.01)
 
 
 def a_prediction(**changes: object) -> dict:
@@ -225,18 +203,17 @@ def test_a_prediction_stands_beside_what_the_run_took(tmp_path: Path) -> None:
     assert "expected between 0.300 s and 0.800 s, bound by products" in text
 
 
-def test_a_run_of_another_length_is_compared_by_its_step(tmp_path: Path) -> None:
+def test_another_length_is_compared_by_its_step_and_a_damaged_prediction_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "run", steps=20)
+    summary = json.loads((run / "summary.json").read_text())
     write_json(run / PREDICTED, a_prediction())
-    found = beside_measured(run, json.loads((run / "summary.json").read_text()))
+    found = beside_measured(run, summary)
     assert found is not None and found["seconds_per_step"]["ratio"] == 0.8 and not {"stages", "seconds"} & set(found)
     assert len(list(time_lines(found))) == 1
-
-
-def test_a_damaged_prediction_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run")
     (run / PREDICTED).write_text('{"seconds_per_step": "fast"}')
-    assert beside_measured(run, json.loads((run / "summary.json").read_text())) is None
+    assert beside_measured(run, summary) is None
     assert "predicted.json is damaged" in capsys.readouterr().out and not (run / PREDICTED).exists()
 
 
@@ -266,9 +243,8 @@ def test_a_run_keeps_its_predicted_time_from_its_first_start(
     calibrated(config)
     folder = train(config, estimate_first=True)
     kept = json.loads((folder / PREDICTED).read_text())
-    assert kept["steps"] == 2 and kept["seconds_by_stage"] == {
-        "train": pytest.approx(2 * kept["seconds_per_step"], 0.1)
-    }
+    assert kept["steps"] == 2
+    assert kept["seconds_by_stage"] == {"train": pytest.approx(2 * kept["seconds_per_step"], 0.1)}
     summary = json.loads((folder / "summary.json").read_text())
     pair = summary["predicted_time"]["seconds_per_step"]
     assert pair == {"predicted": kept["seconds_per_step"], "measured": summary["seconds_per_step"],
@@ -292,9 +268,3 @@ def test_an_unreadable_calibration_stops_no_run(
     plan = type("Plan", (), {"largest": lambda self: (32, 32), "steps_per_epoch": 1})()
     assert forecasting.estimate_time(config, None, torch.device("cpu"), plan) is None  # type: ignore[arg-type]
     assert "the time is not predicted" in capsys.readouterr().out
-
-
-def test_the_step_of_a_faster_card_takes_less(tiny_config: dict) -> None:
-    config = validate(tiny_config, "x")
-    slow, fast = (job_time(config, a_job(), replace(L4, bandwidth=b)).step.seconds for b in (300, 600))
-    assert slow == pytest.approx(2 * fast, rel=0.01)

@@ -120,11 +120,12 @@ def test_the_licence_is_the_bases(model: dict, expected: dict) -> None:
     assert front["license"] == "other"
 
 
-def test_the_front_matter_survives_any_prompt() -> None:
+def test_front_matter_and_inline_code_hold_anything() -> None:
     prompt = "one: \"two\" 'three' #4 | {5}\n- sechs \U0001f600 \u2028 & %"
     config = config_of(data={"source": "folder", "path": "x", "prompt": prompt})
     front = yaml.safe_load(front_matter(config).strip("-\n"))
     assert front["instance_prompt"] == prompt and front["base_model"] == MEDIUM
+    assert code("a b") == "`a b`" and code("a\n`b`") == "`` a `b` ``"
 
 
 def test_the_snippet_follows_the_model() -> None:
@@ -148,21 +149,12 @@ def test_a_shareable_configuration_has_no_local_path() -> None:
     assert shared.data.path == "photos" and config.data.path == "/home/ann/photos"
 
 
-def test_inline_code_holds_anything() -> None:
-    assert code("a b") == "`a b`" and code("a\n`b`") == "`` a `b` ``"
-
-
 class Hub(ThreadingHTTPServer):
-    """Answers as the hub does to an upload, and keeps what it is given.
+    """Answers as the hub does to an upload, and keeps what it is given."""
 
-    Args:
-        status: to refuse with, if not 200.
-        private: whether the repository is.
-    """
-
-    def __init__(self, status: int = 200, private: bool = False):
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), HubAnswers)
-        self.status, self.private = status, private
+        self.status, self.private = 200, False  # to refuse with, if not 200; whether the repository is private
         self.files: dict[str, bytes] = {}
         self.asked: list[tuple[str, Any]] = []
 
@@ -249,6 +241,9 @@ def test_push_uploads_the_result_and_nothing_else(hub: Hub, run: Path, tmp_path:
     card = hub.files["README.md"].decode()
     assert 'RESULT = "ann/disc"\n' in card and card == for_repository((run / "README.md").read_text(), "ann/disc")
     assert json.loads(hub.files["config.json"])["data"]["path"] == "pictures"
+    with safe_open(run / result, "pt") as handle:
+        header = json.loads(handle.metadata()["simpletune_config"])
+    assert (header["name"], header["data"]["path"]) == ("tiny", "pictures")
     creation = next(rows[0] for path, rows in hub.asked if path == "/api/repos/create")
     assert "private" not in json.dumps(creation)
 
@@ -266,6 +261,8 @@ def test_push_asks_first(hub: Hub, run: Path, capsys, monkeypatch: pytest.Monkey
     assert main(["push", str(run), "ann/disc"]) == 2
     assert "Add --yes" in capsys.readouterr().err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    sys.stdin.read()
+    assert main(["push", str(run), "ann/disc"]) == 2  # no answer
     for answer, code_expected in (("", 2), ("n", 2), ("y", 0)):
         monkeypatch.setattr("builtins.input", lambda text, answer=answer: answer)
         assert hub.asked == []
@@ -282,64 +279,36 @@ def test_push_private(hub: Hub, run: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "message"),
+    ("refusal", "message"),
     [
         (401, "token (401). Log in again"),
         (403, "the token may not write to ann/disc"),
         (404, "ann/disc was not found"),
         (500, "the hub answered 500"),
+        (None, "cannot reach the hub"),
+        (huggingface_hub.errors.HFValidationError("odd"), "push: ann/disc is not a valid repository name (odd)"),
+        (huggingface_hub.errors.OfflineModeIsEnabled("x"), "push: nothing was uploaded, because HF_HUB_OFFLINE is set. "
+                                                           "Unset it"),
+        (RuntimeError(TOKEN), "push: the upload failed (RuntimeError)"),
     ],
-)
-def test_push_says_why_the_hub_refuses(status: int, message: str, hub: Hub, run: Path, capsys) -> None:
-    hub.status = status
+    ids=["401", "403", "404", "500", "unreachable", "name", "offline", "upload"],
+)  # fmt: skip
+def test_push_says_why_nothing_was_uploaded(refusal, message: str, hub: Hub, run: Path, capsys, monkeypatch) -> None:
+    def fail(*words: object, **more: object) -> None:
+        raise refusal
+
+    if isinstance(refusal, int):
+        hub.status = refusal
+    elif refusal is None:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    else:
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2
     error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error and TOKEN not in error
+    assert message in error and "Traceback" not in error and TOKEN not in error and not hub.files
 
 
-def test_push_without_a_connection(hub: Hub, run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert main(["push", str(run), "ann/disc", "--yes"]) == 2
-    assert "cannot reach the hub" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (huggingface_hub.errors.HFValidationError("odd"), "ann/disc is not a valid repository name (odd)"),
-        (
-            huggingface_hub.errors.OfflineModeIsEnabled("x"),
-            "nothing was uploaded, because HF_HUB_OFFLINE is set. Unset it",
-        ),
-        (RuntimeError(TOKEN), "the upload failed (RuntimeError)"),
-    ],
-    ids=["name", "offline", "upload"],
-)
-def test_push_tells_what_huggingface_hub_raises(error, message, hub: Hub, run: Path, capsys, monkeypatch) -> None:
-    def fail(*words: object, **more: object) -> None:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
-    assert main(["push", str(run), "ann/disc", "--yes"]) == 2
-    said = capsys.readouterr().err
-    assert f"push: {message}" in said and TOKEN not in said and not hub.files
-
-
-def test_push_without_an_answer_uploads_nothing(hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert main(["push", str(run), "ann/disc"]) == 2 and hub.asked == []
-
-
-def test_push_without_a_token(hub: Hub, run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert main(["push", str(run), "ann/disc", "--yes"]) == 2
-    shown = capsys.readouterr()
-    assert "no token" in shown.err and "Log in with `hf auth login`" in shown.err and "README.md" in shown.out
-    assert hub.asked == []
-
-
-def test_push_of_what_is_no_result(hub: Hub, run: Path, tmp_path: Path, capsys) -> None:
+def test_push_of_no_result_or_without_a_token(hub: Hub, run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "empty").mkdir()
     for folder, name, message in (
         (tmp_path / "nowhere", "ann/disc", "nowhere does not exist"),
@@ -348,12 +317,10 @@ def test_push_of_what_is_no_result(hub: Hub, run: Path, tmp_path: Path, capsys) 
     ):
         assert main(["push", str(folder), name, "--yes"]) == 2
         assert message in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert main(["push", str(run), "ann/disc", "--yes"]) == 2
+    shown = capsys.readouterr()
+    assert "no token" in shown.err and "Log in with `hf auth login`" in shown.err and "README.md" in shown.out
     (run / "README.md").unlink()
     assert main(["push", str(run), "ann/disc", "--yes"]) == 2
     assert "has no README.md" in capsys.readouterr().err and hub.asked == []
-
-
-def test_the_results_header_says_how_it_was_made(run: Path) -> None:
-    with safe_open(run / "pytorch_lora_weights.safetensors", "pt") as handle:
-        header = json.loads(handle.metadata()["simpletune_config"])
-    assert (header["name"], header["data"]["path"]) == ("tiny", "pictures")

@@ -107,6 +107,13 @@ def test_what_is_not_there_is_said(name: str, message: str, here: Path) -> None:
         find_named(name, "--lora: ")
 
 
+def test_a_name_in_a_local_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="runs/typo does not exist"):
+        find_named("runs/typo")
+
+
 def test_a_full_run_is_no_lora_and_the_message_says_so(here: Path) -> None:
     for name in ("full", "p@2"):
         args = parsed(generate_arguments, "--run", "lora", "--lora", f"{name}:0.5")
@@ -213,12 +220,6 @@ def test_a_checkpoint_is_pushed_with_a_card_of_its_own_and_no_local_path(here: P
         files_of(find_run("full@2"), "me/it")
 
 
-def test_where_no_run_is_finished_a_stopped_one_is_named(here: Path, tmp_path: Path) -> None:
-    shutil.copytree("q", tmp_path / "q")
-    with pytest.raises(UserError, match=f"no finished run. .*--run {tmp_path}/q@4$"):
-        open_session(parsed(generate_arguments, "--runs", tmp_path))
-
-
 def test_names_import_no_torch() -> None:
     code = (
         "import sys, simpletune.runs.weights_names, simpletune.runs.report.single_run; sys.exit('torch' in sys.modules)"
@@ -226,7 +227,7 @@ def test_names_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Path) -> None:
+def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     args = parsed(generate_arguments, "--model", tiny_pipeline)
     with pytest.raises(UserError, match="^neither a run nor a LoRA is named"):
         choose_weights(open_session(args), args)
@@ -234,14 +235,10 @@ def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Pa
         open_session(parsed(generate_arguments, "--run", "q@3"))
     with pytest.raises(UserError, match="^push: nowhere does not exist"):
         files_of(find_run("nowhere"), "me/it")
+    shutil.copytree("q", tmp_path / "q")
+    with pytest.raises(UserError, match=f"no finished run. .*--run {tmp_path}/q@4$"):
+        open_session(parsed(generate_arguments, "--runs", tmp_path))
     assert (
         run_result(Path("q"), 0.5, 2).scale == 0.5 and json.loads(Path("q/config.json").read_text())["name"] == "lora"
     )
     assert weight_file("p@2") == saved("p", 2) / "ema.safetensors"
-
-
-def test_a_name_in_a_local_folder_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match="runs/typo does not exist"):
-        find_named("runs/typo")

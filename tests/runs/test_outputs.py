@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_runs import run_with
 
 from simpletune.adapters.files.attach import load_loras
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import compare
 from simpletune.commands.generate.generate import generate
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
@@ -30,20 +29,18 @@ from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 
 
-def run_with(tiny_config: dict, **changes: dict) -> Path:
-    data = copy.deepcopy(tiny_config)
-    for section, values in changes.items():
-        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
-    return train(validate(data, "test"))
-
-
-def trained_model(run: Path, tiny_config: dict, **changes: dict) -> torch.nn.Module:
+def trained_model(run: Path) -> torch.nn.Module:
     """The run's model as it stood at its last checkpoint."""
     saved = checkpoint.find_checkpoint("latest", run)
     config = resolve_folders(validate(saved.config, "saved"))
     model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     checkpoint.restore(saved, model, attach(config, model), config.optimizer)
     return model.eval()
+
+
+def plain_denoiser(pipeline: Path) -> torch.nn.Module:
+    model = SD3().model_copy(update={"pretrained": str(pipeline)})
+    return model.load_denoiser(FP32(), torch.device("cpu"))
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def velocity(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.T
 @pytest.mark.parametrize("adapter", [{"rank": 2}, {"rank": 4, "alpha": 3.0, "targets": "all_linear"}], ids=str)
 def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, tiny_pipeline, inputs) -> None:
     run = run_with(tiny_config, adapter=adapter, train={"steps": 20})
-    ours = velocity(trained_model(run, tiny_config), inputs)
+    ours = velocity(trained_model(run), inputs)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     base = velocity(pipeline.transformer, inputs)
     pipeline.load_lora_weights(run, weight_name="pytorch_lora_weights.safetensors")
@@ -75,30 +72,34 @@ def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, 
     assert effect > 1e-3
     assert (theirs - ours).abs().max() < 1e-4 * effect
 
-    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
+    model = plain_denoiser(tiny_pipeline)
     load_loras(model, [(run / "pytorch_lora_weights.safetensors", 1.0)])
     assert (velocity(model, inputs) - ours).abs().max() < 1e-4 * effect
 
 
-def test_the_scale_of_a_lora(tiny_config, tiny_pipeline, inputs) -> None:
+def test_without_strength_or_with_the_adapter_off_the_model_is_the_base(tiny_config, tiny_pipeline, inputs) -> None:
     run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 10})
-    loader = SD3().model_copy(update={"pretrained": str(tiny_pipeline)})
+    base = velocity(plain_denoiser(tiny_pipeline), inputs)
     results = []
     for scale in (0.0, 1.0):
-        model = loader.load_denoiser(FP32(), torch.device("cpu"))
+        model = plain_denoiser(tiny_pipeline)
         load_loras(model, [(run / "pytorch_lora_weights.safetensors", scale)])
         results.append(velocity(model, inputs))
-    base = velocity(loader.load_denoiser(FP32(), torch.device("cpu")), inputs)
-    torch.testing.assert_close(results[0], base, rtol=0, atol=0)
-    assert not torch.equal(results[1], base)
+    model = trained_model(run)
+    with validate(tiny_config, "x").adapter.disabled(model):
+        results.append(velocity(model, inputs))
+    results.append(velocity(model, inputs))
+    assert [torch.equal(found, base) for found in results] == [True, False, True, False]
 
 
-def test_the_full_model_loads_in_diffusers(tiny_config, inputs) -> None:
-    run = run_with({**tiny_config, "adapter": {"method": "full"}}, train={"steps": 3})
+def test_the_full_model_loads_in_diffusers_and_is_drawn_by_default(tiny_config, inputs, tmp_path: Path) -> None:
+    tiny_config["adapter"] = {"method": "full"}
+    run = run_with(tiny_config, train={"steps": 5}, validation={"prompts": ["a red disc"], "steps": 3})
     theirs = SD3Transformer2DModel.from_pretrained(run / "transformer", dtype=torch.float32)
-    torch.testing.assert_close(
-        velocity(theirs, inputs), velocity(trained_model(run, tiny_config), inputs), rtol=0, atol=0
-    )
+    assert torch.equal(velocity(theirs, inputs), velocity(trained_model(run), inputs))
+    drawn = generate(arguments("--runs", str(tmp_path / "runs")))
+    expected = Image.open(run / "samples" / "step-000005" / "prompt-00.png")
+    assert drawn.name == "0001-full-seed0.png" and list(Image.open(drawn).getdata()) == list(expected.getdata())
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
@@ -121,16 +122,6 @@ def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_with_the_adapter_off_the_model_is_the_base(tiny_config, tiny_pipeline, inputs) -> None:
-    run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 10})
-    model = trained_model(run, tiny_config)
-    adapter = validate(tiny_config, "x").adapter
-    base = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
-    with adapter.disabled(model):
-        torch.testing.assert_close(velocity(model, inputs), velocity(base, inputs), rtol=0, atol=0)
-    assert not torch.equal(velocity(model, inputs), velocity(base, inputs))
-
-
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     generate_arguments(parser)
@@ -148,64 +139,39 @@ def test_generate_repeats_the_runs_validation_pictures(tiny_config, tmp_path: Pa
         assert list(Image.open(ours).getdata()) == list(expected.getdata())
     assert list(Image.open(base).getdata()) != list(Image.open(tuned).getdata())
     assert "s per picture, peak memory" in capsys.readouterr().out
+    full = Image.open(generate(arguments("--runs", str(tmp_path / "runs"), "--full")))
+    pairs = zip(full.tobytes(), Image.open(tuned).tobytes(), strict=True)
+    assert max(abs(a - b) for a, b in pairs) <= 1 and "merged" in full.text["weights"]
     other = generate(
         arguments("--run", str(run), "--base", "--seed", "3", "--size", "48x32", "--output", str(tmp_path / "o.png"))
     )
     assert Image.open(other).size == (48, 32) and Image.open(other).text["seed"] == "3"
 
 
-def test_generate_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no finished run. Train one first: ./train.sh"):
-        generate(arguments("--runs", str(tmp_path)))
-
-
 @pytest.mark.parametrize(
-    ("rename", "message"),
+    ("change", "message"),
     [
-        (lambda name: name.replace("lora_A", "first").replace("lora_B", "second"), "is an unknown kind of file"),
-        (lambda name: "lora_unet_" + name, "is a LoRA for an unknown model"),
-        (lambda name: name.replace("transformer_blocks", "single_blocks"), "is a LoRA for Flux"),
-        (
-            lambda name: name.replace("blocks.0", "blocks.7"),
-            "7 of 7 layers are not in this model: transformer_blocks.7",
-        ),
-        (lambda name: name.replace("to_out.0", "to_out.1"), "keys match no layer of Stable Diffusion 3: .*to_out.1"),
+        (("lora_", "other_"), "is an unknown kind of file"),
+        (("transformer.", "lora_unet_transformer."), "is a LoRA for an unknown model"),
+        (("transformer_blocks", "single_blocks"), "is a LoRA for Flux"),
+        (("blocks.0", "blocks.7"), "7 of 7 layers are not in this model: transformer_blocks.7"),
+        (("to_out.0", "to_out.1"), "keys match no layer of Stable Diffusion 3: .*to_out.1"),
     ],
 )
-def test_a_lora_that_does_not_fit_is_refused(rename, message: str, tiny_config, tiny_pipeline, tmp_path: Path) -> None:
-    run = run_with(tiny_config, train={"steps": 1})
-    state = load_file(run / "pytorch_lora_weights.safetensors")
-    save_file({rename(name): tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
-    model = SD3().model_copy(update={"pretrained": str(tiny_pipeline)}).load_denoiser(FP32(), torch.device("cpu"))
+def test_a_lora_that_does_not_fit_is_refused(
+    change, message: str, tiny_config, train_once, tiny_pipeline, tmp_path
+) -> None:
+    state = load_file(train_once(tiny_config) / "pytorch_lora_weights.safetensors")
+    save_file({name.replace(*change): tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match=message):
-        load_loras(model, [(tmp_path / "other.safetensors", 1.0)])
+        load_loras(plain_denoiser(tiny_pipeline), [(tmp_path / "other.safetensors", 1.0)])
 
 
-def test_a_truncated_lora_is_refused(tiny_config, tiny_pipeline, tmp_path: Path) -> None:
-    run = run_with(tiny_config, train={"steps": 1})
-    data = (run / "pytorch_lora_weights.safetensors").read_bytes()
+def test_a_truncated_lora_is_refused(tiny_config, train_once, tmp_path: Path) -> None:
+    data = (train_once(tiny_config) / "pytorch_lora_weights.safetensors").read_bytes()
     (tmp_path / "cut.safetensors").write_bytes(data[:-100])
     with pytest.raises(UserError, match="cut.safetensors is truncated: .* Download it again"):
         load_loras(torch.nn.Module(), [(tmp_path / "cut.safetensors", 1.0)])
-
-
-def test_the_full_model_of_a_lora_run_draws_what_the_lora_draws(tiny_config, tmp_path: Path) -> None:
-    run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
-    lora, full = (
-        generate(arguments("--runs", str(tmp_path / "runs"), *words, "--output", str(tmp_path / f"{len(words)}.png")))
-        for words in ([], ["--full"])
-    )
-    pixels = [list(Image.open(file).getdata()) for file in (lora, full)]
-    assert max(abs(a - b) for x, y in zip(*pixels, strict=True) for a, b in zip(x, y, strict=True)) <= 1
-    assert "merged" in Image.open(full).text["weights"]
-
-
-def test_the_full_model_of_a_full_run_is_drawn_by_default(tiny_config, tmp_path: Path) -> None:
-    config = {**tiny_config, "adapter": {"method": "full"}}
-    run = run_with(config, train={"steps": 5}, validation={"prompts": ["a red disc"], "steps": 3})
-    drawn = generate(arguments("--runs", str(tmp_path / "runs")))
-    expected = Image.open(run / "samples" / "step-000005" / "prompt-00.png")
-    assert drawn.name == "0001-full-seed0.png" and list(Image.open(drawn).getdata()) == list(expected.getdata())
 
 
 def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_path: Path) -> None:
@@ -225,6 +191,8 @@ def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_p
 
 def test_generate_with_a_model_alone_needs_no_run(tiny_pipeline, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no finished run. Train one first: ./train.sh"):
+        generate(arguments("--runs", str(tmp_path)))
     words = ["--model", str(tiny_pipeline), "--base", "--device", "cpu", "--size", "32x32", "--steps", "2"]
     drawn = generate(arguments(*words, "--prompt", "a red disc"))
     assert drawn == Path("inference-out/0001-base-seed0.png") and Image.open(drawn).size == (32, 32)

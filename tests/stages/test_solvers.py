@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,7 +94,8 @@ def pipeline(kind: type, unet: nn.Module, config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "guidance"), [*itertools.product(SCHEDULES, (5, 16), (5.0,)), ("v", 1, 1.0)]
+    ("schedule", "steps", "guidance"),
+    [("epsilon", 5, 5.0), ("v", 16, 5.0), ("zero SNR", 5, 5.0), ("zero SNR", 16, 5.0), ("v", 1, 1.0)],
 )
 def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: float, unet) -> None:
     config, request = SCHEDULES[schedule], PictureRequest("", 3, width=64, height=48, steps=steps, guidance=guidance)
@@ -110,8 +110,10 @@ def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: fl
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("strength", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("schedule", "strength"),
+    [("epsilon", 0.25), ("epsilon", 1.0), ("v", 0.5), ("zero SNR", 0.25), ("zero SNR", 1.0)],
+)
 def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: float, unet) -> None:
     config = SCHEDULES[schedule]
     request = PictureRequest("", 3, width=64, height=48, steps=8, guidance=5.0, image=Path("z"), strength=strength)
@@ -157,10 +159,8 @@ def test_one_guidance_difference_for_two_steps(unet) -> None:
 
 def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
     """The solver keeps earlier predictions, so each drawing has its own."""
-    request, sampler = (
-        PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0),
-        Sampler(unet, Family(SD15), FP32()),
-    )
+    request = PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0)
+    sampler = Sampler(unet, Family(SD15), FP32())
     positive, negative = [[(embeds, torch.empty(0))] * 2 for embeds in prompts()]
     first = sampler.denoise([request], positive[:1], negative[:1])
     both = sampler.denoise([request, replace(request, seed=4)], positive, negative)

@@ -32,11 +32,11 @@ from simpletune.runs.push import files_of
 from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.single_run import single_run_report
 from simpletune.runs.text_side import embedding_of, text_side_of, with_embeddings
-from simpletune.runs.weights import BASE, Weights, find_weights
+from simpletune.runs.weights import BASE, Weights, find_weights, lora_weights
 from simpletune.runs.weights_names import CheckpointRef, find_named
 from simpletune.stages.png import generation_parameters
 from simpletune.stages.sample import PictureRequest
-from simpletune.stages.text_cache import PromptStore
+from simpletune.stages.text_cache import PromptStore, TextCache
 from simpletune.system.options import UserError
 
 PROMPT = "a <dots> picture of a red circle, <dots>"
@@ -46,11 +46,6 @@ WIDTHS = {"clip_l": 16, "clip_g": 16, "t5": 32}
 def vectors(widths: dict[str, int], count: int, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(count, width, generator=generator) for name, width in widths.items()}
-
-
-def rows_of(ids: Tensor, number: int, count: int) -> list[int]:
-    """Where a run of ``count`` ids from ``number`` stands."""
-    return [row for row, one in enumerate(ids.tolist()) if number <= one < number + count]
 
 
 @torch.no_grad()
@@ -128,11 +123,12 @@ def test_t5s_updates_equal_the_merged_encoder(tiny_pipeline: Path, tmp_path: Pat
 
 
 def test_two_tokens_and_words_of_other_models(tiny_pipeline: Path) -> None:
-    one = EmbeddingFile("<a>", "input", vectors({"clip_l": 16}, 1), words=("red",))
-    two = EmbeddingFile("<b>", "input", vectors({"clip_g": 16, "t5": 32}, 2, 1), words=("blue",))
+    def named(token: str, word: str, widths: dict[str, int], *rest: int) -> EmbeddingFile:
+        return EmbeddingFile(token, "input", vectors(widths, *rest), words=(word,))
+
+    one, two = named("<a>", "red", {"clip_l": 16}, 1), named("<b>", "blue", {"clip_g": 16, "t5": 32}, 2, 1)
     both = encoded(tiny_pipeline, "sd3", "a <a> and <b>", embeddings=(one, two))[0]
-    swapped = encoded(tiny_pipeline, "sd3", "a <a> and <b>", embeddings=(two, one))[0]
-    assert torch.equal(both, swapped)
+    assert torch.equal(both, encoded(tiny_pipeline, "sd3", "a <a> and <b>", embeddings=(two, one))[0])
     with pytest.raises(UserError, match="two embeddings are called <a>. Give one of them another name"):
         TextSide((one, one))
     for odd, message in (
@@ -140,11 +136,10 @@ def test_two_tokens_and_words_of_other_models(tiny_pipeline: Path) -> None:
         ({"clip": 99}, "the vectors of <a> for clip have width 99"),
     ):
         with pytest.raises(UserError, match=message):
-            encoded(tiny_pipeline, "sd3", "x", embeddings=(EmbeddingFile("<a>", "input", vectors(odd, 1)),))
-    file = EmbeddingFile("<a>", "input", vectors({"t5": 32}, 1))
+            encoded(tiny_pipeline, "sd3", "x", embeddings=(named("<a>", "red", odd, 1),))
     no_t5 = family(tiny_pipeline, "sd3").model_copy(update={"t5": False})
     with pytest.raises(UserError, match="<a> has vectors only for encoders that are not in use"):
-        TextEncoding(no_t5, torch.float32, TextSide((file,)))
+        TextEncoding(no_t5, torch.float32, TextSide((named("<a>", "red", {"t5": 32}, 1),)))
 
 
 def test_a_changed_embedding_or_strength_never_finds_an_old_encoding(tiny_pipeline: Path, tmp_path: Path) -> None:
@@ -174,8 +169,6 @@ def test_a_changed_embedding_or_strength_never_finds_an_old_encoding(tiny_pipeli
 
 
 def test_prompts_that_nothing_changes_share_training_s_files(tiny_pipeline: Path, tmp_path: Path) -> None:
-    from simpletune.stages.text_cache import TextCache
-
     model = family(tiny_pipeline, "sd3").model_copy(update={"t5_length": 16})
     TextCache(model, torch.float32, tmp_path).fill(["a red circle"], CPU)
     side = TextSide((EmbeddingFile("<dots>", "input", vectors(WIDTHS, 1)),))
@@ -270,10 +263,7 @@ def test_the_server_keys_prompts_by_the_text_side(
         pixels = Image.open(file).convert("RGB").tobytes()
         assert drawn.setdefault((name, scale), pixels) == pixels
     assert len(set(drawn.values())) == 3
-    for key, words in {
-        ("run", 0.5): ["--scale", "0.5"],
-        ("base", 1.0): ["--base"],
-    }.items():
+    for key, words in {("run", 0.5): ["--scale", "0.5"], ("base", 1.0): ["--base"]}.items():
         more = ["--size", "32x32", "--guidance", "4.5"]
         assert generated(tmp_path / "x.png", "--run", run, *words, *more) == drawn[key], key
 
@@ -291,8 +281,6 @@ def test_a_run_of_embeddings_alone_is_a_result(
     assert ours == Image.open(last).convert("RGB").tobytes()
     assert generated(tmp_path / "b.png", "--run", f"{run}@1") != ours
     with pytest.raises(UserError, match="has embeddings but no LoRA. Use --embedding"):
-        from simpletune.runs.weights import lora_weights
-
         lora_weights(str(run))
     assert main(["export", str(run), "--format", "kohya"]) != 0
     kept = without_twins([BASE, find_weights(find_named(f"{run}@1")), find_weights(find_named(f"{run}@2")),
@@ -348,19 +336,16 @@ def test_what_embedding_names(tmp_path: Path) -> None:
 
 
 def test_a_text_lora_for_another_model_is_refused(tiny_pipeline: Path, tmp_path: Path) -> None:
-    wrong = {
-        "width": ({"text_encoder." + CLIP.format(0, "mlp.fc1"): update((64, 99), 1)}, "has 99 inputs and 64 outputs"),
-        "layer": (
-            {"text_encoder." + CLIP.format(40, "mlp.fc1"): update((64, 16), 1)},
-            "clip_l has no layer text_model",
-        ),
-        "t5": ({T5_LAYER.replace("block.0", "block.9"): update((32, 32), 1)}, "T5 has no layer encoder.block.9"),
-    }
-    for name, (updates, message) in wrong.items():
-        file = write_lora(updates, tmp_path / f"{name}.safetensors", "kohya")
+    def refused(folder: Path, kind: str, updates: dict, message: str) -> None:
+        file = write_lora(updates, tmp_path / "wrong.safetensors", "kohya")
         with pytest.raises(UserError, match=message):
-            encoded(tiny_pipeline, "sd3", "a red circle", with_lora(file))
+            encoded(folder, kind, "a red circle", text_side_of(Weights("x", lora=file)))
+
+    fc1, layer = ("text_encoder." + CLIP.format(*place) for place in ((0, "mlp.fc1"), (40, "mlp.fc1")))
+    refused(tiny_pipeline, "sd3", {fc1: update((64, 99), 1)}, "has 99 inputs and 64 outputs")
+    refused(tiny_pipeline, "sd3", {layer: update((64, 16), 1)}, "clip_l has no layer text_model")
+    t5 = T5_LAYER.replace("block.0", "block.9")
+    refused(tiny_pipeline, "sd3", {t5: update((32, 32), 1)}, "T5 has no layer encoder.block.9")
     sd15 = tiny_sd15.build(tmp_path / "sd15")
-    file = write_lora(text_updates(tiny_pipeline), tmp_path / "sd3.safetensors", "kohya")
-    with pytest.raises(UserError, match="text_encoder_2.*: SD 1.5/2 has no such text encoder"):
-        encoded(sd15, "sd15", "a red circle", text_side_of(Weights("x", lora=file)))
+    message = "text_encoder_2.*: SD 1.5/2 has no such text encoder"
+    refused(sd15, "sd15", text_updates(tiny_pipeline), message)

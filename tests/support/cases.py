@@ -33,18 +33,13 @@ def members(field: str) -> list[dict]:
 
 
 WHOLE = ("lora", "full")  # methods whose every pair of weights and compute type is trained in the fast suite
-
-
 MODELS = [{"family": "sd3"}, {"family": "sd15", "version": "sd15"}, {"family": "sd15", "version": "sd2"}]
-
-
 Case = tuple[dict, ...]
-
-
+Pairs = set[frozenset[tuple[str, str]]]
 CASES: list[Case] = list(itertools.product(members("adapter"), members("precision"), members("optimizer"), MODELS))
 
 
-def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
+def pairs(case: Case) -> Pairs:
     """Every two choices that a case makes together (adapter, weights, compute type, optimizer, ...), and LoRA's and
     full fine-tuning's with every precision."""
     adapter, precision, *_ = case
@@ -53,14 +48,11 @@ def pairs(case: Case) -> set[frozenset[tuple[str, str]]]:
     return two | ({frozenset([*adapter.items(), *precision.items()])} if adapter["method"] in WHOLE else set())
 
 
-def choices(case: Case) -> set[frozenset[tuple[str, str]]]:
+def choices(case: Case) -> Pairs:
     """Every choice of a case, and LoRA and full fine-tuning with every version of the model."""
     adapter, *_, model = case
     single = {frozenset([item]) for part in case for item in part.items()}
     return single | ({frozenset([*adapter.items(), *model.items()])} if adapter["method"] in WHOLE else set())
-
-
-Pairs = set[frozenset[tuple[str, str]]]
 
 
 def covering(cases: Sequence[Case], of_case: Callable[[Case], Pairs] = pairs) -> list[Case]:

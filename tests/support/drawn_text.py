@@ -45,11 +45,7 @@ def encoded(
 
 
 CLIP = "text_model.encoder.layers.{}.{}"
-
-
 T5_LAYER = "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"
-
-
 DENOISER = {"sd3": "transformer_blocks.0.attn.to_k", "sd15": "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"}
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,29 +34,20 @@ def used(device: int = 0) -> int:
     return function(device)
 
 
-@dataclass
-class Counts:
-    """The counts of a context, by name."""
-
-    found: dict[str, int] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> int:
-        return self.found[name]
-
-
 @contextmanager
-def counted(*names: str) -> Iterator[Counts]:
-    """Count entry points within the context."""
-    counts, before = Counts(), {name: count(name) for name in names}
+def counted(*names: str) -> Iterator[dict[str, int]]:
+    """Count entry points within the context; the counts are there at its end."""
+    before = {name: count(name) for name in names}
+    counts: dict[str, int] = {}
     yield counts
-    counts.found = {name: count(name) - before[name] for name in names}
+    counts |= {name: count(name) - before[name] for name in names}
 
 
 def process(code: str, **environment: object) -> subprocess.CompletedProcess[str]:
     """Run Python code in a child process, under the stub with other variables: ``process("...", DRY_CC=75)``."""
-    changed = {name: str(value) for name, value in environment.items()}
+    env = os.environ | {name: str(value) for name, value in environment.items()}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **changed}, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
 
 def printed(code: str, **environment: object) -> str:

@@ -197,7 +197,9 @@ def require_passing(mutants: list[Mutant], tree: Path) -> None:
     """What killed a mutant passes without it."""
     killers = sorted({mutant.killed_by for mutant in mutants if mutant.killed_by in mutant.tests})
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--timeout", "300", *killers]
-    done = subprocess.run(command, cwd=tree, env=ENVIRONMENT | {"PYTHONPATH": str(tree)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tree, env=ENVIRONMENT | {"PYTHONPATH": str(tree)}, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"These fail without a mutant, too, so nothing is known:\n{done.stdout[-3000:]}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 import threading
 import time
 import urllib.request
@@ -15,12 +14,6 @@ from typing import Literal
 
 BUCKET = "bucket"
 Fault = Literal["error", "cut", "short", "slow"]
-SETTINGS = {
-    "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "testing",
-    "AWS_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 
 
 class Faults:
@@ -127,9 +120,7 @@ def serving(faults: Faults | None = None) -> Iterator[str]:
 
 def settings(url: str) -> dict[str, str]:
     """The environment with which clients reach a server."""
-    return {**SETTINGS, "AWS_ENDPOINT_URL": url}
-
-
-def use(url: str) -> None:
-    """Let this process reach a server."""
-    os.environ.update(settings(url))
+    return {
+        "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": url,
+    }  # fmt: skip

@@ -16,16 +16,12 @@ from simpletune.engine.optim.state import state_to_tensors
 from simpletune.system.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
-
-
 STEPS, LR = 300, 1e-4
+SHAPES = [(16, 96), (96, 16), (5,), (64, 128), (1,), (3, 7, 11), (40, 200)]
 
 
 def option_of(name: str, **fields: object) -> OptimizerOption:
     return TypeAdapter(Optimizer).validate_python({"name": name, "lr": LR, **fields})
-
-
-SHAPES = [(16, 96), (96, 16), (5,), (64, 128), (1,), (3, 7, 11), (40, 200)]
 
 
 def start_of(count: int = len(SHAPES)) -> list[torch.Tensor]:

@@ -33,10 +33,4 @@ def make_plan(
 ) -> Plan:
     folder = Folder(**{"path": "x", "resolution": 64, **source})
     samples = make_samples(some_pictures() if pictures is None else pictures, folder.members)
-    return Plan(
-        samples,
-        folder,
-        objective or Flow(),
-        seed,
-        GlobalBatch(batch_size, accumulation),
-    )
+    return Plan(samples, folder, objective or Flow(), seed, GlobalBatch(batch_size, accumulation))

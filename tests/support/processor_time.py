@@ -24,25 +24,14 @@ def processor_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def _counted(item: pytest.Item) -> Iterator[None]:
     before = processor_seconds()
     yield
     SECONDS[item.nodeid] += processor_seconds() - before
 
 
-@pytest.hookimpl(hookwrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    yield from _counted(item)
-
-
-@pytest.hookimpl(hookwrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    yield from _counted(item)
-
-
-@pytest.hookimpl(hookwrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    yield from _counted(item)
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _counted
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
+from tiny_runs import merged
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simpletune.commands.train.train import train
@@ -31,13 +31,10 @@ class Counted(TorchDispatchMode):
 
 
 def with_products(tiny_config: dict, **changes: Any) -> dict:
-    data = copy.deepcopy(tiny_config)
-    data["data"]["resolution"] = 64
-    data["train"]["batch_size"] = 2  # 32 image tokens: more than the rows that are dequantised
+    # 32 image tokens: more than the rows that are dequantised
+    data = merged(tiny_config, data={"resolution": 64}, train={"batch_size": 2})
     data["precision"] = {"weights": "int8", "compute": "bf16", "products": "int8", "input_gradient": "int8"}
-    for section, values in changes.items():
-        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
-    return data
+    return merged(data, **changes)
 
 
 def losses(data: dict, **arguments: Any) -> list[float]:

@@ -28,16 +28,7 @@ def config_of(name: str, **changes: Any) -> TrainConfig:
 def write_run(
     folder: Path, steps: int = 40, scale: float = 1.0, gpu: bool = True, finished: bool = True, **changes: Any
 ) -> Path:
-    """Write a run of some steps, four per epoch.
-
-    Args:
-        folder: of the run.
-        steps: done.
-        scale: of its times and peaks.
-        gpu: whether it had one.
-        finished: whether there is a summary.
-        changes: of its configuration.
-    """
+    """Write a run of some steps, four per epoch, with a factor of its times and peaks; a finished one has a summary."""
     folder.mkdir(parents=True)
     config = config_of(folder.name, **{"train": {"steps": 40}, **changes})
     (folder / "config.json").write_text(config.model_dump_json(by_alias=True))

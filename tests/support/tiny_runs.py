@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import failpoints
 import pytest
@@ -15,20 +16,23 @@ from safetensors.torch import load_file
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
-from simpletune.runs.folder import (
-    read_metrics,
-)
+from simpletune.runs.folder import read_metrics
 from simpletune.system import signals
 
 TrainOnce = Callable[[dict], Path]
 """``train_once`` and ``copy_run`` of conftest.py: from a configuration's JSON to a run's folder."""
 
 
-def run_with(tiny_config: dict, resume: str | None = None, **changes: dict) -> Path:
-    data = copy.deepcopy(tiny_config)
+def merged(data: dict, /, **changes: Any) -> dict:
+    """A copy of a configuration's JSON with changes, section by section."""
+    data = copy.deepcopy(data)
     for section, values in changes.items():
-        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
-    return train(validate(data, "test"), resume)
+        data[section] = {**(data.get(section) or {}), **values} if isinstance(values, dict) else values
+    return data
+
+
+def run_with(tiny_config: dict, resume: str | None = None, **changes: Any) -> Path:
+    return train(validate(merged(tiny_config, **changes), "test"), resume)
 
 
 def saved_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -50,11 +54,8 @@ def stop_at(moment: str, tiny_config: dict, name: str, count: int = 1, **changes
     return caught.value.code
 
 
-def run_on(tiny_config: dict, device: str, resume: str | None = None, **changes: dict) -> Path:
-    data = copy.deepcopy(tiny_config) | {"device": device}
-    for section, values in changes.items():
-        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
-    folder = train(validate(data, "gpu"), resume)
+def run_on(tiny_config: dict, device: str, resume: str | None = None, **changes: Any) -> Path:
+    folder = run_with(tiny_config | {"device": device}, resume, **changes)
     peak = json.loads((folder / "summary.json").read_text())["peak_allocated_gib"]
     assert (peak is None) if device == "cpu" else peak > 0, f"a run on {device} measured a peak of {peak}"
     return folder

@@ -103,15 +103,10 @@ def _write_published_names(model: torch.nn.Module, folder: Path) -> None:
 
 def _autoencoder() -> AutoencoderKL:
     return AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=64,
-        scaling_factor=0.18215,
-    )
+        block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, latent_channels=4, norm_num_groups=8,
+        sample_size=64, scaling_factor=0.18215,
+    )  # fmt: skip
 
 
 def _write_index(folder: Path, version: Version) -> None:

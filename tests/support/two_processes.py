@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from launching import Launcher
 from safetensors.torch import load_file
+from tiny_runs import merged
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.data.demo import pictures
@@ -22,11 +22,14 @@ LEVERS = {"resident_blocks": 1, "offload_checkpoint_inputs": True}
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The configuration of a run with a model of two blocks."""
-    place = tmp_path_factory.mktemp("processes")
+    return of_two_blocks(tmp_path_factory.mktemp("processes"), count=6, pixels=32)
+
+
+def of_two_blocks(place: Path, count: int, pixels: int) -> dict[str, Any]:
+    """The configuration of a run with a model of two blocks, which is written, and its pictures."""
     tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    scenes = pictures.sample_scenes(6, seed=3, style="flat")
-    pictures.write_folder(place / "pictures", scenes, seed=3, pixels=32)
+    scenes = pictures.sample_scenes(count, seed=3, style="flat")
+    pictures.write_folder(place / "pictures", scenes, seed=3, pixels=pixels)
     return {
         "name": "whole",
         "device": "cpu",
@@ -45,10 +48,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
-    data = copy.deepcopy(ground) | {"name": name, "profile": {"max_traces": 0}}
-    for section, values in changes.items():
-        data[section] = {**(data.get(section) or {}), **values} if isinstance(values, dict) else values
-    return data
+    return merged(ground, **{"name": name, "profile": {"max_traces": 0}, **changes})
 
 
 def run_of(data: dict[str, Any]) -> Path:

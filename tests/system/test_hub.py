@@ -123,13 +123,9 @@ def test_trains_with_only_the_needed_files(hub: FakeHub, run, tmp_path: Path) ->
     assert len(hub.requests) == 1  # the listing: all is in the cache
 
 
-def test_no_t5_when_it_is_off(hub: FakeHub, run) -> None:
-    assert run(t5=False)[0] == 0
+def test_neither_t5_nor_weights_where_they_are_not_needed(hub: FakeHub, run) -> None:
+    assert run(t5=False, init="random")[0] == 0
     assert not [path for path in hub.fetched() if path.startswith(("text_encoder_3", "tokenizer_3"))]
-
-
-def test_only_the_configuration_for_training_from_scratch(hub: FakeHub, run) -> None:
-    assert run(init="random")[0] == 0
     assert "transformer/config.json" in hub.fetched() and WEIGHTS not in hub.fetched()
 
 
@@ -222,24 +218,19 @@ def test_a_file_that_stalls(hub: FakeHub, run, monkeypatch) -> None:
     assert_no_weights_in_cache()
 
 
-def test_a_damaged_file_is_thrown_away(hub: FakeHub, run) -> None:
-    hub.damage = True
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("damage", f"{NAME}: {WEIGHTS} arrived damaged (wrong sha256) and was deleted. Start again"),
+        ("short", f"{NAME} cannot be fetched (OSError). Try again, or use a local folder"),
+    ],
+)
+def test_a_file_that_is_damaged_or_lacks_its_end_is_not_kept(fault: str, message: str, hub: FakeHub, run) -> None:
+    setattr(hub, fault, True)
     code, said = run()
-    assert code == 2 and error(said) == (
-        f"{NAME}: {WEIGHTS} arrived damaged (wrong sha256) and was deleted. Start again"
-    )
+    assert code == 2 and error(said) == message
     assert_no_weights_in_cache()
-    hub.damage = False
-    assert run()[0] == 0
-
-
-def test_a_file_that_lacks_its_end_is_not_kept(hub: FakeHub, run) -> None:
-    hub.short = True
-    code, said = run()
-    assert code == 2
-    assert error(said) == f"{NAME} cannot be fetched (OSError). Try again, or use a local folder"
-    assert_no_weights_in_cache()
-    hub.short = False
+    setattr(hub, fault, False)
     assert run()[0] == 0
 
 
@@ -261,7 +252,7 @@ def test_a_disk_that_fills_up_while_fetching(hub: FakeHub, run, tmp_path: Path) 
     assert run()[0] == 0
 
 
-FAILURES = {
+FAILURES: dict[str, tuple[Failure | dict, str]] = {  # how the hub fails, or what of it is changed
     "gated, no access": (
         Failure(403, "GatedRepo", on="resolve"),
         f"{NAME} is gated, and your token's account has not accepted its licence (403). Accept it at",
@@ -291,12 +282,21 @@ FAILURES = {
         f"{NAME} is not in the local cache, and the hub cannot be reached (RemoteProtocolErr",
     ),
     "hangs up on files": (Failure("close", on="weights"), f"the connection was interrupted while fetching {WEIGHTS} ("),
+    "slow": (
+        {"delay": 0.7},
+        f"{NAME} is not in the local cache, and the hub did not respond in time. Check the network and HTTPS_PROXY",
+    ),
+    "another kind": (
+        {"files": {f"{part}/config.json": b"{}" for part in ("unet", "vae", "scheduler")}},
+        f"{NAME} has no transformer/ folder (diffusers' layout), only scheduler, unet, vae. Name an SD3 pipeline",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_failures_in_plain_words(case: str, hub: FakeHub, run) -> None:
-    hub.failure, expected = FAILURES[case]
+    how, expected = FAILURES[case]
+    vars(hub).update(how if isinstance(how, dict) else {"failure": how})
     code, said = run()
     assert code == 2
     assert expected in error(said)
@@ -304,25 +304,16 @@ def test_failures_in_plain_words(case: str, hub: FakeHub, run) -> None:
 
 def test_a_wrong_revision(hub: FakeHub, run) -> None:
     code, said = run(revision="v9")
-    assert code == 2
-    assert error(said) == f"{NAME} has no revision 'v9' (404). Check the revision: a branch, tag or commit"
+    expected = f"{NAME} has no revision 'v9' (404). Check the revision: a branch, tag or commit"
+    assert code == 2 and error(said) == expected
     assert run(revision=COMMIT)[0] == 0
-
-
-def test_a_slow_hub(hub: FakeHub, run) -> None:
-    hub.delay = 0.7
-    code, said = run()
-    assert code == 2
-    assert "is not in the local cache, and the hub did not respond in time. Check the network and HTTPS_PROXY" in said
 
 
 def test_no_network(hub: FakeHub, run, monkeypatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     code, said = run()
-    assert code == 2
-    assert "the hub cannot be reached (ConnectError). Check the network and HTTPS_PROXY, try again, or use" in error(
-        said
-    )
+    message = "the hub cannot be reached (ConnectError). Check the network and HTTPS_PROXY, try again, or use"
+    assert code == 2 and message in error(said)
 
 
 def test_a_proxy_that_refuses(hub: FakeHub, run, monkeypatch) -> None:
@@ -371,15 +362,6 @@ def test_the_disk_is_looked_at_first(hub: FakeHub, run, monkeypatch, tmp_path: P
     assert not hub.fetched()  # nothing was begun
 
 
-def test_a_pipeline_of_another_kind(hub: FakeHub, run) -> None:
-    hub.files = {"unet/config.json": b"{}", "vae/config.json": b"{}", "scheduler/scheduler_config.json": b"{}"}
-    code, said = run()
-    assert code == 2
-    assert error(said).startswith(
-        f"{NAME} has no transformer/ folder (diffusers' layout), only scheduler, unet, vae. Name an SD3 pipeline"
-    )
-
-
 def test_shards_but_no_other_precision() -> None:
     def listed(*paths: str) -> list[HubFile]:
         return [HubFile(Repository(NAME), COMMIT, path, 1, None) for path in paths]
@@ -402,11 +384,6 @@ def test_a_repository_of_an_autoencoder_alone(hub: FakeHub, tiny_pipeline) -> No
     assert {file.name for file in part_folder(part).iterdir()} == {"config.json", Path(WEIGHTS).name}
 
 
-def test_names() -> None:
-    assert is_hub_name("stabilityai/stable-diffusion-3-medium-diffusers")
-    assert not is_hub_name("models/sd3_medium.safetensors") and not is_hub_name("a/b/c")
-
-
 @pytest.mark.slow
 def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_config, write_config, tmp_path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's own; the message and exit code are ours."""
@@ -423,31 +400,21 @@ def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_co
     assert json.loads(config.read_text())["model"]["pretrained"] == NAME
 
 
-def test_a_lora_comes_from_a_repository(hub: FakeHub) -> None:
-    from simpletune.runs.weights import lora_weights
-
-    hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
-    weights = lora_weights(NAME, 0.5)
-    assert weights.lora is not None and weights.lora.read_bytes() == b"a lora"
-    assert weights.label == "LoRA owner/tiny-sd3 x 0.5"
-
-
-def test_a_repository_without_a_lora_is_told(hub: FakeHub) -> None:
+def test_a_lora_comes_from_a_repository_and_then_from_the_cache(hub: FakeHub) -> None:
     from simpletune.runs.weights import lora_weights
 
     with pytest.raises(UserError, match="owner/tiny-sd3 has no pytorch_lora_weights.safetensors. Check the name"):
         lora_weights(NAME, 1.0)
-    hub.failure = Failure(500)
+    hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
     forget()
+    hub.failure = Failure(500)
     with pytest.raises(UserError, match="internal error"):
         lora_weights(NAME, 1.0)
-
-
-def test_a_lora_that_was_fetched_serves_while_the_hub_does_not_answer(hub: FakeHub) -> None:
-    from simpletune.runs.weights import lora_weights
-
-    hub.files["pytorch_lora_weights.safetensors"] = b"a lora"
-    lora_weights(NAME, 1.0)
+    forget()
+    hub.failure = None
+    weights = lora_weights(NAME, 0.5)
+    assert weights.lora is not None and weights.lora.read_bytes() == b"a lora"
+    assert weights.label == "LoRA owner/tiny-sd3 x 0.5"
     forget()
     hub.failure = Failure(500)
     assert lora_weights(NAME, 1.0).lora.read_bytes() == b"a lora"
@@ -483,11 +450,7 @@ def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_pa
         (RuntimeError("IO Error: No space left on device (os error 28)"), "is full; complete files", 6),
         (OSError(errno.EROFS, "Read-only file system"), r"cannot be written \(Read-only file system\). Set HF_H", 2),
         (OSError("odd"), r"cannot be fetched \(OSError\). Try again, or use a local folder", 2),
-        (
-            RuntimeError("Task error"),
-            r"fetched \(RuntimeError\). Try again, set HF_HUB_DISABLE_XET=1, or use",
-            2,
-        ),
+        (RuntimeError("Task error"), r"\(RuntimeError\). Try again, set HF_HUB_DISABLE_XET=1, or use", 2),
         (ConnectionError("hf_xet's"), r"and the hub cannot be reached \(ConnectionError\). Check the network", 2),
         (TimeoutError("hf_xet's"), "and the hub did not respond in time. Check the network", 2),
     ],
@@ -499,7 +462,9 @@ def test_what_the_disk_and_hf_xet_do_in_plain_words(error: Exception, message: s
     assert told.value.code == code
 
 
-def test_a_name_that_the_hub_does_not_allow() -> None:
+def test_what_is_a_name_on_the_hub() -> None:
+    assert is_hub_name("stabilityai/stable-diffusion-3-medium-diffusers")
+    assert not is_hub_name("models/sd3_medium.safetensors") and not is_hub_name("a/b/c")
     with pytest.raises(UserError, match="a--b is not a valid name on the hub"), explain_hub_errors(Repository("a--b")):
         validate_repo_id("a--b")
 
@@ -514,23 +479,14 @@ def test_content_that_is_in_the_cache_takes_no_room(hub: FakeHub) -> None:
 
 def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
     counted: list[None] = []
-    with XetDownloadProgressReporter(
-        reconstruction_desc=WEIGHTS,
-        total=3 * ours.MB,
-        log_level=logging.WARNING,
-        tqdm_class=ours._progress_bar(lambda: counted.append(None)),
-    ) as reporter:
+    bar = ours._progress_bar(lambda: counted.append(None))
+    options = {"total": 3 * ours.MB, "log_level": logging.WARNING, "tqdm_class": bar}
+    with XetDownloadProgressReporter(reconstruction_desc=WEIGHTS, **options) as reporter:
         for done in (0.5, 1.5, 3.0):
-            size = int(done * ours.MB)
-            reporter.update_progress(
-                SimpleNamespace(
-                    total_bytes=3 * ours.MB,
-                    total_bytes_completed=size,
-                    total_transfer_bytes_completed=size // 2,  # it is compressed
-                    total_bytes_completion_rate=1.0,
-                    total_transfer_bytes_completion_rate=1.0,
-                )
-            )
+            progress = {"total_bytes_completed": int(done * ours.MB), "total_bytes": 3 * ours.MB}
+            progress["total_transfer_bytes_completed"] = int(done * ours.MB) // 2  # it is compressed
+            rates = {"total_bytes_completion_rate": 1.0, "total_transfer_bytes_completion_rate": 1.0}
+            reporter.update_progress(SimpleNamespace(**progress, **rates))
     assert len(counted) == 3
 
 

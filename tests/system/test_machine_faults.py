@@ -22,23 +22,16 @@ from simpletune.system.options import UserError
 from simpletune.training import heartbeats
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_more_addresses_than_there_are_is_said_and_leaves_no_file_open() -> None:
-    before = open_files()
+def test_what_cannot_be_mapped_or_joined_is_said_and_leaves_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"^1073741824 GiB of addresses cannot be mapped \("):
         MachineWeights.create(2**60)
-    assert open_files() == before
-
-
-def test_a_file_of_another_process_is_not_joined() -> None:
-    weights, before = MachineWeights.create(2**16), open_files()
-    offer = weights.offer
+    assert len(os.listdir("/proc/self/fd")) == before
+    weights = MachineWeights.create(2**16)
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="is not the file of the first process of this machine"):
-        MachineWeights.join(SharedFile(offer.process, offer.handle, bytes(16)))
-    assert open_files() == before
+        MachineWeights.join(SharedFile(weights.offer.process, weights.offer.handle, bytes(16)))
+    assert len(os.listdir("/proc/self/fd")) == before
     weights.close()
 
 
@@ -119,9 +112,7 @@ def test_a_file_s_fault_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyP
         checkpoint._fault(file, checksum)
 
 
-def test_a_checkpoint_with_a_file_that_may_not_be_read_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_with_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch) -> None:
     """Otherwise it would be set aside for another file, and an older one continued."""
     state = {"step": 1, "config": {}, "manifest": [], "optimizer": {}, "processes": 1, "sha256": {"a": "", "b": ""}}
 
@@ -141,13 +132,10 @@ def test_a_checkpoint_with_a_file_that_may_not_be_read_is_not_called_damaged(
 @pytest.mark.parametrize(
     "text, said",
     [
-        (None, "is not a file"),
-        ("{", "is damaged"),
-        ("[]", "is damaged"),
-        ('{"step": 1}', "is damaged"),
+        (None, "is not a file"), ("{", "is damaged"), ("[]", "is damaged"), ('{"step": 1}', "is damaged"),
         ('{"step": true, "loss": "x"}', "is damaged (step, loss)"),
     ],
-)
+)  # fmt: skip
 def test_a_run_s_own_file_that_is_damaged_is_set_aside(text: str | None, said: str, tmp_path: Path, capsys) -> None:
     needed = {"step": (int,), "loss": (int, float)}
     file = tmp_path / "summary.json"
@@ -166,15 +154,12 @@ def test_what_is_no_run_has_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run's folder: it has no config\.json\. Name a run"):
         run_config(tmp_path)
     (tmp_path / "config.json").write_text('{"name": 1}')
-    with pytest.raises(
-        UserError, match=r"^--run: .*config\.json is damaged or from another version of .* \(.+\)\. Name"
-    ):
+    damaged = r"^--run: .*config\.json is damaged or from another version of .* \(.+\)\. Name"
+    with pytest.raises(UserError, match=damaged):
         run_config(tmp_path, "--run: ")
 
 
-def test_a_folder_s_number_that_another_process_takes_meanwhile_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_s_number_that_another_process_takes_meanwhile_is_passed_over(tmp_path: Path, monkeypatch) -> None:
     parent = tmp_path / "new"
     assert numbered_folder(parent) == parent / "0001"
     (parent / "0007").mkdir()

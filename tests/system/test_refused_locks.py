@@ -42,9 +42,7 @@ def test_a_file_system_without_locks_gives_every_range_and_is_said_once(
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES], ids=errno.errorcode.get)
-def test_a_range_that_another_process_holds_is_not_given(
-    number: int, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_range_that_another_process_holds_is_not_given(number: int, tmp_path: Path, capsys, monkeypatch) -> None:
     fail_with("fcntl", number, monkeypatch)
     with Ranges(tmp_path / "x.lock") as ranges, ranges.held(0, 0) as held:
         assert not held and ranges.sure

@@ -61,11 +61,6 @@ def test_depth(opening: str, closing: str) -> None:
             parse(text)
 
 
-def test_brackets_in_text_and_beside_each_other_are_not_depth() -> None:
-    assert parse('["' + "[{" * 100 + '"]') == ["[{" * 100]
-    assert parse("[" + "[]," * 100 + "[]]") == [[]] * 101
-
-
 def test_a_duplicate_among_many_keys_is_found_in_linear_time() -> None:
     keys = ",".join(f'"{number}":0' for number in range(100_000))
     clock = time.perf_counter()
@@ -75,6 +70,8 @@ def test_a_duplicate_among_many_keys_is_found_in_linear_time() -> None:
 
 
 def test_the_largest_that_is_read() -> None:
+    assert parse('["' + "[{" * 100 + '"]') == ["[{" * 100], "brackets in text and beside each other are not depth"
+    assert parse("[" + "[]," * 100 + "[]]") == [[]] * 101
     assert parse(json.dumps([0] * (MAX_VALUES - 1))) == [0] * (MAX_VALUES - 1)
     assert parse(json.dumps(["a,b[{" * 20_000])) == ["a,b[{" * 20_000]
     assert parse(f"[{2**63 - 1}, {-(2**63)}, 1e308]") == [2**63 - 1, -(2**63), 1e308]

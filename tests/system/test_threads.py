@@ -53,34 +53,27 @@ def test_the_environment_is_set_where_the_user_has_not(monkeypatch: pytest.Monke
     assert (os.environ[WAITING], os.environ[ASKED], os.environ[AUTO]) == ("PASSIVE", str(usable_cores()), "1")
     prepare_threads()  # in a process started from this one
     assert os.environ[AUTO] == "1"
-
-
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(AUTO, "anything")
     monkeypatch.delenv(AUTO)
-    monkeypatch.setenv(ASKED, "3")
+    monkeypatch.setenv(ASKED, "3")  # what the user has set stays
     monkeypatch.setenv(WAITING, "ACTIVE")
     prepare_threads()
     assert (os.environ[WAITING], os.environ[ASKED], AUTO in os.environ) == ("ACTIVE", "3", False)
 
 
-@pytest.mark.parametrize("command", [["-m", "simpletune"], ["-m", "benchmarks"], ["inference/compare.py"]])
-def test_every_program_sets_it_before_torch(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", ["-m simpletune generate --prompt x", "-m benchmarks speed", "inference/compare.py --checkpoints"]
+)
+def test_every_program_sets_it_before_torch(words: str, tmp_path: Path) -> None:
     """A torch that cannot be imported tells what the environment is when a program comes to it."""
     (tmp_path / "torch.py").write_text("import os\nraise SystemExit('waits ' + os.environ['OMP_WAIT_POLICY'])\n")
     environment = {key: value for key, value in os.environ.items() if key != WAITING}
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
-    arguments = {"-m": ["generate", "--prompt", "x"], "inference/compare.py": ["--checkpoints"]}[command[0]]
-    if command[-1] == "benchmarks":
-        arguments = ["speed"]
-    whole = [sys.executable, *command, *arguments]
+    whole = [sys.executable, *words.split()]
     done = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stderr.strip().endswith("waits PASSIVE"), done.stderr
 
 
-def test_a_resumed_run_keeps_its_number(
-    tiny_config: dict, automatic: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_keeps_its_number(tiny_config: dict, automatic: None, monkeypatch, capsys) -> None:
     """Wherever it goes on: here the rule would have given it 1 at the second start."""
     monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1000)
     config = tiny_config | {"train": tiny_config["train"] | {"steps": 1}, "checkpoint": {"every": 1}}
@@ -112,12 +105,9 @@ def test_a_busy_machine_costs_at_most_three_times_the_time(tmp_path: Path) -> No
 
 
 def _seconds_of_demo(folder: Path) -> float:
-    options = [f"output.runs={folder}/runs", f"output.cache={folder}/cache", f"output.profiles={folder}/profiles"]
-    environment = {key: value for key, value in os.environ.items() if key not in (ASKED, WAITING)} | {
-        "PYTHONPATH": str(ROOT)
-    }
+    options = [f"output.{each}={folder}/{each}" for each in ("runs", "cache", "profiles")]
+    environment = {key: value for key, value in os.environ.items() if key not in (ASKED, WAITING)}
+    words = [sys.executable, "-m", "simpletune", "train", "demo", *options]
     began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "simpletune", "train", "demo", *options], cwd=ROOT, env=environment, check=True
-    )
+    subprocess.run(words, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, check=True)
     return time.perf_counter() - began

@@ -56,10 +56,10 @@ def asking(tiny_config: dict, *requests: interrupts.AnyRequest) -> Callable[[], 
     return lambda: [ask(folder_of(tiny_config), request) for request in requests] and None
 
 
-def run_to_its_end(tiny_config: dict) -> Path:
+def run_to_its_end(tiny_config: dict) -> None:
     """Train, or go on; a stop by a request, which pytest would take for its own, is a failure."""
     try:
-        return run_with(tiny_config, "auto")
+        run_with(tiny_config, "auto")
     except signals.Stopped as stopped:
         pytest.fail(str(stopped))
 
@@ -80,15 +80,9 @@ def test_pictures_and_checkpoints_on_request_leave_the_run_in_the_same_bits(
     tiny_config |= {"adapter": {"rank": 2, "dropout": 0.5}, "ema": {"decay": 0.9}, "checkpoint": {"every": None}}
     plain = train_once(copy.deepcopy(tiny_config))
     new_prompt, known = f"a prompt that nobody encoded {time.time()}", "a red disc"
-    in_step(
-        2,
-        asking(
-            tiny_config,
-            DrawRequest(id="one", prompt=new_prompt, steps=2, seed=7, negative_prompt="blue"),
-            DrawRequest(id="half", prompt=known, steps=2, strength=0.5, width=16),
-            SaveRequest(id="save", ask="save"),
-        ),
-    )
+    one = DrawRequest(id="one", prompt=new_prompt, steps=2, seed=7, negative_prompt="blue")
+    half = DrawRequest(id="half", prompt=known, steps=2, strength=0.5, width=16)
+    in_step(2, asking(tiny_config, one, half, SaveRequest(id="save", ask="save")))
     run = run_with(tiny_config)
     assert losses(run) == losses(plain)
     torch.testing.assert_close(saved_weights(run, 4), saved_weights(plain, 4), rtol=0, atol=0)
@@ -215,51 +209,43 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_broken_file_is_set_aside_with_a_warning_and_the_run_goes_on(tiny_config: dict) -> None:
-    run = folder_of(tiny_config)
+    file = folder_of(tiny_config) / "control.json"
 
-    def damage(age: float, text: str = '{"requests": [{"id": "a", "ask": "explode"}]}') -> None:
-        (run / "control.json").write_text(text)
-        os.utime(run / "control.json", (time.time() - age,) * 2)
+    def damage() -> None:
+        file.write_text('{"requests": [{"id": "a", "ask": "explode"}]}')
+        os.utime(file, (time.time() - 10,) * 2)
 
-    in_step(2, lambda: damage(10))
+    in_step(2, damage)
     run = run_with(tiny_config)
-    assert (run / "control.json.damaged").exists() and not (run / "control.json").exists()
+    assert (run / "control.json.damaged").exists() and not file.exists()
     (warning,) = json.loads((run / "summary.json").read_text())["warnings"]
     assert "requests.0.ask" in warning and "explode" in warning and "set aside as control.json.damaged" in warning
     assert len(read_metrics(run)) == 4 and read_answers(run) == []
 
 
 def test_a_file_that_is_being_written_is_read_when_it_is_whole(tiny_config: dict) -> None:
-    run = folder_of(tiny_config)
-    whole = json.dumps({"requests": [{"id": "a", "ask": "save"}]})
-    failpoints.arm("step.begun", lambda: in_two(run, whole), 2)
+    file, whole = folder_of(tiny_config) / "control.json", json.dumps({"requests": [{"id": "a", "ask": "save"}]})
+
+    def write_in_two() -> None:
+        file.write_text(whole[:20])
+        failpoints.arm("step.begun", lambda: file.write_text(whole))
+
+    in_step(2, write_in_two)
     run = run_with(tiny_config)
     assert answers(run)["a"]["step"] == 3 and not (run / "control.json.damaged").exists()
 
 
-def in_two(run: Path, whole: str) -> None:
-    (run / "control.json").write_text(whole[:20])
-    failpoints.arm("step.begun", lambda: (run / "control.json").write_text(whole))
-
-
 def test_what_cannot_be_drawn_is_refused_with_its_reason(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the autoencoder broke")
-
     honest = requested_pictures.PictureRequest
 
     def request(prompt: str, *rest: object) -> PictureRequest:
-        return fail() if prompt == "breaks" else honest(prompt, *rest)  # type: ignore[func-returns-value,return-value]
+        if prompt == "breaks":
+            raise RuntimeError("the autoencoder broke")
+        return honest(prompt, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(requested_pictures, "PictureRequest", request)
-    in_step(
-        2,
-        asking(
-            tiny_config,
-            DrawRequest(id="large", prompt="x", width=4096),
-            DrawRequest(id="breaks", prompt="breaks", steps=1),
-        ),
-    )
+    large, breaks = DrawRequest(id="large", prompt="x", width=4096), DrawRequest(id="breaks", prompt="breaks", steps=1)
+    in_step(2, asking(tiny_config, large, breaks))
     run = run_with(tiny_config)
     found = answers(run)
     assert found["large"]["state"] == "refused"
@@ -274,9 +260,7 @@ def test_full_fine_tuning_has_no_strength(tiny_config: dict) -> None:
     assert "has no strength" in answers(run_with(tiny_config))["half"]["why"]
 
 
-def test_a_picture_that_is_predicted_not_to_fit_is_refused(
-    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_picture_that_is_predicted_not_to_fit_is_refused(tiny_config: dict, monkeypatch, tmp_path: Path) -> None:
     tiny_config["output"]["cache"] = str(tmp_path)
     config = validate(tiny_config, "tiny")
     asked = DrawRequest(id="now", prompt="a red disc", steps=2)
@@ -345,12 +329,7 @@ def test_every_member_is_answered_once_and_waiting_ones_stay(tmp_path: Path, mon
     ],
 )
 def test_the_command_waits_for_the_answer(
-    answer: Json | None,
-    code: int,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    answer: Json | None, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("simpletune.runs.control.ask", lambda run, request: asked.append(request.id))
@@ -362,9 +341,7 @@ def test_the_command_waits_for_the_answer(
     assert words in (said.err if code else said.out) and len(asked) == 1
 
 
-def test_the_command_asks_and_prints_the_answer(
-    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_asks_and_prints_the_answer(tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     run, codes = folder_of(tiny_config), []
     monkeypatch.setattr("simpletune.apps.cli.control.LOOK_EVERY", 0.0)
 

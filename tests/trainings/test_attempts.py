@@ -23,6 +23,7 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.locks import exclusive
 from simpletune.system.options import UserError
 
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 EVERY_TWO = {"checkpoint": {"every": 2}, "train": {"steps": 6}}
 
 
@@ -101,19 +102,12 @@ def test_a_killed_process_counts_up_to_its_last_step(tiny_config: dict) -> None:
     assert "1 step" in " ".join(section.notes) and "repeated" in " ".join(section.notes)
 
 
-def test_processes_before_the_first_checkpoint_count_too(tiny_config: dict) -> None:
+def test_processes_before_the_first_checkpoint_count_too_but_not_for_a_run_begun_anew(tiny_config: dict) -> None:
     fail_at("step.begun", tiny_config, count=2)
-    run_with(tiny_config, "auto")
-    assert [(row["ended"], row["from_step"]) for row in rows_of(folder_of(tiny_config))] == [
-        ("failed", 0),
-        ("finished", 0),
-    ]
-
-
-def test_a_run_begun_anew_does_not_inherit(tiny_config: dict) -> None:
+    folder = run_with(tiny_config, "auto")
+    assert [(row["ended"], row["from_step"]) for row in rows_of(folder)] == [("failed", 0), ("finished", 0)]
     run_with(tiny_config)
-    run_with(tiny_config)
-    assert len(rows_of(folder_of(tiny_config))) == 1
+    assert len(rows_of(folder)) == 1
 
 
 def test_running_is_told_from_stopped_and_killed_by_the_lock(tmp_path: Path) -> None:
@@ -163,44 +157,34 @@ def test_a_diverged_run_says_why_in_its_report(
         assert "no checkpoint" in status and "start again" in status and "--resume" not in status
 
 
-def test_out_of_memory_says_what_fits(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-
-    monkeypatch.setattr("simpletune.training.trainer.Trainer._steps", full)
-    with pytest.raises(UserError, match="no checkpoint") as caught:
-        run_with(tiny_config)
-    assert "--resume" not in str(caught.value)
-    folder = folder_of(tiny_config)
-    assert rows_of(folder)[0]["reason"] == str(caught.value)
-    assert "memory is full" in told(make_report([folder]))
-
-
-def test_a_full_disk_and_a_failure_at_the_start_are_kept_too(
-    tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error", "message", "told_as"),
+    [
+        ("training.trainer.Trainer._steps", OUT_OF_MEMORY, "no checkpoint", "memory is full"),
+        ("training.metrics.append_metrics", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "is full", "is full"),
+        ("commands.train.load.load_model", ValueError("no such layer"), "no such layer", "ValueError: no such layer"),
+    ],
+)
+def test_why_a_run_failed_is_kept(
+    place: str, error: Exception, message: str, told_as: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(*_: object, **__: object) -> None:
+        raise error
 
-    def broken(*_: object) -> None:
-        raise ValueError("no such layer")
-
+    monkeypatch.setattr(f"simpletune.{place}", fail)
+    with pytest.raises(ValueError if isinstance(error, ValueError) else UserError, match=message) as caught:
+        run_with(tiny_config)
     folder = folder_of(tiny_config)
-    for patched, kind, words in (
-        ("simpletune.training.metrics.append_metrics", UserError, "is full"),
-        ("simpletune.commands.train.load.load_model", ValueError, "ValueError: no such layer"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(patched, full if kind is UserError else broken)
-            with pytest.raises(kind):
-                run_with(tiny_config)
-        assert rows_of(folder)[-1]["ended"] == "failed" and words in told(make_report([folder]))
+    (row,) = rows_of(folder)
+    assert row["ended"] == "failed" and told_as in told(make_report([folder]))
+    if error is OUT_OF_MEMORY:
+        assert row["reason"] == str(caught.value) and "--resume" not in row["reason"]
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_why(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(file: Path, *_: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def broken(*_: object) -> None:
@@ -255,7 +239,7 @@ def test_the_pace_leaves_out_the_warm_up_of_each_process(tmp_path: Path) -> None
     assert read_run(folder).seconds_per_step == 1.0
 
 
-def test_an_unfinished_run_shows_peaks_and_time_so_far(tiny_config: dict) -> None:
+def test_reports_of_an_unfinished_run_and_of_several_show_time_and_resumes(tiny_config: dict, tmp_path: Path) -> None:
     stop_at("step.begun", tiny_config, "term", count=3, **EVERY_TWO)
     folder = folder_of(tiny_config)
     report = make_report([folder])
@@ -265,12 +249,7 @@ def test_an_unfinished_run_shows_peaks_and_time_so_far(tiny_config: dict) -> Non
     assert {"train", "save"} <= {row[0] for row in memory.tables[0].rows}
     assert "Time so far" in facts and "the time so far" in dict(report.priced)
     write_report(report, folder / "report.html")
-
-
-def test_several_runs_show_time_and_resumes(tiny_config: dict, tmp_path: Path) -> None:
-    stop_at("step.begun", tiny_config, "term", count=3, **EVERY_TWO)
     run_with(tiny_config, "auto", **EVERY_TWO)
-    folder = folder_of(tiny_config)
     shutil.copytree(folder, tmp_path / "other")
     report = make_report([folder, tmp_path / "other"], price=1.0)
     (figures,) = [section for section in report.sections if section.name == "figures"]

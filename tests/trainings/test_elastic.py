@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ import torch
 from launching import Launcher, Outcome
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_runs import merged
+from two_processes import of_two_blocks, run_of
 
-from benchmarks.tiny_models import tiny_sd3
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import read_state, with_checksum
 from simpletune.runs.folder import read_metrics
@@ -45,37 +43,23 @@ CASES: dict[str, dict[str, Any]] = {
 def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with two buckets, whose epoch of 11 micro-batches ends with a step of three."""
     place = tmp_path_factory.mktemp("elastic")
-    tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    pictures.write_folder(place / "pictures", pictures.sample_scenes(11, seed=3, style="flat"), seed=3, pixels=64)
+    data = of_two_blocks(place, count=11, pixels=64)
     for file in sorted((place / "pictures").glob("*.png"))[:4]:
         Image.open(file).resize((96, 32)).save(file)
-    return {
-        "name": "one",
-        "device": "cpu",
-        "model": {"pretrained": str(place / "pipeline"), "t5_length": 8},
-        "data": {"path": str(place / "pictures"), "resolution": 32, "caption_dropout": 0.3},
-        "adapter": {"rank": 2, "dropout": 0.2},
-        "precision": {"weights": "fp32"},
-        "optimizer": {"lr": 0.01},
-        "train": {"steps": 6, "gradient_accumulation": 4, "reduce": "exact"},
-        "ema": {"decay": 0.9},
-        "checkpoint": {"every": 2},
-        "validation": {"prompts": [], "loss_samples": 2},
-        "profile": {"max_traces": 0},
-        "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
-    }
+    return merged(
+        data,
+        name="one",
+        adapter={"dropout": 0.2},
+        train={"steps": 6, "gradient_accumulation": 4, "reduce": "exact"},
+        validation={"prompts": []},
+        profile={"max_traces": 0},
+    )
 
 
 def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
-    data = copy.deepcopy(ground) | {"name": name}
-    for section, values in changes.items():
-        merges = isinstance(values, dict) and "method" not in values
-        data[section] = {**(data.get(section) or {}), **values} if merges else values
-    return data
-
-
-def run_of(data: dict[str, Any]) -> Path:
-    return Path(data["output"]["runs"]) / data["name"]
+    """Another method has no options of the ground's."""
+    kept = {section: values for section, values in ground.items() if "method" not in (changes.get(section) or {})}
+    return merged(kept, name=name, **changes)
 
 
 def trained(launcher: Launcher, data: dict[str, Any], processes: int, **how: Any) -> Outcome:
@@ -87,10 +71,10 @@ def trained(launcher: Launcher, data: dict[str, Any], processes: int, **how: Any
 def bits(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
     """Weights, optimizer and average of a checkpoint, as integers, so that signs of zero count."""
     folder = checkpoint.checkpoint_folder(run, step)
-    files = [
-        file for file in (checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.AVERAGE) if (folder / file).exists()
-    ]
-    found = {f"{file}:{name}": tensor for file in files for name, tensor in load_file(folder / file).items()}
+    files = (folder / name for name in (checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.AVERAGE))
+    found = {
+        f"{file.name}:{name}": tensor for file in files if file.exists() for name, tensor in load_file(file).items()
+    }
     return {name: tensor.contiguous().view(-1).view(torch.uint8) for name, tensor in found.items()}
 
 

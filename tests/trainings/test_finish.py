@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import failpoints
 import pytest
@@ -18,8 +19,6 @@ from simpletune.apps.cli.main import main
 from simpletune.commands.train.finish_early import finish_early
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.config.schema import TrainConfig
-from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
 from simpletune.runs import checkpoint
 from simpletune.runs.report import make_report
@@ -43,14 +42,13 @@ METHODS = {
     "lora": {"adapter": {"method": "lora", "rank": 2, "alpha": 3.0}},
     "lora with an average, bf16": {"adapter": {"method": "lora", "rank": 2, "dtype": "bf16"}, "ema": {"decay": 0.8}},
     "lokr with an average": {
-        "adapter": {"method": "lokr", "factor": 4, "rank": 1, "dtype": "bf16"},
-        "ema": {"decay": 0.8},
+        "adapter": {"method": "lokr", "factor": 4, "rank": 1, "dtype": "bf16"}, "ema": {"decay": 0.8},
     },
     "dora": {"adapter": {"method": "dora", "rank": 2, "alpha": 3.0, "max_norm": 0.5}},
     "oft": {"adapter": {"method": "oft", "block_size": 8}},
     "full with an average": {"adapter": {"method": "full"}, "ema": {"decay": 0.8}},
     "partial": {"adapter": {"method": "partial", "layers": ["transformer_blocks.*.attn.*"]}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("method", slow_but(["lora", "lokr with an average", "full with an average"], METHODS))
@@ -77,9 +75,7 @@ def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: 
 def test_the_text_side_too(adapter: str, tiny_config: dict) -> None:
     """Embeddings in a file of their own, and a LoRA file if anything goes into one."""
     config = {name: value for name, value in tiny_config.items() if name != "adapter"}
-    text = {"embeddings": {"token": "flat", "initial": "striped"}} | (
-        {} if adapter == "none" else {"lora": {"rank": 2}}
-    )
+    text = {"embeddings": {"token": "flat", "initial": "striped"}, "lora": {"rank": 2} if adapter == "lora" else None}
     changes = {"adapter": {"method": adapter}, "text": text}
     whole, run = run_with(config, name="whole", **changes), stopped(config, after=6, **changes)
     output = finish_early(f"{run}@4")
@@ -203,21 +199,36 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"),
+    ("keep", "left", "most"),
     [
-        ({"keep_last": 2}, [8, 9]),
-        ({"keep_last": "all"}, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        ({"keep_last": 1, "keep_every": 3}, [3, 6, 9]),
-        ({"keep_last": 2, "keep_every": 4}, [4, 8, 9]),
+        ({"keep_last": 2}, [8, 9], 3),
+        ({"keep_last": "all"}, [1, 2, 3, 4, 5, 6, 7, 8, 9], 9),
+        ({"keep_last": 1, "keep_every": 3}, [3, 6, 9], 4),
+        ({"keep_last": 2, "keep_every": 4}, [4, 8, 9], 4),
+        ({"keep_last": 20}, [1, 2, 3, 4, 5, 6, 7, 8, 9], 9),
     ],
     ids=str,
 )
-def test_which_checkpoints_stay_after_a_resume_too(keep: dict, left: list[int], tiny_config: dict) -> None:
+def test_which_checkpoints_stay_after_a_resume_too_and_the_disk_that_is_asked_for_holds_them(
+    keep: dict, left: list[int], most: int, tiny_config: dict
+) -> None:
     changes = {"train": {"steps": 9}, "checkpoint": {"every": 1, **keep}}
-    assert steps_of(stopped(tiny_config, 5, **changes)) == [step for step in range(1, 6) if step in left or (
-        keep["keep_last"] != "all" and step > 5 - keep["keep_last"])]  # fmt: skip
-    run = run_with(tiny_config, "auto", **changes)
-    assert steps_of(run) == left
+    config = validate(tiny_config | changes, "test")
+    one, run, seen = checkpoint_bytes(config)[0], Path(tiny_config["output"]["runs"]) / "tiny", []
+
+    def asked(**given: Any) -> int:
+        return next(size for _, _, size in disk_needs(config, **given)) / one
+
+    assert asked(counts=DataCounts(6, 6, 0, 6)) == most
+    last = 9 if len(left) == 9 else keep["keep_last"]
+    assert steps_of(stopped(tiny_config, 5, **changes)) == [n for n in range(1, 6) if n in left or n > 5 - last]
+    failpoints.watch(lambda moment: seen.append(len(steps_of(run))) if moment == "checkpoint.after-rename" else None)
+    run_with(tiny_config, "auto", **changes)
+    assert steps_of(run) == left and max(seen) == most
+    plan = plan_data(resolve_folders(config)).plan
+    assert asked(plan=plan, start=9) == 0
+    if len(left) == 9:
+        assert asked(plan=plan, start=6) == 3
     older = str(checkpoint.checkpoint_folder(run, left[0]))
     run_with(tiny_config, older, **{**changes, "train": {"steps": left[0] + 1}})
     assert (run / "checkpoints" / f"step-{left[-1]:06d}.superseded").is_dir()
@@ -236,30 +247,6 @@ def test_which_checkpoints_stay_after_a_resume_too(keep: dict, left: list[int], 
 def test_what_cannot_be_kept_is_refused(checkpoints: dict, message: str, tiny_config: dict) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(tiny_config | {"checkpoint": checkpoints}, "test")
-
-
-@pytest.mark.parametrize(
-    ("keep", "count"),
-    [({"keep_last": 2}, 3), ({"keep_last": "all"}, 9), ({"keep_last": 1, "keep_every": 3}, 4), ({"keep_last": 20}, 9)],
-    ids=str,
-)
-def test_the_disk_that_is_asked_for_holds_what_stays(keep: dict, count: int, tiny_config: dict) -> None:
-    changes = {"train": {"steps": 9}, "checkpoint": {"every": 1, **keep}}
-    config = validate(tiny_config | changes, "test")
-    asked = next(size for _, _, size in disk_needs(config, counts=DataCounts(6, 6, 0, 6))) / checkpoint_bytes(config)[0]
-    assert asked == count
-    most = []
-    run = Path(tiny_config["output"]["runs"]) / "tiny"
-    failpoints.watch(lambda moment: most.append(len(steps_of(run))) if moment == "checkpoint.after-rename" else None)
-    run_with(tiny_config, **changes)
-    assert max(most) == count
-    assert next(size for _, _, size in disk_needs(config, plan_of(config), 9)) == 0
-    if keep["keep_last"] in ("all", 20):
-        assert next(size for _, _, size in disk_needs(config, plan_of(config), 6)) == 3 * checkpoint_bytes(config)[0]
-
-
-def plan_of(config: TrainConfig) -> Plan:
-    return plan_data(resolve_folders(config)).plan
 
 
 def test_the_report_says_which_steps_can_be_used(tiny_config: dict) -> None:

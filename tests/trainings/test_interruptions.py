@@ -120,12 +120,10 @@ def test_what_someone_else_wrote_is_moved_aside_not_removed(tiny_config: dict) -
     assert (run.with_name("tiny.1") / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "moment",
-    slow_but(
-        ["finish.saved", "finish.summary"], ["finish.saved", "finish.exported", "finish.summary", "finish.reported"]
-    ),
-)
+FINISH = ["finish.saved", "finish.exported", "finish.summary", "finish.reported"]
+
+
+@pytest.mark.parametrize("moment", slow_but(["finish.saved", "finish.summary"], FINISH))
 def test_a_run_that_died_after_its_last_step_is_finished(moment: str, tiny_config: dict) -> None:
     fail_at(moment, tiny_config)
     run = run_with(tiny_config, "latest" if moment == "finish.exported" else "auto")

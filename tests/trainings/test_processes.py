@@ -16,7 +16,7 @@ import pytest
 import torch
 from launching import Launcher
 from safetensors import safe_open
-from two_processes import LEVERS, changed, require_same, run_of, tensors, together
+from two_processes import LEVERS, changed, ground, require_same, run_of, tensors, together, whole  # noqa: F401
 
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate

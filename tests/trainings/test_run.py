@@ -28,9 +28,8 @@ from simpletune.system.options import UserError
 
 SUMMARY_FIELDS = {
     "name", "device", "steps", "seconds_total", "seconds_setup", "seconds_to_first_step", "seconds_per_step",
-    "samples_per_second",
-    "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib", "stages", "trainable_parameters", "total_parameters",
-    "first_loss", "final_loss", "output", "eval_loss_before", "eval_loss_after",
+    "samples_per_second", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib", "stages", "trainable_parameters",
+    "total_parameters", "first_loss", "final_loss", "output", "eval_loss_before", "eval_loss_after",
 }  # fmt: skip
 
 
@@ -75,8 +74,7 @@ def test_pictures_are_of_base_and_tuned_from_the_same_noise(full_run: Path) -> N
     assert sorted(f.name for f in samples.iterdir()) == ["base", "grid.png", "step-000006", "step-000012"]
     files = [samples / state / "prompt-01.png" for state in ("base", "step-000012")]
     (before, after), (base, tuned) = map(generation_parameters, files), map(Image.open, files)
-    assert before["prompt"] == after["prompt"] == "a blue square"
-    assert before["seed"] == after["seed"] == 1
+    assert before["prompt"] == after["prompt"] == "a blue square" and before["seed"] == after["seed"] == 1
     assert before["weights"] == "base" and after["weights"] == "step 12"
     assert base.size == tuned.size == (32, 32)
     assert list(base.getdata()) != list(tuned.getdata())
@@ -91,9 +89,8 @@ def test_tensorboard_reads_scalars_and_pictures(full_run: Path) -> None:
     events.Reload()
     assert {"loss", "lr", "grad_norm", "seconds", "training_loss_fixed_noise"} <= set(events.Tags()["scalars"])
     assert events.Tags()["images"] == ["samples"]
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
-        [r["loss"] for r in read_metrics(full_run)]
-    )
+    losses = [row["loss"] for row in read_metrics(full_run)]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)
 
 
 def test_one_trace_an_epoch(full_run: Path) -> None:
@@ -117,20 +114,15 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dic
     changes: dict = {
         "adapter": {"dropout": 0.3}, "schedule": {"name": "cosine", "warmup_steps": 2},
         "data": {"caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2, "repeats": 2},
-        "memory": {"checkpointing": "all"},
+        "memory": {"checkpointing": "all"}, "checkpoint": {"every": 3},
+        "train": {"steps": 6, "batch_size": 2, "gradient_accumulation": 2},
     }  # fmt: skip
-    portions = {"batch_size": 2, "gradient_accumulation": 2}
-    whole = run_with(tiny_config, **changes, name="whole", train={"steps": 6, **portions}, checkpoint={"every": 3})
-    stopped = run_with(tiny_config, **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
+    whole, stopped = (run_with(tiny_config, name=name, **changes) for name in ("whole", "again"))
     shutil.rmtree(stopped / "checkpoints" / "step-000006")
-    run_with(tiny_config, "latest", **changes, name="again", train={"steps": 6, **portions}, checkpoint={"every": 3})
+    run_with(tiny_config, "latest", name="again", **changes)
     losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, stopped)]
     assert losses[0] == losses[1] and len(losses[0]) == 6
-    state = [
-        checkpoint.WeightReader([run / "checkpoints/step-000006/trainable.safetensors"]).get_all()
-        for run in (whole, stopped)
-    ]
-    torch.testing.assert_close(state[0], state[1], rtol=0, atol=0)
+    torch.testing.assert_close(saved_weights(stopped, 6), saved_weights(whole, 6), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -192,12 +184,10 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch:
         return honest(self, model, batch) * (math.nan if len(calls) == 3 else 1)
 
     monkeypatch.setattr(TrainStep, "loss", poisoned)
-    with pytest.raises(
-        UserError, match=r"step 3: the loss is nan. Samples: 00\d.png. .*last checkpoint is .*step-000002"
-    ) as caught:
+    message = r"step 3: the loss is nan. Samples: 00\d.png. .*last checkpoint is .*step-000002"
+    with pytest.raises(UserError, match=message) as caught:
         run_with(tiny_config, checkpoint={"every": 2})
-    assert caught.value.code == 4
-    assert calls[2][0] in str(caught.value)
+    assert caught.value.code == 4 and calls[2][0] in str(caught.value)
 
 
 def test_the_loss_falls(tiny_config: dict) -> None:
@@ -235,26 +225,29 @@ UNSAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(RunFile.known))
 def test_what_was_written_before_the_first_checkpoint_is_cleared_and_nothing_else(
-    name: str, tiny_config: dict, tmp_path: Path
+    tiny_config: dict, tmp_path: Path
 ) -> None:
-    config = validate(tiny_config | {"output": {"runs": str(tmp_path)}}, "test")
-    run = tmp_path / config.name
-    run.mkdir()
-    (run / name).mkdir() if name == "checkpoints" else (run / name).touch()
-    clear_unsaved(config)
-    assert (run / name).exists() == (name not in UNSAVED | {"checkpoints"})
+    kept = set()
+    for name in RunFile.known:
+        config = validate(tiny_config | {"output": {"runs": str(tmp_path / name)}}, "test")
+        entry = tmp_path / name / config.name / name
+        entry.parent.mkdir(parents=True)
+        entry.mkdir() if name == "checkpoints" else entry.touch()
+        clear_unsaved(config)
+        kept |= {name} if entry.exists() else set()
+    assert kept == {*RunFile.known} - UNSAVED - {"checkpoints"}
 
 
-@pytest.mark.parametrize("name", sorted(RunFile.known))
-def test_a_folder_in_the_place_of_a_file_is_set_aside(name: str, tiny_config: dict, tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_is_set_aside(tiny_config: dict, tmp_path: Path) -> None:
     config = validate(tiny_config | {"output": {"runs": str(tmp_path)}}, "test")
-    place = tmp_path / config.name / name
-    place.mkdir(parents=True)
+    places = [tmp_path / config.name / name for name in RunFile.known]
+    for place in places:
+        place.mkdir(parents=True)
     open_again(config, 0, lambda folder: None)
     folders = {"checkpoints", "control.json", "drawn", "evaluation.json", "remote.json", "samples", "wandb"}
-    assert place.is_dir() == (name in folders)  # control, scores and link are read by others, who say what is wrong
+    # control, scores and link are read by others, who say what is wrong
+    assert {place.name for place in places if place.is_dir()} == folders
 
 
 def test_a_run_that_was_killed_before_it_removed_the_oldest_checkpoint_does_so_when_it_goes_on(

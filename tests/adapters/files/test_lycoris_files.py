@@ -33,6 +33,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.runs import checkpoint
 from simpletune.stages.step.train_step import attach
 from simpletune.system.options import UserError
@@ -94,7 +95,10 @@ def with_file(data: dict, *files: tuple[Path, float]) -> Tensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_s_file_does_what_was_trained_here_and_in_comfyui(method: str, tiny_config: dict, train_once) -> None:
+def test_a_run_s_file_and_its_exports_do_what_was_trained_here_and_in_comfyui(
+    method: str, tiny_config: dict, train_once, tmp_path: Path, capsys
+) -> None:
+    """As exported by the run, in the same layout by the command, and as a LoRA of enough rank in every other."""
     data = config_of(tiny_config, method)
     folder = train_once(data)
     trained = restored(data, folder)
@@ -114,6 +118,25 @@ def test_a_run_s_file_does_what_was_trained_here_and_in_comfyui(method: str, tin
     same, lost = lycoris.forge(original, file)
     assert len(lost) == len(lycoris.modules(file)) and all(torch.equal(same[name], original[name]) for name in same)
 
+    run("export", folder, "--format", "lycoris", "--out", tmp_path / "x.safetensors")
+    again = load_file(tmp_path / "x.safetensors")
+    assert file.keys() == again.keys() and all(torch.equal(again[name], file[name]) for name in again)
+    with safe_open(tmp_path / "x.safetensors", "pt") as handle:
+        assert handle.metadata()["ss_network_module"] == "lycoris.kohya"
+        assert json.loads(handle.metadata()["ss_network_args"]) == {"algo": METHODS[method]["method"]}
+
+    capsys.readouterr()
+    for layout in ("diffusers", "kohya", "comfy"):
+        out = tmp_path / f"{layout}.safetensors"
+        run("export", folder, "--format", layout, "--rank", 999, "--out", out)
+        assert "residual 0.000% of the update" in capsys.readouterr().out
+        assert all(isinstance(update, LoraUpdate) for update in read_lora(out).values())
+        close(with_file(data, (out, 1.0)), expected)
+    theirs, lost = lora_readers.apply(original, load_file(tmp_path / "kohya.safetensors"), layers)
+    assert lost == []
+    for name in patched:
+        close(theirs[name], patched[name])
+
 
 @pytest.mark.parametrize(
     ("adapter", "alpha"), [({"method": "lokr", "factor": 4, "rank": 3}, 3), ({"method": "loha", "rank": 5}, 5),
@@ -130,28 +153,6 @@ def test_a_file_s_alpha_is_the_rank(adapter: dict, alpha: int, tmp_path: Path) -
     assert [value.item() for key, value in file.items() if key.endswith(".alpha")] == [alpha]
     (parts,) = lycoris.modules(file).values()
     assert lycoris.scale({k: v for k, v in parts.items() if k != "alpha"}, alpha) == 1
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_as_a_lora_of_enough_rank_it_is_the_same_in_every_layout(
-    method, tiny_config, train_once, tmp_path, capsys
-) -> None:
-    data = config_of(tiny_config, method)
-    folder = train_once(data)
-    expected = with_file(data, (folder / FILE, 1.0))
-    for layout in ("diffusers", "kohya", "comfy"):
-        out = tmp_path / f"{layout}.safetensors"
-        run("export", folder, "--format", layout, "--rank", 999, "--out", out)
-        assert "residual 0.000% of the update" in capsys.readouterr().out
-        assert all(isinstance(update, LoraUpdate) for update in read_lora(out).values())
-        close(with_file(data, (out, 1.0)), expected)
-    layers = base(data).config["num_layers"]
-    original = original_layout.mmdit(dict(base(data).state_dict()), layers)
-    ours, _ = lycoris.comfyui(original, load_file(folder / FILE), layers)
-    theirs, lost = lora_readers.apply(original, load_file(tmp_path / "kohya.safetensors"), layers)
-    assert lost == []
-    for name in ours:
-        close(theirs[name], ours[name])
 
 
 def test_the_residual_printed_is_that_of_the_best_lora(tiny_config: dict, train_once, tmp_path: Path, capsys) -> None:
@@ -184,61 +185,46 @@ def keyed(module: str, factors: dict[str, Tensor], alpha: float | None = None) -
     return found if alpha is None else found | {f"{module}.alpha": torch.tensor(alpha)}
 
 
-def sd3_state() -> dict[str, Tensor]:
-    from simpletune.models.sd3.shapes import parameter_shapes
-
-    return drawn({**parameter_shapes(SD3_STATE), "pos_embed.pos_embed": (1, 25, 24)})
-
-
-QKV, LAST = "joint_blocks_0_x_block_attn_qkv", "joint_blocks_1_context_block_adaLN_modulation_1"
-# 24 wide: the fused q, k, v is [72, 24], the last block's modulation of the text stream [48, 24].
-OTHERS: dict[str, dict[str, Tensor]] = {
-    "fused, rows of W1 divide": keyed(
-        f"lora_unet_{QKV}", drawn({"lokr_w1": (6, 4), "lokr_w2_a": (12, 2), "lokr_w2_b": (2, 6)}), 1.0
-    ),
-    "fused, rows of W1 do not divide": keyed(
-        f"lora_unet_{QKV}", drawn({"lokr_w1": (8, 4), "lokr_w2_a": (9, 2), "lokr_w2_b": (2, 6)}), 3.0
-    ),
-    "fused, both whole": keyed(f"lora_unet_{QKV}", drawn({"lokr_w1": (4, 2), "lokr_w2": (18, 12)}), 1e10),
-    "fused, the smaller factor last": keyed(f"lora_unet_{QKV}", drawn({"lokr_w1": (18, 12), "lokr_w2": (4, 2)})),
-    "both decomposed": keyed(
+QKV, LAST = "lora_unet_joint_blocks_0_x_block_attn_qkv", "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1"
+# Module, shapes of factors, alpha; 24 wide: the fused q, k, v is [72, 24], the last block's modulation of the text
+# stream [48, 24].
+OTHERS: dict[str, tuple[str, dict[str, tuple[int, int]], float | None]] = {
+    "fused, rows of W1 divide": (QKV, {"lokr_w1": (6, 4), "lokr_w2_a": (12, 2), "lokr_w2_b": (2, 6)}, 1.0),
+    "fused, rows of W1 do not divide": (QKV, {"lokr_w1": (8, 4), "lokr_w2_a": (9, 2), "lokr_w2_b": (2, 6)}, 3.0),
+    "fused, both whole": (QKV, {"lokr_w1": (4, 2), "lokr_w2": (18, 12)}, 1e10),
+    "fused, the smaller factor last": (QKV, {"lokr_w1": (18, 12), "lokr_w2": (4, 2)}, None),
+    "both decomposed": (
         "lora_transformer_transformer_blocks_0_attn_to_q",
-        drawn({"lokr_w1_a": (4, 1), "lokr_w1_b": (1, 3), "lokr_w2_a": (6, 2), "lokr_w2_b": (2, 8)}),
-        3.0,
+        {"lokr_w1_a": (4, 1), "lokr_w1_b": (1, 3), "lokr_w2_a": (6, 2), "lokr_w2_b": (2, 8)}, 3.0,
     ),
-    "only the first decomposed": keyed(
-        "lycoris_transformer_blocks_1_ff_net_2",
-        drawn({"lokr_w1_a": (4, 2), "lokr_w1_b": (2, 8), "lokr_w2": (6, 12)}),
-        5.0,
+    "only the first decomposed": (
+        "lycoris_transformer_blocks_1_ff_net_2", {"lokr_w1_a": (4, 2), "lokr_w1_b": (2, 8), "lokr_w2": (6, 12)}, 5.0,
     ),
-    "halves exchanged": keyed(f"lora_unet_{LAST}", drawn({"lokr_w1": (6, 4), "lokr_w2": (8, 6)})),
-    "halves exchanged within a row of W1": keyed(f"lora_unet_{LAST}", drawn({"lokr_w1": (3, 4), "lokr_w2": (16, 6)})),
-    "halves exchanged under diffusers' names": keyed(
-        "lycoris_transformer_blocks_1_norm1_context_linear", drawn({"lokr_w1": (6, 4), "lokr_w2": (8, 6)})
+    "halves exchanged": (LAST, {"lokr_w1": (6, 4), "lokr_w2": (8, 6)}, None),
+    "halves exchanged within a row of W1": (LAST, {"lokr_w1": (3, 4), "lokr_w2": (16, 6)}, None),
+    "halves exchanged under diffusers' names": (
+        "lycoris_transformer_blocks_1_norm1_context_linear", {"lokr_w1": (6, 4), "lokr_w2": (8, 6)}, None,
     ),
-    "loha, fused": keyed(
-        f"lora_unet_{QKV}",
-        drawn({"hada_w1_a": (72, 2), "hada_w1_b": (2, 24), "hada_w2_a": (72, 2), "hada_w2_b": (2, 24)}),
-        1.0,
+    "loha, fused": (
+        QKV, {"hada_w1_a": (72, 2), "hada_w1_b": (2, 24), "hada_w2_a": (72, 2), "hada_w2_b": (2, 24)}, 1.0,
     ),
-    "loha, halves exchanged": keyed(
-        f"lora_unet_{LAST}",
-        drawn({"hada_w1_a": (48, 2), "hada_w1_b": (2, 24), "hada_w2_a": (48, 2), "hada_w2_b": (2, 24)}),
+    "loha, halves exchanged": (
+        LAST, {"hada_w1_a": (48, 2), "hada_w1_b": (2, 24), "hada_w2_a": (48, 2), "hada_w2_b": (2, 24)}, None,
     ),
-    "loha without alpha": keyed(
+    "loha without alpha": (
         "diffusion_model.joint_blocks.0.x_block.mlp.fc1",
-        drawn({"hada_w1_a": (96, 3), "hada_w1_b": (3, 24), "hada_w2_a": (96, 3), "hada_w2_b": (3, 24)}),
+        {"hada_w1_a": (96, 3), "hada_w1_b": (3, 24), "hada_w2_a": (96, 3), "hada_w2_b": (3, 24)}, None,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    save_file(OTHERS[case], file)
-    state = sd3_state()
-    original = original_layout.mmdit(state, 2)
-    expected, lost = lycoris.comfyui(original, OTHERS[case], 2)
+    module, shapes, alpha = OTHERS[case]
+    tensors, file = keyed(module, drawn(shapes), alpha), tmp_path / "x.safetensors"
+    save_file(tensors, file)
+    state = drawn({**parameter_shapes(SD3_STATE), "pos_embed.pos_embed": (1, 25, 24)})
+    expected, lost = lycoris.comfyui(original_layout.mmdit(state, 2), tensors, 2)
     assert lost == []
     for updates in (read_lora(file), {layer: update.plain() for layer, update in read_lora(file).items()}):
         merged = state | {f"{k}.weight": state[f"{k}.weight"] + update.delta() for k, update in updates.items()}
@@ -271,19 +257,6 @@ def test_alpha_of_whole_factors_and_of_peft(tmp_path: Path) -> None:
     close(difference.float(), update.delta())
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_export_to_lycoris_gives_back_what_was_read(
-    method: str, tiny_config: dict, train_once, tmp_path, capsys
-) -> None:
-    folder = train_once(config_of(tiny_config, method))
-    run("export", folder, "--format", "lycoris", "--out", tmp_path / "x.safetensors")
-    before, after = (load_file(file) for file in (folder / FILE, tmp_path / "x.safetensors"))
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in after)
-    with safe_open(tmp_path / "x.safetensors", "pt") as handle:
-        assert handle.metadata()["ss_network_module"] == "lycoris.kohya"
-        assert json.loads(handle.metadata()["ss_network_args"]) == {"algo": METHODS[method]["method"]}
-
-
 def test_inspect_says_what_it_is_and_who_reads_it(tiny_config: dict, train_once) -> None:
     lokr, loha = (describe(train_once(config_of(tiny_config, name)) / FILE) for name in ("lokr", "loha"))
     assert lokr["method"] == "LoKr" and loha["method"] == "LoHa"
@@ -294,6 +267,8 @@ def test_inspect_says_what_it_is_and_who_reads_it(tiny_config: dict, train_once)
                  "rank       1 (4x4 and 16x16) (7 modules)", "scale      1"):  # fmt: skip
         assert line in text, text
     assert lokr["parameters"] == sum(t.numel() for k, t in load_file(lokr["file"]).items() if "alpha" not in k)
+    card = Path(lokr["file"]).with_name("README.md").read_text()
+    assert "LoKr for" in card and "diffusers does not load LoKr" in card and "load_lora_weights" not in card
 
 
 def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
@@ -353,13 +328,8 @@ def test_with_a_lora_at_strengths_on_one_model(tiny_config: dict, train_once, tm
     run("merge", *words, "--base", data["model"]["pretrained"], "--out", tmp_path / "merged")
     merged = SD3().model_copy(update={"transformer": str(tmp_path / "merged")})
     close(velocity(merged.load_denoiser(FP32(), CPU)), expected)
-    run(
-        "mix",
-        *[f"{file}:{strength}" for file, strength in chosen if strength > 0],
-        "--out",
-        tmp_path / "mix.safetensors",
-    )
     summed = [pair for pair in chosen if pair[1] > 0]
+    run("mix", *[f"{file}:{strength}" for file, strength in summed], "--out", tmp_path / "mix.safetensors")
     close(with_file(data, (tmp_path / "mix.safetensors", 1.0)), with_file(data, *summed))
 
 
@@ -407,11 +377,6 @@ def test_a_served_lokr_is_switched_and_scaled(tiny_config: dict, train_once) -> 
     served.use("base", 1.0)
     assert torch.equal(velocity(model), plainly)
     assert torch.equal(plainly, velocity(base(data)))
-
-
-def test_the_card_of_a_run_tells_who_reads_it(tiny_config: dict, train_once) -> None:
-    card = (train_once(config_of(tiny_config, "lokr")) / "README.md").read_text()
-    assert "LoKr for" in card and "diffusers does not load LoKr" in card and "load_lora_weights" not in card
 
 
 @pytest.mark.parametrize("scale", [1.0, -0.5])

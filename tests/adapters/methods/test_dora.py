@@ -29,44 +29,34 @@ def shaken(layer: DoraLayer, size: float = 0.3) -> DoraLayer:
     return layer
 
 
-def expected(layer: DoraLayer, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Output, and gradients of A, B, m and x, for the sum of the output times a fixed weighting."""
-    base: Any = innermost_layer(layer)
-    w, bias = weight_of(base), None if base.bias is None else base.bias.double()
-    parameters = layer.lora_A.weight, layer.lora_B.weight, layer.magnitude
-    a, b, m = (parameter.detach().double().requires_grad_() for parameter in parameters)
-    x = x.detach().double().requires_grad_()
-    changed = dora_oft.dora(w, a, b, SCALE, m)
-    y = F.linear(x, changed, bias) if x.ndim == 3 else F.conv2d(x, changed[:, :, None, None], bias)
-    weighted(y).backward()
-    return y.detach(), [tensor.grad for tensor in (a, b, m, x) if tensor.grad is not None]
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", ["linear", "conv", "int8", "nf4", "nf4-double", "quanto"])
 def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias: bool) -> None:
+    """Gradients of A, B, m and x, for the sum of the output times a fixed weighting."""
     layer = shaken(DoraLayer(frozen(kind, bias), RANK, SCALE))
+    base: Any = innermost_layer(layer)
+    w, offset = weight_of(base), None if base.bias is None else base.bias.double()
     x = torch.randn(2, IN, 3, 4) if kind == "conv" else torch.randn(2, 5, IN)
-    y, gradients = expected(layer, x)
-    x.requires_grad_()
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv2d(x, w[..., None, None], offset) if kind == "conv" else F.linear(x, w, offset)
+
+    ours = [layer.lora_A.weight, layer.lora_B.weight, layer.magnitude, x.requires_grad_()]
+    a, b, m, wide = theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
+    changed = dora_oft.dora(w, a, b, SCALE, m)
+    y = product(wide, changed)
+    weighted(y).backward()
     found = layer(x * 1)
     weighted(found).backward()
     torch.testing.assert_close(found.double(), y, rtol=1e-5, atol=1e-5)
-    ours = [layer.lora_A.weight, layer.lora_B.weight, layer.magnitude, x]
-    for parameter, gradient in zip(ours, gradients, strict=True):
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad.double(), gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max())
-    w = weight_of(innermost_layer(layer))
-    m = layer.magnitude.detach().double()
-    merged = dora_oft.dora(w, layer.lora_A.weight.detach().double(), layer.lora_B.weight.detach().double(), SCALE, m)
+    for tensor, wanted in zip(ours, theirs, strict=True):
+        assert tensor.grad is not None and wanted.grad is not None
+        torch.testing.assert_close(tensor.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5 * wanted.grad.abs().max())
     layer.scaling["default"] = 0.4
     shape = (OUT, IN, 1, 1) if kind == "conv" else (OUT, IN)
     half = layer.merged(w.float().view(shape)).double().view(OUT, IN)
-    torch.testing.assert_close(half, w + 0.4 * (merged - w), rtol=1e-5, atol=1e-6)
-    base: Any = innermost_layer(layer)
-    wide, offset = x.detach().double(), None if base.bias is None else base.bias.double()
-    bent = F.conv2d(wide, half[..., None, None], offset) if kind == "conv" else F.linear(wide, half, offset)
-    torch.testing.assert_close(layer(x.detach()).double(), bent, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(half, w + 0.4 * (changed - w), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x.detach()).double(), product(wide, half), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_the_product_in_place_are_those_of_the_expression() -> None:

@@ -80,14 +80,12 @@ def test_outputs_gradients_and_merged_weights_are_those_of_the_definition(method
         frozen = layer.base_layer
         sample = (2, 5, layer.shape[1]) if name in SIDES else (2, layer.shape[1], 3, 5)
         x = torch.randn(sample, generator=torch.Generator().manual_seed(3)).requires_grad_()
-        weight = frozen.weight.double() + reference(layer).view_as(frozen.weight)
         factors = {n: f.detach().double().requires_grad_() for n, f in layer.factors.items()}
         x64 = x.detach().double().requires_grad_()
         delta = lycoris.loha(factors) if "hada_w1_a" in factors else lycoris.lokr(factors)
         whole = frozen.weight.double() + delta.view_as(frozen.weight)
-        convolved = name not in SIDES
-        bias = frozen.bias.double()
-        expected = (nn.functional.conv2d if convolved else nn.functional.linear)(x64, whole, bias)
+        product = nn.functional.linear if name in SIDES else nn.functional.conv2d
+        expected = product(x64, whole, frozen.bias.double())
         y = layer(x)
         close(y, expected)
         pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
@@ -96,7 +94,7 @@ def test_outputs_gradients_and_merged_weights_are_those_of_the_definition(method
         close(x.grad, x64.grad)
         for factor, tensor in layer.factors.items():
             close(tensor.grad, factors[factor].grad)
-        close(layer.merged(frozen.weight.detach()), weight)
+        close(layer.merged(frozen.weight.detach()), whole.detach())
 
 
 @pytest.mark.parametrize("input_trains", [True, False])
@@ -166,9 +164,8 @@ def test_an_update_begins_at_zero_and_every_factor_then_moves(method: str) -> No
         x = torch.randn(4, inputs)
         assert torch.equal(getattr(model, name)(x), before[name](x))
     for _ in range(2):  # what multiplies the zero factor moves in the second step
-        sum(
-            getattr(model, name)(torch.randn(4, inputs)).square().sum() for name, (_, inputs) in SIDES.items()
-        ).backward()
+        for name, (_, inputs) in SIDES.items():
+            getattr(model, name)(torch.randn(4, inputs)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert all((p != first[name]).any() for name, p in model.named_parameters() if p.requires_grad)
@@ -184,12 +181,10 @@ def test_an_update_begins_at_zero_and_every_factor_then_moves(method: str) -> No
 @pytest.mark.parametrize("method", ["lokr", "loha"])
 def test_over_frozen_precisions_it_adds_the_same_update(method: str, precision: Any) -> None:
     """The frozen layer's own output differs by precision; what is added to it does not."""
-    shapes = {"to_q": (64, 128)}
-    frozen = (
-        precision.convert("to_q", nn.Linear(128, 64)) if precision.weights != "bf16" else nn.Linear(128, 64).bfloat16()
-    )
+    plain = nn.Linear(128, 64)
+    frozen = plain.bfloat16() if precision.weights == "bf16" else precision.convert("to_q", plain)
     model = nn.ModuleDict({"to_q": frozen})
-    METHODS[method].model_copy(update={"targets": list(shapes)}).attach(model, seed=0)
+    METHODS[method].model_copy(update={"targets": ["to_q"]}).attach(model, seed=0)
     ((_, layer),) = updated(model)
     for factor in layer.factors.values():
         factor.data = torch.randn(factor.shape, generator=torch.Generator().manual_seed(1)) / 4
@@ -250,8 +245,7 @@ def test_compiled_without_a_break_it_computes_the_same(method: str) -> None:
     results = []
     for call in (layer, compiled):
         y = call(x)
-        grads = torch.autograd.grad(y.square().sum(), [x, *layer.factors.values()])
-        results.append((y, *grads))
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.factors.values()])))
     for ours, theirs in zip(*results, strict=True):
         close(theirs, ours)
     torch.compiler.reset()

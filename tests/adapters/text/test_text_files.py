@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import drawn_text
 import original_layout
 import pytest
 import tiny_sd15
 import torch
 from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
-from drawn_text import CLIP, comfy_state, of_denoiser, text_updates, update
+from drawn_text import CLIP, comfy_state, encoded, of_denoiser, text_updates, update, with_lora
 from reference import text_readers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,6 +24,8 @@ from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_em
 from simpletune.apps.cli.main import main
 from simpletune.models.shared.text_layers import text_layer
 from simpletune.system.options import UserError
+
+pipeline = drawn_text.pipeline
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +59,8 @@ def test_sd15s_only_encoder_has_kohyas_unnumbered_keys(sd15: Path, tmp_path: Pat
     assert len(text) == 9 and all(key.startswith("lora_te_text_model_encoder_layers_1_") for key in text)
     _, unread = text_readers.apply(comfy_state(sd15), load_file(file))
     assert all(key.startswith("lora_unet_") for key in unread)
-    alone = write_lora(
-        text_updates(sd15), tmp_path / "b.safetensors", "kohya", None, {"ss_base_model_version": "sd_v1"}
-    )
+    version = {"ss_base_model_version": "sd_v1"}
+    alone = write_lora(text_updates(sd15), tmp_path / "b.safetensors", "kohya", None, version)
     assert set(load_file(alone)) == set(text)
 
 
@@ -77,19 +79,19 @@ def test_conversions_there_and_back_give_the_same_bytes(first: str, other: str, 
     assert all(torch.equal(two[key], one[key]) for key in one)
 
 
+CLIP_L, CLIP_G, T5 = f"text_encoder.{CLIP}", f"text_encoder_2.{CLIP}", "text_encoder_3.encoder.block"
+
+
 @pytest.mark.parametrize(
     ("module", "layer"),
     {
-        "text_encoder.text_model.encoder.layers.3.self_attn.to_q": "text_encoder." + CLIP.format(3, "self_attn.q_proj"),
-        "text_encoder_2.encoder.layers.3.mlp.fc2": "text_encoder_2." + CLIP.format(3, "mlp.fc2"),
-        "lora_te_text_model_encoder_layers_11_self_attn_out_proj": "text_encoder."
-        + CLIP.format(11, "self_attn.out_proj"),
+        "text_encoder.text_model.encoder.layers.3.self_attn.to_q": CLIP_L.format(3, "self_attn.q_proj"),
+        "text_encoder_2.encoder.layers.3.mlp.fc2": CLIP_G.format(3, "mlp.fc2"),
+        "lora_te_text_model_encoder_layers_11_self_attn_out_proj": CLIP_L.format(11, "self_attn.out_proj"),
         "lora_te2_text_projection": "text_encoder_2.text_projection",
-        "lora_te3_encoder_block_23_layer_1_DenseReluDense_wi_0": "text_encoder_3.encoder.block.23.layer.1."
-        "DenseReluDense.wi_0",
-        "clip_g.transformer.text_model.encoder.layers.0.mlp.fc1": "text_encoder_2." + CLIP.format(0, "mlp.fc1"),
-        "text_encoders.t5xxl.transformer.encoder.block.1.layer.0.SelfAttention.o": "text_encoder_3.encoder.block.1."
-        "layer.0.SelfAttention.o",
+        "lora_te3_encoder_block_23_layer_1_DenseReluDense_wi_0": f"{T5}.23.layer.1.DenseReluDense.wi_0",
+        "clip_g.transformer.text_model.encoder.layers.0.mlp.fc1": CLIP_G.format(0, "mlp.fc1"),
+        "text_encoders.t5xxl.transformer.encoder.block.1.layer.0.SelfAttention.o": f"{T5}.1.layer.0.SelfAttention.o",
         "lora_te1_text_model_encoder_layers_0_mlp_q_proj": None,
         "lora_te1_text_model_encoder_layers_0_self_attn_fc1": None,
         "lora_te3_text_model_encoder_layers_0_mlp_fc1": None,
@@ -105,9 +107,13 @@ def test_a_key_of_a_text_encoder_that_matches_no_layer_is_refused(pipeline: Path
     file = write_lora(text_updates(pipeline), tmp_path / "a.safetensors", "kohya")
     state = load_file(file)
     state |= {key.replace("mlp_fc1", "mlp_fc9"): tensor.clone() for key, tensor in state.items() if "mlp_fc1" in key}
-    save_file(state, file)
-    with pytest.raises(UserError, match="6 of 24 keys match no layer of a text encoder: lora_te1.*mlp_fc9"):
-        read_lora(file)
+    for tensors, words in (
+        (state, "6 of 24 keys match no layer of a text encoder: lora_te1.*mlp_fc9"),
+        ({"text_encoder_3.x.lora_A.weight": V["t5"]}, "match no layer of a text encoder"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(UserError, match=words):
+            read_lora(file)
 
 
 def outputs(pipe: object, prompt: str) -> list[Tensor]:
@@ -118,8 +124,6 @@ def outputs(pipe: object, prompt: str) -> list[Tensor]:
 
 @torch.no_grad()
 def test_diffusers_sd3_pipeline_encodes_with_the_file_as_we_do(pipeline: Path, tmp_path: Path) -> None:
-    from drawn_text import encoded, with_lora
-
     updates = {**of_denoiser(pipeline, "sd3"), **text_updates(pipeline)}
     updates |= {"text_encoder." + CLIP.format(0, "self_attn.v_proj"): update((16, 16), 30, rank=4)}  # another rank
     file = write_lora(updates, tmp_path / "a.safetensors", "diffusers")
@@ -136,8 +140,6 @@ def test_diffusers_sd3_pipeline_encodes_with_the_file_as_we_do(pipeline: Path, t
 @torch.no_grad()
 @pytest.mark.parametrize("layout", ["kohya", pytest.param("diffusers", marks=pytest.mark.slow)])
 def test_diffusers_sd15_pipeline_encodes_with_the_file_as_we_do(layout: str, sd15: Path, tmp_path: Path) -> None:
-    from drawn_text import encoded, with_lora
-
     updates = {**of_denoiser(sd15, "sd15"), **text_updates(sd15)}
     file = write_lora(updates, tmp_path / "a.safetensors", layout)
     pipe = StableDiffusionPipeline.from_pretrained(sd15, local_files_only=True, safety_checker=None)
@@ -151,8 +153,6 @@ def test_diffusers_sd15_pipeline_encodes_with_the_file_as_we_do(layout: str, sd1
 
 @torch.no_grad()
 def test_diffusers_sd15_pipeline_reads_the_embedding_as_we_do(sd15: Path, tmp_path: Path) -> None:
-    from drawn_text import encoded
-
     vectors = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
     embedding = EmbeddingFile("<dots>", "input", {"clip": vectors}, "sd15", ("red", "circle"))
     file = write_embeddings(tmp_path / "a_dots.safetensors", embedding)
@@ -214,15 +214,9 @@ def test_what_is_written_is_read_again_and_is_the_same_file(place: str, tmp_path
     for name, key in (("clip_l", "clip_l"), ("clip_g", "clip_g"), ("t5", "t5xxl")):
         theirs = text_readers.embedding(state, key, V[name].shape[1])
         if place == "input":
-            assert torch.equal(theirs, V[name]), "ComfyUI finds it under its key"
+            assert torch.equal(theirs, V[name]), "ComfyUI finds it under its key, T5's under t5xxl alone"
         else:
             assert key not in state, "ComfyUI must not take outputs for inputs of this encoder by their key"
-
-
-def test_comfyui_would_ignore_t5_under_its_other_name() -> None:
-    """Why the key is t5xxl: with t5 alone ComfyUI takes the first tensor, whose width is another."""
-    state = {"clip_g": V["clip_g"], "clip_l": V["clip_l"], "t5": V["t5"]}
-    assert text_readers.embedding(state, "t5xxl", 64) is None
 
 
 @pytest.mark.parametrize(
@@ -294,9 +288,6 @@ def test_inspect_says_which_tools_drop_text_layers(pipeline: Path, sd15: Path, t
     assert tools(both, "kohya") == {**every, "CLIP-L": 3}
     without = {layer: one for layer, one in both.items() if "out_proj" not in layer}
     assert tools(without, "kohya") == {**every, "diffusers": "partly", "CLIP-L": 2}
-    save_file({f"text_encoder_3.{k}": v for k, v in {"x.lora_A.weight": V["t5"]}.items()}, tmp_path / "b.safetensors")
-    with pytest.raises(UserError, match="match no layer of a text encoder"):
-        read_lora(tmp_path / "b.safetensors")
     with pytest.raises(UserError, match="T5, whose LoRA diffusers does not load. Use --format kohya"):
         write_lora(text_updates(pipeline, t5=True), tmp_path / "c.safetensors", "diffusers")
 
@@ -345,10 +336,9 @@ def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -
         text_tensors_of({layer: oft}, "lycoris")
     factors = {"lokr_w1": torch.ones(2, 2), "lokr_w2_a": torch.ones(3, 1), "lokr_w2_b": torch.ones(1, 2)}
     lokr = LokrUpdate(factors, 6, 0.25)
+    remedy = f"rank {lokr.rank}. Give --rank {lokr.rank}, or a smaller one.*--format lycoris"
     for layout in ("kohya", "diffusers", "comfy"):
-        with pytest.raises(
-            UserError, match=f"rank {lokr.rank}. Give --rank {lokr.rank}, or a smaller one.*--format lycoris"
-        ):
+        with pytest.raises(UserError, match=remedy):
             text_tensors_of({layer: lokr}, layout)
     found = text_tensors_of({layer: lokr}, "lycoris", dtype=torch.bfloat16)
     saved, alpha = lokr.saved()
@@ -358,6 +348,3 @@ def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -
         name = key.rpartition(".")[2]
         assert tensor.dtype == (torch.float32 if name == "alpha" else torch.bfloat16)
         torch.testing.assert_close(tensor.float(), torch.tensor(alpha).float() if name == "alpha" else saved[name])
-    deep = "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"
-    with pytest.raises(UserError, match="T5, whose LoRA diffusers does not load. Use --format kohya"):
-        text_tensors_of({deep: update((4, 4), 0)}, "diffusers")

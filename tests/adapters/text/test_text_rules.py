@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_sd15
+import torch
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from simpletune.adapters.text.inputs import PromptTokenizer
@@ -63,10 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "text.embeddings.stop_at: .*average",
     ),
     "stopping part of one learning rate": (
-        {
-            "optimizer": {"name": "prodigy"},
-            "text": {"embeddings": VECTORS | {"stop_at": 0.5, "learning_rate": None}},
-        },
+        {"optimizer": {"name": "prodigy"}, "text": {"embeddings": VECTORS | {"stop_at": 0.5, "learning_rate": None}}},
         "text.embeddings.stop_at: .*one learning rate",
     ),
     "the norm of an average": (
@@ -102,11 +100,8 @@ def test_what_is_allowed(tiny_config: dict) -> None:
 
 
 def test_auto_keeps_the_modulation_where_the_pooled_prompt_trains(tiny_config: dict) -> None:
-    for text, kind in (
-        ({"embeddings": VECTORS}, "plan"),
-        ({"embeddings": INPUT}, "resident"),
-        ({"lora": {}}, "resident"),
-    ):
+    kinds = ({"embeddings": VECTORS}, "plan"), ({"embeddings": INPUT}, "resident"), ({"lora": {}}, "resident")
+    for text, kind in kinds:
         config = validate(copy.deepcopy(tiny_config) | {"text": text}, "auto")
         assert settle_modulation(config, on_host=False).memory.modulation == kind
         assert ("plans modulations" in explain(config.model_copy(update={"device": "auto"}))) == (kind == "plan")
@@ -130,9 +125,9 @@ def test_rows_are_those_of_the_words(kind: str, prompt: str) -> None:
     assert [[ids[row] for row in rows] for rows in found] == [own] * prompt.count("<dots>")
     places = {row for rows in found for row in rows}
     rest = [id for row, id in enumerate(ids) if row not in places]
-    assert tokenizer.decode(rest, skip_special_tokens=True).replace(" ", "") == tokenizer.decode(
-        tokenizer(prompt.replace("<dots>", " ")).input_ids, skip_special_tokens=True
-    ).replace(" ", "")
+    without = tokenizer(prompt.replace("<dots>", " ")).input_ids
+    ours, theirs = (tokenizer.decode(each, skip_special_tokens=True).replace(" ", "") for each in (rest, without))
+    assert ours == theirs
 
 
 def test_truncated_rows_are_dropped() -> None:
@@ -151,26 +146,16 @@ def test_a_plain_word_is_no_part_of_longer_words() -> None:
 def test_words_are_used_in_turn() -> None:
     option = Text.model_validate({"embeddings": {"token": "<d>", "initial": "red big", "vectors": 3}}).embeddings
     assert option.words() == ["red", "big", "red"]
-    assert (
-        embedding_name("run", "<d>/../x") == "run_d..x.safetensors"
-        and embedding_name("run", "<>") == "run_token.safetensors"
-    )
+    names = [embedding_name("run", token) for token in ("<d>/../x", "<>")]
+    assert names == ["run_d..x.safetensors", "run_token.safetensors"]
 
 
 def test_a_word_of_several_tokens_is_refused() -> None:
     model = SD3(pretrained=str(SHIPPED), t5_length=8)
-    text = Text.model_validate({"embeddings": {"token": "<d>", "initial": "red zwxq"}})
-    tokens = PromptTokenizer(
-        text.model_copy(update={"embeddings": text.embeddings.model_copy(update={"vectors": 2})}), model, prompts(model)
-    )
+    text = Text.model_validate({"embeddings": {"token": "<d>", "initial": "red zwxq", "vectors": 2}})
+    tokens = PromptTokenizer(text, model, model.prompts(torch.float32))
     with pytest.raises(UserError, match="text.embeddings.initial: 'zwxq' is [234] tokens of CLIP .*Use a common word"):
         tokens.vectors  # noqa: B018
-
-
-def prompts(model: SD3 | SD15) -> Any:
-    import torch
-
-    return model.prompts(torch.float32)
 
 
 def test_a_token_that_no_caption_has_is_refused_and_one_that_some_lack_is_told(
@@ -202,8 +187,6 @@ def test_a_token_that_no_caption_has_is_refused_and_one_that_some_lack_is_told(
     ids=["output", "input", "lora"],
 )
 def test_the_parameters_are_counted_without_torch(family: str, text: dict, tiny_config: dict, tmp_path: Path) -> None:
-    import torch
-
     data = copy.deepcopy(tiny_config) | {"text": text} | NONE
     if family == "sd15":
         data["model"] = {"family": "sd15", "pretrained": str(tiny_sd15.build(tmp_path / "sd15"))}
@@ -229,6 +212,5 @@ def test_names_of_encoders_are_those_of_the_family() -> None:
     for model in (SD3(), SD15()):
         encoders: list[TextEncoder] = list(model.encoders())
         assert list(model.clip_encoders) == [encoder.name for encoder in encoders if not encoder.is_t5]
-        assert {e.name: e.model for e in encoders} == {
-            name: region.part for name, region in model.text_regions().items()
-        }
+        regions = {name: region.part for name, region in model.text_regions().items()}
+        assert {e.name: e.model for e in encoders} == regions

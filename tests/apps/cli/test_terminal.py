@@ -90,7 +90,7 @@ def shown(text: str) -> str:
     return "\n".join(lines)
 
 
-def test_a_terminal_has_a_bar_that_is_drawn_again() -> None:
+def test_a_terminal_has_a_bar_that_is_drawn_again_below_other_words_and_whose_last_line_stays() -> None:
     text = in_a_terminal(TRAINING, 140)
     drawn = [part for part in text.split("\r\x1b[2K") if " train   step" in part]
     assert len(drawn) >= 30
@@ -99,19 +99,17 @@ def test_a_terminal_has_a_bar_that_is_drawn_again() -> None:
         assert words in first
     assert "pictures at 20" in next(part for part in drawn if "step 12/30" in part)
     assert [max(part.count("\u2501") for part in drawn if f"step {n}/30" in part) for n in (15, 30)] == [6, 12]
-
-
-def test_other_words_come_above_the_bar_and_its_last_line_stays() -> None:
-    lines = shown(in_a_terminal(TRAINING, 140)).splitlines()
+    lines = shown(text).splitlines()
     assert lines[0] == "notice [bold]" + 70 * " of many words"  # in one piece: the terminal wraps it
     assert "UserWarning: not ours" in lines[1]
     assert lines[2:] == ["train   step 30/30  loss 0.1003  0.5 s/step  16 samples/s  0.61 GiB RAM", "after"]
 
 
-def test_what_goes_to_a_file_still_does(tmp_path: Path) -> None:
+def test_the_line_is_ended_when_training_stops_and_what_goes_to_a_file_still_does(tmp_path: Path) -> None:
     with (tmp_path / "errors").open("w") as errors:
-        text = in_a_terminal(TRAINING, 140, errors=errors.fileno())
+        text = in_a_terminal(TRAINING, 140, stop=7, errors=errors.fileno())
     assert "not ours" in (tmp_path / "errors").read_text() and "not ours" not in text
+    assert shown(text).splitlines()[-1].startswith("train   step  7/30  loss ")
 
 
 def test_a_narrow_terminal_never_wraps() -> None:
@@ -123,22 +121,12 @@ def test_a_narrow_terminal_never_wraps() -> None:
     assert all("loss" in part for part in bars)
 
 
-def test_the_line_is_ended_when_training_stops() -> None:
-    lines = shown(in_a_terminal(TRAINING, 140, stop=7)).splitlines()
-    assert lines[-1].startswith("train   step  7/30  loss ")
-
-
 def test_bars_of_nested_stages_are_all_taken_away() -> None:
     text = in_a_terminal(NESTED, 100)
     assert re.search(r"outer: 1/3 prompts.*\n.*inner \[x\]: 1/3 layers", text)
     lines = shown(text).splitlines()
     assert len(lines) == 2 and lines[0].startswith("inner [x]: 1 layer in ")
     assert lines[1].startswith("outer: 2 prompts in ")
-
-
-def test_a_terminal_that_cannot_draw_gets_plain_lines() -> None:
-    text = in_a_terminal(TRAINING, 140, term="dumb")
-    assert "\x1b" not in text and "train   step  3/30  loss " in text
 
 
 def test_a_killed_process_leaves_the_cursor() -> None:
@@ -152,8 +140,10 @@ def test_a_killed_process_leaves_the_cursor() -> None:
     assert received.rfind(b"\x1b[?25h") > received.rfind(b"\x1b[?25l") >= 0
 
 
-def test_rich_is_imported_for_a_bar_only() -> None:
+def test_rich_is_imported_for_a_bar_only_and_a_terminal_that_cannot_draw_gets_plain_lines() -> None:
     code = TRAINING + "print([name for name in sys.modules if name.partition('.')[0] == 'rich'])"
+    text = in_a_terminal(code, 140, term="dumb")
+    assert "\x1b" not in text and "train   step  3/30  loss " in text
     done = subprocess.run([sys.executable, "-c", code, "0"], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.endswith("after\n[]\n")
 
@@ -207,14 +197,17 @@ def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: py
     assert seen == [1, 2, 3, 4]
 
 
-def test_progress_is_told_now_and_then(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, *(100.0 + 4 * done for done in range(1, 7)), 124.0])
+def test_progress_is_told_now_and_then_and_counts_one_in_the_singular(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, *(100.0 + 4 * done for done in range(1, 7)), 124.0, 124.0, 125.0, 126.0])
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: next(clock))
-    with progress("text", 6, "prompts") as advance:
-        for _ in range(6):
-            advance()
+    for count in (6, 1):
+        with progress("text", count, "prompts") as advance:
+            for _ in range(count):
+                advance()
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["text: 3/6 prompts, 0.2/s, 12 s left", "text: 6 prompts in 24.0 s"]
+    assert lines == ["text: 3/6 prompts, 0.2/s, 12 s left", "text: 6 prompts in 24.0 s", "text: 1 prompt in 2.0 s"]
 
 
 def test_of_several_processes_the_first_tells(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.system.console import progress
 from simpletune.system.options import plural
 
 PLURALS_OF_ONE = re.compile(
@@ -30,8 +29,13 @@ def test_one_has_no_plural(count: int) -> None:
     assert plural(count, "step") == f"{count:,} {'step' if count == 1 else 'steps'}"
 
 
-@pytest.fixture
-def one_of_each(tiny_config: dict, tiny_pictures: Path, tmp_path: Path) -> dict:
+def test_a_run_of_one_of_each_says_no_plural_of_one(
+    tiny_config: dict,
+    tiny_pictures: Path,
+    write_config: Callable[[object], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A run on one picture: one step, one bucket, one epoch."""
     folder = tmp_path / "one"
     folder.mkdir()
@@ -39,39 +43,26 @@ def one_of_each(tiny_config: dict, tiny_pictures: Path, tmp_path: Path) -> dict:
     (folder / first.name).write_bytes(first.read_bytes())
     (folder / "000.txt").write_text("a red disc\n")
     tiny_config["data"]["path"] = str(folder)
-    tiny_config["train"] = {"epochs": 1}
     tiny_config["output"] |= {"cache": str(tmp_path / "cache"), "report": True}
-    tiny_config["profile"] = {"max_traces": 1}
-    tiny_config["schedule"] = {"name": "linear", "warmup_steps": 1}
-    tiny_config["checkpoint"] = {"every": 1, "keep_last": 1}
-    tiny_config["validation"] = {"prompts": ["a red disc"], "steps": 1, "loss_samples": 1, "every": 1}
-    return tiny_config
-
-
-def test_a_run_of_one_of_each_says_no_plural_of_one(
-    one_of_each: dict, write_config: Callable[[object], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(write_config(one_of_each))
+    tiny_config |= {
+        "train": {"epochs": 1},
+        "profile": {"max_traces": 1},
+        "schedule": {"name": "linear", "warmup_steps": 1},
+        "checkpoint": {"every": 1, "keep_last": 1},
+        "validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 1, "every": 1},
+    }
+    file = str(write_config(tiny_config))
     for words in (["check", file], ["data", file, "--out", str(tmp_path / "look")], ["train", file]):
         assert main(words) == 0
         shown = capsys.readouterr().out
         assert not PLURALS_OF_ONE.search(shown), PLURALS_OF_ONE.search(shown)
         assert "1 picture" in shown and "1 step" in shown
-    run = Path(one_of_each["output"]["runs"]) / "tiny"
+    run = Path(tiny_config["output"]["runs"]) / "tiny"
     pages = [run / "README.md", run / "report.md", *tmp_path.glob("profiles/**/*.md"), tmp_path / "look" / "data.html"]
     for page in pages:
         found = PLURALS_OF_ONE.search(page.read_text())
         assert not found, f"{page.name}: {found}"
     assert json.loads((run / "summary.json").read_text())["steps_per_epoch"] == 1
-
-
-def test_progress_counts_one_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
-    for count in (1, 2):
-        with progress("text", count, "prompts") as advance:
-            for _ in range(count):
-                advance()
-    shown = capsys.readouterr().out
-    assert "text: 1 prompt in " in shown and "text: 2 prompts in " in shown
 
 
 @pytest.mark.parametrize(("loss_samples", "look"), [(2, "evaluation at 2"), (0, "")])

@@ -34,18 +34,13 @@ def live(run: Path) -> Iterator[Running]:
     gc.unfreeze()
 
 
-def generated(run: Path, file: Path, *words: str) -> bytes:
-    given = ["--run", str(run), "--prompt", PROMPT, "--seed", "3", "--out", str(file), *words]
-    assert main(["generate", *given]) == 0
-    return Image.open(file).convert("RGB").tobytes()
-
-
 def test_base_is_the_base_and_the_full_model_has_the_runs_name(live: Running, run: Path, tmp_path: Path) -> None:
-    second = str(run.parent / "second")
-    expected = {
-        "base": generated(run, tmp_path / "base.png", "--base"), "whole": generated(run, tmp_path / "whole.png"),
-        "second": generated(run, tmp_path / "second.png", "--lora", second),
-    }  # fmt: skip
+    second, file = str(run.parent / "second"), tmp_path / "drawn.png"
+    expected = {}
+    for name, words in {"base": ["--base"], "whole": [], "second": ["--lora", second]}.items():
+        given = ["--run", str(run), "--prompt", PROMPT, "--seed", "3", "--out", str(file), "--overwrite", *words]
+        assert main(["generate", *given]) == 0
+        expected[name] = Image.open(file).convert("RGB").tobytes()
     assert len(set(expected.values())) == 3
     names = ["whole", "base", "second", "whole"]
     asked = [{"prompt": PROMPT, "model": name} for name in names]
@@ -56,16 +51,13 @@ def test_base_is_the_base_and_the_full_model_has_the_runs_name(live: Running, ru
     assert live.service.capabilities.in_words() == "base, whole (full model), second (LoRA)"
 
 
-def test_its_pictures_say_which_model_drew_them(live: Running) -> None:
+def test_its_pictures_say_which_model_drew_them_and_it_has_no_strength(live: Running) -> None:
     answer = live.predict(*({"prompt": PROMPT, "model": name} for name in ("base", "whole")))
     base, whole = (
         json.loads(Image.open(io.BytesIO(base64.b64decode(text))).text["simpletune"])  # type: ignore[attr-defined]
         for text in answer.json()["predictions"]
     )
     assert (base["weights"], whole["weights"]) == ("base", "whole") and whole["model"] == "whole" != base["model"]
-
-
-def test_a_full_model_has_no_strength(live: Running) -> None:
     answer = live.predict({"prompt": PROMPT, "lora_scale": 0.5})
     assert answer.status_code == 422
     assert "0.5 is not allowed: whole is a full model and has no strength" in answer.json()["error"]["message"]

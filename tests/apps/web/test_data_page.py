@@ -295,7 +295,7 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def test_the_place_where_a_caption_is_cut(tmp_path: Path) -> None:
+def test_the_place_where_a_caption_is_cut_and_a_damaged_tokenizer_is_said(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     config = {"name": "x", "model": {"pretrained": str(model), "t5_length": 80}, "data": {"path": str(tmp_path)}}
     cutter = Cutter(validate(config, "x", needs_data=False, needs_model=False))
@@ -306,6 +306,13 @@ def test_the_place_where_a_caption_is_cut(tmp_path: Path) -> None:
     assert [(c.encoder, c.tokens, c.limit, c.place) for c in one] == [("CLIP", 78, 77, len(fits))]
     assert [(c.encoder, c.tokens, c.limit) for c in two] == [("CLIP", 92, 77), ("T5", 91, 80)]
     assert [both[: c.place] for c in two] == [("wa  " * 75).strip(), ("wa  " * 79).strip()]
+    model = write_model(tmp_path / "damaged")
+    (model / "tokenizer" / "vocab.json").write_text("{")
+    (model / "tokenizer_3" / "tokenizer.json").write_text("[]")
+    config["model"] = {"pretrained": str(model)}
+    damaged = Cutter(validate(config, "x", needs_data=False, needs_model=False))
+    assert damaged.names == [] and len(damaged.problems) == 2
+    assert all("is damaged" in problem and "Download it again" in problem for problem in damaged.problems)
 
 
 def test_the_cut_is_shown_on_the_page(client: TestClient, folder: Path, tmp_path: Path) -> None:
@@ -321,16 +328,6 @@ def test_the_cut_is_shown_on_the_page(client: TestClient, folder: Path, tmp_path
     (model / "tokenizer" / "vocab.json").write_text("{")
     data = client.get("/data/summary", params=asked)
     assert data.status_code == 200
-
-
-def test_a_damaged_tokenizer_is_said(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    (model / "tokenizer" / "vocab.json").write_text("{")
-    (model / "tokenizer_3" / "tokenizer.json").write_text("[]")
-    config = {"name": "x", "model": {"pretrained": str(model)}, "data": {"path": str(tmp_path)}}
-    cutter = Cutter(validate(config, "x", needs_data=False, needs_model=False))
-    assert cutter.names == [] and len(cutter.problems) == 2
-    assert all("is damaged" in problem and "Download it again" in problem for problem in cutter.problems)
 
 
 # --- what it starts -------------------------------------------------------------------------------------------------

@@ -37,12 +37,8 @@ def test_only_its_own_pages_change_anything(tmp_path: Path) -> None:
     client = open_pages(tmp_path)
     assert client.get("/").status_code == 200
     assert client.get("/", headers={"host": "rebound.example:8100"}).status_code == 421
-    for origin in (
-        "http://evil.example",
-        "null",
-        ADDRESS.replace("8100", "8101"),
-        "http://127.0.0.1:8100.evil.example",
-    ):
+    other_port = ADDRESS.replace("8100", "8101")
+    for origin in ("http://evil.example", "null", other_port, "http://127.0.0.1:8100.evil.example"):
         refused = client.post("/", headers={"origin": origin})
         assert refused.status_code == 403 and "another site" in refused.text
     del client.headers["origin"]
@@ -95,9 +91,8 @@ def test_no_path_outside_of_the_roots(tmp_path: Path) -> None:
     assert roots.run("one") == run
     assert [roots.run(name) for name in ("", ".", "..", "../runs", ".web", "none", "one/../one", "\0")] == [None] * 8
     assert roots.inside(run, "config.json") == run / "config.json"
-    assert [roots.inside(run, name) for name in ("leak", "../../link/secret.txt", "nothing", "/etc/passwd")] == [
-        None
-    ] * 4
+    for name in ("leak", "../../link/secret.txt", "nothing", "/etc/passwd"):
+        assert roots.inside(run, name) is None
     (tmp_path / "in" / "runs" / "elsewhere").symlink_to(make_run(tmp_path / "out" / "run"))
     assert [folder.name for folder in roots.all_runs()] == ["one"]
 

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 from simpletune.apps.http import Guard
 from simpletune.apps.web import app, processes, queue, queue_runner
 from simpletune.apps.web.access import FAILED, HEADERS, Access
-from simpletune.apps.web.form.presets import _use_folder
+from simpletune.apps.web.form.presets import TRIGGER, _use_folder
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.templates import MOST_FORM, read_form
 from simpletune.system.locks import UNSUPPORTED
@@ -86,31 +86,23 @@ def test_an_app_that_fails_answers_500_with_the_headers(capsys: pytest.CaptureFi
     assert len(sent) == 1, "what is not HTTP is not answered"
 
 
-@pytest.mark.parametrize(
-    "captioned, trigger, expected",
-    [
+def test_a_folder_takes_the_place_of_a_configuration_s(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    for captioned, trigger, expected in (
+        (False, "ohwx", {"prompt": "a photo of ohwx"}),
+        (False, "", {"prompt": f"a photo of {TRIGGER}"}),
         (True, "ohwx", {"caption_prefix": "ohwx,"}),
         (True, "", {}),
-        (False, "ohwx", {"prompt": "a photo of ohwx"}),
-        (False, "", {"prompt": "a photo of sks"}),
-    ],
-)
-def test_a_folder_takes_the_place_of_a_configuration_s(
-    captioned: bool, trigger: str, expected: dict[str, str], tmp_path: Path
-) -> None:
-    from simpletune.apps.web.form import presets
-
-    (tmp_path / "a.png").touch()
-    if captioned:
-        (tmp_path / "a.txt").write_text("a cat")
-    data: Any = {"data": {"path": "old", "prompt": "old", "caption_prefix": "old", "resolution": 32}}
-    reasons: dict[str, str] = {}
-    _use_folder(data, tmp_path, trigger, reasons)
-    expected = {key: value.replace("sks", presets.TRIGGER) for key, value in expected.items()}
-    assert data["data"] == {"path": str(tmp_path), "resolution": 32} | expected
-    assert set(reasons) == {f"data.{key}" for key in expected}
+    ):
+        if captioned:
+            (tmp_path / "a.txt").write_text("a cat")
+        data: Any = {"data": {"path": "old", "prompt": "old", "caption_prefix": "old", "resolution": 32}}
+        reasons: dict[str, str] = {}
+        _use_folder(data, tmp_path, trigger, reasons)
+        assert data["data"] == {"path": str(tmp_path), "resolution": 32} | expected
+        assert set(reasons) == {f"data.{key}" for key in expected}
     before = {"data": {"path": "old", "prompt": "old"}}
-    _use_folder(before, None, trigger, reasons)
+    _use_folder(before, None, "", {})
     assert before == {"data": {"path": "old", "prompt": "old"}}
 
 

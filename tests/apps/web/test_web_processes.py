@@ -7,22 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from serving import until
 
 from simpletune.apps.web import processes
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.system.options import UserError
-
-
-def until(true: Callable[[], object], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -94,7 +86,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: not processes.running(roots, "it"))
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a\nb", "é" * 3, "x" * 200])
-def test_a_log_stays_in_its_folder(roots: Roots, name: str) -> None:
-    with pytest.raises(UserError, match="is not a valid log name"):
-        processes.start(roots, ["schema"], name)
+def test_a_log_stays_in_its_folder(roots: Roots) -> None:
+    for name in ("", "../up", "a/b", ".hidden", "a\nb", "é" * 3, "x" * 200):
+        with pytest.raises(UserError, match="is not a valid log name"):
+            processes.start(roots, ["schema"], name)

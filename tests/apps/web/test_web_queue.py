@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from serving import until
 
 from simpletune.apps.web import processes, queue, queue_runner
 from simpletune.apps.web.queue import QueueEntry
@@ -37,13 +37,6 @@ with open("began", "a") as file:
 while not Path("go-" + name).exists():
     time.sleep(0.01)
 '''
-
-
-def until(true: Callable[[], object], seconds: float = 40) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -93,7 +86,7 @@ def test_one_at_a_time_a_device_and_a_failure_does_not_stop_the_rest(tmp_path: P
     step_until(roots, [("bad", "failed"), ("one", "finished"), ("two", "running"), ("card", "running")])
     two = queue.read_queue(roots)[2].id
     queue.remove(roots, two)  # a running one stays
-    until(lambda: processes.find_process(roots, "run-two"))
+    until(lambda: processes.find_process(roots, "run-two") is not None)
     queue.stop(roots, two)
     step_until(roots, [("bad", "failed"), ("one", "finished"), ("two", "killed"), ("card", "running")])
     queue.remove(roots, two)
@@ -198,10 +191,6 @@ def test_ended_runs_stay_for_a_while_only(roots: Roots) -> None:
 def test_what_a_configuration_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue.shutil, "which", lambda name: None)
     demo = {"model": {"pretrained": "demo:tiny-sd3"}}
-    assert (
-        queue.queue_device(demo) == "cpu"
-        and queue.queue_device({}) == "gpu"
-        and queue.queue_device({"device": "cpu"}) == "cpu"
-    )
+    assert [queue.queue_device(data) for data in (demo, {}, {"device": "cpu"})] == ["cpu", "gpu", "cpu"]
     monkeypatch.setattr(queue.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     assert queue.queue_device(demo) == "gpu" and queue.queue_device({**demo, "device": "cpu"}) == "cpu"

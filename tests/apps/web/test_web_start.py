@@ -7,12 +7,12 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from serving import until
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
@@ -77,18 +77,11 @@ class Form(HTMLParser):
 HX = {"hx-request": "true"}
 
 
-def pictures(folder: Path, count: int = 3) -> Path:
+def pictures(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    for number in range(count):
+    for number in range(3):
         Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
     return folder
-
-
-def until(true: Callable[[], object], seconds: float = 100) -> None:
-    limit = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -151,14 +144,12 @@ def test_a_users_values_survive_another_base_and_their_sources_are_said() -> Non
     found = apply_edits(twelve, mine)
     assert found.data["optimizer"]["lr"] == 0.0005 and found.data["validation"]["prompts"] == ["one", "two"]
     assert found.data["memory"] == {"profile": "12gb"}
-    sources = {
-        path: found.fields[path].source for path in ("optimizer.lr", "train.steps", "memory.checkpointing", "ema")
-    }
-    assert sources == {
-        "optimizer.lr": "you", "train.steps": "preset", "memory.checkpointing": "profile 12gb", "ema": "default"
-    }  # fmt: skip
+    sources = {"optimizer.lr": "you", "train.steps": "preset", "memory.checkpointing": "profile 12gb", "ema": "default"}
+    assert {path: found.fields[path].source for path in sources} == sources
     assert changes({**shown, "train.seed": "0"}, shown, {"train.seed": "7"}) == {"train.seed": "0"}  # taken back
     assert apply_edits(eight, {"train.seed": "0"}).mine == {}
+    before, after = {"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}, "d": 1, "e": {"f": 1}}
+    assert overrides(before, after) == {"a.c": 3, "e.f": 1}
 
 
 def test_a_union_switches_its_fields_and_a_wrong_value_stays_as_it_was_typed() -> None:
@@ -286,10 +277,9 @@ def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: li
     data, problems = absolute_paths(several, roots)
     assert [each.path for each in problems] == ["data.sources.1.path"]
     assert data["data"]["sources"][0]["path"] == str(tmp_path / "in" / "pics")
-    hub = {"model": {"pretrained": "stabilityai/x"}, "output": {"runs": "/etc"}}
-    assert absolute_paths(hub, roots)[0] == {
-        "model": {"pretrained": "stabilityai/x"}, "output": {"runs": str(roots.runs)}
-    }  # fmt: skip
+    hub = {"model": {"pretrained": "stabilityai/x"}}
+    made = absolute_paths(hub | {"output": {"runs": "/etc"}}, roots)[0]
+    assert made == hub | {"output": {"runs": str(roots.runs)}}
 
 
 def test_a_file_and_a_run_can_be_opened(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
@@ -332,7 +322,7 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     state = json.loads(values["state"])
     roots = make_roots(tmp_path / "runs", [tmp_path])
     assert "stale" in text and f"key={state['live']}" in text
-    until(lambda: live.cached_estimate(roots, state["live"]))
+    until(lambda: live.cached_estimate(roots, state["live"]) is not None, 100)
     shown = client.get(f"/start/live?key={state['live']}").text
     assert "stale" not in shown and "5 MiB" in shown and "2.00 GiB" in shown
     text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
@@ -340,13 +330,13 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     begun = time.monotonic()
     text, values = change(client, values, train__steps="9")
     assert "stale" in text and "5 MiB" in text  # the last figures, greyed
-    until(lambda: "9 " in calls.read_text())
+    until(lambda: "9 " in calls.read_text(), 100)
     text, values = change(client, values, train__steps="10")  # the newest wins: 9 is given up
-    until(lambda: live.cached_estimate(roots, json.loads(values["state"])["live"]))
+    until(lambda: live.cached_estimate(roots, json.loads(values["state"])["live"]) is not None, 100)
     assert time.monotonic() - begun < 50
     text, values = change(client, values, train__steps="13")
     key = json.loads(values["state"])["live"]
-    until(lambda: live.cached_estimate(roots, key))
+    until(lambda: live.cached_estimate(roots, key) is not None, 100)
     assert "no model here. Get one" in client.get(f"/start/live?key={key}&last=..").text
     assert client.get("/start/live?key=../../x").status_code == 200
     assert not list((roots.own / "estimates").glob("*.config.json"))
@@ -368,9 +358,3 @@ def test_a_prediction_that_cannot_be_started_does_not_end_later_ones(
         estimator.want("form", live.EstimateRequest(f"key{number}", {}, None))
         until(lambda: estimator._thread is None)
         assert len(tries) == number
-
-
-def test_overrides_name_what_differs() -> None:
-    assert overrides({"a": {"b": 1, "c": 2}, "d": 1}, {"a": {"b": 1, "c": 3}, "d": 1, "e": {"f": 1}}) == {
-        "a.c": 3, "e.f": 1
-    }  # fmt: skip

@@ -20,9 +20,12 @@ def drawn(count: int, width: int, seed: int, middle: float = 0.0) -> np.ndarray:
 def test_scores_equal_the_reference(n: int, m: int, d: int) -> None:
     generated, real, prompts = drawn(n, d, 1), drawn(m, d, 2, 0.3), drawn(n, d, 3, 0.3)
     close = {"rel": 1e-12, "abs": 1e-12}
-    assert scores.subject_fidelity(generated, real).mean() == pytest.approx(
-        reference.mean_of_pairs(generated, real), **close
-    )
+    for row, value in enumerate(scores.subject_fidelity(generated, real)):
+        assert value == pytest.approx(reference.mean_of_pairs(generated[row : row + 1], real), **close)
+        nearest = max(reference.cosine(generated[row], each) for each in real)
+        assert scores.nearest(generated, real)[row] == pytest.approx(nearest, **close)
+    subject = reference.mean_of_pairs(generated, real)
+    assert scores.subject_fidelity(generated, real).mean() == pytest.approx(subject, **close)
     matches = scores.prompt_fidelity(generated, prompts).mean()
     assert matches == pytest.approx(reference.mean_of_matches(generated, prompts), **close)
     assert scores.diversity(generated) == pytest.approx(reference.diversity(generated), **close)
@@ -31,16 +34,7 @@ def test_scores_equal_the_reference(n: int, m: int, d: int) -> None:
     assert scores.cmmd(generated, real) == pytest.approx(reference.cmmd(generated, real), rel=1e-9, abs=1e-9)
 
 
-def test_each_row_is_its_own_picture() -> None:
-    generated, real = drawn(4, 8, 1), drawn(3, 8, 2)
-    for row, value in enumerate(scores.subject_fidelity(generated, real)):
-        assert value == pytest.approx(reference.mean_of_pairs(generated[row : row + 1], real))
-        assert scores.nearest(generated, real)[row] == pytest.approx(
-            max(reference.cosine(generated[row], each) for each in real)
-        )
-
-
-def test_equal_sets_are_0_apart_and_noise_is_far() -> None:
+def test_known_answers() -> None:
     real, more, noise = drawn(200, 24, 5, 0.5), drawn(200, 24, 6, 0.5), drawn(200, 24, 7, -0.5)
     assert scores.cmmd(real, real) == pytest.approx(0.0, abs=1e-9)
     assert scores.mmd(real, real, scores.cubic, unbiased=False) == pytest.approx(0.0, abs=1e-9)
@@ -51,6 +45,10 @@ def test_equal_sets_are_0_apart_and_noise_is_far() -> None:
     assert scores.subject_fidelity(ones, 2 * ones) == pytest.approx(1.0)
     assert scores.diversity(ones) == pytest.approx(0.0)
     assert scores.diversity(np.eye(4)) == pytest.approx(1.0)
+    prompts = drawn(20, 12, 8)
+    pictures = prompts + 0.5 * drawn(20, 12, 9)
+    assert scores.prompt_fidelity(pictures, prompts).mean() > 0.8
+    assert abs(scores.prompt_fidelity(pictures, np.roll(prompts, 1, axis=0)).mean()) < 0.3, "shuffled prompts fit less"
 
 
 def test_kid_is_unbiased_on_small_sets() -> None:
@@ -59,14 +57,6 @@ def test_kid_is_unbiased_on_small_sets() -> None:
     assert abs(np.mean(found)) < 4 * error
     biased = [scores.mmd(drawn(6, 10, s), drawn(5, 10, 1000 + s), scores.cubic, unbiased=False) for s in range(400)]
     assert np.mean(biased) > 20 * error
-
-
-def test_shuffled_prompts_fit_less() -> None:
-    prompts = drawn(20, 12, 8)
-    pictures = prompts + 0.5 * drawn(20, 12, 9)
-    shuffled = np.roll(prompts, 1, axis=0)
-    assert scores.prompt_fidelity(pictures, prompts).mean() > 0.8
-    assert abs(scores.prompt_fidelity(pictures, shuffled).mean()) < 0.3
 
 
 def test_copies_are_nearer_than_the_data_is_to_itself() -> None:
@@ -111,9 +101,7 @@ def test_prompts_are_drawn_alike_for_every_score_and_paired() -> None:
     better = mean_over_prompts(base + 0.1 - base)  # paired: the spread of prompts cancels
     assert (better.low, better.high) == (pytest.approx(0.1), pytest.approx(0.1))
     assert mean_over_prompts(base).high - mean_over_prompts(base).low > 0.5
-
-
-def test_one_prompt_has_no_interval() -> None:
+    # One prompt has no interval.
     assert mean_over_prompts([0.5]).as_json() == {"value": 0.5, "low": None, "high": None, "error": None}
     assert over_sets(lambda chosen: float(len(chosen)), 2).low is None
 

@@ -7,13 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command_line import parsed
-from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoTokenizer
+from tiny_encoders import write_dino
 
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate.compare import (
@@ -27,7 +25,6 @@ from simpletune.commands.generate.generate import choose_weights, default_prompt
 from simpletune.commands.generate.session import open_session
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.data.demo import ENCODERS, pictures
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
@@ -35,8 +32,6 @@ from simpletune.runs.weights import BASE, checkpoints_of, overwrite
 from simpletune.runs.weights_names import LORA_FILE
 from simpletune.stages.png import generation_parameters
 from simpletune.system.options import UserError
-
-SMALL = ("--device", "cpu", "--size", "32x32", "--steps", "1")
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +72,14 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     (result,) = resolve_weights(str(full))
     kept = without_twins([BASE, result, first, last])
     assert [each.title for each in kept] == ["base", "full step 2", "full step 4"]
-    assert kept[2].denoiser == full / "transformer", (
-        "a checkpoint's weights would not be held in the precision asked for"
-    )
+    assert kept[2].denoiser == full / "transformer", "a checkpoint's would not be held in the precision asked for"
     assert "full full and full step 4 have the same weights" in capsys.readouterr().out
     elsewhere = tmp_path / "other"
     shutil.copytree(full, elsewhere)
-    values = load_file(elsewhere / "checkpoints" / last.trained.parent.name / last.trained.name)
+    file = elsewhere / last.trained.relative_to(full)
+    values = load_file(file)
     name = next(iter(values))
-    values[name] = values[name] + 1
-    save_file(values, elsewhere / "checkpoints" / last.trained.parent.name / last.trained.name)
+    save_file(values | {name: values[name] + 1}, file)
     models = [*resolve_weights(str(elsewhere)), *checkpoints_of(elsewhere)]
     assert without_twins(models) == models, "the values decide, not the step"
 
@@ -114,17 +107,6 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: P
     assert len(list((tmp_path / "first" / "compare" / "0001").glob("*/000.png"))) == 3, "the second adds no column"
     latest = tmp_path / "first" / "compare" / "latest.html"
     assert f"{latest}: always opens" in said and 'url=0002/compare.html"' in latest.read_text()
-
-
-def test_a_comparison_goes_into_a_new_folder(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").touch()
-    with pytest.raises(UserError, match="--out: .* is not empty. Choose another name, or remove it"):
-        compare(parsed(compare_arguments, runs / "lora", "--out", tmp_path, "--prompt", "a disc"))
-
-
-def test_a_strength_that_is_no_number_is_said(runs: Path) -> None:
-    with pytest.raises(UserError, match="lora:abc: the strength 'abc' is not a number. Write one, as in .*lora:0.8"):
-        resolve_weights(f"{runs / 'lora'}:abc")
 
 
 def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path) -> None:
@@ -167,6 +149,8 @@ def test_models_that_cannot_be_held_alike_are_told(runs: Path, tmp_path: Path, c
     compare(parsed(compare_arguments, *words, "--output", tmp_path))
     said = capsys.readouterr().out
     assert "precisions differ" in said and "base: int8; " in said and "--precision bf16" in said
+    with pytest.raises(UserError, match="--out: .* is not empty. Choose another name, or remove it"):
+        compare(parsed(compare_arguments, *words, "--output", tmp_path))
 
 
 def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
@@ -177,6 +161,8 @@ def test_what_a_name_stands_for(runs: Path, tmp_path: Path) -> None:
     assert resolve_weights(str(runs / "full"))[0].denoiser == runs / "full" / "transformer"
     assert resolve_weights(str(saved(runs / "full", 2)))[0].trained == saved(runs / "full", 2) / checkpoint.AVERAGE
     assert resolve_weights(str(transformer))[0].denoiser == transformer
+    with pytest.raises(UserError, match="lora:abc: the strength 'abc' is not a number. Write one, as in .*lora:0.8"):
+        resolve_weights(f"{runs / 'lora'}:abc")
     for place in (runs / "full", transformer, saved(runs / "full", 2)):
         with pytest.raises(UserError, match=r"a full model has no strength. Leave out :0.5"):
             resolve_weights(f"{place}:0.5")
@@ -191,17 +177,16 @@ def test_a_lora_is_drawn_at_each_strength_unless_it_has_its_own(runs: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "{base}", "--checkpoints", "x"], "x does not exist. Give a LoRA file"),
-        (["--model", "{base}", "--checkpoints"], "--checkpoints: no run is named"),
-        (["--model", "{base}"], "neither a run nor a LoRA is named. Use --run RUN"),
-        (["--run", "{empty}", "--checkpoints"], "has no checkpoint. Remove the option"),
-        (["--run", "{empty}"], "has no result and no checkpoint"),
+        ("--model {base} --checkpoints x", "x does not exist. Give a LoRA file"),
+        ("--model {base} --checkpoints", "--checkpoints: no run is named"),
+        ("--model {base}", "neither a run nor a LoRA is named. Use --run RUN"),
+        ("--run {empty} --checkpoints", "has no checkpoint. Remove the option"),
+        ("--run {empty}", "has no result and no checkpoint"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_nothing_to_compare_is_said(words, message, runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+def test_nothing_to_compare_is_said(words: str, message, runs: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     shutil.copy(runs / "lora" / "config.json", tmp_path)
-    args = parsed(compare_arguments, *(word.format(base=tiny_pipeline, empty=tmp_path) for word in words))
+    args = parsed(compare_arguments, *words.format(base=tiny_pipeline, empty=tmp_path).split())
     with pytest.raises(UserError, match=message):
         models_to_compare(open_session(args), args)
 
@@ -231,73 +216,16 @@ def test_a_run_without_prompts_draws_what_it_saw(runs: Path, tiny_pictures: Path
     assert default_prompt(open_session(parsed(generate_arguments, *words))) == "a green disc"
 
 
-@pytest.fixture(scope="module")
-def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vision transformer of random weights."""
-    from transformers import ViTConfig, ViTModel
-
-    folder = tmp_path_factory.mktemp("dino")
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    ViTModel(ViTConfig(**small, image_size=32, patch_size=8)).save_pretrained(folder)
-    return folder
-
-
-def test_likeness_by_a_vision_transformer(runs: Path, dino: Path, tmp_path: Path) -> None:
-    words = ["--run", runs / "lora", "--prompt", "a disc", "--output", tmp_path]
-    sheet = compare(parsed(compare_arguments, *words, "--scale", "8", "--dino", dino))
+def test_likeness_by_a_vision_transformer(runs: Path, tmp_path: Path) -> None:
+    """Its figures are those of ``simpletune evaluate``: test_encoders.py."""
+    dino, words = write_dino(tmp_path / "dino"), ["--run", runs / "lora", "--prompt", "a disc"]
+    sheet = compare(parsed(compare_arguments, *words, "--scale", "8", "--dino", dino, "--output", tmp_path / "out"))
     base, lora = json.loads(sheet.with_name("compare.json").read_text())["models"]
     assert base["dino_base"] == pytest.approx([1.0]) and -1 <= lora["dino_base"][0] < 0.9999
     with pytest.raises(UserError, match="--dino: .*nowhere does not exist. Give a folder or a hub name"):
         open_encoder("--dino", str(tmp_path / "nowhere"), torch.device("cpu"))
     with pytest.raises(UserError, match="--clip: .* is a dino model. Use one of clip"):
         open_encoder("--clip", str(dino), torch.device("cpu"))
-    (dino / "model.safetensors").rename(tmp_path / "model.safetensors")
-    shutil.copy(dino / "config.json", tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
+    save_file({}, dino / "model.safetensors")
     with pytest.raises(UserError, match=r"--dino: .* lacks \d+ weights of its model"):
-        open_encoder("--dino", str(tmp_path), torch.device("cpu"))
-
-
-def by_transformers(folder: Path, pictures: list[Image.Image], resized: int) -> torch.Tensor:
-    """Embeddings of length 1 of square pictures by transformers alone: scaled to a side, the centre cut."""
-    model = AutoModel.from_pretrained(folder)
-    clip = model.config.model_type == "clip"
-    side = (model.config.vision_config if clip else model.config).image_size
-    edge = (resized - side) // 2
-    cut = [p.resize((resized, resized), Image.Resampling.BICUBIC).crop((edge, edge, edge + side, edge + side))
-           for p in pictures]  # fmt: skip
-    pixels = torch.stack([torch.from_numpy(np.asarray(p, dtype=np.float32)).permute(2, 0, 1) / 255 for p in cut])
-    mean, deviation = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)) if clip else (
-        (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # fmt: skip
-    pixels = (pixels - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)
-    with torch.no_grad():
-        found = model.get_image_features(pixels) if clip else model(pixels).last_hidden_state[:, 0]
-    found = found if isinstance(found, torch.Tensor) else found.pooler_output
-    return torch.nn.functional.normalize(found, dim=-1)
-
-
-def test_likeness_is_the_papers() -> None:
-    """CLIP sees the whole of a square picture, DINO the centre 224 of 256: the figures of ``simpletune evaluate``."""
-    scenes = pictures.sample_scenes(3, seed=5)
-    images = [pictures.draw(scene, 96) for scene in scenes]
-    for option, title, resized in (("--clip", "tiny-clip", 64), ("--dino", "tiny-dino", 73)):
-        folder, side = ENCODERS[f"demo:{title}"], 64
-        encoder = open_encoder(option, f"demo:{title}", torch.device("cpu"))
-        found = torch.nn.functional.normalize(encoder.of_pictures(images), dim=-1)
-        expected = by_transformers(folder, images, resized)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-        other = by_transformers(folder, images, 73 if resized == side else side)
-        assert (found - other).abs().max() > 1e-3, "the test's pictures tell both ways apart"
-
-
-def test_prompts_are_likened_as_by_transformers() -> None:
-    prompts = ["a large red circle", "a small blue star on the left"]
-    folder = ENCODERS["demo:tiny-clip"]
-    tokens = AutoTokenizer.from_pretrained(folder)(prompts, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        found = AutoModel.from_pretrained(folder).get_text_features(**tokens)
-    expected = torch.nn.functional.normalize(found if isinstance(found, torch.Tensor) else found.pooler_output, dim=-1)
-    own = open_encoder("--clip", "demo:tiny-clip", torch.device("cpu")).of_prompts(prompts)
-    own = torch.nn.functional.normalize(own, dim=-1)
-    torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
+        open_encoder("--dino", str(dino), torch.device("cpu"))

@@ -8,11 +8,14 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from command_line import parsed
 from PIL import Image
+from tiny_encoders import write_clip
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
@@ -32,6 +35,7 @@ from simpletune.runs.weights_names import split_scale
 from simpletune.stages.png import generation_parameters
 from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_starts
 from simpletune.stages.text_cache import TextCache
+from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
 
@@ -82,26 +86,14 @@ def requests(count: int = 3, **changes: object) -> list[PictureRequest]:
     return [replace(request, **changes) for request in made]
 
 
-def latents_of(config: TrainConfig, text: TextCache, weights: Weights, **changes: object) -> list[torch.Tensor]:
-    """Latents of freshly loaded weights."""
-    transformer, modulation = load_weights(config, weights, CPU, {SIZE})
-    sampler = Sampler(transformer, config.model, config.precision, modulation)
-    return sampler.latents(requests(**changes), text.load)
-
-
-def with_memory(config: TrainConfig, **options: object) -> TrainConfig:
-    return config.model_copy(update={"memory": Memory().model_copy(update=options)})
-
-
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_a_picture_does_not_depend_on_its_batch(guidance: float, config, text) -> None:
     transformer, _ = load_weights(config, BASE, CPU, {SIZE, (64, 32)})
     some = requests(5, guidance=guidance)
     some[2] = replace(some[2], width=64)  # another size: it goes alone
     assert batches(some, 3) == [[0, 1, 3], [4], [2]]
-    alone, batched = (
-        Sampler(transformer, config.model, FP32(), batch_size=size).latents(some, text.load) for size in (1, 3)
-    )
+    samplers = (Sampler(transformer, config.model, FP32(), batch_size=size) for size in (1, 3))
+    alone, batched = (sampler.latents(some, text.load) for sampler in samplers)
     assert batched[2].shape == (1, 16, 4, 8)
     for a, b in zip(alone, batched, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
@@ -133,9 +125,8 @@ def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(c
     transformer, _ = load_weights(config, BASE, CPU, {SIZE})
     rows: list[int] = []
     transformer.register_forward_pre_hook(lambda _, a, k: rows.append(len(k["hidden_states"])), with_kwargs=True)
-    exact, lossy = (
-        Sampler(transformer, config.model, FP32(), reuse_guidance=n).latents(requests(1), text.load)[0] for n in (1, 2)
-    )
+    samplers = (Sampler(transformer, config.model, FP32(), reuse_guidance=steps) for steps in (1, 2))
+    exact, lossy = (sampler.latents(requests(1), text.load)[0] for sampler in samplers)
     assert rows == [2, 2, 2, 2, 2, 1, 2, 1]
     assert 0 < latent_distance(exact, lossy) < 0.3 * float(exact.std())
 
@@ -151,7 +142,8 @@ def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(c
     ids=str,
 )
 def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatch) -> None:
-    config = with_memory(config.model_copy(update={"precision": precision}), cache_quantised=False, **memory)
+    options = Memory().model_copy(update={"cache_quantised": False, **memory})
+    config = config.model_copy(update={"precision": precision, "memory": options})
     models = {
         "base": BASE, "a": Weights("a", lora=loras["a"]), "half": Weights("half", lora=loras["a"], scale=0.5),
         "b": Weights("b", lora=loras["b"]), "all": Weights("all", lora=loras["all"]),
@@ -160,7 +152,11 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     shared, loads = SharedBase(config, CPU, {SIZE}), []
     monkeypatch.setattr(session_module, "load_weights", lambda *given: loads.append(given) or load_weights(*given))
     order = ["a", "half", "a", "base", "half", "both", "half", "b", "base", "all", "base"]
-    expected = {name: latents_of(config, text, weights, count=1)[0] for name, weights in models.items()}
+    expected = {}
+    for name, weights in models.items():  # freshly loaded
+        transformer, modulation = load_weights(config, weights, CPU, {SIZE})
+        sampler = Sampler(transformer, config.model, precision, modulation)
+        expected[name] = sampler.latents(requests(1), text.load)[0]
     for name in order:
         transformer, modulation = shared.use(models[name])
         drawn = Sampler(transformer, config.model, precision, modulation).latents(requests(1), text.load)[0]
@@ -224,10 +220,8 @@ def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> Non
     torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-6)
 
 
-def parsed(add, *words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add(parser)
-    return parser.parse_args([*words, "--runs", "/nowhere", "--device", "cpu", "--size", "32x32", "--steps", "2"])
+def small(add, *words: object) -> argparse.Namespace:
+    return parsed(add, *words, "--runs", "/nowhere", "--size", "32x32")
 
 
 @pytest.fixture
@@ -236,10 +230,11 @@ def here(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, here: Path, clip: Path) -> None:
+def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, here: Path) -> None:
     nasty = '<script>alert("x")</script> & "quotes"'
-    words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", nasty, "--clip", str(clip)]
-    sheet = compare(parsed(compare_arguments, f"{loras['a']}:0", str(loras["b"]), *words))
+    words = ["--model", tiny_pipeline, "--precision", "fp32", "--prompt", nasty]
+    words += ["--clip", write_clip(here / "clip")]
+    sheet = compare(small(compare_arguments, f"{loras['a']}:0", loras["b"], *words))
     page, figures = (sheet.parent / "compare.html").read_text(), json.loads((sheet.parent / "compare.json").read_text())
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert not re.search(r"(?:src|href)=\"(?!data:)|https?://|url\(", page)
@@ -255,26 +250,10 @@ def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, her
     assert len(pictures) == 3 and all(generation_parameters(file)["prompt"] == nasty for file in pictures)
 
 
-@pytest.fixture(scope="module")
-def clip(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A CLIP model of random weights, with the tiny pipeline's tokenizer."""
-    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
-
-    folder = tmp_path_factory.mktemp("clip")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_pipeline / "tokenizer")
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    words = {**small, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    torch.manual_seed(0)
-    config = CLIPConfig(text_config=words, vision_config={**small, "image_size": 32, "patch_size": 8}, projection_dim=8)
-    CLIPModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, loras, here: Path, capsys) -> None:
-    words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--prompt", "a blue star"]
+    words = ["--model", tiny_pipeline, "--precision", "fp32", "--prompt", "a red disc", "--prompt", "a blue star"]
     words += ["--seeds", "2", "--lora", f"{loras['a']}:0.5"]
-    first = generate(parsed(generate_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
+    first = generate(small(generate_arguments, *words, "--batch-size", "4", "--fuse", "--reuse-guidance", "2"))
     files = sorted(first.parent.glob("*.png"))
     assert [file.name for file in files] == [f"{n + 1:04d}-lora-seed{n % 2}.png" for n in range(4)]
     assert first == files[0]
@@ -287,35 +266,30 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--strength", "0.5"], "--strength: 0.5 needs an initial picture. Give one: --image FILE"),
-        (["--image", "x.png"], "--image: x.png cannot be read .* Give a PNG"),
-        (["--resident-blocks", "9"], "--resident-blocks: 9 leaves none of the model's 1 block to stream. Use 0 to 0"),
-        (["--resident-blocks", "0", "--precision", "int8"], "--resident-blocks: int8 weights cannot be offloaded"),
-        (["--resident-blocks", "0", "--compile"], "--compile: compiled blocks need their weights in one place"),
+        ("--base --strength 0.5", "--strength: 0.5 needs an initial picture. Give one: --image FILE"),
+        ("--base --image x.png", "--image: x.png cannot be read .* Give a PNG"),
+        ("--base --resident-blocks 9", "--resident-blocks: 9 leaves none of the model's 1 block to stream. Use 0 to 0"),
+        ("--base --resident-blocks 0 --precision int8", "--resident-blocks: int8 weights cannot be offloaded"),
+        ("--base --resident-blocks 0 --compile", "--compile: compiled blocks need their weights in one place"),
+        ("--lora {a} --fuse --precision int8", "--fuse: .* int8 weights: .* --precision bf16"),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_drawn_is_said(words, message, tiny_pipeline: Path, here: Path, monkeypatch) -> None:
+def test_what_cannot_be_drawn_is_said(words: str, message, tiny_pipeline: Path, loras, here: Path, monkeypatch) -> None:
     monkeypatch.setattr(Int8, "can_offload", False)  # as a precision might be that keeps pointers of its own
+    given = ["--model", tiny_pipeline, "--prompt", "x", *words.format(**loras).split()]
     with pytest.raises(UserError, match=message):
-        generate(parsed(generate_arguments, "--model", str(tiny_pipeline), "--base", "--prompt", "x", *words))
+        generate(small(generate_arguments, *given))
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
-    words = ["--model", str(tiny_pipeline), "--precision", "fp32", "--prompt", "a red disc", "--output"]
-    both = ["--lora", f"{loras['a']}:0.5", "--lora", str(loras["b"])]
-    live = generate(parsed(generate_arguments, *words, "live.png", *both))
-    fused = generate(parsed(generate_arguments, *words, "fused.png", *both, "--fuse"))
-    one = generate(parsed(generate_arguments, *words, "one.png", *both[:2]))
+    words = ["--model", tiny_pipeline, "--precision", "fp32", "--prompt", "a red disc", "--output"]
+    both = ["--lora", f"{loras['a']}:0.5", "--lora", loras["b"]]
+    live = generate(small(generate_arguments, *words, "live.png", *both))
+    fused = generate(small(generate_arguments, *words, "fused.png", *both, "--fuse"))
+    one = generate(small(generate_arguments, *words, "one.png", *both[:2]))
     live_values, fused_values, one_values = (np.asarray(Image.open(file), int) for file in (live, fused, one))
     assert abs(live_values - fused_values).max() <= 1 and abs(live_values - one_values).max() > 1
     assert Image.open(live).text["weights"].count(" + ") == 1
-
-
-def test_a_lora_is_not_fused_into_quantised_weights(tiny_pipeline: Path, loras, here: Path) -> None:
-    words = ["--model", str(tiny_pipeline), "--precision", "int8", "--prompt", "x", "--lora", str(loras["a"]), "--fuse"]
-    with pytest.raises(UserError, match="--fuse: .* int8 weights: .* --precision bf16"):
-        generate(parsed(generate_arguments, *words))
 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:
@@ -326,13 +300,8 @@ def test_a_strength_after_a_colon(tmp_path: Path) -> None:
     assert split_scale(str(odd)) == (str(odd), None)
 
 
-def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from types import SimpleNamespace
-
+def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch, capsys) -> None:
     from simpletune.commands.generate import compare as module
-    from simpletune.system.gpus import Card
 
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
     drawn: list[tuple[int, str, int]] = []
@@ -350,8 +319,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(
     asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
 
     def require(kind: str) -> None:
-        speed = SimpleNamespace(batch_size=8)
-        session = SimpleNamespace(config=None, device=torch.device(kind), speed=speed)
+        session = SimpleNamespace(config=None, device=torch.device(kind), speed=SimpleNamespace(batch_size=8))
         module.require_memory(session, ["int8", "bf16", "int8"], asked)  # type: ignore[arg-type]
 
     require("cuda")  # 3,996 MiB beside 100 in use fill the card's 4,096 to the byte

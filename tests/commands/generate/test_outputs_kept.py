@@ -20,6 +20,13 @@ A1111 = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')  # h
 
 
 def test_the_next_number_is_taken_and_nothing_is_replaced(tmp_path: Path) -> None:
+    def fails(file: Path) -> None:
+        file.write_text("half")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_numbered(tmp_path, "x.txt", fails)
+    assert list(tmp_path.iterdir()) == [], "a failure leaves nothing and frees the number"
     for text in "ab":
         write_numbered(tmp_path, "lora.txt", lambda file, text=text: file.write_text(text))
     (tmp_path / "0007-mine.txt").touch()
@@ -28,16 +35,6 @@ def test_the_next_number_is_taken_and_nothing_is_replaced(tmp_path: Path) -> Non
     assert (tmp_path / "0001-lora.txt").read_text() + (tmp_path / "0002-lora.txt").read_text() == "ab"
     assert last == tmp_path / "0008-base.txt"
     assert last.stat().st_mode == (tmp_path / "0007-mine.txt").stat().st_mode
-
-
-def test_a_failure_leaves_nothing_and_frees_the_number(tmp_path: Path) -> None:
-    def fails(file: Path) -> None:
-        file.write_text("half")
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        write_numbered(tmp_path, "x.txt", fails)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_at_once_get_different_numbers(tmp_path: Path) -> None:
@@ -85,12 +82,8 @@ def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
     assert own["prompt"] == request.prompt and own["negative_prompt"] == "blurry, é" and own["seed"] == 7
     assert own["loras"] == [["my, lora: 2", 0.7]] and own["model"] == "a/b, c: d" and own["weights"] == "LoRA x"
     assert generation_parameters(tmp_path / "x.png") == own
-
-
-def test_a_plain_prompt_is_in_a_chunk_that_every_reader_knows(tmp_path: Path) -> None:
-    save_png(PICTURE, tmp_path / "x.png", PictureRequest("a dog", 1))
-    data = (tmp_path / "x.png").read_bytes()
-    assert b"tEXtparameters\0a dog\nNegative prompt: \nSteps: 28, " in data
+    save_png(PICTURE, tmp_path / "plain.png", PictureRequest("a dog", 1))  # in a chunk that every reader knows
+    assert b"tEXtparameters\0a dog\nNegative prompt: \nSteps: 28, " in (tmp_path / "plain.png").read_bytes()
 
 
 def test_pictures_of_earlier_versions_are_read_too(tmp_path: Path) -> None:

@@ -22,28 +22,18 @@ from simpletune.system.options import Json, UserError
 ROOT = Path(__file__).resolve().parents[3]
 BASES: dict[str, Json] = {
     "simpletuner": {
-        "model_type": "lora",
-        "model_family": "sd3",
-        "base_model_precision": "no_change",
-        "lora_type": "standard",
-        "optimizer": "adamw_bf16",
-        "pretrained_model_name_or_path": LARGE,
+        "model_type": "lora", "model_family": "sd3", "base_model_precision": "no_change", "lora_type": "standard",
+        "optimizer": "adamw_bf16", "pretrained_model_name_or_path": LARGE,
     },
     "kohya": {
-        "network_module": "networks.lora_sd3",
-        "network_dim": 8,
-        "mixed_precision": "bf16",
-        "output_name": "x",
+        "network_module": "networks.lora_sd3", "network_dim": 8, "mixed_precision": "bf16", "output_name": "x",
         "pretrained_model_name_or_path": LARGE,
     },
     "onetrainer": {
-        "training_method": "LORA",
-        "model_type": "STABLE_DIFFUSION_35",
-        "base_model_name": LARGE,
-        "peft_type": "LORA",
+        "training_method": "LORA", "model_type": "STABLE_DIFFUSION_35", "base_model_name": LARGE, "peft_type": "LORA",
         "train_dtype": "BFLOAT_16",
     },
-}
+}  # fmt: skip
 SOURCES: dict[str, Json] = {
     "simpletuner": {"id": "a", "type": "local", "instance_data_dir": "pics"},
     "kohya": {"image_dir": "pics"},
@@ -57,11 +47,8 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
     whole = {key: value for key, value in whole.items() if value is not None}
     one = {**SOURCES[tool], **(source or {})}
     if tool == "kohya":
-        general = {
-            key: one.pop(key)
-            for key in ("resolution", "enable_bucket", "batch_size", "bucket_no_upscale")
-            if key in one
-        }
+        names = ("resolution", "enable_bucket", "batch_size", "bucket_no_upscale")
+        general = {key: one.pop(key) for key in names if key in one}
         data: object = {"datasets": [{**general, "subsets": [one]}]}
     else:
         data = [one]
@@ -99,10 +86,8 @@ def test_each_key(
 
 @pytest.mark.parametrize("run", list(peer_configs.STUDY_RUNS))
 def test_the_study_s_values_come_out_as_the_configuration_that_is_shipped(run: str, tmp_path: Path) -> None:
-    file = peer_configs.write(
-        tmp_path, config___json=peer_configs.study(run), config__multidatabackend___json=peer_configs.STUDY_DATA
-    )
-    found = import_file(file)
+    files = {"config___json": peer_configs.study(run), "config__multidatabackend___json": peer_configs.STUDY_DATA}
+    found = import_file(peer_configs.write(tmp_path, **files))
     shipped = read_json(Path(f"sd3_medium_study_{run}"))
     assert {key: value for key, value in shipped.items() if key not in ("$schema", "about")} == found.config
     assert [source["aspect"] for source in found.config["data"]["sources"] if "aspect" in source] == ["square"]
@@ -160,9 +145,6 @@ def test_options_and_data_of_kohya_in_toml(tmp_path: Path) -> None:
     assert not found.problems
 
 
-PROMPTS = {"prompts": ["sks dog", "a cat"], "width": 768, "guidance": 5, "steps": 28}
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -182,7 +164,8 @@ PROMPTS = {"prompts": ["sks dog", "a cat"], "width": 768, "guidance": 5, "steps"
 def test_prompts_of_kohya_in_each_format(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     found = imported("kohya", tmp_path, {"sample_prompts": name})
-    assert found.config["validation"] == PROMPTS and not found.problems
+    expected = {"prompts": ["sks dog", "a cat"], "width": 768, "guidance": 5, "steps": 28}
+    assert found.config["validation"] == expected and not found.problems
 
 
 @pytest.mark.parametrize(
@@ -235,13 +218,6 @@ def test_lycoris_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert "left out" in became(found, "lycoris_config")
 
 
-def test_what_is_not_said_is_the_trainer_s_default_and_is_named(tmp_path: Path) -> None:
-    found = imported("simpletuner", tmp_path)
-    (line,) = [line for line in found.lines if line.key == "lora_rank"]
-    assert line.default and str(line) == "lora_rank 16 (its default) -> adapter.rank 16"
-    assert found.config["name"] == run_name(tmp_path.name)
-
-
 def test_a_result_with_problems_is_written_and_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     settings = BASES["kohya"] | {"optimizer_type": "Prodigy", "unet_lr": 1e-4, "wandb_api_key": "abcdefgh123"}
     file = peer_configs.write(tmp_path, config___json=settings)
@@ -257,6 +233,10 @@ def test_a_result_with_problems_is_written_and_they_are_named(tmp_path: Path, ca
 def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = peer_configs.write(tmp_path, data___json=[{"instance_data_dir": "demo:pictures"}])
     file = peer_configs.write(tmp_path, config___json=BASES["simpletuner"])
+    found = import_file(file, data)
+    (line,) = [line for line in found.lines if line.key == "lora_rank"]  # what is not said is the trainer's default
+    assert line.default and str(line) == "lora_rank 16 (its default) -> adapter.rank 16"
+    assert found.config["name"] == run_name(tmp_path.name)
     assert main(["import", str(file), "--data", str(data)]) == 0
     shown = capsys.readouterr()
     validate(json.loads(shown.out), "printed")
@@ -275,16 +255,16 @@ def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: 
         ("x___json", {"a": 1}, "is no configuration of SimpleTuner"),
         ("x___json", '{"a": 1, "a": 2}', "not valid JSON"),
         ("x___json", "[" * 100_000, "not valid JSON"),
-        ("x___json", "\udcff", "not UTF-8"),
+        ("x.json", b"\xff\xfe\xff", "not UTF-8"),
         ("x___json", {**BASES["onetrainer"], "optimizer": 3}, "unexpected type"),
         ("x___json", {**BASES["onetrainer"], "concepts": [3]}, "a list of objects"),
         ("x___json", json.dumps({"a": "x" * 2**20}), "bytes; a configuration has at most"),
     ],
 )
 def test_what_is_no_configuration(name: str, content: object, message: str, tmp_path: Path) -> None:
-    if content == "\udcff":
-        (tmp_path / "x.json").write_bytes(b"\xff\xfe\xff")
-        file = tmp_path / "x.json"
+    if isinstance(content, bytes):
+        file = tmp_path / name
+        file.write_bytes(content)
     else:
         file = peer_configs.write(tmp_path, **{name: content})
     with pytest.raises(UserError, match=message):
@@ -303,9 +283,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_our_own_configurations_are_not_taken_for_others() -> None:
-    assert {form_of(read_json(file)) for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json"} == {
-        None
-    }
+    files = [file for file in (ROOT / "configs").glob("*.json") if file.name != "schema.json"]
+    assert {form_of(read_json(file)) for file in files} == {None}
 
 
 def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
@@ -316,10 +295,7 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
     assert set(trainer_tables("simpletuner")["flavours"].values()) == set(HUB_NAMES)
     assert trainer_tables("simpletuner")["blocks"].keys() <= set(HUB_NAMES)
-
-
-def test_values_and_reasons_of_the_tables_belong_to_an_option() -> None:
-    for trainer in BASES:
+    for trainer in BASES:  # values and reasons belong to an option
         tables = trainer_tables(trainer)
         for name in ("values", "why", "otherwise"):
             assert tables.get(name, {}).keys() <= {row.key for row in tables["options"]}, (trainer, name)

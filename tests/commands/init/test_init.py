@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,14 +38,14 @@ def write(folder: Path, count: int, side: int = 700, name: str = "{}.png", capti
     return folder
 
 
-def why(found: Suggestion, path: str) -> str:
-    return "; ".join(reason.why for reason in found.reasons if reason.path == path)
-
-
 def accepted(config: Json) -> Json:
     """``check`` accepts a configuration."""
     validate(config, "suggested")
     return config
+
+
+def why(found: Suggestion, path: str) -> str:
+    return "; ".join(reason.why for reason in found.reasons if reason.path == path)
 
 
 def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(tiny_pictures: Path) -> None:
@@ -73,10 +72,8 @@ def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: 
     assert (config["model"]["pretrained"], config["memory"]) == (MEDIUM, {"profile": profile})
     assert "device" not in config and "precision" not in config  # both are left to the machine and the profile
     assert config["about"].endswith(f"Base: {MEDIUM}.")
-
-
-def test_the_driver_s_figure_of_a_card_gets_the_same_profile() -> None:
-    assert profile_of(Card("NVIDIA L4", 22.03, (8, 9), found=1.0))[0] == "24gb"  # torch reports less than the label
+    # The driver's figure of a card, which is less than the label, gets the same profile.
+    assert profile_of(Card("NVIDIA L4", 22.03, (8, 9), found=1.0))[0] == "24gb"
     assert profile_of(Card("NVIDIA GeForce RTX 3060", 11.75, (8, 6), found=1.0))[0] == "12gb"
     assert profile_of(None)[0] == "8gb"
 
@@ -116,11 +113,8 @@ def test_the_resolution_is_one_that_most_pictures_reach(
         write(tmp_path / "a", 1, side, f"{number}-{side}.png")
     found = suggest(tmp_path / "a", device=L4)
     data = accepted(found.config)["data"]
-    assert (data["resolution"], data.get("on_error") == "skip", data.get("max_upscale", 2.0)) == (
-        resolution,
-        skips,
-        upscale,
-    )
+    found_here = (data["resolution"], data.get("on_error") == "skip", data.get("max_upscale", 2.0))
+    assert found_here == (resolution, skips, upscale)
     assert ("blurred" in why(found, "data.max_upscale")) == (upscale is None)
 
 
@@ -156,15 +150,11 @@ def test_some_missing_captions_leave_pictures_out_and_many_are_not_used(tmp_path
     (some / "0.txt").unlink()
     found = suggest(some)
     assert found.config["data"]["on_error"] == "skip" and "1 entry" in why(found, "data.on_error")
-    assert "0.png" in why(found, "data.on_error") and len(validated(found).usable) == 5
+    assert "0.png" in why(found, "data.on_error") and len(inspect_folder(some).report.usable) == 5
     many = write(tmp_path / "many", 6, caption="a cat {}")
     for number in range(4):
         (many / f"{number}.txt").unlink()
     assert suggest(many).config["data"] == {"path": str(many), "resolution": 64, "prompt": "a photo of sks"}
-
-
-def validated(found: Suggestion):  # type: ignore[no-untyped-def]
-    return inspect_folder(Path(found.config["data"]["path"])).report
 
 
 @pytest.mark.parametrize(
@@ -219,24 +209,20 @@ def test_kohya_s_folders_are_understood(tmp_path: Path) -> None:
     assert sorted((p.caption, p.repeats) for p in scan_sources(config.data).pictures)[-1] == ("sks dog", 10)
 
 
-@pytest.mark.parametrize(("count", "held"), [(49, False), (50, True), (60, True)])
-def test_from_50_pictures_on_a_tenth_is_held_out(count: int, held: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [49, 50, 55])
+def test_from_50_pictures_on_a_tenth_is_held_out(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = suggest(write(tmp_path / "a", count, 64))
     split = accepted(found.config)["validation"].get("split")
-    assert (split is not None) == held
-    if held:
+    assert (split is not None) == (count >= 50)
+    if split is not None:
         trained, out = split_pictures(inspect_folder(tmp_path / "a").pictures, split)
         assert 0.02 * count < len(out) < 0.25 * count and len(trained) + len(out) == count
 
+        def empty(pictures: object, split: float) -> None:
+            raise UserError("holds out none")
 
-def test_where_no_hash_lies_below_the_share_a_number_is_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def empty(pictures: object, split: float) -> None:
-        raise UserError("holds out none")
-
-    monkeypatch.setattr(making, "split_pictures", empty)
-    assert suggest(write(tmp_path / "a", 55, 64)).config["validation"]["split"] == 6
+        monkeypatch.setattr(making, "split_pictures", empty)  # as where no hash lies below the share
+        assert suggest(tmp_path / "a").config["validation"]["split"] == {50: 5, 55: 6}[count]
 
 
 @pytest.mark.parametrize(("length", "factor"), [("short", 0.5), ("normal", 1), ("long", 2)])
@@ -265,48 +251,29 @@ def test_folders_of_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert config.name.lower() not in ("con", "nul")
 
 
-def a_file(folder: Path) -> Path:
-    (folder / "x").touch()
-    return folder / "x"
-
-
-def a_run(folder: Path) -> Path:
-    (folder / "metrics.jsonl").touch()
-    return write(folder, 1)
-
-
-def an_unreadable(folder: Path) -> Path:
-    (folder / "a.png").write_text("no picture")
-    return folder
-
-
-def a_phone_s(folder: Path) -> Path:
-    (folder / "a.heic").touch()
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "files", "message"),
     [
-        (lambda folder: folder, "contains no pictures (.jpg, .jpeg, .png, .webp). Add some"),
-        (lambda folder: folder / "nothing", "nothing does not exist. Give a folder with pictures"),
-        (a_file, "x is a file. Give the folder"), (a_run, "is the folder of a run"),
-        (an_unreadable, "none of 1 picture can be used: a.png is not a picture"),
-        (a_phone_s, "It has 1 .heic: convert them"),
+        ("a", {}, "contains no pictures (.jpg, .jpeg, .png, .webp). Add some"),
+        ("a/nothing", {}, "nothing does not exist. Give a folder with pictures"),
+        ("a/x", {"x": ""}, "x is a file. Give the folder"),
+        ("a", {"metrics.jsonl": "", "0.png": None}, "is the folder of a run"),
+        ("a", {"a.png": "no picture"}, "none of 1 picture can be used: a.png is not a picture"),
+        ("a", {"a.heic": ""}, "It has 1 .heic: convert them"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_folder_of_pictures(
-    make: Callable[[Path], Path], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    name: str, files: dict[str, str | None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "out.json"
     (tmp_path / "a").mkdir()
-    assert main(["init", str(make(tmp_path / "a")), "--device", "cpu", "--out", str(out)]) == 2
+    for file, text in files.items():
+        write(tmp_path / "a", 1) if text is None else (tmp_path / "a" / file).write_text(text)
+    assert main(["init", str(tmp_path / name), "--device", "cpu", "--out", str(out)]) == 2
     assert message in capsys.readouterr().err and not out.exists()
 
 
-def test_the_verb_writes_says_why_and_never_overwrites(
-    tiny_pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_verb_writes_says_why_and_never_overwrites(tiny_pictures: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "mine.json"
     words = ["init", str(tiny_pictures), "--device", "cpu", "--out", str(out), "--trigger", "glim", "--what", "style"]
     assert main(words) == 0
@@ -317,9 +284,8 @@ def test_the_verb_writes_says_why_and_never_overwrites(
     assert json.loads(written)["data"]["caption_prefix"] == "glim,"
     assert main(words) == 2 and out.read_text() == written
     assert f"--out: {out} exists. Choose another name, or add --overwrite" in capsys.readouterr().err
-    assert (
-        main([*words, "--length", "short", "--overwrite"]) == 0 and json.loads(out.read_text())["train"]["steps"] == 100
-    )
+    assert main([*words, "--length", "short", "--overwrite"]) == 0
+    assert json.loads(out.read_text())["train"]["steps"] == 100
     assert main(["check", str(out)]) == 0
     assert main(["init", str(tiny_pictures), "--device", "cpu", "--out", str(tmp_path / "no" / "x.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
@@ -356,25 +322,18 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch:
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert f"predicted not to fit even with every lever of profile {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
 
-
-def test_a_prediction_that_needs_a_download_is_left_for_later(
-    tiny_pictures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def unknown(config: Json, card: Card) -> tuple[str, bool]:
         raise UserError("not in the local cache")
 
-    monkeypatch.setattr(machine, "_predicted", unknown)
+    monkeypatch.setattr(machine, "_predicted", unknown)  # as where it needs a download
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert found.notes[-1].startswith("not predicted (not in the local cache)")
 
 
 def test_the_card_of_this_machine_is_asked_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     device = {"name": "NVIDIA L4", "total": 22 * 2**30, "free": 0, "capability": [8, 9]}
-    answers: list[Json] = [
-        {"devices": [device]},
-        {"devices": [], "refused": "the driver is too old"},
-        {"error": "killed"},
-    ]
+    refused: Json = {"devices": [], "refused": "the driver is too old"}
+    answers: list[Json] = [{"devices": [device]}, refused, {"error": "killed"}]
     monkeypatch.setattr(machine.ProbeProcess, "ask", lambda probe, question: answers.pop(0))
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     card, reason = machine.card_here()
@@ -395,9 +354,8 @@ def test_a_missing_login_or_licence_is_said_before_a_download(
         return [Finding(model, level, "the hub does not give it to this account", "why", "accept the licence")]
 
     monkeypatch.setattr(machine, "access", access)
-    monkeypatch.setattr(
-        machine, "login", lambda machine: [Finding("hub login", WARNING, "no token", "", "hf auth login")]
-    )
+    finding = Finding("hub login", WARNING, "no token", "", "hf auth login")
+    monkeypatch.setattr(machine, "login", lambda machine: [finding])
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("1 MiB", True))
     assert main(["init", str(tiny_pictures), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
     text = capsys.readouterr().out
@@ -446,9 +404,7 @@ def test_only_a_terminal_is_asked(
     assert len(asked) == (terminal and not quiet)
 
 
-def test_a_folder_is_trained_with_the_configuration_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, monkeypatch, capsys) -> None:
     folder, file = write(tmp_path / "my pictures", 3, 64), tmp_path / "my pictures.json"
     monkeypatch.setattr(machine, "card_here", lambda: (None, "no driver"))
     assert of_folder(folder) == file and "written" in capsys.readouterr().out

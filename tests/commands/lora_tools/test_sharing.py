@@ -46,6 +46,10 @@ def run(tiny_config: dict, tmp_path: Path) -> Path:
     return folder
 
 
+def export(source: object, layout: str, out: Path, *words: str) -> None:
+    assert main(["export", str(source), "--format", layout, "--out", str(out), *words]) == 0
+
+
 def header(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as handle:
         return handle.metadata()
@@ -58,20 +62,10 @@ def picture(uri: str) -> Image.Image:
 
 def test_the_header_has_the_fields_of_the_model_spec(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
-    words = [
-        "--title",
-        "Glim",
-        "--author",
-        "Mé 猫",
-        "--description",
-        'A "style"\nof two lines',
-        "--tags",
-        "stripes, toy",
-    ]
-    assert main(["export", str(run), "--format", "kohya", "--out", str(out), *words]) == 0
-    found = {
-        key.removeprefix("modelspec."): value for key, value in header(out).items() if key.startswith("modelspec.")
-    }
+    words = ["--title", "Glim", "--author", "Mé 猫", "--tags", "stripes, toy"]
+    export(run, "kohya", out, *words, "--description", 'A "style"\nof two lines')
+    spec = {key: value for key, value in header(out).items() if key.startswith("modelspec.")}
+    found = {key.removeprefix("modelspec."): value for key, value in spec.items()}
     thumbnail, digest = found.pop("thumbnail"), found.pop("hash_sha256")
     assert found == {
         "sai_model_spec": "1.0.1", "implementation": "diffusers", "architecture": "stable-diffusion-3-m/lora",
@@ -93,28 +87,27 @@ def test_a_checkpoint_has_its_own_picture_and_no_run_none(run: Path, tmp_path: P
     (place / "state.json").write_text("{}")
     (place / "pytorch_lora_weights.safetensors").write_bytes((run / "pytorch_lora_weights.safetensors").read_bytes())
     out = tmp_path / "out.safetensors"
-    assert main(["export", f"{run}@10", "--format", "kohya", "--out", str(out)]) == 0
+    export(f"{run}@10", "kohya", out)
     assert picture(header(out)["modelspec.thumbnail"]).getpixel((9, 9))[0] > 200  # red
-    assert main(["export", str(run), "--format", "kohya", "--out", str(out), "--overwrite", "--no-thumbnail"]) == 0
+    export(run, "kohya", out, "--overwrite", "--no-thumbnail")
     assert "modelspec.thumbnail" not in header(out)
     (run / "samples" / "step-000020" / "prompt-00.png").write_bytes(b"no picture")
-    assert main(["export", str(run), "--format", "kohya", "--out", str(out), "--overwrite"]) == 0
+    export(run, "kohya", out, "--overwrite")
     assert "modelspec.thumbnail" not in header(out)
 
 
 def test_two_exports_of_a_run_are_the_same_file(run: Path, tmp_path: Path) -> None:
     files = [tmp_path / "first" / "a.safetensors", tmp_path / "second" / "a.safetensors"]
     for file in files:
-        assert main(["export", str(run), "--format", "kohya", "--out", str(file)]) == 0
+        export(run, "kohya", file)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert header(files[0])["modelspec.date"] < datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def test_a_converted_file_keeps_what_its_author_said(run: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    words = ["--author", "somebody", "--description", "mine"]
-    assert main(["export", str(run), "--format", "kohya", "--out", str(first), *words]) == 0
-    assert main(["export", str(first), "--format", "diffusers", "--out", str(second), "--tags", "new"]) == 0
+    export(run, "kohya", first, "--author", "somebody", "--description", "mine")
+    export(first, "diffusers", second, "--tags", "new")
     old, new = header(first), header(second)
     for name in ("author", "description", "date", "thumbnail", "trigger_phrase"):
         assert new[f"modelspec.{name}"] == old[f"modelspec.{name}"], name
@@ -122,11 +115,9 @@ def test_a_converted_file_keeps_what_its_author_said(run: Path, tmp_path: Path) 
     assert new["modelspec.hash_sha256"] == content_hash(second) != old["modelspec.hash_sha256"]
 
 
-def test_inspect_reads_them_and_notices_changed_tensors(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_inspect_reads_them_and_notices_changed_tensors(run: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out.safetensors"
-    assert main(["export", str(run), "--format", "kohya", "--out", str(out), "--author", "somebody"]) == 0
+    export(run, "kohya", out, "--author", "somebody")
     capsys.readouterr()
     assert main(["inspect", str(out)]) == 0
     text = capsys.readouterr().out
@@ -137,9 +128,8 @@ def test_inspect_reads_them_and_notices_changed_tensors(
     out.write_bytes(content)
     assert describe(out)["hash_matches"] is False and "hash_matches" not in describe(out, values=False)
     assert main(["inspect", str(out)]) == 0 and "the file is damaged or was changed" in capsys.readouterr().out
-    save_file(
-        {f"transformer.{LAYER}.lora_A.weight": torch.ones(1, 2)}, out, {"modelspec.thumbnail": "http://elsewhere"}
-    )
+    tensors = {f"transformer.{LAYER}.lora_A.weight": torch.ones(1, 2)}
+    save_file(tensors, out, {"modelspec.thumbnail": "http://elsewhere"})
     assert describe(out)["metadata"]["modelspec.thumbnail"] == "http://elsewhere"
 
 
@@ -167,27 +157,13 @@ def test_fields_are_bounded(words: list[str], run: Path, tmp_path: Path, capsys:
     [
         ({"path": "demo:pictures", "prompt": "a photo of sks dog"}, "a photo of sks dog"),
         ({"path": "demo:pictures"}, None),
-        (
-            {
-                "sources": [
-                    {"path": "demo:pictures", "caption_prefix": "glim,"},
-                    {"path": "demo:pictures", "regularization": True},
-                ]
-            },
-            "glim",
-        ),
-        (
-            {
-                "sources": [
-                    {"path": "demo:pictures", "caption_prefix": "a"},
-                    {"path": "demo:pictures", "caption_prefix": "b"},
-                ]
-            },
-            None,
-        ),
+        ({"sources": [{"caption_prefix": "glim,"}, {"regularization": True}]}, "glim"),
+        ({"sources": [{"caption_prefix": "a"}, {"caption_prefix": "b"}]}, None),
     ],
 )
 def test_the_words_that_call_it(data: dict, trigger: str | None) -> None:
+    if "sources" in data:
+        data = {"sources": [{"path": "demo:pictures"} | source for source in data["sources"]]}
     assert trigger_of(validate({"name": "x", "data": data}, "x")) == trigger
 
 

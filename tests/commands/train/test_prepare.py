@@ -35,7 +35,6 @@ from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
 
 CLIP = vocabulary.CLIP_LENGTH
-
 CPU = torch.device("cpu")
 
 
@@ -129,10 +128,13 @@ def test_each_prompt_and_picture_is_encoded_once(data: dict, calls: Calls) -> No
     data["data"] |= {"repeats": 3, "caption_dropout": 0.5}
     write_picture(Path(data["data"]["path"]) / "d.png", 9)
     (Path(data["data"]["path"]) / "d.txt").write_text("a red circle")  # as a's
+    (Path(data["data"]["path"]) / "copy.png").write_bytes((Path(data["data"]["path"]) / "a.png").read_bytes())
+    (Path(data["data"]["path"]) / "copy.txt").write_text("a red circle")
     prepared = run(data)
     for encoder in ("clip_l", "clip_g", "t5"):
         assert sorted(calls.of(encoder)) == ["", "a blue circle", "a green circle", "a red circle"]
-    assert calls.pictures == 4
+    assert len({sample.picture.name for sample in prepared.plan.samples}) == 5
+    assert calls.pictures == 4, "the same picture under two names is one"
     calls.clear()
     assert run(data).plan.manifest() == prepared.plan.manifest()
     assert (calls.prompts, calls.pictures, calls.autoencoders) == ([], 0, 0)
@@ -140,15 +142,7 @@ def test_each_prompt_and_picture_is_encoded_once(data: dict, calls: Calls) -> No
     assert_as_encoded_afresh(data, run(data))
 
 
-def test_the_same_picture_under_two_names_is_encoded_once(data: dict, calls: Calls) -> None:
-    folder = Path(data["data"]["path"])
-    (folder / "copy.png").write_bytes((folder / "a.png").read_bytes())
-    (folder / "copy.txt").write_text("a red circle")
-    prepared = run(data)
-    assert (len(prepared.plan.samples), calls.pictures) == (4, 3)
-
-
-def test_a_changed_caption_encodes_only_itself(data: dict, calls: Calls) -> None:
+def test_a_changed_caption_or_picture_encodes_only_itself(data: dict, calls: Calls) -> None:
     run(data)
     calls.clear()
     (Path(data["data"]["path"]) / "b.txt").write_text("a yellow square")
@@ -156,10 +150,6 @@ def test_a_changed_caption_encodes_only_itself(data: dict, calls: Calls) -> None
     assert calls.prompts == [("clip_l", "a yellow square"), ("clip_g", "a yellow square")]
     assert calls.pictures == 0
     assert_as_encoded_afresh(data, prepared)
-
-
-def test_a_changed_picture_encodes_only_itself(data: dict, calls: Calls) -> None:
-    run(data)
     calls.clear()
     write_picture(Path(data["data"]["path"]) / "b.png", 77, (16, 64))
     prepared = run(data)
@@ -183,30 +173,24 @@ def test_swapped_captions_and_renamed_pictures_never_pair_wrongly(data: dict, ca
     assert_as_encoded_afresh(data, after)
 
 
-def test_a_picture_changed_after_the_scan_is_refused_not_cached_under_its_old_content(
-    data: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_changed_after_the_scan_is_refused_not_cached_under_its_old_content(data: dict, monkeypatch) -> None:
     file, fill = Path(data["data"]["path"]) / "b.png", TextCache.fill
     original = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setattr(TextCache, "fill", lambda *rest: (write_picture(file, 88, (16, 64)), fill(*rest))[1])
-    with pytest.raises(UserError, match="b.png: has changed since the folder was scanned"):
-        run(data)
+    for harm, said in (
+        (lambda: write_picture(file, 88, (16, 64)), "b.png: has changed since the folder was scanned"),
+        (file.unlink, "1 picture cannot be used:\n  b.png: cannot be read .No such file"),
+    ):
+        monkeypatch.setattr(TextCache, "fill", lambda *rest, harm=harm: (harm(), fill(*rest))[1])
+        with pytest.raises(UserError, match=said):
+            run(data)
     monkeypatch.undo()
+    write_picture(file, 88, (16, 64))
     prepared = run(data)
     assert original not in [sample.picture.digest for sample in prepared.plan.samples]
     assert_as_encoded_afresh(data, prepared)
 
 
-def test_a_picture_that_goes_after_the_scan_is_named(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, fill = Path(data["data"]["path"]) / "b.png", TextCache.fill
-    monkeypatch.setattr(TextCache, "fill", lambda *rest: (file.unlink(), fill(*rest))[1])
-    with pytest.raises(UserError, match="1 picture cannot be used:\n  b.png: cannot be read .No such file"):
-        run(data)
-
-
-def test_killed_among_the_prompts_it_continues_where_it_was(
-    data: dict, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_among_the_prompts_it_continues_where_it_was(data: dict, calls: Calls, monkeypatch) -> None:
     save, saved = FileCache.save, []
 
     def save_four(self: FileCache, key: str, tensors: dict) -> None:
@@ -221,19 +205,13 @@ def test_killed_among_the_prompts_it_continues_where_it_was(
             run(data)
     calls.clear()
     prepared = run(data)
-    assert saved == [
-        "a red circle",
-        "a green circle",
-        "a blue circle",
-        "a red circle",
-    ]  # three of CLIP-L, one of CLIP-G
+    three_of_clip_l = [f"a {colour} circle" for colour in ("red", "green", "blue")]
+    assert saved == [*three_of_clip_l, "a red circle"]  # the last is CLIP-G's
     assert calls.prompts == [("clip_g", "a green circle"), ("clip_g", "a blue circle")]
     assert_as_encoded_afresh(data, prepared)
 
 
-def test_killed_among_the_pictures_it_continues_where_it_was(
-    data: dict, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_among_the_pictures_it_continues_where_it_was(data: dict, calls: Calls, monkeypatch) -> None:
     encode_pictures = SD3.encode_pictures
 
     def second_fails(self: SD3, vae: object, pixels: torch.Tensor) -> torch.Tensor:
@@ -267,16 +245,24 @@ def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch
     assert_as_encoded_afresh(data, prepared)
 
 
-def test_without_t5_its_part_is_zeros(data: dict, tiny_pipeline: Path) -> None:
+def test_t5_is_encoded_alone_where_it_is_added_or_made_longer(data: dict, calls: Calls) -> None:
+    """Without it, its part is zeros; what another combination of encoders has is not encoded again."""
     embeds, pooled = run(data).text.load("a red circle")
     assert embeds.shape == (CLIP + 8, 32)  # t5_length 8, width 32
     assert pooled.shape == (32,)
-    assert torch.count_nonzero(embeds[CLIP:]) == 0
-    assert torch.count_nonzero(embeds[:CLIP]) > 0
+    assert torch.count_nonzero(embeds[CLIP:]) == 0 < torch.count_nonzero(embeds[:CLIP])
+    calls.clear()
     data["model"]["t5"] = True
     with_t5, same = run(data).text.load("a red circle")
+    assert {encoder for encoder, _ in calls.prompts} == {"t5"} and len(calls.prompts) == 3
     assert torch.count_nonzero(with_t5[CLIP:]) > 0
     torch.testing.assert_close((with_t5[:CLIP], same), (embeds[:CLIP], pooled))
+    calls.clear()
+    run(data)
+    assert calls.prompts == []
+    data["model"]["t5_length"] = 12
+    longer, _ = run(data).text.load("a red circle")
+    assert {encoder for encoder, _ in calls.prompts} == {"t5"} and longer.shape == (CLIP + 12, 32)
 
 
 @pytest.mark.parametrize(
@@ -291,43 +277,21 @@ def test_without_t5_its_part_is_zeros(data: dict, tiny_pipeline: Path) -> None:
     ids=["autoencoder", "dtype", "square", "crop", "resolution"],
 )
 def test_what_changes_the_tensors_makes_other_files(
-    section: str,
-    change: dict,
-    prompts: int,
-    pictures: int,
-    data: dict,
-    calls: Calls,
-    tiny_pipeline: Path,
-    tmp_path: Path,
+    section: str, change: dict, prompts: int, pictures: int, data: dict, calls: Calls, tiny_pipeline: Path, tmp_path
 ) -> None:
     run(data)
     before = {file: file.read_bytes() for file in files(data)}
     calls.clear()
-    if "vae" in change:
-        change = {"vae": str(other_autoencoder(tiny_pipeline, tmp_path / "vae"))}
+    if "vae" in change:  # the same autoencoder with one weight changed
+        vae = AutoencoderKL.from_pretrained(tiny_pipeline / "vae")
+        next(vae.parameters()).data.view(-1)[0] += 1
+        vae.save_pretrained(tmp_path / "vae")
+        change = {"vae": str(tmp_path / "vae")}
     data[section] |= change
     run(data)
     assert (len(calls.prompts), calls.pictures) == (prompts, pictures)
     assert len(files(data)) == len(before) + prompts // 2 + pictures  # two encoders fill one entry
     assert {file: file.read_bytes() for file in before} == before
-
-
-def other_autoencoder(pipeline: Path, folder: Path) -> Path:
-    """The same autoencoder with one weight changed."""
-    vae = AutoencoderKL.from_pretrained(pipeline / "vae")
-    next(vae.parameters()).data.view(-1)[0] += 1
-    vae.save_pretrained(folder)
-    return folder
-
-
-def test_a_longer_t5_encodes_only_t5(data: dict, calls: Calls) -> None:
-    data["model"]["t5"] = True
-    run(data)
-    calls.clear()
-    data["model"]["t5_length"] = 12
-    embeds, _ = run(data).text.load("a red circle")
-    assert {name for name, _ in calls.prompts} == {"t5"}
-    assert embeds.shape == (CLIP + 12, 32)
 
 
 def test_encoders_are_loaded_one_at_a_time_and_freed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,14 +328,10 @@ def half_a_jpeg(folder: Path) -> None:
     (folder / "bad.txt").write_text("a broken circle")
 
 
-def test_a_picture_that_fails_only_when_decoded_is_named(data: dict) -> None:
+def test_a_picture_that_fails_only_when_decoded_is_named_or_left_out(data: dict, capsys) -> None:
     half_a_jpeg(Path(data["data"]["path"]))
     with pytest.raises(UserError, match="1 picture cannot be used:\n  bad.jpg: is damaged .*truncated"):
         run(data)
-
-
-def test_a_picture_that_fails_only_when_decoded_is_left_out(data: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    half_a_jpeg(Path(data["data"]["path"]))
     data["data"]["on_error"] = "skip"
     prepared = run(data)
     assert [sample.picture.name for sample in prepared.plan.samples] == ["a.png", "b.png", "c.png"]
@@ -406,22 +366,15 @@ def test_a_cache_file_of_another_key_is_refused(tmp_path: Path) -> None:
         cache.load("one")
 
 
-def test_prompts_longer_than_clip_are_told(data: dict) -> None:
-    long = "a red circle " * 30
-    data["data"]["prompt"] = long
-    prepared = run(data)
-    assert prepared.text.too_long([long]) == [long]
-    assert prepared.text.too_long([long], limit=200) == []
-
-
-def test_validation_prompts_are_prepared_too(data: dict, calls: Calls) -> None:
-    data["validation"]["prompts"] = ["a purple star"]
+def test_validation_prompts_are_prepared_too_and_long_ones_are_told(data: dict, calls: Calls) -> None:
+    data["validation"]["prompts"] = [long := "a purple star " * 30]
     data["validation"]["negative_prompt"] = "blurry"
     prepared = run(data)
-    assert {"a purple star", "blurry"} < set(calls.of("clip_l"))
+    assert {long, "blurry"} < set(calls.of("clip_l")) and prepared.requests[0].prompt == long
+    assert prepared.text.too_long([long, "blurry"]) == [long]
+    assert prepared.text.too_long([long], limit=200) == []
     data["validation"]["prompts"] = None
     assert [request.prompt for request in run(data).requests] == ["a red circle"]
-    assert prepared.requests[0].prompt == "a purple star"
 
 
 @pytest.mark.parametrize(
@@ -438,18 +391,6 @@ def test_pictures_that_the_model_has_no_positions_for_are_refused(tiny_config: d
         train(validate(config, "test"))
 
 
-def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that the cache opens from now on."""
-    found: list[Path] = []
-
-    def watched(file: Path, *rest: Any, **more: Any) -> Any:
-        found.append(file)
-        return open(file, *rest, **more)
-
-    monkeypatch.setattr(storage, "open", watched, raising=False)
-    return found
-
-
 def test_a_batch_reads_each_picture_and_each_distinct_prompt_once(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     data["data"]["prompt"] = "a circle"  # the same for all three
     data["data"]["aspect"], data["model"]["t5"] = "square", True
@@ -457,7 +398,13 @@ def test_a_batch_reads_each_picture_and_each_distinct_prompt_once(data: dict, mo
     data["prior"] = {"method": "base_prediction", "prompt": "a thing"}
     prepared = run(data)
     batches = BatchLoader(prepared, 0, CPU, None, validate(data, "test").prior)
-    opened = opened_files(monkeypatch)
+    opened: list[Path] = []
+
+    def watched(file: Path, *rest: Any, **more: Any) -> Any:
+        opened.append(file)
+        return open(file, *rest, **more)
+
+    monkeypatch.setattr(storage, "open", watched, raising=False)
     first, second = batches.fetch(0)
     assert len(opened) == len(set(opened)) == 3 + 2
     assert first.fillers == 1 and torch.equal(first.z_0, second.z_0) and torch.equal(first.noise, second.noise)
@@ -484,21 +431,14 @@ def test_the_pooled_embedding_is_read_without_the_rest(data: dict, monkeypatch: 
     assert sum(sizes) < file.stat().st_size / 2
 
 
-def separate(data: dict, prompts: list[str], change: float = 0.0) -> dict[str, FileCache]:
-    """Each encoder's outputs in a folder of its own, as versions before joined entries stored them."""
-    config = resolve_folders(validate(data, "test"))
-    side = config.model.prompts(torch.float32)
-    found = {}
-    for encoder in side.encoders:
-        found[encoder.name] = FileCache(Path(data["output"]["cache"]) / "text" / side.fingerprint(encoder))
-        for prompt, parts in zip(prompts, side.encode(encoder, prompts, CPU), strict=True):
-            found[encoder.name].save(prompt, {**parts, "hidden": parts["hidden"] + change})
-    return found
-
-
 def test_a_folder_of_an_earlier_version_is_joined_without_encoding(data: dict, calls: Calls) -> None:
-    prompts = ["a red circle", "a green circle", "a blue circle"]
-    older = separate(data, prompts)
+    """Versions before joined entries stored each encoder's outputs in a folder of its own."""
+    prompts, older = ["a red circle", "a green circle", "a blue circle"], {}
+    side = resolve_folders(validate(data, "test")).model.prompts(torch.float32)
+    for encoder in side.encoders:
+        older[encoder.name] = FileCache(Path(data["output"]["cache"]) / "text" / side.fingerprint(encoder))
+        for prompt, parts in zip(prompts, side.encode(encoder, prompts, CPU), strict=True):
+            older[encoder.name].save(prompt, parts)
     older["clip_g"].file("a blue circle").write_bytes(b"damaged")
     calls.clear()
     prepared = run(data)
@@ -506,17 +446,6 @@ def test_a_folder_of_an_earlier_version_is_joined_without_encoding(data: dict, c
     assert_as_encoded_afresh(data, prepared)
     assert not any(file.suffix == ".safetensors" for file in files(data) if "text" in file.parts), "stored twice"
     assert len(list((Path(data["output"]["cache"]) / "prompts").rglob("*.safetensors"))) == 3
-
-
-def test_what_another_combination_of_encoders_has_is_not_encoded_again(data: dict, calls: Calls) -> None:
-    run(data)
-    calls.clear()
-    data["model"]["t5"] = True
-    run(data)
-    assert {encoder for encoder, _ in calls.prompts} == {"t5"} and len(calls.prompts) == 3
-    calls.clear()
-    run(data)
-    assert calls.prompts == []
 
 
 def test_what_a_kill_leaves_beside_an_entry_is_removed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:

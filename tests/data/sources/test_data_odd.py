@@ -19,7 +19,6 @@ from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.pictures import decode, picture_size
 from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
-from simpletune.data.sources.table import Table
 from simpletune.data.sources.walk import MAX_BYTES, printable_name, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.options import UserError
@@ -70,35 +69,24 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("kept", [0.3, 0.6, 0.95])
-def test_a_truncated_picture_is_found_while_scanning(kind: str, kept: float, tmp_path: Path) -> None:
+def test_a_truncated_picture_is_found_while_scanning(kind: str, tmp_path: Path) -> None:
     """Not hours later, when its turn to be encoded comes."""
     data = encoded(noise(64, 64), kind)
-    (tmp_path / "a.png").write_bytes(data[: int(kept * len(data))])
-    assert list(reasons(tmp_path, prompt="x")) == ["a.png"]
-
-
-def test_damage_inside_a_png_is_found_by_its_sums(tmp_path: Path) -> None:
-    data = bytearray(encoded(noise(64, 64)))
-    data[len(data) // 2] ^= 255
-    (tmp_path / "a.png").write_bytes(data)
-    assert reasons(tmp_path, prompt="x")["a.png"].startswith("is damaged")
+    for kept in (0.3, 0.6, 0.95):
+        (tmp_path / f"{kept}.png").write_bytes(data[: int(kept * len(data))])
+    assert list(reasons(tmp_path, prompt="x")) == ["0.3.png", "0.6.png", "0.95.png"]
 
 
 def test_whole_pictures_are_not_decoded_by_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
+    expected = {}
     for kind in ("PNG", "JPEG", "WEBP"):
-        (tmp_path / f"plain-{kind}.png").write_bytes(encoded(noise(9, 5), kind))
-        (tmp_path / f"turned-{kind}.png").write_bytes(encoded(noise(9, 5), kind, exif=exif))
-
-    def never(*rest: object) -> None:
-        raise AssertionError("decoded")
-
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", never)
-    found = {picture.name: picture.size for picture in scan(tmp_path, prompt="x").pictures}
-    assert found == {f"{how}-{kind}.png": (9, 5) if how == "plain" else (5, 9)
-                     for how in ("plain", "turned") for kind in ("PNG", "JPEG", "WEBP")}  # fmt: skip
+        for name, size, more in ((f"plain-{kind}.png", (9, 5), {}), (f"turned-{kind}.png", (5, 9), {"exif": exif})):
+            (tmp_path / name).write_bytes(encoded(noise(9, 5), kind, **more))
+            expected[name] = size
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
+    assert {picture.name: picture.size for picture in scan(tmp_path, prompt="x").pictures} == expected
 
 
 def test_an_orientation_behind_the_pixels_of_a_png_is_seen() -> None:
@@ -121,30 +109,31 @@ def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
     np.testing.assert_allclose(np.asarray(decode(data))[8, 8], [255, 0, 0], atol=3)
 
 
-def test_gifs_and_other_formats_are_left_alone_and_counted(tmp_path: Path) -> None:
+def test_other_files_are_left_alone_refused_or_never_waited_for(tmp_path: Path) -> None:
     for name in ("a.png", "b.gif", "c.GIF", "d.heic", "Thumbs.db", ".DS_Store", "notes.txt"):
         (tmp_path / name).write_bytes(PICTURE)
+    with (tmp_path / "film.png").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)  # sparse
+    os.mkfifo(tmp_path / "pipe.png")
     found = scan(tmp_path, prompt="x")
-    assert ([picture.name for picture in found.pictures], found.rejected) == (["a.png"], [])
+    assert [picture.name for picture in found.pictures] == ["a.png"]
     assert found.left_alone == {".gif": 2, ".heic": 1}
+    assert {each.name: each.reason for each in found.rejected} == {
+        "film.png": "has 1,073,741,825 bytes; the limit is 1,073,741,824",
+        "pipe.png": "is not a regular file",
+    }
 
 
-@pytest.mark.parametrize("size", [(1, 1), (20_000, 20), (20, 20_000)])
-def test_the_smallest_and_the_narrowest_are_read(size: tuple[int, int]) -> None:
-    image = Image.new("RGB", size, (1, 2, 3))
-    assert picture_size(encoded(image)) == decode(encoded(image)).size == size
+def test_the_smallest_and_the_narrowest_are_read() -> None:
+    for size in ((1, 1), (20_000, 20), (20, 20_000)):
+        data = encoded(Image.new("RGB", size, (1, 2, 3)))
+        assert picture_size(data) == decode(data).size == size
 
 
 def test_levels_in_floating_point_are_refused() -> None:
     image = Image.fromarray(np.ones((4, 4), dtype=np.float32))
     with pytest.raises(UnusablePicture, match="floating-point pixels"):
         decode(encoded(image, "TIFF"))
-
-
-def test_a_file_larger_than_any_picture_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "film.png").open("wb") as file:
-        file.truncate(MAX_BYTES + 1)  # sparse
-    assert reasons(tmp_path, prompt="x") == {"film.png": "has 1,073,741,825 bytes; the limit is 1,073,741,824"}
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,33 +157,6 @@ def test_fuzzed_pictures_are_read_or_refused(kind: str, changes: list[tuple[floa
 
 
 # Captions
-
-
-def test_a_caption_of_10000_characters_is_used(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
-    (tmp_path / "a.txt").write_text("word " * 2000)
-    assert len(scan(tmp_path).pictures[0].caption) == 9999
-
-
-@pytest.mark.parametrize(
-    ("caption", "reason"),
-    [
-        (b"a \x1b[31mred\x1b[0m cat", "its caption a.txt contains the control character U+001B at 3"),
-        (b"a\x00b", "its caption a.txt contains the control character U+0000 at 2"),
-        ("a\x9bb".encode(), "its caption a.txt contains the control character U+009B at 2"),
-        (b"x" * (2**20 + 1), "its caption a.txt has 1,048,577 bytes; the limit is 1,048,576"),
-    ],
-)
-def test_captions_that_no_prompt_has(caption: bytes, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
-    (tmp_path / "a.txt").write_bytes(caption)
-    assert reasons(tmp_path) == {"a.png": reason}
-
-
-def test_windows_line_ends_and_byte_order_marks_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa red\r\ncircle\r\n")
-    assert scan(tmp_path).pictures[0].caption == "a red circle"
 
 
 def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
@@ -247,22 +209,15 @@ def test_any_metadata_file_is_read_or_refused_with_its_line(content: bytes, tmp_
 
 
 def test_names_of_every_kind_are_read_and_shown_in_one_line(tmp_path: Path) -> None:
-    names = [
-        "with space.png",
-        "-rf.png",
-        "fox 🦊.png",
-        "two\nlines.png",
-        "esc\x1b[2J.png",
-        "n" * 251 + ".png",
-        "'\"`$(x).png",
-    ]
+    long = "n" * 251 + ".png"
+    names = ["with space.png", "-rf.png", "fox 🦊.png", "two\nlines.png", "esc\x1b[2J.png", long, "'\"`$(x).png"]
     for name in names:
         (tmp_path / name).write_bytes(PICTURE)
     assert {picture.name for picture in scan(tmp_path, prompt="x").pictures} == set(names)
     assert printable_name("two\nlines.png") == "two\\nlines.png"
     assert printable_name("esc\x1b[2J.png") == "esc\\x1b[2J.png"
     assert printable_name("fox 🦊 ä.png") == "fox 🦊 ä.png"
-    assert len(printable_name("n" * 251 + ".png")) == 120
+    assert len(printable_name(long)) == 120
     with pytest.raises(UserError) as error:
         report_rejected([RejectedEntry(name, "why") for name in names], Folder(path="x"))
     assert len(str(error.value).splitlines()) == len(names) + 2
@@ -299,13 +254,8 @@ def test_links_that_lead_out_are_refused(linked: Path) -> None:
 
 def test_links_that_lead_anywhere_are_followed_when_asked_and_cycles_end(linked: Path) -> None:
     found = scan(linked, prompt="x", links="anywhere")
-    assert [picture.name for picture in found.pictures] == [
-        "a.png",
-        "folder/o.png",
-        "inside.png",
-        "out.png",
-        "sub/b.png",
-    ]
+    names = ["a.png", "folder/o.png", "inside.png", "out.png", "sub/b.png"]
+    assert [picture.name for picture in found.pictures] == names
     assert {each.name: each.reason for each in found.rejected}["device.png"] == "is not a regular file"
 
 
@@ -323,12 +273,6 @@ def test_captions_may_not_come_from_outside_by_a_link(name: str, linked: Path) -
     assert "password" not in str(found)
 
 
-def test_a_pipe_does_not_hold_up_the_scan(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "a.png").write_bytes(PICTURE)
-    assert reasons(tmp_path, prompt="x") == {"pipe.png": "is not a regular file"}
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PICTURE)
@@ -336,22 +280,6 @@ def test_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").chmod(0)
     (tmp_path / "sub").chmod(0)
     assert set(reasons(tmp_path, prompt="x").values()) == {"cannot be read (Permission denied)"}
-
-
-@pytest.mark.parametrize("path", ["nul\0.png", "n" * 300 + ".png", "../o.png", "/etc/passwd", "loop.png", "gone.png"])
-def test_paths_in_a_table_are_read_or_refused(path: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    (tmp_path / "loop.png").symlink_to("loop.png")
-    rows = [
-        {"image": {"bytes": None, "path": path}, "text": "fine"},
-        {"image": {"bytes": PICTURE, "path": None}, "text": "b\x1b"},
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    first, second = Table(path="t").scan(tmp_path / "t.parquet").rejected
-    assert first.reason.startswith(("its path", "its file"))
-    assert second.reason == "its text contains the control character U+001B at 2"
 
 
 # Time
@@ -365,11 +293,8 @@ def test_5000_files_are_scanned_within_seconds(tmp_path: Path) -> None:
         for kind in ("png", "txt"):
             os.link(tmp_path / f"p{number % 10:04d}.{kind}", tmp_path / f"p{number:04d}.{kind}")
     start = time.perf_counter()
-    found = scan(tmp_path)
-    seconds = time.perf_counter() - start
-    print(f"5000 pictures and captions scanned in {seconds:.2f} s")
-    assert len(found.pictures) == 5000
-    assert seconds < 8
+    assert len(scan(tmp_path).pictures) == 5000
+    assert time.perf_counter() - start < 8
 
 
 def test_a_file_that_goes_while_it_is_read_is_a_reason(tmp_path: Path) -> None:

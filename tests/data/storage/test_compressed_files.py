@@ -30,10 +30,9 @@ PACKED = {
 @pytest.mark.parametrize("how", PACKED)
 def test_a_file_comes_back_and_damage_is_named(how: str) -> None:
     assert decompress(PACKED[how], how, len(PLAIN), "shard.0.mds") == PLAIN
-    with pytest.raises(UserError, match=r"^data\.path: shard\.0\.mds is damaged: .* Fetch it again"):
-        decompress(b"\x07" * 60, how, len(PLAIN), "shard.0.mds")
-    with pytest.raises(UserError, match=r"^data\.path: shard\.0\.mds is damaged: .* Fetch it again"):
-        decompress(PACKED[how][:40], how, len(PLAIN), "shard.0.mds")
+    for damaged in (b"\x07" * 60, PACKED[how][:40]):
+        with pytest.raises(UserError, match=r"^data\.path: shard\.0\.mds is damaged: .* Fetch it again"):
+            decompress(damaged, how, len(PLAIN), "shard.0.mds")
 
 
 @pytest.mark.parametrize("how", ["gz", "bz2"])
@@ -47,10 +46,7 @@ def test_a_file_larger_than_announced_is_not_unpacked_to_its_end(how: str) -> No
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"x is compressed with 'lzma:6', which is unsupported\. Use zstd, snappy, br, gz, bz2",
-    ):
+    with pytest.raises(UserError, match=r"x is compressed with 'lzma:6', .*Use zstd, snappy, br, gz, bz2"):
         decompress(b"", "lzma:6", 0, "x")
 
 
@@ -60,23 +56,19 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
         (OSError(5, "Input/output error"), "data.path: hf://x cannot be read ("),
         (ValueError("bad name"), "data.path: hf://x cannot be read (ValueError: bad name). Check the name, the connec"),
         (OSError("hf_" + "a" * 34 + " is no token"), "data.path: hf://x cannot be read ("),
+        (KeyError("x"), None),  # other errors pass as they are
+        (UserError("said already"), None),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=repr,
 )
 def test_what_the_hub_refuses_is_named_without_secrets(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: SimpleNamespace(find=refusing(error)))
-    with pytest.raises(UserError, match=re.escape(said)) as caught:
+    words = re.escape(said) if said else f"^{re.escape(str(error))}$"
+    with pytest.raises(UserError if said else type(error), match=words) as caught:
         DataFiles("hf://x")
-    assert caught.value.code == 3 and "aaaa" not in str(caught.value)
-
-
-@pytest.mark.parametrize("error", [KeyError("x"), UserError("said already")], ids=repr)
-def test_other_errors_of_the_hub_pass_as_they_are(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: SimpleNamespace(find=refusing(error)))
-    with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
-        DataFiles("hf://x")
+    assert said is None or (caught.value.code == 3 and "aaaa" not in str(caught.value))
 
 
 def refusing(error: Exception) -> Callable[..., None]:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from simpletune.data.storage.cache import FileCache
 from simpletune.system import locks
 from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import read_header
 
 ROOT = Path(__file__).resolve().parents[3]
 # Both are loaded before either begins, and encoding is slow enough that they meet.
@@ -48,12 +49,9 @@ print("\\n".join(f"made {file}" for file in made))
 """
 
 
-@pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_pictures: Path, launcher: Launcher
-) -> tuple[Path, list[str]]:
-    """Two runs started together on one empty cache; where, and what each said."""
-    place = tmp_path_factory.mktemp("pair")
+def test_two_runs_on_one_cache_make_nothing_twice_and_train_alike(
+    tmp_path: Path, tiny_pipeline: Path, tiny_pictures: Path, launcher: Launcher
+) -> None:
     words = []
     for name, other in (("one", "two"), ("two", "one")):
         config = {
@@ -61,41 +59,24 @@ def pair(
             "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"rank": 2},
             "precision": {"weights": "int8"}, "train": {"steps": 2}, "memory": {"checkpointing": "none"},
             "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
-            "output": {"runs": str(place / "runs"), "profiles": str(place / "profiles"), "cache": str(place / "cache"),
-                       "report": False},
+            "output": {each: str(tmp_path / each) for each in ("runs", "profiles", "cache")} | {"report": False},
         }  # fmt: skip
-        (place / f"{name}.json").write_text(json.dumps(config))
-        words.append([str(place / file) for file in (f"{name}.json", name, other)])
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        words.append([str(tmp_path / file) for file in (f"{name}.json", name, other)])
     outcome = launcher.programs(PROGRAM, *words)
     assert outcome.codes == [0, 0], outcome.said
-    return place, outcome.said
-
-
-def test_nothing_is_made_twice(pair: tuple[Path, list[str]]) -> None:
-    place, said = pair
-    made = [file for text in said for file in re.findall(r"^made (.*)$", text, re.MULTILINE)]
+    made = [file for text in outcome.said for file in re.findall(r"^made (.*)$", text, re.MULTILINE)]
     assert len(made) == len(set(made)) > 12
-    kinds = [place / "cache" / kind for kind in ("latents", "prompts")]
+    kinds = [tmp_path / "cache" / kind for kind in ("latents", "prompts")]
     on_disk = [file for kind in kinds for file in kind.rglob("*") if file.is_file()]
-    bases = list((place / "cache" / "quantised").iterdir())
+    bases = list((tmp_path / "cache" / "quantised").iterdir())
     waited = [file for file in made if Path(file).parent.name in ("clip_l", "clip_g")]  # until they were joined
     assert len(waited) > 2 and not any(Path(file).exists() for file in waited)
     assert sorted(set(made).difference(waited)) == sorted(map(str, on_disk + bases)) and len(bases) == 1
-    assert any("waiting for another run" in text for text in said)
-
-
-def test_what_they_share_is_whole_and_both_trained_alike(pair: tuple[Path, list[str]]) -> None:
-    place, _ = pair
-    for file in [
-        *(place / "cache" / "latents").rglob("*.safetensors"),
-        *(place / "cache" / "prompts").rglob("*.safetensors"),
-    ]:
-        from safetensors import safe_open
-
-        with safe_open(file, "pt") as handle:
-            key = handle.metadata()["key"]
-        assert FileCache(file.parent).lacking([key]) == []
-    results = [load_file(place / "runs" / name / "pytorch_lora_weights.safetensors") for name in ("one", "two")]
+    assert any("waiting for another run" in text for text in outcome.said)
+    for file in on_disk:
+        assert FileCache(file.parent).lacking([read_header(file)["__metadata__"]["key"]]) == []
+    results = [load_file(tmp_path / "runs" / name / "pytorch_lora_weights.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 

@@ -7,9 +7,11 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,15 +63,18 @@ class Child:
         return made, lacked
 
 
-@pytest.mark.parametrize("of", [1, 2, 3, 8])
-def test_the_share_of_a_key_is_its_part_of_all_hashes(of: int) -> None:
-    owners = {key: KeyRange(0, of).owner(key) for key in KEYS}
-    assert owners == {key: reference_owner(key, of) for key in KEYS}
-    assert set(owners.values()) == set(range(of)) and max(map(place_of, KEYS)) < PLACES
+def test_the_share_of_a_key_is_its_part_of_all_hashes() -> None:
+    for of in (1, 2, 3, 8):
+        owners = {key: KeyRange(0, of).owner(key) for key in KEYS}
+        assert owners == {key: reference_owner(key, of) for key in KEYS}
+        assert set(owners.values()) == set(range(of))
+    assert max(map(place_of, KEYS)) < PLACES
 
 
-def test_alone_keys_keep_their_order_within_a_group(tmp_path: Path) -> None:
+def test_a_process_alone_encodes_all_in_the_order_of_a_group(tmp_path: Path) -> None:
     assert fill(FileCache(tmp_path / "text" / "a"), KeyRange(), 512) == KEYS
+    # Of machines that share no folder, each makes a whole cache.
+    assert sorted(fill(FileCache(tmp_path / "text" / "b"), KeyRange(1, 4), 4)) == sorted(KEYS)
 
 
 @pytest.mark.parametrize("locked", [True, False], ids=["locks", "no locks"])
@@ -77,7 +82,7 @@ def test_processes_divide_the_keys_and_all_see_them_at_the_end(
     locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not locked:
-        monkeypatch.setattr(locks.Ranges, "_lock", refuse_to_lock)
+        monkeypatch.setattr(locks.Ranges, "_lock", Mock(side_effect=OSError(37, "No locks available")))
     folder = tmp_path / "text" / "a"
     children = [Child(folder, KeyRange(number, 3)) for number in range(3)]
     made, lacked = zip(*(child.end() for child in children), strict=True)
@@ -85,26 +90,14 @@ def test_processes_divide_the_keys_and_all_see_them_at_the_end(
     every = [key for each in made for key in each]
     assert set(every) == set(KEYS) and (len(every) == len(KEYS) or not locked)
     for number, own in enumerate(made):  # each began with its own share
-        mine = [key for key in KEYS if reference_owner(key, 3) == number]
-        assert set(own[:4]) <= set(mine), (number, own)
+        assert {reference_owner(key, 3) for key in own[:4]} <= {number}, own
     assert all(int(FileCache(folder).load(key)["x"]) == place_of(key) for key in KEYS)
-
-
-def refuse_to_lock(*_: object) -> None:
-    """What a file system without locks answers."""
-    raise OSError(37, "No locks available")
 
 
 def test_processes_of_different_runs_divide_the_keys_too(tmp_path: Path) -> None:
     children = [Child(tmp_path / "text" / "a", KeyRange()) for _ in range(2)]
     made = [child.end()[0] for child in children]
     assert sorted(made[0] + made[1]) == sorted(KEYS) and all(made)
-
-
-def test_a_process_alone_on_its_machine_encodes_the_shares_of_the_others(tmp_path: Path) -> None:
-    """Machines that share no folder: each makes a whole cache."""
-    made = fill(FileCache(tmp_path / "text" / "a"), KeyRange(1, 4), 4)
-    assert sorted(made) == sorted(KEYS)
 
 
 def test_what_a_killed_process_had_claimed_is_encoded_by_the_one_that_waits(tmp_path: Path) -> None:
@@ -173,8 +166,6 @@ print("made", *sorted(made))
 def test_all_leave_out_what_one_process_rejects(
     launcher: Launcher, tmp_path: Path, tiny_config: dict[str, Any]
 ) -> None:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -185,7 +176,7 @@ def test_all_leave_out_what_one_process_rejects(
         "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    names = sorted(file.name for file in Path(config["data"]["path"]).iterdir() if file.suffix == ".png")
+    names = sorted(file.name for file in Path(config["data"]["path"]).glob("*.png"))
     words = [[str(tmp_path / "config.json"), str(rank), port, names[0]] for rank in (0, 1)]
     outcome = launcher.programs(RANK, *words)
     assert outcome.codes == [0, 0], outcome.said

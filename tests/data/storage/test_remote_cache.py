@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import object_store
@@ -25,6 +26,7 @@ from simpletune.data.storage.cache import name_of
 from simpletune.data.storage.copies import LocalCopies
 from simpletune.data.storage.place import GIB, CachePlace, open_cache
 from simpletune.data.storage.shard_cache import ShardCache
+from simpletune.data.storage.shard_index import read_rows
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import PromptEntries
 from simpletune.system.options import UserError
@@ -33,12 +35,7 @@ from simpletune.system.stores.object_store import ObjectStore
 KEYS = ALL_KEYS[:11]  # a request takes moto several milliseconds
 
 
-def fill(cache: ShardCache, keys: list[str] = KEYS) -> list[str]:
-    return fill_with(cache, keys)
-
-
-def require_all(cache: ShardCache, keys: list[str] = KEYS) -> None:
-    require_those(cache, keys)
+fill, require_all = partial(fill_with, keys=KEYS), partial(require_those, keys=KEYS)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +82,11 @@ def test_another_machine_reads_what_one_has_encoded(tmp_path: Path, url: str, fa
     require_all(other)
     require_all(opened(tmp_path / "b", url))  # a later process
     assert other.waited == waited
-    assert fill(opened(tmp_path / "b", url), [*KEYS, "more"]) == ["more"]
+    more = [*KEYS, "more"]
+    assert fill(opened(tmp_path / "b", url), keys=more) == ["more"]
     late = opened(tmp_path / "a", url)
-    assert fill(late, [*KEYS, "more"]) == []
-    require_all(late, [*KEYS, "more"])
+    assert fill(late, keys=more) == []
+    require_all(late, keys=more)
 
 
 SLOW_FAULTS = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("error", "cut", "slow")]
@@ -113,14 +111,11 @@ def test_a_store_that_does_not_answer_is_named_and_loses_nothing(tmp_path: Path,
     with pytest.raises(UserError, match=r"output.cache: uploading .* failed .*what was encoded is kept"):
         fill(cache)
     faults.choose = lambda number, method, path: None
-    again = opened(tmp_path / "a", url)
-    made = fill(again)
-    assert 0 < len(made) < len(KEYS)
+    assert 0 < len(fill(opened(tmp_path / "a", url))) < len(KEYS)
     require_all(opened(tmp_path / "b", url))
     faults.choose = lambda number, method, path: "error"
     with pytest.raises(UserError, match=r"output.cache: .*Check the URL, the credentials"):
         opened(tmp_path / "c", url).load(KEYS[0])
-    require_all(again, [])
 
 
 FILL = """
@@ -145,19 +140,10 @@ def test_a_machine_that_vanishes_while_it_fills_leaves_nothing_wrong(
     assert launcher.programs(FILL, words, environment=object_store.settings(server)).codes == [-9]
     shutil.rmtree(tmp_path / "a")
     other = opened(tmp_path / "b", url)
-    made = fill(other)
-    assert len(made) in (len(KEYS) - 5, len(KEYS) - 10)
+    assert len(fill(other)) in (len(KEYS) - 5, len(KEYS) - 10)
     require_all(other)
-    rows = [row.key for row in _stored_rows(url, tmp_path)]
-    assert sorted(rows) == sorted(KEYS)
-
-
-def _stored_rows(url: str, folder: Path) -> list:
-    from simpletune.data.storage.shard_index import read_rows
-
     content, _ = ObjectStore(f"{url}/text/a").read("index.parquet") or pytest.fail("no index")
-    (folder / "index").write_bytes(content)
-    return list(read_rows((folder / "index").read_bytes()))
+    assert sorted(row.key for row in read_rows(content)) == sorted(KEYS)
 
 
 def test_a_damaged_sample_is_never_used(tmp_path: Path, url: str) -> None:
@@ -226,38 +212,28 @@ def test_threads_fetch_a_sample_once(tmp_path: Path, url: str, faults: Faults) -
     assert faults.seen == before + 1
 
 
-def test_a_web_server_is_read_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled = open_cache(CachePlace(tmp_path / "shared", "shards"), "text", "a")
-    fill(filled)
+def test_a_web_server_is_read_and_never_written(tmp_path: Path) -> None:
+    fill(open_cache(CachePlace(tmp_path / "shared", "shards"), "text", "a"))
+    more = [*KEYS, "more"]
     with serving_ranges(tmp_path / "shared") as (web, requests):
         cache = opened(tmp_path / "here", web)
-        assert fill(cache, [*KEYS, "more"]) == ["more"]
-        require_all(cache, [*KEYS, "more"])
+        assert fill(cache, keys=more) == ["more"]
+        require_all(cache, keys=more)
         assert {method for method, _ in requests} == {"GET"}
-        assert fill(opened(tmp_path / "here", web), [*KEYS, "more"]) == []
+        assert fill(opened(tmp_path / "here", web), keys=more) == []
         (tmp_path / "shared/text/a/index.parquet").unlink()
         with pytest.raises(UserError, match=r"has no index.parquet, and a web server cannot list shards"):
             opened(tmp_path / "there", web).load(KEYS[0])
-
-
-def run_here(config: dict, cache: str, **output: object) -> Path:
-    return run_with(config | {"output": config["output"] | {"cache": cache} | output})
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run)]
 
 
 @pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
     machines: int, tiny_config: dict, tmp_path: Path, url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny_config |= {
-        "data": tiny_config["data"] | {"variants": 2, "crop": "random"},
-        "train": {"steps": 8, "batch_size": 2},
-    }
-    tiny_config |= {"memory": tiny_config["memory"] | {"modulation": "plan"}}
-    folder = run_here(tiny_config, str(tmp_path / "folder"), runs=str(tmp_path / "from-folder"))
+    tiny_config["data"] |= {"variants": 2, "crop": "random"}
+    tiny_config["train"] = {"steps": 8, "batch_size": 2}
+    tiny_config["memory"]["modulation"] = "plan"
+    folder = run_with(tiny_config, output={"cache": str(tmp_path / "folder"), "runs": str(tmp_path / "from-folder")})
     runs = []
     for number, fault in enumerate(("short", "error")[:machines]):
         (tmp_path / f"machine-{number}").mkdir()
@@ -266,13 +242,13 @@ def test_a_run_from_a_bucket_has_the_bits_of_one_from_a_folder(
         with monkeypatch.context() as patch:
             if number == 1:  # a second machine encodes nothing
                 patch.setattr(PromptEntries, "_encode", lambda *rest: pytest.fail("it encodes"))
-            runs.append(run_here(tiny_config, url, runs="runs", cache_local_gib=0.001))
+            runs.append(run_with(tiny_config, output={"cache": url, "runs": "runs", "cache_local_gib": 0.001}))
         part = LocalCopies(next(Path(".cache/remote").glob("*/part")), 0)
         assert 0 < bytes_in(part.folder) <= 0.001 * GIB
     for run in runs:
-        assert losses(run) == losses(folder)
-        ours, other = saved_weights(run, 8), saved_weights(folder, 8)
-        assert ours.keys() == other.keys() and all(torch.equal(ours[name], other[name]) for name in ours)
+        ours, theirs = ([row["loss"] for row in read_metrics(each)] for each in (run, folder))
+        assert ours == theirs
+        torch.testing.assert_close(saved_weights(run, 8), saved_weights(folder, 8), rtol=0, atol=0)
         assert all(row["waited"] >= 0 for row in read_metrics(run))
         summary = read_summary(run)
         assert summary is not None and summary["seconds_waited_per_step"] >= 0

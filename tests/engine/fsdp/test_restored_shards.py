@@ -75,6 +75,7 @@ class Net(nn.Module):
 
 
 def test_one_process_restores_what_three_have_written(tmp_path: Path) -> None:
+    """The rows of several files are those of the whole."""
     files, model, option = write(tmp_path), Net(), AdamW(rounding="nearest")
     optimizer = option.build(model.parameters())
     assert parameter_ranges(model) == {"wide": ParameterRange(0, 0, 10), "one": ParameterRange(1, 0, 3)}
@@ -85,6 +86,10 @@ def test_one_process_restores_what_three_have_written(tmp_path: Path) -> None:
         assert set(state) == {"exp_avg", "exp_avg_sq", "step"} and state["step"] == 7
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(state[key], STATE[f"{name}/{key}"]), (name, key)
+    reader = WeightReader([files[0]])
+    assert torch.equal(reader.get("wide"), WEIGHTS["wide"])
+    for first, last in [(0, 5), (0, 2), (1, 3), (2, 4), (4, 5), (3, 5)]:
+        assert torch.equal(reader.rows("wide", first, last), WEIGHTS["wide"][first:last])
 
 
 def divided(rows: slice) -> tuple[Net, nn.Parameter]:
@@ -143,13 +148,6 @@ def test_tables_are_shared_again_and_other_state_has_its_parameter_s_shape() -> 
     fresh = torch.optim.SGD([own])
     restore_states(AdamW(), fresh, {"own": ParameterRange(0, 4, 8)}, empty)
     assert dict(fresh.state) == {}
-
-
-@pytest.mark.parametrize("first, last", [(0, 5), (0, 2), (1, 3), (2, 4), (4, 5), (3, 5)])
-def test_rows_of_several_files_are_those_of_the_whole(first: int, last: int, tmp_path: Path) -> None:
-    reader = WeightReader([write(tmp_path)[0]])
-    assert torch.equal(reader.rows("wide", first, last), WEIGHTS["wide"][first:last])
-    assert torch.equal(reader.get("wide"), WEIGHTS["wide"])
 
 
 def test_a_process_that_could_not_write_is_said_with_its_reason_and_code(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import socket
@@ -16,6 +15,7 @@ from launching import Launcher, Outcome
 from PIL import Image
 from reference.adamw import adamw_step
 from safetensors.torch import load_file
+from tiny_runs import merged
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.commands.train.train import train
@@ -74,10 +74,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def changed(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
-    data = copy.deepcopy(ground) | {"name": name}
-    for section, values in changes.items():
-        data[section] = {**(data.get(section) or {}), **values} if isinstance(values, dict) else values
-    return data
+    return merged(ground, name=name, **changes)
 
 
 def run_of(data: dict[str, Any]) -> Path:
@@ -88,6 +85,12 @@ def trained(launcher: Launcher, data: dict[str, Any], processes: int, **how: Any
     outcome = launcher.train(*[data] * processes, **how)
     assert outcome.codes == [0] * processes, outcome.said
     return outcome
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def killed(launcher: Launcher, data: dict[str, Any], processes: int, rank: int, moment: str) -> None:
@@ -107,11 +110,15 @@ def saved(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     return found
 
 
-def require_close(run: Path, other: Path, rtol: float = 1e-3, atol: float = 1e-5) -> None:
-    """The stated tolerance: sums of fp32 gradients in another order, over all steps."""
-    torch.testing.assert_close(saved(run), saved(other), rtol=rtol, atol=atol)
+def require_close_rows(run: Path, other: Path) -> None:
     rows = [[[row[key] for key in ("loss", "grad_norm")] for row in read_metrics(each)] for each in (run, other)]
     torch.testing.assert_close(*map(torch.tensor, rows), rtol=1e-4, atol=1e-6)
+
+
+def require_close(run: Path, other: Path) -> None:
+    """The stated tolerance: sums of fp32 gradients in another order, over all steps."""
+    torch.testing.assert_close(saved(run), saved(other), rtol=1e-3, atol=1e-5)
+    require_close_rows(run, other)
     rows = [[row["eval_loss"] for row in read_rows(each / "evaluations.jsonl")] for each in (run, other)]
     torch.testing.assert_close(*map(torch.tensor, rows), rtol=1e-4, atol=1e-6)
 
@@ -265,19 +272,12 @@ def test_a_failed_evaluation_of_the_first_process_leaves_all_in_step(
     """The others do not wait in its collectives, and none of these is paired with one of the next step."""
     data = changed(ground, "failed")
     (tmp_path / "config.json").write_text(json.dumps(data))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     outcome = launcher.programs(FAILS, *([str(tmp_path / "config.json"), rank, port] for rank in ("0", "1")))
     assert outcome.codes == [0, 0], outcome.said
     assert "the validation loss failed (RuntimeError: no memory is left); training continues" in outcome.said[0]
     assert [row["step"] for row in read_rows(run_of(data) / "evaluations.jsonl")] == [0, 4, 6]
     require_same_bits(run_of(data), two[0])
-
-
-def require_close_rows(run: Path, other: Path) -> None:
-    rows = [[[row[key] for key in ("loss", "grad_norm")] for row in read_metrics(each)] for each in (run, other)]
-    torch.testing.assert_close(*map(torch.tensor, rows), rtol=1e-4, atol=1e-6)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -301,6 +301,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "compile": ({"speed": {"compile": True}}, "speed.compile: true compiles blocks"),
     "fp16": ({"precision": {"weights": "fp32", "compute": "fp16"}}, "precision.compute: fp16 undoes a step"),
+    "unet": (
+        {"model": {"family": "sd15", "pretrained": "demo:tiny-sd15"}},
+        "train.fsdp: full divides a transformer block by block",
+    ),
 }
 
 
@@ -309,26 +313,20 @@ def test_what_cannot_be_divided_is_refused_with_a_remedy(case: str, ground: dict
     changes, words = REFUSED[case]
     data = changed(ground, case)
     for section, values in changes.items():
-        data[section] = values if "method" in values or "name" in values else {**data.get(section, {}), **values}
+        whole = values.keys() & {"method", "name", "family"}
+        data[section] = values if whole else {**data.get(section, {}), **values}
     with pytest.raises(ConfigError) as refused:
-        validate(data, "test")
+        validate(data, "test", needs_model=case != "unet")
     assert words in str(refused.value) and "train.fsdp" in str(refused.value) and "Use " in str(refused.value)
 
 
-def test_unets_and_text_sides_are_refused(ground: dict[str, Any]) -> None:
-    data = changed(ground, "unet", model={"family": "sd15", "pretrained": "demo:tiny-sd15", "t5_length": 8})
-    del data["model"]["t5_length"]
-    with pytest.raises(ConfigError, match="train.fsdp: full divides a transformer block by block"):
-        validate(data, "test", needs_model=False)
-
-
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("shape", [(7,), (4, 6), (1, 5), (9, 2, 3)])
-def test_parts_are_those_of_torch(shape: tuple[int, ...], processes: int) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    chunks = [*whole.chunk(processes), *[whole[:0]] * processes][:processes]
-    ends = torch.tensor([0, *(chunk.numel() for chunk in chunks)]).cumsum(0)
-    assert list(process_starts(shape, processes)) == ends.tolist()
+def test_parts_are_those_of_torch(processes: int) -> None:
+    for shape in ((7,), (4, 6), (1, 5), (9, 2, 3)):
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        chunks = [*whole.chunk(processes), *[whole[:0]] * processes][:processes]
+        ends = torch.tensor([0, *(chunk.numel() for chunk in chunks)]).cumsum(0)
+        assert list(process_starts(shape, processes)) == ends.tolist()
 
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32])
@@ -369,12 +367,6 @@ def eight_bit(x: torch.Tensor) -> dict[str, Any]:
     return state
 
 
-def wide(state: dict[str, Any], letter: str) -> torch.Tensor:
-    if f"absmax{letter}" not in state:
-        return state[f"state{letter}"]
-    return dequantise_blocks(state[f"state{letter}"], state[f"qmap{letter}"], state[f"absmax{letter}"])
-
-
 def test_eight_bit_state_keeps_its_bits_where_its_blocks_stay() -> None:
     x = torch.randn(4 * SMALLEST, generator=torch.Generator().manual_seed(1))
     halves = [eight_bit(half) for half in x.chunk(2)]
@@ -388,25 +380,23 @@ def test_eight_bit_state_keeps_its_bits_where_its_blocks_stay() -> None:
 
 
 def test_eight_bit_state_is_quantised_anew_where_they_do_not() -> None:
+    def wide(state: dict[str, Any]) -> torch.Tensor:
+        return dequantise_blocks(state["state1"], state["qmap1"], state["absmax1"])
+
     x = torch.randn(2 * SMALLEST + 200, generator=torch.Generator().manual_seed(2))
     cut = SMALLEST + 100
     pieces = [StatePiece(0, cut, eight_bit(x[:cut])), StatePiece(cut, len(x), eight_bit(x[cut:]))]
-    kept = torch.cat([wide(piece.values, "1") for piece in pieces])  # type: ignore[arg-type]
+    kept = torch.cat([wide(piece.values) for piece in pieces])  # type: ignore[arg-type]
     whole = joined_state(pieces, 0, len(x))
     assert whole["state1"].dtype == torch.uint8 and whole["absmax1"].shape == (-(-len(x) // 256),)
     blocks = torch.nn.functional.pad(kept, (0, -len(x) % 256)).view(-1, 256).abs().amax(1)
-    error = (wide(whole, "1") - kept).abs() / blocks.repeat_interleave(256)[: len(x)]
+    error = (wide(whole) - kept).abs() / blocks.repeat_interleave(256)[: len(x)]
     assert error.max() < 0.04  # half of the widest gap of the table, and some
     small = joined_state([pieces[0]], 50, 150)
     assert small["state1"].dtype == torch.float32 and torch.equal(small["state1"], kept[50:150])
-    numbers, scales = quantise_blocks(torch.zeros(300), halves_table())
-    assert torch.equal(dequantise_blocks(numbers, halves_table(), scales), torch.zeros(300))
-
-
-def halves_table() -> torch.Tensor:
-    from bitsandbytes.functional import create_dynamic_map
-
-    return create_dynamic_map(signed=True)
+    table = whole["qmap1"]
+    numbers, scales = quantise_blocks(torch.zeros(300), table)
+    assert torch.equal(dequantise_blocks(numbers, table, scales), torch.zeros(300))
 
 
 # A model divided between two processes, its gradients and updates beside those of a whole one.
@@ -415,7 +405,7 @@ import os, sys
 rank, port = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-sys.path[:0] = ["tests/support", "tests/engine/fsdp"]
+sys.path[:0] = ["tests", "tests/support", "tests/engine/fsdp"]
 import torch
 from torch import distributed
 torch.set_num_threads(1)
@@ -520,9 +510,7 @@ def same_gradients(fsdp: Any, whole: torch.nn.Module, rtol: float, atol: float) 
 
 
 def test_gradients_norms_and_updates_by_hand(launcher: Launcher) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     outcome = launcher.programs(BY_HAND, ["0", port], ["1", port])
     assert outcome.codes == [0, 0], outcome.said
 

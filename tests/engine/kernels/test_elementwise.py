@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import elementwise
 from benchmarks.elementwise import Row
-from simpletune.engine.kernels import adaln
+from simpletune.engine.kernels import adaln, rms_norm
 from simpletune.engine.kernels.adaln import Gated, ScaleShift, add_gated, modulated
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.kernel_workspace import temporaries
+from simpletune.engine.optim import bf16_updates
+from simpletune.engine.quant import int8_gelu, int8_products
 from simpletune.estimate.timing.work import KernelWork, works_of
 from simpletune.models.sd3.joint_block import JointBlock, use_joint_blocks
 from simpletune.system.options import UserError
@@ -89,18 +93,12 @@ CASES = [
 def test_a_block_has_diffusers_bits_on_the_cpu(kind: str, trained: str, dtype: torch.dtype) -> None:
     theirs, ours = blocks(kind, trained, dtype)
     assert isinstance(ours, JointBlock)
-    for gradient in (True, False):
+    for gradient, autocast in ((True, False), (True, True), (False, False)):
         given = inputs(dtype, gradient)
-        assert_same_bits(results(ours, ours, given), results(theirs, theirs, given))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert_same_bits(results(ours, ours, given), results(theirs, theirs, given))
     with torch.no_grad():
         assert_same_bits(list(ours(*given)), list(theirs(*given)))
-
-
-def test_under_autocast_a_block_is_diffusers() -> None:
-    theirs, ours = blocks("dual", "all", torch.float32)
-    given = inputs(torch.float32, True)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same_bits(results(ours, ours, given), results(theirs, theirs, given))
 
 
 class Counted(TorchDispatchMode):
@@ -231,31 +229,56 @@ def test_the_prediction_counts_what_the_kernels_move_and_hold() -> None:
     assert terms[ops.rms_norm_backward.default](heads, heads, weight, 1e-6, False) == 0
 
 
-@pytest.mark.parametrize("fails", [RuntimeError("no compiler\nmore"), torch.OutOfMemoryError("full")])
+WIDE = torch.linspace(-2, 2, 20 * 32).view(20, 32)
+NOISE = torch.zeros(20, 32, dtype=torch.int16)
+FALLBACKS: list[tuple[str, Any, str, tuple[Any, ...], str]] = [
+    ("add_gated", adaln, "kernels.adaln_kernels.add_gated", (WIDE[None], WIDE[None], WIDE[:1]), "residuals by torch's"),
+    ("rms_norm", rms_norm, "kernels.rms_kernels.rms_norm", (WIDE, WIDE[0], 1e-6), "queries and keys by torch's"),
+    (
+        "round_into", bf16_updates, "optim.bf16_kernels.round_into", (WIDE.bfloat16() * 0, WIDE, NOISE),
+        "updates of bf16 numbers by torch's operators on cpu",
+    ),
+    ("int8_rows", int8_products, "quant.int8_rows_kernel.rows", (WIDE, None), "NO LONGER in int8 on cpu"),
+    ("int8_rotated_rows", int8_products, "quant.int8_rows_kernel.rotated_rows", (WIDE, 16), "NO LONGER in int8"),
+    ("int8_gelu_rows", int8_gelu, "quant.int8_rows_kernel.gelu_rows", (WIDE, 16), "NO LONGER quantised in one launch"),
+    (
+        "int8_gelu_gradient_rows", int8_gelu, "quant.int8_rows_kernel.gelu_rows", (WIDE, 1 - WIDE, WIDE[1].abs()),
+        "NO LONGER quantised in one launch on cpu, but in two: RuntimeError: no compiler",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operator", "owner", "kernel", "given", "words"), FALLBACKS, ids=lambda value: str(value)[:24]
+)
 def test_a_kernel_that_fails_is_replaced_once_for_all(
-    fails: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """The operators of CUDA, given the CPU's tensors and a module of kernels that fail."""
-    calls: list[str] = []
+    operator: str, owner: Any, kernel: str, given: tuple[Any, ...], words: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """The operators of CUDA, given the CPU's tensors and a module of kernels that fail; not where memory is full."""
+    calls: list[Exception] = []
 
-    class Kernels:
-        @staticmethod
-        def add_gated(*_: Tensor) -> None:
-            calls.append("add")
-            raise fails
+    def fail(*_: Any) -> None:
+        calls.append(fails)
+        raise fails
 
-    monkeypatch.setitem(sys.modules, "simpletune.engine.kernels.adaln_kernels", Kernels)
-    monkeypatch.setattr("simpletune.engine.kernels.adaln_kernels", Kernels, raising=False)
-    monkeypatch.setattr(adaln.FALLBACK, "failed", {})
-    x, gate = torch.ones(1, 2, 4), torch.full((1, 4), 0.5)
-    if isinstance(fails, torch.OutOfMemoryError):
-        with pytest.raises(torch.OutOfMemoryError):
-            on_cuda("add_gated", x, x, gate)
-        return
+    module, _, name = f"simpletune.engine.{kernel}".rpartition(".")
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: fail}))
+    monkeypatch.setattr(module, sys.modules[module], raising=False)
+    monkeypatch.setattr(owner.FALLBACK, "failed", {})
+    fails: Exception = torch.OutOfMemoryError("full")
+    with pytest.raises(torch.OutOfMemoryError):
+        on_cuda(operator, *given)
+    fails = RuntimeError("no compiler\nmore")
+    first = given[0].clone()
+    expected = getattr(torch.ops.simpletune, operator)(first, *given[1:]), first
     for _ in range(2):
-        assert (on_cuda("add_gated", x, x, gate) == 1.5).all()
-    assert calls == ["add"]
-    assert capsys.readouterr().out.count("adaptive norms, gates and residuals by torch's operators on cpu") == 1
+        changed = given[0].clone()
+        found = on_cuda(operator, changed, *given[1:]), changed
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(calls) == 2
+    out = capsys.readouterr().out
+    assert out.count(words) == out.count("RuntimeError: no compiler") == 1
 
 
 FEW = [Row(89, "modulate_backward", "trained", "Medium", "bf16"), Row(75, "modulate", "added", "Medium", "fp16")]

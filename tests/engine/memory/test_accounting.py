@@ -29,7 +29,7 @@ def tensors(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def test_sizes_are_the_caching_allocators() -> None:
+def test_sizes_are_the_caching_allocators_and_temporaries_count_only_at_the_peak() -> None:
     assert [round_to_block(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     with Accounting() as count:
         kept = torch.empty(129)
@@ -37,6 +37,10 @@ def test_sizes_are_the_caching_allocators() -> None:
         del kept
         assert count.current.bytes == 0
     assert count.peak.bytes == 1024
+    with Accounting() as count:
+        x = torch.zeros(256)
+        x = (x + 1) * 2  # x, x + 1, (x + 1) * 2
+        assert (count.current.bytes, count.peak.bytes) == (KIB, 3 * KIB)
 
 
 def test_views_and_in_place_operations_take_nothing() -> None:
@@ -52,14 +56,7 @@ def test_views_and_in_place_operations_take_nothing() -> None:
         assert count.current.bytes == 0
 
 
-def test_temporaries_count_only_at_the_peak() -> None:
-    with Accounting() as count:
-        x = torch.zeros(256)
-        x = (x + 1) * 2  # x, x + 1, (x + 1) * 2
-        assert (count.current.bytes, count.peak.bytes) == (KIB, 3 * KIB)
-
-
-def test_data_is_swapped() -> None:
+def test_data_is_swapped_and_storages_are_resized() -> None:
     weight = nn.Parameter(torch.zeros(256))
     with Accounting() as count:
         count.register([weight], "weights")
@@ -70,10 +67,6 @@ def test_data_is_swapped() -> None:
         assert count.current.by_kind == {"weights": 2 * KIB}
         weight.data = torch.zeros(0)
         assert count.current.bytes == 0
-
-
-def test_storages_that_are_resized() -> None:
-    with Accounting() as count:
         x = torch.zeros(256)
         x.untyped_storage().resize_(0)
         assert count.current.bytes == 0
@@ -106,13 +99,10 @@ def test_kinds_are_registered_by_context_and_by_phase() -> None:
     del plan, pinned, activation, other
 
 
-def test_without_an_accounting_nothing_is_said() -> None:
+def test_without_an_accounting_nothing_is_said_and_with_one_an_unknown_kind_is_refused() -> None:
     accounting.register([torch.zeros(1)], "weights")
     with accounting.allocating("weights"):
         assert torch.zeros(1).shape == (1,)
-
-
-def test_an_unknown_kind_is_refused() -> None:
     with Accounting(), pytest.raises(ValueError, match="'wheights' is not a kind of memory.*weights, adapter"):
         accounting.register([], "wheights")
 
@@ -229,9 +219,6 @@ def test_what_kernels_hold_counts_within_the_call() -> None:
         q.grad = None
     copied = 2 * q.nbytes  # the output, and the gradient of the sum, are not laid out as [b, S, h, d]
     assert 0 < peaks[1] - peaks[0] <= round_to_block(4 * 2 * 128 * 65 + copied)
-
-
-def test_the_terms_arithmetic() -> None:
     weight, scale = torch.zeros(8, 4, dtype=torch.int8), torch.zeros(8, 1, dtype=torch.bfloat16)
     assert quanto_product(scale, weight, scale) == 64
     assert (cublas_workspace((8, 9)), cublas_workspace((9, 0))) == (2 * 8519680, 2 * 33554432)

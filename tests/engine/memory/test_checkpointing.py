@@ -18,15 +18,15 @@ HIDDEN, TEXT, WIDTH, SAMPLES = 16, 6, 32, 2
 BOUNDARY_BYTES = SAMPLES * (HIDDEN + TEXT) * WIDTH * 4
 
 
-def gradients(setting: Setting, dropout: float = 0.0, micros: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of some micro-batches and the gradients that add up."""
+def gradients(setting: Setting, dropout: float) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of two micro-batches and the gradients that add up."""
     model = transformer(FP32())
     Lora(rank=2, dropout=dropout).attach(model, 7)
     shake_updates(model)
     prepare(model.train(), setting)
     torch.manual_seed(0)
     losses = []
-    for micro in range(micros):
+    for micro in range(2):
         loss = loss_of(model, FP32(), micro)
         loss.backward()
         losses.append(loss.item())
@@ -42,7 +42,7 @@ def test_any_number_of_blocks_and_either_place_give_the_same_bits(queue: Callabl
         torch.testing.assert_close(gradients(setting, dropout), plain, rtol=0, atol=0)
 
 
-def kept_bytes(checkpointed: int, host: bool = False) -> int:
+def kept_bytes(checkpointed: int) -> int:
     """Measured: bytes of what a forward pass keeps on the device for the backward pass, weights left out."""
     model = transformer(FP32())
     Lora(rank=2).attach(model, 7)
@@ -55,44 +55,25 @@ def kept_bytes(checkpointed: int, host: bool = False) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    prepare(model, Setting(checkpointed=checkpointed, host=host))
+    prepare(model, Setting(checkpointed=checkpointed))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(model, FP32(), 0)
-    loss.backward()
+        loss_of(model, FP32(), 0).backward()
     return sum(kept.values())
 
 
-def test_every_checkpointed_block_keeps_less() -> None:
+def test_every_checkpointed_block_keeps_less_and_the_fewest_for_a_budget_are_those_that_brute_force_finds() -> None:
     measured = [kept_bytes(number) for number in range(BLOCKS + 1)]
     assert measured == sorted(measured, reverse=True) and len(set(measured)) == BLOCKS + 1
     assert measured[0] - measured[1] > 4 * BOUNDARY_BYTES
-
-
-def test_the_fewest_blocks_for_a_budget_are_those_that_brute_force_finds() -> None:
-    measured = [kept_bytes(number) for number in range(BLOCKS + 1)]
-    asked: list[int] = []
-
-    def peak(number: int) -> int:
-        asked.append(number)
-        return measured[number]
-
     for budget in sorted({size + change for size in measured for change in (-1, 0, 1)}):
         fits = [number for number, size in enumerate(measured) if size <= budget]
-        assert fewest_that_fit(BLOCKS, peak, budget) == (fits[0] if fits else None)
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 24])
-def test_bisection_asks_few_times(blocks: int) -> None:
-    asked: list[int] = []
-
-    def peak(number: int) -> int:
-        asked.append(number)
-        return 1000 - number
-
-    for answer in range(blocks):
-        asked.clear()
-        assert fewest_that_fit(blocks, peak, 1000 - answer) == answer
-        assert len(asked) <= 1 + blocks.bit_length()
+        assert fewest_that_fit(BLOCKS, measured.__getitem__, budget) == (fits[0] if fits else None)
+    for blocks in (1, 2, 24):
+        for answer in range(blocks):
+            asked: list[int] = []
+            peak = lambda number: asked.append(number) or 1000 - number  # noqa: B023, E731
+            assert fewest_that_fit(blocks, peak, 1000 - answer) == answer
+            assert len(asked) <= 1 + blocks.bit_length()
 
 
 def test_the_error_names_a_budget_that_works() -> None:
@@ -104,25 +85,8 @@ def test_the_error_names_a_budget_that_works() -> None:
     assert fewest_that_fit(4, lambda number: 5 * gib // 2 + 5, int(2.51 * gib)) == 0
 
 
-def test_the_first_blocks_are_the_cheaper_ones_to_checkpoint() -> None:
-    """What a pass keeps plus what a recomputation adds, by hand: blocks keep A or b, a recomputed one adds A."""
-    kept, boundary, blocks = 10, 1, 6
-
-    def peak(chosen: set[int]) -> int:
-        standing = [boundary if index in chosen else kept for index in range(blocks)]
-        peaks = [sum(standing)]
-        for index in reversed(range(blocks)):
-            peaks.append(sum(standing[: index + 1]) + (kept if index in chosen else 0))
-        return max(peaks)
-
-    for number in range(1, blocks):
-        first, last = set(range(number)), set(range(blocks - number, blocks))
-        assert peak(first) <= peak(last) - kept or number == blocks - 1
-        spread = {index * blocks // number for index in range(number)}
-        assert peak(first) <= peak(spread)
-
-
 def test_offloaded_inputs_take_their_arithmetic_in_host_memory_once() -> None:
+    """Those of a dropped forward pass are forgotten, and a second backward pass would find others there."""
     model = transformer(FP32())
     Lora(rank=2).attach(model, 7)
     inputs = CheckpointInputOffload(torch.device("cpu"))
@@ -130,29 +94,16 @@ def test_offloaded_inputs_take_their_arithmetic_in_host_memory_once() -> None:
     for micro in range(3):
         loss_of(model, FP32(), micro).backward()
         assert inputs.host_bytes == BLOCKS * BOUNDARY_BYTES
-
-
-def test_offloaded_inputs_of_a_dropped_forward_pass_are_forgotten() -> None:
-    model = transformer(FP32())
-    Lora(rank=2).attach(model, 7)
-    inputs = CheckpointInputOffload(torch.device("cpu"))
-    set_passes(model.transformer_blocks, BLOCKS, inputs)
     loss_of(model, FP32(), 0)
     loss_of(model, FP32(), 0).backward()
     assert len(inputs._before) == len(inputs._block) == 0
-
-
-def test_a_second_backward_pass_is_refused_where_host_memory_was_given_on() -> None:
-    model = transformer(FP32())
-    Lora(rank=2).attach(model, 7)
-    prepare(model, Setting(host=True))
     loss = loss_of(model, FP32(), 0)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward pass"):
         loss.backward()
 
 
-def test_random_state_is_kept_only_for_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_state_is_kept_only_for_dropout() -> None:
     for dropout in (0.0, 0.1):
         model = transformer(FP32())
         Lora(rank=2, dropout=dropout).attach(model, 7)

@@ -50,35 +50,38 @@ def rows_first() -> Tensor:
     return torch.zeros(2, 4429, 24, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
 
 
-def test_flash_attention_copies_an_output_that_is_laid_out_as_the_query() -> None:
-    sums, q, grad = 4 * 2 * 24 * 4480 * 65, heads_first(), rows_first()
+def test_kernels_of_attention_by_hand() -> None:
+    """Flash attention copies an output that is laid out as the query."""
+    sums, q, grad, rows = 4 * 2 * 24 * 4480 * 65, heads_first(), rows_first(), 4 * 2 * 24 * 4429
     assert flash_backward(grad, q, q, q, rows_first()) == sums
     assert flash_backward(grad, q, q, q, heads_first()) == sums + q.nbytes
     assert flash_backward(heads_first(), q, q, q, heads_first()) == sums + 2 * q.nbytes
-
-
-def test_the_other_kernels_by_hand() -> None:
-    q, grad, rows = heads_first(), rows_first(), 4 * 2 * 24 * 4429
-    assert cudnn_backward(grad, q, q, q, heads_first()) == 4 * 2 * 24 * 4480 * 65 + q.nbytes
+    assert cudnn_backward(grad, q, q, q, heads_first()) == sums + q.nbytes
     assert efficient_backward(grad, q) == 4 * 2 * 24 * 4480 * 64 + rows
     assert efficient_backward(grad, heads_first(torch.float32)) == rows
     assert efficient_forward(q) == efficient_forward(heads_first(torch.float32, 512)) == 0
-    assert efficient_forward(heads_first(width=512)) == 4 * 2 * 24 * 4429 * 512
+    assert efficient_forward(heads_first(width=512)) == rows * 512
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "kernel"),
-    [
-        ((7, 5), torch.float16, "efficient"),
-        ((8, 0), torch.bfloat16, "flash"),
-        ((8, 9), torch.float32, "efficient"),
-        ((9, 0), torch.bfloat16, "cudnn"),
-        ((12, 0), torch.bfloat16, "flash"),
-    ],
-)
-def test_the_kernel_that_torch_chooses(capability: tuple[int, int], dtype: torch.dtype, kernel: str) -> None:
-    assert attention_kernel(capability, dtype) == kernel
-    assert attention_kernel(capability, dtype, "math") == "math"
+def test_the_kernel_depends_on_the_card_the_type_and_the_option(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, dtype, kernel in (
+        ((7, 5), torch.float16, "efficient"), ((8, 0), torch.bfloat16, "flash"), ((8, 9), torch.float32, "efficient"),
+        ((9, 0), torch.bfloat16, "cudnn"), ((12, 0), torch.bfloat16, "flash"),
+    ):  # fmt: skip
+        assert attention_kernel(capability, dtype) == kernel
+        assert attention_kernel(capability, dtype, "math") == "math"
+    counted: list[str] = []
+    monkeypatch.setattr(
+        "simpletune.estimate.simulate.simulate.temporaries", lambda kernel: counted.append(kernel) or {}
+    )
+    config = config_of(precision={"weights": "bf16"})
+    for changed, capability in (
+        (config, None), (config, (9, 0)), (config, (12, 0)), (config_of(), L4),
+        (config_of(precision={"weights": "bf16"}, speed={"attention": "efficient"}), L4),
+    ):  # fmt: skip
+        with accounting_like_cuda(changed, capability):
+            pass
+    assert counted == ["flash", "cudnn", "flash", "efficient", "efficient"]
 
 
 @pytest.mark.parametrize(("kernel", "out_rows_first"), [("flash", False), ("cudnn", False), ("efficient", True)])
@@ -120,14 +123,20 @@ def test_a_convolutions_allowance_is_one_copy_of_input_weight_and_output(stride:
     assert count.peak.bytes - count.current.bytes >= allowed
 
 
-def test_the_autoencoders_stages_have_the_allowance(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of()
-    with_allowance = simulate_stage(config, "latents", L4).bytes
+def test_stages_have_the_allowance_and_a_step_with_autocast_keeps_wide_norms(
+    config_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = config_of()
+    mixed = config_of(precision={"weights": "fp32", "compute": "bf16"}, memory={"checkpointing": "none"})
+    as_on_cuda = simulate_stage(plain, "latents", L4).bytes, simulate(mixed).peak.bytes
     monkeypatch.setattr("simpletune.engine.memory.kernel_workspace.convolution_workspace", lambda *_: 0)
-    assert simulate_stage(config, "latents", L4).bytes < with_allowance
+    monkeypatch.setattr("simpletune.engine.memory.fake.IN_FP32", ())
+    assert simulate_stage(plain, "latents", L4).bytes < as_on_cuda[0]
+    assert simulate(mixed).peak.bytes < as_on_cuda[1]
 
 
 def test_norms_under_autocast_are_fp32_as_on_cuda() -> None:
+    """The functions are of torch's own list."""
     x = torch.zeros(2, 8, dtype=torch.bfloat16)
     with autocast_like_cuda():
         assert functional.layer_norm(x, (8,)).dtype == torch.bfloat16  # no autocast
@@ -136,32 +145,6 @@ def test_norms_under_autocast_are_fp32_as_on_cuda() -> None:
             assert functional.mse_loss(x, x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert functional.layer_norm(x, (8,)).dtype == torch.bfloat16
-
-
-def test_the_functions_are_of_torchs_own_list() -> None:
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     listed = re.search(r"#define AT_FORALL_FP32\(_\)(.*?)#define", header, re.DOTALL)
-    assert listed is not None
-    assert set(IN_FP32) <= set(re.findall(r"_\((\w+)", listed[1]))
-
-
-def test_a_step_with_autocast_keeps_wide_norms(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(precision={"weights": "fp32", "compute": "bf16"}, memory={"checkpointing": "none"})
-    as_on_cuda = simulate(config).peak.bytes
-    monkeypatch.setattr("simpletune.engine.memory.fake.IN_FP32", ())
-    assert simulate(config).peak.bytes < as_on_cuda
-
-
-def test_the_kernel_depends_on_the_card_and_the_option(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[str] = []
-    monkeypatch.setattr(
-        "simpletune.estimate.simulate.simulate.temporaries", lambda kernel: counted.append(kernel) or {}
-    )
-    config = config_of(precision={"weights": "bf16"})
-    for changed, capability in (
-        (config, None), (config, (9, 0)), (config, (12, 0)), (config_of(), L4),
-        (config_of(precision={"weights": "bf16"}, speed={"attention": "efficient"}), L4),
-    ):  # fmt: skip
-        with accounting_like_cuda(changed, capability):
-            pass
-    assert counted == ["flash", "cudnn", "flash", "efficient", "efficient"]
+    assert listed is not None and set(IN_FP32) <= set(re.findall(r"_\((\w+)", listed[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from blocks import (
 )
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from pydantic import TypeAdapter
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,16 +45,13 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd15.shapes import unet_units
 from simpletune.system.options import ConfigError
 
-KEEP = Parts(keep_attention=BLOCKS)
 ALONE = Parts(feed_forward="checkpointed", last=True)
 BOTH = Parts(2, "checkpointed", last=True)
 ALL = tuple(range(BLOCKS))
 UNITS = {version: len(unet_units(config)) for version, config in UNETS.items()}
 ALL_UNITS, SOME_UNITS = tuple(range(UNITS["sd15"])), Parts(9, "checkpointed")
 RUNS: dict[str, tuple[str, str, float, Setting]] = {
-    "attention kept": ("sd3", "fp32", 0.0, Setting(parts=KEEP)),
     "attention of some kept": ("sd3", "int8", 0.0, Setting(checkpointed=3, parts=Parts(2))),
-    "alone": ("sd3", "fp32", 0.0, Setting(parts=ALONE)),
     "alone, some checkpointed": ("sd3", "nf4", 0.0, Setting(checkpointed=2, parts=ALONE)),
     "feed-forward only": ("sd3", "int8", 0.0, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
     "feed-forward only, dropout": ("sd3", "fp32", 0.5, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
@@ -67,21 +64,13 @@ RUNS: dict[str, tuple[str, str, float, Setting]] = {
     "U-Net, feed-forward only": ("sd15", "fp32", 0.0, Setting(checkpointed=0, parts=Parts(0, "all"))),
     "U-Net, streamed": ("sd15", "nf4", 0.0, Setting(ALL_UNITS, None, True, True, LateCopies, parts=SOME_UNITS)),
 }  # fmt: skip
-FAST = {"both, streamed"}
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-@lru_cache
-def plain_run(family: str, precision: str, dropout: float) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Without checkpointing."""
-    return lora_run(PRECISIONS[precision], Setting(checkpointed=0), dropout, family=family)
-
-
-@pytest.mark.parametrize("case", [c if c in FAST else slow(c) for c in RUNS])
+@pytest.mark.parametrize("case", slow_but(["both, streamed"], RUNS))
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, dropout, setting = RUNS[case]
-    run = lora_run(PRECISIONS[precision], setting, dropout, family=family)
-    assert_same_run(run, plain_run(family, precision, dropout))
+    plain = lora_run(PRECISIONS[precision], Setting(checkpointed=0), dropout, family=family)
+    assert_same_run(lora_run(PRECISIONS[precision], setting, dropout, family=family), plain)
 
 
 def model_with(adapter: TrainingMethod, setting: Setting, weights: str = "fp32") -> Any:
@@ -96,12 +85,11 @@ def model_with(adapter: TrainingMethod, setting: Setting, weights: str = "fp32")
 def gradients(model: nn.Module, conditioning: bool = False) -> dict[str, Tensor]:
     """Of one micro-batch; with ``conditioning`` also that of a shift of the blocks' conditioning."""
     shift = torch.zeros(32, requires_grad=True)
-    hook = model.get_submodule("time_text_embed").register_forward_hook(lambda *seen: seen[-1] + shift)
-    if not conditioning:
-        hook.remove()
+    if conditioning:
+        model.get_submodule("time_text_embed").register_forward_hook(lambda *seen: seen[-1] + shift)
     loss_of(model, FP32(), 0).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return found | ({"conditioning": shift.grad} if shift.grad is not None else {})
+    return found | ({"conditioning": shift.grad} if conditioning else {})
 
 
 class Counting(TorchDispatchMode):
@@ -133,7 +121,7 @@ def counted_calls(model: nn.Module, end: str) -> Iterator[list[str]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("keeping", [1, slow(0), slow(BLOCKS)])
+@pytest.mark.parametrize("keeping", slow_but([1], [0, 1, BLOCKS]))
 def test_kept_attention_is_not_computed_again(keeping: int) -> None:
     model = model_with(Lora(rank=2), Setting(parts=Parts(keeping)))
     with Counting() as counting:
@@ -141,14 +129,7 @@ def test_kept_attention_is_not_computed_again(keeping: int) -> None:
     assert counting.kernels == {"forward": 2 * BLOCKS - keeping, "backward": BLOCKS}
 
 
-@pytest.mark.parametrize(
-    ("weights", "tile"),
-    [
-        ("int8", 8),
-        pytest.param("fp32", None, marks=pytest.mark.slow),
-        pytest.param("nf4", None, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("weights", "tile"), slow_but([("int8", 8)], [("int8", 8), ("fp32", None), ("nf4", None)]))
 def test_a_feed_forward_network_alone_computes_its_second_product_once(weights: str, tile: int | None) -> None:
     """Of four blocks of image and text, the last has no text; tiles hold 8 of 32 and of 12 tokens."""
     count = {None: 2 * BLOCKS - 1, 8: 4 * BLOCKS + 2 * (BLOCKS - 1)}[tile]
@@ -202,20 +183,16 @@ def test_an_output_that_is_needed_but_omitted_shows(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tile_of_tokens_changes_the_last_bits_at_most() -> None:
+    """Tiles hold every token once and are about equal."""
     plain = gradients(model_with(Lora(rank=2, targets="all_linear"), Setting(checkpointed=0)))
     setting = Setting(parts=Parts(0, "checkpointed", 8, last=True))
     found = gradients(model_with(Lora(rank=2, targets="all_linear"), setting))
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("rows", "sizes"), [(None, [(2, 6, 3)]), (12, [(2, 6, 3)]), (11, [(1, 6, 3)] * 2), (5, [(1, 4, 3)] * 3)]
-)
-def test_tiles_hold_every_token_once_and_are_about_equal(rows: int | None, sizes: list[tuple[int, ...]]) -> None:
     x = torch.arange(36.0).view(2, 6, 3)
-    found = tiles(x, rows)
-    assert [tuple(part.shape) for part in found] == sizes
-    assert torch.equal(torch.cat([part.reshape(-1, 3) for part in found]), x.reshape(-1, 3))
+    for rows, sizes in ((None, [(2, 6, 3)]), (12, [(2, 6, 3)]), (11, [(1, 6, 3)] * 2), (5, [(1, 4, 3)] * 3)):
+        cut = tiles(x, rows)
+        assert [tuple(part.shape) for part in cut] == sizes
+        assert torch.equal(torch.cat([part.reshape(-1, 3) for part in cut]), x.reshape(-1, 3))
 
 
 def bytes_kept(parts: Parts, checkpointed: int = BLOCKS) -> int:
@@ -237,9 +214,7 @@ def test_what_is_kept_is_its_arithmetic() -> None:
     for keeping in (1, BLOCKS):
         assert bytes_kept(Parts(keeping)) - none == keeping * (output + sums)
     assert bytes_kept(ALONE) == none
-    hidden = round_to_block(4 * 2 * 16 * 4 * 32) + round_to_block(
-        4 * 2 * 6 * 4 * 32
-    )  # inside of a block's networks, before GELU
+    hidden = sum(round_to_block(4 * 2 * rows * 4 * 32) for rows in (16, 6))  # of a block's networks, before GELU
     assert bytes_kept(Parts(), 0) - bytes_kept(Parts(0, "all"), 0) > (BLOCKS - 2) * hidden
 
 
@@ -284,19 +259,17 @@ def test_an_output_comes_back_from_the_host_with_its_layout() -> None:
         assert value.stride() == was.stride() and torch.equal(value, was)
 
 
-def test_an_output_that_is_overwritten_is_an_error() -> None:
-    def overwrite(x: Tensor) -> None:
-        x.detach().mul_(2)
-
+def test_an_output_that_is_overwritten_and_a_second_backward_pass_are_errors() -> None:
     block = Twice()
     set_passes([block], 1, parts=Parts(1))
-    block.first.to_out[0].register_forward_pre_hook(lambda module, args: overwrite(args[0]))
+
+    def overwrite(module: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].detach().mul_(2)
+
+    block.first.to_out[0].register_forward_pre_hook(overwrite)
     with pytest.raises(RuntimeError, match="overwritten before its recomputation"):
         block(torch.ones(1, 2, 8, requires_grad=True)).sum().backward()
-
-
-def test_a_second_backward_pass_is_an_error() -> None:
-    attention = Attention(8, heads=2, dim_head=4, processor=JointAttnProcessor2_0())
+    attention = Twice().first
     _, again = SavedAttention(attention).contexts()
     with again, pytest.raises(RuntimeError, match="second backward pass"):
         attention(torch.ones(1, 2, 8))

@@ -18,6 +18,7 @@ from blocks import (
     BLOCKS,
     PRECISIONS,
     STEPS,
+    UNETS,
     UNITS,
     EagerCopies,
     LateCopies,
@@ -35,6 +36,7 @@ from blocks import (
     write_pipeline,
 )  # fmt: skip
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
@@ -47,29 +49,25 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import plain_tensors
+from simpletune.models.sd15.shapes import unet_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
+UNITS_OF = {"sd3": BLOCKS, **{version: len(unet_units(config)) for version, config in UNETS.items()}}
 
 
 @lru_cache
-def resident_run(precision: str) -> tuple[list[float], list[dict[str, Tensor]]]:
+def resident_run(precision: str, family: str = "sd3") -> tuple[list[float], list[dict[str, Tensor]]]:
     """What every streamed run must give."""
-    return lora_run(PRECISIONS[precision], Setting())
+    return lora_run(PRECISIONS[precision], Setting(), family=family)
 
 
-def each_with_one() -> list[Any]:
-    """Every precision with every number of resident blocks; slow but for one number each, in turn."""
-    return [
-        pytest.param(precision, resident, marks=[] if turn % 3 == number else pytest.mark.slow)
-        for turn, precision in enumerate(PRECISIONS)
-        for number, resident in enumerate(RESIDENT)
-    ]
-
-
-@pytest.mark.parametrize(("precision", "resident"), each_with_one())
+@pytest.mark.parametrize(
+    ("precision", "resident"),
+    slow_but([(p, f"K={turn % 3}") for turn, p in enumerate(PRECISIONS)], product(PRECISIONS, RESIDENT)),
+)
 def test_a_lora_run_is_the_resident_one_bit_for_bit(precision: str, resident: str) -> None:
     setting = {
         "K=0": Setting(RESIDENT["K=0"], poison=True),  # shows weights that are given up too early
@@ -102,19 +100,25 @@ def test_a_dropped_model_leaves_no_copy_in_its_queues(backward: bool) -> None:
     assert not any(queue._queue for queue in queues)
 
 
-@pytest.mark.parametrize(("fault", "queue"), [(break_the_wait, LateCopies), (break_the_order, None)])
-def test_a_broken_order_shows(fault: Any, queue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "queue", "family"),
+    [(break_the_wait, LateCopies, "sd3"), (break_the_order, None, "sd3"), (break_the_order, None, "sd15")],
+)
+def test_a_broken_order_shows(fault: Any, queue: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = resident_run("int8", family)
     fault(monkeypatch)
-    losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True, queue=queue))
-    assert losses != resident_run("int8")[0]
+    setting = Setting(tuple(range(UNITS_OF[family])), poison=True, queue=queue)
+    losses, _ = lora_run(PRECISIONS["int8"], setting, family=family)
+    assert losses != expected
 
 
-def test_weights_given_up_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["sd3", "sd2"])
+def test_weights_given_up_too_early_show(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)
     monkeypatch.setattr("torch.utils.checkpoint._enable_checkpoint_early_stop", False)
     monkeypatch.setattr("simpletune.engine.memory.block_offload.HostBlock.point_at_host", lambda self: None)
-    losses, _ = lora_run(PRECISIONS["int8"], Setting(RESIDENT["K=0"], poison=True))
+    losses, _ = lora_run(PRECISIONS["int8"], Setting(tuple(range(UNITS_OF[family])), poison=True), family=family)
     assert losses[-1] != losses[-1]
 
 
@@ -200,8 +204,8 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_changed_weights_are_seen_by_the_next_pass() -> None:
-    """A slot's content does not outlive its pass."""
-    precision = PRECISIONS["fp32"]
+    """A slot's content does not outlive its pass; the turn from forward to backward copies nothing twice."""
+    precision, filled, fill = PRECISIONS["fp32"], [], BlockOffload._fill
     losses = []
     for streamed in ((), RESIDENT["K=0"]):
         model = transformer(precision).requires_grad_(False)
@@ -212,34 +216,23 @@ def test_changed_weights_are_seen_by_the_next_pass() -> None:
                 parameter.data.mul_(1.5)
             losses.append(loss_of(model, precision, 0).item())
     assert losses[0] == losses[1]
-
-
-def test_the_turn_from_forward_to_backward_copies_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    filled: list[int] = []
-    fill = BlockOffload._fill
-    monkeypatch.setattr(
-        BlockOffload, "_fill", lambda self, slot, index: filled.append(index) or fill(self, slot, index)
-    )
-    model = transformer(PRECISIONS["fp32"])
     Lora(rank=2).attach(model, 0)
-    prepare(model, Setting(RESIDENT["K=0"]))
-    loss_of(model, PRECISIONS["fp32"], 0).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockOffload, "_fill", lambda self, *where: filled.append(where[1]) or fill(self, *where))
+        loss_of(model, precision, 0).backward()
     assert filled == [0, 1, 2, 3, 1, 0]
-
-
-PAIRED = {
-    ("fp32", "sgd", "K=0"), ("fp32", "adamw", "K=2"), ("bf16", "sgd", "K=2"), ("bf16", "adamw", "K=0"),
-    ("fp32-autocast", "adamw", "K=2"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("precision", "kind", "resident"),
-    [
-        pytest.param(*case, marks=[] if case in PAIRED else pytest.mark.slow)
-        for case in product(["fp32", "fp32-autocast", "bf16"], ["sgd", "adamw"], ["K=0", "K=2"])
-    ],
-)
+    slow_but(
+        [
+            ("fp32", "sgd", "K=0"), ("fp32", "adamw", "K=2"), ("bf16", "sgd", "K=2"), ("bf16", "adamw", "K=0"),
+            ("fp32-autocast", "adamw", "K=2"),
+        ],
+        product(["fp32", "fp32-autocast", "bf16"], ["sgd", "adamw"], ["K=0", "K=2"]),
+    ),
+)  # fmt: skip
 def test_full_fine_tuning_is_the_resident_one_bit_for_bit(precision: str, kind: str, resident: str) -> None:
     make = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05), "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -268,6 +261,7 @@ def test_full_fine_tuning_is_the_resident_one_bit_for_bit(precision: str, kind: 
 
 
 def test_optimizer_state_of_streamed_weights_is_on_the_host_but_for_their_update() -> None:
+    """An update outside of the backward pass is refused."""
     model = transformer(PRECISIONS["fp32"])
     Full().attach(model, 0)
     streamed = prepare(model, Setting(RESIDENT["K=2"], trained=True))
@@ -286,28 +280,23 @@ def test_optimizer_state_of_streamed_weights_is_on_the_host_but_for_their_update
     assert large and all(inside[p] != hooks.state[p]["exp_avg"].data_ptr() for p in large)
     resident = model.transformer_blocks[1].attn.to_q.weight
     assert inside[resident] == hooks.state[resident]["exp_avg"].data_ptr()
-
-
-def test_an_update_outside_of_the_backward_pass_is_refused() -> None:
-    model = transformer(PRECISIONS["fp32"])
-    Full().attach(model, 0)
-    streamed = prepare(model, Setting(RESIDENT["K=0"], trained=True))
     with pytest.raises(RuntimeError, match="block 0 was updated outside"):
         with streamed.updating(model.transformer_blocks[0].attn.to_q.weight, {}):
             pass
 
 
-@pytest.mark.parametrize(
-    ("resident", "streamed"), [(None, []), (0, [0, 1, 2, 3]), (1, [0, 1, 3]), (2, [0, 2]), (3, [1])]
-)
-def test_resident_blocks_are_spread(resident: int | None, streamed: list[int]) -> None:
-    assert Memory(resident_blocks=resident).offloaded(BLOCKS) == streamed
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 24, 38])
-def test_as_many_blocks_stay_as_asked(blocks: int) -> None:
-    for resident in range(blocks):
-        assert len(Memory(resident_blocks=resident).offloaded(blocks)) == blocks - resident
+def test_resident_blocks_are_spread_and_streamed_ones_never_stand_on_the_device() -> None:
+    spread = {None: [], 0: [0, 1, 2, 3], 1: [0, 1, 3], 2: [0, 2], 3: [1]}
+    assert {resident: Memory(resident_blocks=resident).offloaded(BLOCKS) for resident in spread} == spread
+    for blocks in (1, 2, 24, 38):
+        counts = [len(Memory(resident_blocks=resident).offloaded(blocks)) for resident in range(blocks)]
+        assert counts == [blocks - resident for resident in range(blocks)]
+    stays = Memory(resident_blocks=1).on_host(UNITS)
+    names = ("transformer_blocks.0", "transformer_blocks.1.attn.to_q", "transformer_blocks.3.ff.net.0.proj")
+    assert all(stays(name) for name in names)
+    assert not any(stays(name) for name in ("transformer_blocks.2", "transformer_blocks", "proj_out", ""))
+    assert not any(Memory().on_host(UNITS)(name) for name in names)
+    assert streaming.SLOTS == 2
 
 
 @pytest.fixture(scope="module")
@@ -329,24 +318,14 @@ def config(tiny_config: dict, pipeline: Path) -> dict:
     return data
 
 
-STREAMED = {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole runs with poisoned slots."""
+@pytest.mark.parametrize("weights", slow_but(["int8"], ["int8", "fp32", "bf16", "int8-quanto"]))
+def test_whole_runs_are_equal_and_resume(weights: str, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     build = BlockOffload.__init__
     monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
-
-
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(
-    "weights", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16", "int8-quanto"))]
-)
-def test_whole_runs_are_equal_and_resume(weights: str, config: dict) -> None:
     config["precision"] = {"weights": weights}
     resident = train(validate(config, "resident"))
-    config |= {"name": "streamed", "memory": STREAMED, "checkpoint": {"every": 2}}
+    memory = {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}
+    config |= {"name": "streamed", "memory": memory, "checkpoint": {"every": 2}}
     streamed = train(validate(config, "streamed"))
     config["name"], halves = "halves", streamed.with_name("halves")
     shutil.copytree(streamed, halves)
@@ -364,38 +343,23 @@ def test_whole_runs_are_equal_and_resume(weights: str, config: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("memory", "message"),
     [
-        (
-            {"memory": {"resident_blocks": 1, "checkpointing": "none"}},
-            "memory.checkpointing: none with memory.resident_blocks",
-        ),
-        ({"memory": {"resident_blocks": 1, "checkpointing": 2}}, "memory.checkpointing: 2 with memory.resident_blocks"),
-        ({"memory": {"resident_blocks": 1}, "adapter": {"method": "full"}}, "resident_blocks: adapter.method full"),
-        ({"memory": {"resident_blocks": 3}}, "resident_blocks: 3 leaves none of the model's 3 blocks"),
-        ({"memory": {"checkpointing": 4}}, "memory.checkpointing: 4 is more than the model's 3 blocks"),
-        ({"memory": {"checkpointing": 0}}, "memory.checkpointing"),
-        (
-            {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "none"}},
-            "memory.offload_checkpoint_inputs: true needs",
-        ),
+        ({"resident_blocks": 1, "checkpointing": "none"}, "memory.checkpointing: none with memory.resident_blocks"),
+        ({"resident_blocks": 1, "checkpointing": 2}, "memory.checkpointing: 2 with memory.resident_blocks"),
+        ({"resident_blocks": 1, "method": "full"}, "resident_blocks: adapter.method full"),
+        ({"resident_blocks": 1, "can_offload": False}, "fp32 weights cannot be offloaded block by block"),
+        ({"resident_blocks": 3}, "resident_blocks: 3 leaves none of the model's 3 blocks"),
+        ({"checkpointing": 4}, "memory.checkpointing: 4 is more than the model's 3 blocks"),
+        ({"checkpointing": 0}, "memory.checkpointing"),
+        ({"offload_checkpoint_inputs": True, "checkpointing": "none"}, "offload_checkpoint_inputs: true needs"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(changes: dict, message: str, config: dict) -> None:
+def test_what_cannot_work_is_refused_with_the_reason(
+    memory: dict, message: str, config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = copy.copy(memory)
+    monkeypatch.setattr(FP32, "can_offload", memory.pop("can_offload", True))
+    changes = {"adapter": {"method": memory.pop("method")}} if "method" in memory else {}
     with pytest.raises(ConfigError, match=message):
-        validate(config | changes, "refused")
-
-
-def test_weights_that_cannot_be_streamed_are_refused(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FP32, "can_offload", False)
-    with pytest.raises(ConfigError, match="fp32 weights cannot be offloaded block by block"):
-        validate(config | {"memory": {"resident_blocks": 1}}, "refused")
-
-
-def test_streamed_blocks_never_stand_on_the_device() -> None:
-    stays = Memory(resident_blocks=1).on_host(UNITS)
-    names = ("transformer_blocks.0", "transformer_blocks.1.attn.to_q", "transformer_blocks.3.ff.net.0.proj")
-    assert all(stays(name) for name in names)
-    assert not any(stays(name) for name in ("transformer_blocks.2", "transformer_blocks", "proj_out", ""))
-    assert not any(Memory().on_host(UNITS)(name) for name in names)
-    assert streaming.SLOTS == 2
+        validate(config | changes | {"memory": memory}, "refused")

@@ -41,7 +41,6 @@ CPU = torch.device("cpu")
 HUGE = 2.0**23
 T4, L4 = (7, 5), (8, 9)
 FP16 = {"weights": "int8", "compute": "fp16"}
-STARTED_IN_BF16 = {"precision": {"compute": "bf16"}}  # of a checkpoint's configuration
 OPTIMIZERS = [option for option in option_classes(TrainConfig.model_fields["optimizer"].annotation) if option.undoes]
 
 
@@ -50,16 +49,6 @@ def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three") / "pipeline"
     tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=1, dtype="fp32")
     return folder
-
-
-def overflowing(pipeline: Path, to: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of a pipeline with other weights of the transformer."""
-    shutil.copytree(pipeline, to)
-    (file,) = (to / "transformer").glob("*.safetensors")
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file)
-    return to
 
 
 def inside(weights: dict[str, Tensor]) -> None:
@@ -77,14 +66,27 @@ def between(weights: dict[str, Tensor]) -> None:
     weights["transformer_blocks.1.norm1.linear.bias"].chunk(6)[5].fill_(4.0)
 
 
+def changed_pipeline(
+    pipeline: Path, factory: pytest.TempPathFactory, change: Callable[[dict[str, Tensor]], None]
+) -> Path:
+    """A copy of a pipeline with other weights of the transformer."""
+    copied = factory.mktemp(change.__name__) / "pipeline"
+    shutil.copytree(pipeline, copied)
+    (file,) = (copied / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+    return copied
+
+
 @pytest.fixture(scope="module")
 def inside_blocks(three_blocks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return overflowing(three_blocks, tmp_path_factory.mktemp("inside") / "pipeline", inside)
+    return changed_pipeline(three_blocks, tmp_path_factory, inside)
 
 
 @pytest.fixture(scope="module")
 def between_blocks(three_blocks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return overflowing(three_blocks, tmp_path_factory.mktemp("between") / "pipeline", between)
+    return changed_pipeline(three_blocks, tmp_path_factory, between)
 
 
 @pytest.fixture
@@ -110,6 +112,16 @@ def losses(folder: Path) -> dict[int, float]:
 
 def weights(folder: Path, step: int) -> dict[str, Tensor]:
     return load_file(checkpoint.checkpoint_folder(folder, step) / checkpoint.TRAINABLE)
+
+
+def cut_after(whole: Path, last: int) -> Path:
+    """A copy of a run named ``half``, without checkpoints of later steps."""
+    half = whole.with_name("half")
+    shutil.copytree(whole, half)
+    for step, folder in checkpoint.list_checkpoints(whole):
+        if step > last:
+            shutil.rmtree(half / "checkpoints" / folder.name)
+    return half
 
 
 # --- who computes in what ---------------------------------------------------------------------------------------------
@@ -144,39 +156,32 @@ def test_a_run_writes_what_auto_became_and_keeps_it(run: Callable[..., Path], mo
     assert json.loads((folder / "config.json").read_text())["precision"]["compute"] == "fp16"
 
 
-def test_what_auto_becomes_is_checked_again(tiny_config: dict) -> None:
-    """``auto`` may be fp16 only on this device, whose rules the file did not have to keep."""
-    paged = {"precision": {"weights": "int8"}, "optimizer": {"name": "paged_adamw8bit"}}
-    config = validate(tiny_config | paged, "auto")
-    assert settle_compute(config, L4).precision.compute == "bf16"
-    with pytest.raises(ConfigError, match="fp16 .auto on sm_75.: 1 problem\n.*paged_adamw8bit cannot undo"):
-        settle_compute(config, T4)
-
-
-def test_a_run_begun_in_bf16_is_not_continued_without_it(tiny_config: dict) -> None:
-    config = validate(tiny_config | {"precision": {"weights": "int8"}}, "auto")
+@pytest.mark.parametrize("weights", ["int8", "fp32"])  # over fp32 weights auto is fp32, which is no reason to refuse
+def test_a_run_begun_in_bf16_is_continued_where_bf16_is(weights: str, tiny_config: dict) -> None:
+    config, started = validate(tiny_config | {"precision": {"weights": weights}}, "auto"), {"compute": "bf16"}
     with pytest.raises(UserError, match="started with precision.compute bf16, which sm_75 lacks.*new run"):
-        settle_compute(config, T4, STARTED_IN_BF16)
-    assert compute_to_generate(settle_compute(config, L4), T4).precision.compute == "fp16"
-    assert compute_to_generate(settle_compute(config, T4), L4).precision.compute == "fp16"
-
-
-def test_a_run_begun_in_bf16_over_fp32_weights_goes_on_where_bf16_is(tiny_config: dict) -> None:
-    """There auto is fp32 on every device, which is no reason to refuse."""
-    config = validate(tiny_config | {"precision": {"weights": "fp32"}}, "auto")
+        settle_compute(config, T4, {"precision": started})
     for capability in (None, L4):
-        assert settle_compute(config, capability, STARTED_IN_BF16).precision.compute == "bf16"
-    with pytest.raises(UserError, match="bf16, which sm_75 lacks"):
-        settle_compute(config, T4, STARTED_IN_BF16)
+        assert settle_compute(config, capability, {"precision": started}).precision.compute == "bf16"
+    if weights == "int8":
+        assert compute_to_generate(settle_compute(config, L4), T4).precision.compute == "fp16"
+        assert compute_to_generate(settle_compute(config, T4), L4).precision.compute == "fp16"
 
 
 def test_what_fp16_cannot_train_is_refused_with_the_reason(tiny_config: dict) -> None:
-    full = tiny_config | {"adapter": {"method": "full"}, "precision": {"weights": "bf16"}}
-    with pytest.raises(ConfigError, match=r"(?s)fp16.*sm_75.*16-bit weights.*precision.weights fp32"):
-        settle_compute(validate(full, "full"), T4)
-    assert settle_compute(validate(full, "full"), L4).precision.compute == "bf16"
+    """``auto`` may be fp16 only on this device, whose rules the file did not have to keep."""
+    full = {"adapter": {"method": "full"}, "precision": {"weights": "bf16"}}
+    paged = {"optimizer": {"name": "paged_adamw8bit"}, "precision": {"weights": "int8"}}
+    for changes, words in (
+        (full, r"(?s)fp16.*sm_75.*16-bit weights.*precision.weights fp32"),
+        (paged, "fp16 .auto on sm_75.: 1 problem\n.*paged_adamw8bit cannot undo"),
+    ):
+        config = validate(tiny_config | changes, "auto")
+        assert settle_compute(config, L4).precision.compute == "bf16"
+        with pytest.raises(ConfigError, match=words):
+            settle_compute(config, T4)
     with pytest.raises(ConfigError, match="paged_adamw8bit cannot undo.*adamw8bit"):
-        validate(tiny_config | {"precision": FP16, "optimizer": {"name": "paged_adamw8bit"}}, "paged")
+        validate(tiny_config | paged | {"precision": FP16}, "paged")
 
 
 # --- the scale of the loss --------------------------------------------------------------------------------------------
@@ -256,12 +261,6 @@ def test_the_average_stays_where_it_is() -> None:
     torch.testing.assert_close(average.tensors(), plain.tensors())
 
 
-@pytest.fixture
-def huge_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first scale is too large for the tiny run: its first steps overflow."""
-    monkeypatch.setattr(loss_scale, "INITIAL", HUGE)
-
-
 LEVERS = {
     "plain": {},
     "accumulation": {"train": {"steps": 8, "gradient_accumulation": 2}},
@@ -272,11 +271,11 @@ LEVERS = {
 }
 
 
-@pytest.mark.usefixtures("huge_scale")
 @pytest.mark.parametrize("lever", slow_but(["accumulation", "skip", "8-bit"], LEVERS))
 def test_steps_that_overflow_are_undone_counted_and_repeatable(
-    lever: str, run: Callable[..., Path], capsys: pytest.CaptureFixture
+    lever: str, run: Callable[..., Path], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loss_scale, "INITIAL", HUGE)  # too large for the tiny run: its first steps overflow
     sections = {"train": {"steps": 8}, "checkpoint": {"every": 1, "keep_last": 9}} | LEVERS[lever]
     whole = run(**sections)
     skipped = [row["step"] for row in read_rows(whole / OVERFLOWS)]
@@ -290,18 +289,17 @@ def test_steps_that_overflow_are_undone_counted_and_repeatable(
         same = all((weights(whole, step)[name] == tensor).all() for name, tensor in weights(whole, step - 1).items())
         assert same == (step in skipped)
 
-    half = whole.with_name("half")
-    shutil.copytree(whole, half)
-    for step in range(3, 9):
-        shutil.rmtree(checkpoint.checkpoint_folder(half, step))
+    half = cut_after(whole, 2)
     run(**sections, name="half", resume="latest")
     torch.testing.assert_close(weights(half, 8), weights(whole, 8), rtol=0, atol=0)
     assert losses(half) == losses(whole) and list(read_rows(half / OVERFLOWS)) == list(read_rows(whole / OVERFLOWS))
     assert "lacks" not in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("huge_scale")
-def test_updates_in_the_backward_pass_are_undone_one_by_one(run: Callable[..., Path]) -> None:
+def test_updates_in_the_backward_pass_are_undone_one_by_one(
+    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_scale, "INITIAL", HUGE)
     full = {
         "adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"},
         "train": {"steps": 8, "clip": "per_parameter"}, "optimizer": {"lr": 1e-4},
@@ -372,11 +370,7 @@ def test_resuming_repeats_when_a_block_becomes_fp32(
     whole = run(between_blocks, **sections)
     blocks = [block for row in read_rows(whole / OVERFLOWS) for block in row["blocks"]]
     assert blocks == [1, 2] and losses(whole)
-    half = whole.with_name("half")
-    shutil.copytree(whole, half)
-    for step, folder in checkpoint.list_checkpoints(whole):
-        if step > start:
-            shutil.rmtree(half / "checkpoints" / folder.name)
+    half = cut_after(whole, start)
     run(between_blocks, name="half", resume="latest", **(sections | {"checkpoint": {"every": 3}}))
     torch.testing.assert_close(weights(half, 6), weights(whole, 6), rtol=0, atol=0)
     assert losses(half) == losses(whole)
@@ -420,16 +414,11 @@ def test_velocities_with_such_blocks_are_those_of_fp32(
 
 # --- the embedded model -----------------------------------------------------------------------------------------------
 
-slow = pytest.mark.slow
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "method", "tolerance"),
-    [
-        pytest.param("int8", "lora", 1e-3, marks=slow),
-        pytest.param("nf4", "lora", 1e-3, marks=slow),
-        pytest.param("fp32", "full", 1e-2, marks=slow),  # four steps at a learning rate for LoRA
-    ],
+    [("int8", "lora", 1e-3), ("nf4", "lora", 1e-3), ("fp32", "full", 1e-2)],  # 1e-2: a learning rate for LoRA
 )
 def test_losses_of_the_demo_are_close_to_those_of_fp32(
     weights: str, method: str, tolerance: float, shared_cache: Path, tmp_path: Path
@@ -437,18 +426,13 @@ def test_losses_of_the_demo_are_close_to_those_of_fp32(
     """Relative to fp32's, within 0.1% in fp16 for LoRA and 1% for full fine-tuning, and nearer than bf16's."""
     found = {}
     for compute in ("fp32", "fp16", "bf16"):
-        changes = {"adapter.method": method, "precision.weights": weights, "precision.compute": compute}
-        plain = {"validation.prompts": "[]", "validation.loss_samples": 0, "profile.max_traces": 0}
-        short = {"train.steps": 4, "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false"}
-        places = {
-            "output.cache": shared_cache,
-            "output.runs": tmp_path / "runs",
-            "output.profiles": tmp_path / "profiles",
-        }
-        overrides = [
-            f"{path}={value}" for path, value in {"name": compute, **changes, **plain, **short, **places}.items()
-        ]
-        config, _ = read_config(Path("configs/demo.json"), overrides)
+        overrides = {
+            "name": compute, "adapter.method": method, "precision.weights": weights, "precision.compute": compute,
+            "validation.prompts": "[]", "validation.loss_samples": 0, "profile.max_traces": 0, "train.steps": 4,
+            "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false", "output.cache": shared_cache,
+            "output.runs": tmp_path / "runs", "output.profiles": tmp_path / "profiles",
+        }  # fmt: skip
+        config, _ = read_config(Path("configs/demo.json"), [f"{path}={value}" for path, value in overrides.items()])
         found[compute] = torch.tensor([row["loss"] for row in read_metrics(train(config))])
     off = {compute: ((values - found["fp32"]).abs() / found["fp32"]).max().item() for compute, values in found.items()}
     print("DEMO", weights, method, {compute: f"{value:.2e}" for compute, value in off.items()})
@@ -506,9 +490,7 @@ def test_an_int8_weight_is_unpacked_before_a_product_in_fp16() -> None:
     torch.testing.assert_close(x.grad.float(), wide.grad, rtol=0.02, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "sections", [{}, {"adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"}}]
-)
+@pytest.mark.parametrize("sections", [{}, MORE["full"]], ids=["lora", "full"])
 def test_a_step_reads_nothing_from_the_device(
     sections: dict, run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from optimizers import NAMES, alone, option_of, start_of, stepped
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,9 +18,9 @@ from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.rounding import RoundedOptimizer
 
 
-def stochastic_round(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+def stochastic_round(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.bfloat16)
-    round_into(out, x, generator)
+    round_into(out, x, None)
     return out
 
 
@@ -34,47 +32,16 @@ def test_the_mean_of_many_roundings_is_the_value(value: float) -> None:
     assert rounded.unique().numel() <= 2
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100))
-def test_rounds_to_a_neighbour(value: float) -> None:
-    x = torch.tensor([value], dtype=torch.float32)
-    up, down = (x.view(torch.int32) + 0xFFFF) & -65536, x.view(torch.int32) & -65536
-    rounded = stochastic_round(x).float()
-    assert rounded in (up.view(torch.float32), down.view(torch.float32))
-
-
-def test_what_bf16_holds_is_left_alone() -> None:
-    x = torch.randn(1000).bfloat16()
-    assert torch.equal(stochastic_round(x.float()), x)
-    edge = torch.tensor([float("inf"), float("-inf"), 0.0])
-    assert torch.equal(stochastic_round(edge).float(), edge)
-
-
-NOT_FINITE = [
-    sign | 0x7F800000 | mantissa
-    for sign in (0, 1 << 31)
-    for mantissa in (0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7F0000, 0x7F0001, 0x7FFFFF)
-]
-"""Bit patterns of fp32: infinity, NaN at the edges of its mantissa; CUDA's arithmetic gives 0x7fffffff (PTX)."""
-
-
 def fp32_of(patterns: list[int]) -> torch.Tensor:
     return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("pattern", NOT_FINITE, ids=hex)
-def test_what_is_not_finite_stays_what_it_is(pattern: int) -> None:
-    """NaN's bits plus noise would run over into the sign: -0.0, which no watch on weights would see."""
-    x = fp32_of([pattern]).repeat(1 << 12)
-    rounded = stochastic_round(x)
-    assert torch.equal(rounded.isnan(), x.isnan()) and not rounded.isfinite().any()
-    assert x.isnan().all() or torch.equal(rounded.float(), x)
-
-
 def test_every_exponent_at_the_edges_of_its_mantissa() -> None:
-    """Of 2^32 patterns those around which bits carry over; finite numbers go to a neighbour and keep their sign."""
-    edges = (0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7EFFFF, 0x7F0000, 0x7FFFFF)
-    x = fp32_of([sign << 31 | e << 23 | m for sign in (0, 1) for e in range(256) for m in edges]).repeat(32)
+    """Of 2^32 patterns some at random, and those around which bits carry over: finite numbers go to a neighbour, keep
+    their sign, and stay if bf16 holds them; infinity stays, and NaN's bits plus noise do not become -0.0."""
+    edges = [0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7EFFFF, 0x7F0000, 0x7F0001, 0x7FFFFF]
+    edges += torch.randint(1 << 23, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    x = fp32_of([sign << 31 | e << 23 | m for sign in (0, 1) for e in range(256) for m in edges]).repeat(256)
     rounded = stochastic_round(x).float()
     assert torch.equal(rounded.isnan(), x.isnan())
     known = ~x.isnan()
@@ -87,12 +54,12 @@ def test_every_exponent_at_the_edges_of_its_mantissa() -> None:
 @pytest.mark.parametrize("count", [1, 3])  # alone, and together in a group
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0x7F800000], ids=hex)
 def test_a_gradient_that_is_not_finite_is_seen_in_the_weight(count: int, pattern: int) -> None:
-    """As SGD moves a weight: what the gradient is, the weight becomes; others of its group are left alone."""
+    """As SGD moves a weight: what the gradient is, the weight becomes; others of its group are left alone. CUDA's
+    arithmetic gives 0x7fffffff (PTX)."""
     weights = [nn.Parameter(torch.ones(5).bfloat16()) for _ in range(count)]
     for weight in weights:
         weight.grad = torch.zeros(5).bfloat16()
-    optimizer = RoundedOptimizer(weights, lambda p: Written(p, pattern))
-    optimizer.step()
+    RoundedOptimizer(weights, lambda p: Written(p, pattern)).step()
     assert not weights[0][2].isfinite() and weights[0][2].isnan() == (pattern & 0x7FFFFF != 0)
     assert torch.stack([weight.detach() for weight in weights]).isfinite().sum() == 5 * count - 1
 
@@ -109,18 +76,13 @@ class Written(torch.optim.Optimizer):
         first.data.view(torch.int32)[2] = self.value.view(torch.int32)[0]
 
 
-def test_an_fp32_parameter_is_not_wrapped() -> None:
-    option = AdamW()
-    assert not isinstance(option.build([nn.Parameter(torch.ones(3))]), RoundedOptimizer)
-    assert isinstance(option.build([nn.Parameter(torch.ones(3).bfloat16())]), RoundedOptimizer)
-
-
 def test_steps_equal_fp32_adamw_but_for_the_rounding() -> None:
     torch.manual_seed(1)
     start = torch.randn(64).bfloat16()
     rounded, exact = nn.Parameter(start.clone()), nn.Parameter(start.float())
     option = AdamW(lr=0.01, weight_decay=0.1)
     pair = [(rounded, option.build([rounded])), (exact, option.build([exact]))]
+    assert [isinstance(optimizer, RoundedOptimizer) for _, optimizer in pair] == [True, False]
     for _ in range(5):
         gradient = torch.randn(64).bfloat16()
         for weight, optimizer in pair:

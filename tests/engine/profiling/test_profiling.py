@@ -34,6 +34,7 @@ def test_traces_are_spread() -> None:
     assert traced_epochs(3, 5) == [0, 1, 2]
     assert traced_epochs(11, 5) == [0, 2, 5, 8, 10]
     assert traced_epochs(9, 1) == [0] and traced_epochs(9, 0) == []
+    assert place_window(Profile(wait=0, warmup=0, active=1), 5, 9, never) == TraceWindow(5, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,6 @@ def test_a_window_lies_where_nothing_interrupts_it(steps: int, interrupted: Call
     assert place_window(Profile(), 0, steps, interrupted) == expected
     later = place_window(Profile(), 40, 40 + steps, lambda step: interrupted(step - 40))
     assert later == TraceWindow(expected.start + 40, expected.warmup, expected.active)
-
-
-def test_a_window_of_one_step_without_warm_up() -> None:
-    assert place_window(Profile(wait=0, warmup=0, active=1), 5, 9, never) == TraceWindow(5, 0, 1)
 
 
 @dataclass
@@ -116,30 +113,31 @@ def step(at: int) -> list[Event]:
     ]
 
 
-def test_the_figures_of_a_device() -> None:
+def test_the_figures_of_a_device_and_without_one() -> None:
+    def nanoseconds(values: dict[str, float]) -> dict[str, float]:
+        return {name: round(1e9 * seconds) for name, seconds in values.items()}
+
     recording = read_events([*step(1000), *step(1100)])
     found = figures(recording, 2)
     assert (found["steps"], found["seconds_per_step"]) == (2, 100e-9)
-    phases = {name: round(1e9 * seconds) for name, seconds in found["phases"].items()}
     # The first step has nothing before its copy; the second's copy comes 10 after the first's last work, and 22 in.
+    phases = nanoseconds(found["phases"])
     assert phases == {"data": (22 + 32) / 2, "forward": 28, "backward": 40, "other": 5}
     assert sum(phases.values()) == 100
-    idle = {name: round(1e9 * seconds) for name, seconds in found["idle"].items()}
-    assert idle == {"data": 18, "host": 22}  # 0 to 18 in phase data; 22 to 30, 80 to 84, 90 to 100 not
+    assert nanoseconds(found["idle"]) == {"data": 18, "host": 22}  # 0-18 in phase data; 22-30, 80-84, 90-100 not
     assert found["kernels"][0] == {"name": "gemm", "calls": 4, "self_ms": 50e-6, "share": round(50 / 60, 6)}
     assert {e["name"]: e["self_ms"] for e in found["operators"]} == {
         "aten::mm": 12e-6, "aten::linear": 4e-6, "aten::copy_": 2e-6, "cudaMemcpyAsync": 2e-6,
     }  # fmt: skip
     assert peak_of_memory(recording) == (1536, "backward")
 
-
-def test_the_figures_without_a_device() -> None:
-    events = [event for event in step(1000) if event.device == "CPU"]
-    found = figures(read_events(events), 1)
-    phases = {name: round(1e9 * seconds) for name, seconds in found["phases"].items()}
-    assert list(phases.items()) == [("data", 10), ("noise", 10), ("forward", 20), ("backward", 20), ("other", 40)]
+    found = figures(read_events([event for event in step(1000) if event.device == "CPU"]), 1)
+    expected = [("data", 10), ("noise", 10), ("forward", 20), ("backward", 20), ("other", 40)]
+    assert list(nanoseconds(found["phases"]).items()) == expected
     assert found["idle"] == {"data": pytest.approx(20e-9), "host": 0.0}
     assert found["kernels"] == []
+    with pytest.raises(ValueError, match="recorded no step"):
+        figures(Recording(), 1)
 
 
 def test_events_of_torch_2_11_have_no_such_question() -> None:
@@ -156,11 +154,6 @@ def test_events_of_torch_2_11_have_no_such_question() -> None:
 def test_own_times_leave_out_what_is_inside() -> None:
     spans = [Span("c", 5, 6, 1), Span("a", 0, 10, 1), Span("b", 2, 8, 1), Span("d", 10, 12, 1), Span("e", 3, 4, 2)]
     assert {span.name: own for span, _, own in nested(spans)} == {"a": 4, "b": 5, "c": 1, "d": 2, "e": 1}
-
-
-def test_a_recording_without_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="recorded no step"):
-        figures(Recording(), 1)
 
 
 def test_the_summary_has_its_keys_and_says_what_is_reached(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import gzip
 import json
@@ -17,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import run_with
 from torch import nn
 
-from simpletune.commands.train.train import train
-from simpletune.config.load import validate
 from simpletune.engine.profiling import summary
 from simpletune.engine.profiling import traces as traces_module
 from simpletune.engine.profiling.option import Profile
@@ -31,13 +29,6 @@ from simpletune.system.options import UserError
 from simpletune.system.phases import phase
 from simpletune.training.checkpointer import Checkpointer
 from simpletune.training.validator import Validator
-
-
-def run_with(tiny_config: dict, resume: str | None = None, **changes: Any) -> Path:
-    data = copy.deepcopy(tiny_config)
-    for section, values in changes.items():
-        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
-    return train(validate(data, "test"), resume)
 
 
 def warnings_of(run: Path) -> list[str]:
@@ -129,8 +120,7 @@ def test_short_epochs_are_traced_and_it_is_said(steps: int, tmp_path: Path, caps
 
 def test_what_stands_in_the_windows_way_is_said_of_a_resumed_run_too(tmp_path: Path, capsys) -> None:
     facts = Facts(interrupted=lambda step: step % 2 == 1)
-    traces = toy(tmp_path, [], 20, 10, facts=facts)
-    traces.announce(4)
+    toy(tmp_path, [], 20, 10, facts=facts).announce(4)
     assert "an epoch has 2 between validation and saving" in capsys.readouterr().out
     toy(tmp_path, [], 20, 10, facts=facts, max_traces=0).announce(0)
     toy(tmp_path, [], 20, 10).announce(20)  # nothing is left to do
@@ -246,17 +236,24 @@ def test_a_full_disk(tiny_config: dict, tmp_path: Path) -> None:
 # Runs.
 
 
-@pytest.fixture
-def traced_run(tiny_config: dict) -> Path:
-    return run_with(
-        tiny_config,
-        train={"steps": 12},
-        profile={"max_traces": 5, "memory": True, "blocks": True, "record_shapes": True},
-    )
+def test_a_run_leaves_a_trace_and_a_summary_an_epoch(
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but steps is in a window, and losses are those of a run without profiles."""
+    on: list[bool] = []
+    for owner, name in ((Checkpointer, "save"), (Validator, "draw"), (Validator, "evaluate")):
+        honest = getattr(owner, name)
 
+        def watched(self: Any, step: int, honest: Callable = honest) -> Any:
+            on.append(profiling())
+            return honest(self, step)
 
-def test_a_run_leaves_a_trace_and_a_summary_an_epoch(traced_run: Path, tiny_config: dict, tmp_path: Path) -> None:
-    assert traced(tmp_path) == {"epoch-000": (2, True), "epoch-001": (2, True)} and warnings_of(traced_run) == []
+        monkeypatch.setattr(owner, name, watched)
+    changes = {"checkpoint": {"every": 5}, "validation": {"every": 3, "loss_samples": 2}, "train": {"steps": 12}}
+    profile = {"max_traces": 5, "memory": True, "blocks": True, "record_shapes": True}
+    run = run_with(tiny_config, **changes, profile=profile)
+    assert len(on) > 8 and not any(on)
+    assert traced(tmp_path) == {"epoch-000": (2, True), "epoch-001": (2, True)} and warnings_of(run) == []
     values = json.loads((tmp_path / "profiles/tiny/epoch-001/summary.json").read_text())
     assert {"data", "noise", "forward", "loss", "backward", "clip", "optimizer", "other"} == set(values["phases"])
     assert sum(values["phases"].values()) == pytest.approx(values["seconds_per_step"], rel=1e-6)
@@ -271,38 +268,8 @@ def test_a_run_leaves_a_trace_and_a_summary_an_epoch(traced_run: Path, tiny_conf
         *(point["by_kind"] for point in memory["timeline"])
     )
     assert any(note.startswith("memory: measured") for note in values["notes"])
-    plain = run_with(tiny_config, train={"steps": 12}, name="plain")
-    assert [row["loss"] for row in read_metrics(plain)] == [row["loss"] for row in read_metrics(traced_run)]
-
-
-def test_nothing_but_steps_is_in_a_window(tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on: list[bool] = []
-    for owner, name in ((Checkpointer, "save"), (Validator, "draw"), (Validator, "evaluate")):
-        honest = getattr(owner, name)
-
-        def watched(self: Any, step: int, honest: Callable = honest) -> Any:
-            on.append(profiling())
-            return honest(self, step)
-
-        monkeypatch.setattr(owner, name, watched)
-    changes = {"checkpoint": {"every": 5}, "validation": {"every": 3, "loss_samples": 2}}
-    run_with(tiny_config, **changes, train={"steps": 12}, profile={"max_traces": 5})
-    assert len(on) > 8 and not any(on)
-    assert traced(tmp_path) == {"epoch-000": (2, True), "epoch-001": (2, True)}
-
-
-def broken_at(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
-    """Let something happen in the middle of the step of that number, from 0; the profiler is on."""
-    honest, calls = TrainStep.loss, []
-
-    def loss(self: TrainStep, model: nn.Module, batch: Any) -> torch.Tensor:
-        calls.append(batch)
-        if len(calls) == number + 1:
-            assert profiling()
-            act()
-        return honest(self, model, batch)
-
-    monkeypatch.setattr(TrainStep, "loss", loss)
+    plain = run_with(tiny_config, **changes, name="plain")
+    assert [row["loss"] for row in read_metrics(plain)] == [row["loss"] for row in read_metrics(run)]
 
 
 def raise_error() -> None:
@@ -321,16 +288,21 @@ def raise_error() -> None:
 def test_a_run_that_is_killed_in_a_window_goes_on_from_its_checkpoint(
     act: Callable[[], object], error: type[BaseException], tiny_config: dict, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    changes = {
-        "checkpoint": {"every": 2},
-        "train": {"steps": 6},
-        "profile": {"max_traces": 1, "warmup": 0, "active": 2},
-    }
+    profile = {"max_traces": 1, "warmup": 0, "active": 2}
+    changes = {"checkpoint": {"every": 2}, "train": {"steps": 6}, "profile": profile}
+    honest, calls = TrainStep.loss, []
+
+    def loss(self: TrainStep, model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(batch)
+        if len(calls) == 4:  # in the middle of a step
+            assert profiling()
+            act()
+        return honest(self, model, batch)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    with monkeypatch.context() as patch:
-        broken_at(patch, 3, act)
-        with pytest.raises(error):
-            run_with(tiny_config, **changes)
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(TrainStep, "loss", loss)
+        run_with(tiny_config, **changes)
     signal.signal(signal.SIGINT, before)
     assert not profiling()
     run = run_with(tiny_config, "latest", **changes)
@@ -343,17 +315,24 @@ def test_an_epoch_of_one_step(tiny_config: dict, tmp_path: Path) -> None:
     assert traced(tmp_path) == {"epoch-000": (1, True), "epoch-002": (1, True)} and warnings_of(run) == []
 
 
-def test_a_failing_profiler_is_in_the_runs_warnings(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces_module, "pack", fail)
-    run = run_with(tiny_config, profile={"max_traces": 2})
-    (line,) = warnings_of(run)
-    assert "the profiler failed and is off for the rest of the run (OSError: [Errno 28]" in line
-
-
-def test_a_failing_prediction_leaves_the_rest(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("simpletune.estimate.simulate.simulate.snapshots_of_step", raise_error)
-    run = run_with(tiny_config, profile={"max_traces": 1})
-    assert len(warnings_of(run)) == 1 and traced(tmp_path) == {"epoch-000": (2, True)}
+@pytest.mark.parametrize(
+    ("place", "words", "written"),
+    [
+        (
+            "engine.profiling.traces.pack",
+            "the profiler failed and is off for the rest of the run (OSError: [Errno 28]",
+            False,
+        ),
+        ("estimate.simulate.simulate.snapshots_of_step", "", True),
+    ],
+    ids=["profiler", "prediction"],
+)
+def test_a_failure_is_in_the_runs_warnings_and_leaves_the_rest(
+    place: str, words: str, written: bool, tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"simpletune.{place}", fail)
+    (line,) = warnings_of(run_with(tiny_config, profile={"max_traces": 1}))
+    assert words in line and traced(tmp_path) == {"epoch-000": (2, written)}
 
 
 def test_a_loss_that_is_not_finite_stops_a_traced_run(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,18 +56,25 @@ def test_rounding_error_is_at_most_half_a_scale(sizes: tuple[int, ...], seed: in
     assert (scale <= layer.weight.abs().amax((1, 2, 3), keepdim=True).clamp(min=1e-38) / 127 * (1 + 2**-7)).all()
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2), (torch.float16, 1.2e-3)], ids=str
-)
+    ("geometry", "dtype", "tolerance"),
+    [
+        *((geometry, torch.float32, 2e-6) for geometry in GEOMETRIES),
+        ("down", torch.bfloat16, 1.5e-2), ("1x1", torch.bfloat16, 1.5e-2), ("3x3", torch.float16, 1.2e-3),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_output_and_input_gradient_are_those_of_the_definition(
     geometry: str, dtype: torch.dtype, tolerance: float
 ) -> None:
+    """It keeps references only, where a frozen convolution keeps its input."""
     kernel, stride, padding = GEOMETRIES[geometry]
-    layer = Int8Conv2d.from_conv(conv(6, 10, kernel, stride, padding), dtype)
+    layer, kept = Int8Conv2d.from_conv(conv(6, 10, kernel, stride, padding), dtype), []
     weight = layer.weight.double().numpy() * layer.scale.double().numpy()[:, None, None, None]
     x = noise(2, 6, 9, 8).to(dtype).requires_grad_()
-    y = layer(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(x)
+    assert sorted(t.data_ptr() for t in kept) == sorted([layer.weight.data_ptr(), layer.scale.data_ptr()])
     assert y.dtype == dtype
     expected = convolution.forward(x.detach().double().numpy(), weight, layer.bias.double().numpy(), stride, padding)
     assert_near(y, expected, tolerance)
@@ -91,7 +98,7 @@ def test_gradcheck_against_numbers(other: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(layer, noise(2, 4, 6, 5).double().requires_grad_())
 
 
-def test_half_precision_takes_small_scales() -> None:
+def test_half_precision_takes_small_scales_and_a_wider_input_takes_the_bias_along() -> None:
     """A scale below 2^-14 is subnormal in fp16; the weight it scales is rounded only once."""
     plain = conv(64, 8)
     plain.weight.data *= 1e-3
@@ -99,34 +106,10 @@ def test_half_precision_takes_small_scales() -> None:
     assert layer.scale.max() < 2**-14
     x = noise(1, 64, 6, 6)
     expected = nn.functional.conv2d(x.half().float(), layer.dequantise().half().float(), layer.bias.float(), padding=1)
-    torch.testing.assert_close(layer(x.half()).float(), expected, rtol=2**-10, atol=1e-6)
-
-
-def test_a_wider_input_takes_the_bias_along() -> None:
-    layer = Int8Conv2d.from_conv(conv(4, 4), torch.float16)
-    x = noise(1, 4, 5, 5)
-    expected = nn.functional.conv2d(x, layer.dequantise(), layer.bias.float(), padding=1)
-    assert torch.equal(layer(x), expected)
-
-
-def kept_by(call: Callable[[], object]) -> list[Tensor]:
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        call()
-    return kept
-
-
-def test_keeps_references_only_where_a_frozen_convolution_keeps_its_input() -> None:
-    plain = conv(8, 8).requires_grad_(False)
-    layer = Int8Conv2d.from_conv(plain, torch.float32)
-    x = noise(1, 8, 5, 5).requires_grad_()
-    kept = kept_by(lambda: layer(x))
-    assert sorted(t.data_ptr() for t in kept) == sorted([layer.weight.data_ptr(), layer.scale.data_ptr()])
-    assert x.data_ptr() in [t.data_ptr() for t in kept_by(lambda: plain(x))]
-
-
-def test_no_gradient_is_computed_that_nobody_needs() -> None:
-    assert not Int8Conv2d.from_conv(conv(4, 4), torch.float32)(noise(1, 4, 5, 5)).requires_grad
+    y = layer(x.half())
+    torch.testing.assert_close(y.float(), expected, rtol=2**-10, atol=1e-6)
+    assert not y.requires_grad, "no gradient is computed that nobody needs"
+    assert torch.equal(layer(x), nn.functional.conv2d(x, layer.dequantise(), layer.bias.float(), padding=1))
 
 
 @pytest.mark.parametrize("other", [{"padding_mode": "circular"}, {"padding": "same"}])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from blocks import on_cuda
+from blocks import PRECISIONS, transformer
 from diffusers.models.attention import FeedForward
+from peft import LoraConfig, inject_adapter_in_model
 from products import Counted
 from reference import int8_network
 from reference.int8_network import Layer
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
-from simpletune.engine.kernels import fallback
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.feed_forward import FeedForwards
 from simpletune.engine.memory.snapshot import round_to_block
@@ -28,7 +24,6 @@ from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.work import KernelWork, works_of
 from simpletune.system.gpus import find_card
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 WIDTH, ROWS = 16, 40
 
 
@@ -56,8 +51,15 @@ def fused(module: FeedForward) -> FeedForward:
     return module
 
 
-def layer_of(layer: Any) -> Layer:
-    return Layer(*(part.detach().double().numpy() for part in (layer.weight, layer.scale, layer.bias)))
+class Block(nn.Module):
+    """A block that ends with its network."""
+
+    def __init__(self, fuses: bool = True) -> None:
+        super().__init__()
+        self.ff = fused(network()) if fuses else network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ff(x)
 
 
 @pytest.mark.parametrize("gradient", ["dequantised", "int8"])
@@ -68,10 +70,13 @@ def test_outputs_and_gradients_against_float64(gradient: str) -> None:
     assert counted.calls["simpletune::int8_gelu_rows"] == 1
     assert counted.calls["simpletune::int8_gelu_gradient_rows"] == (gradient == "int8")
     generator = torch.Generator().manual_seed(1)
-    x, grad_y = (torch.randn(2, ROWS // 2, WIDTH, generator=generator).view(ROWS, WIDTH) for _ in range(2))
-    layers = layer_of(module.net[0].proj), layer_of(module.net[2])
-    exact = int8_network.network(x.double().numpy(), *layers)
-    exact_grad = int8_network.gradient(x.double().numpy(), grad_y.double().numpy(), *layers, gradient == "int8")
+    x, grad_y = (torch.randn(ROWS, WIDTH, generator=generator).double().numpy() for _ in range(2))
+    layers = [
+        Layer(*(part.detach().double().numpy() for part in (layer.weight, layer.scale, layer.bias)))
+        for layer in (module.net[0].proj, module.net[2])
+    ]
+    exact = int8_network.network(x, *layers)
+    exact_grad = int8_network.gradient(x, grad_y, *layers, gradient == "int8")
     for found, expected in ((y, exact), (grad, exact_grad)):
         error = np.linalg.norm(found.view(ROWS, WIDTH).double().numpy() - expected) / np.linalg.norm(expected)
         assert error < 1e-5
@@ -90,23 +95,11 @@ def test_the_fused_network_is_the_plain_one_bit_for_bit(compute: str, gradient: 
 def test_layers_with_an_update_keep_it(which: str) -> None:
     """An updated first layer computes itself; behind an updated second one GELU's output is needed."""
     targets = {"up": "ff.net.0.proj", "down": "ff.net.2", "both": "ff.net.(0.proj|2)"}[which]
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ff = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.ff(x)
-
     results, counts = [], []
     for make in (lambda n: n, fused):
-        block = Block()
-        from peft import LoraConfig, inject_adapter_in_model
-
+        block = Block(fuses=False)
         torch.manual_seed(0)
-        config = LoraConfig(r=2, target_modules=f".*{targets}", init_lora_weights=False)
-        inject_adapter_in_model(config, block)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=f".*{targets}", init_lora_weights=False), block)
         make(block.ff)
         with Counted() as counted:
             found = passes(block)
@@ -132,19 +125,8 @@ def test_gelus_output_takes_no_memory() -> None:
     assert 5 * size <= accounting.peak.bytes <= 5 * size + 3 * 4 * ROWS * WIDTH + 2 * small  # grad of GELU(h), rows
 
 
-class Whole(nn.Module):
-    """A block that ends with its network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ff = fused(network())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.ff(x)
-
-
 def test_a_network_checkpointed_alone_does_not_compute_its_second_product_again() -> None:
-    plain, block = passes(Whole()), Whole()
+    plain, block = passes(Block()), Block()
     FeedForwards(block, None, True, False)
     with Counted() as counted:
         assert all(torch.equal(a, b) for a, b in zip(plain, passes(block), strict=True))
@@ -153,20 +135,10 @@ def test_a_network_checkpointed_alone_does_not_compute_its_second_product_again(
     assert calls["simpletune::int8_gelu_rows"] == 1
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said, with no memory of earlier failures."""
+@pytest.mark.parametrize("why", ["few rows", "dropout", "watched", "exact GELU", "no kernel"])
+def test_what_cannot_be_fused_is_left_to_the_network(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(int8_products, "say", said.append)
-    monkeypatch.setattr(fallback, "say", said.append)
-    monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
-    return said
-
-
-@pytest.mark.parametrize("why", ["few rows", "dropout", "watched", "exact GELU", "no kernel"])
-def test_what_cannot_be_fused_is_left_to_the_network(
-    why: str, monkeypatch: pytest.MonkeyPatch, told: list[str]
-) -> None:
     module = fused(network(dropout=0.5 * (why == "dropout")))
     if why == "watched":
         module.net[2].register_forward_hook(lambda *_: None)
@@ -177,44 +149,17 @@ def test_what_cannot_be_fused_is_left_to_the_network(
     with Counted() as counted, torch.no_grad():
         for _ in range(2):
             module(torch.randn(16 if why == "few rows" else 17, WIDTH))
-    assert counted.calls["simpletune::int8_gelu_rows"] == 0
-    assert len(told) == (why == "no kernel") and all("in two: it is broken" in line for line in told)
-    module.eval()
-    if why == "dropout":
-        with Counted() as counted, torch.no_grad():
-            module(torch.randn(17, WIDTH))
-        assert counted.calls["simpletune::int8_gelu_rows"] == 1
+        assert counted.calls["simpletune::int8_gelu_rows"] == 0
+        assert len(said) == (why == "no kernel") and all("in two: it is broken" in line for line in said)
+        if why == "dropout":
+            module.eval()(torch.randn(17, WIDTH))
+            assert counted.calls["simpletune::int8_gelu_rows"] == 1
 
 
-@needs_triton
-def test_a_kernel_that_fails_in_a_run_is_replaced_by_torch(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> None:
-    from simpletune.engine.quant import int8_rows_kernel
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("PassManager::run failed")
-
-    monkeypatch.setattr(int8_rows_kernel, "gelu_rows", fail)
-    x, grad, columns = torch.randn(20, 32), torch.randn(20, 32), torch.rand(32)
-    for _ in range(2):
-        torch.testing.assert_close(on_cuda("int8_gelu_rows", x, 16), int8_gelu.int8_gelu_rows(x, 16), rtol=0, atol=0)
-        found = on_cuda("int8_gelu_gradient_rows", grad, x, columns)
-        torch.testing.assert_close(found, int8_gelu.int8_gelu_gradient_rows(grad, x, columns), rtol=0, atol=0)
-    assert (
-        len(told) == 1 and "NO LONGER quantised in one launch on cpu, but in two: RuntimeError: PassManager" in told[0]
-    )
-    monkeypatch.setattr(int8_gelu.FALLBACK, "failed", {})
-    monkeypatch.setattr(int8_rows_kernel, "gelu_rows", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
-    with pytest.raises(torch.OutOfMemoryError):  # no fault of the kernel
-        on_cuda("int8_gelu_rows", x, 0)
-
-
-def test_the_operations_are_what_fake_tensors_take_them_for() -> None:
+def test_fake_tensors_and_predictions_know_what_one_launch_reads_and_writes() -> None:
     x, grad, columns = torch.randn(17, 16), torch.randn(17, 16), torch.rand(16)
     torch.library.opcheck(torch.ops.simpletune.int8_gelu_rows.default, (x, 16))
     torch.library.opcheck(torch.ops.simpletune.int8_gelu_gradient_rows.default, (grad, x, columns))
-
-
-def test_a_prediction_counts_what_one_launch_reads_and_writes() -> None:
     x = torch.randn(100, 64).bfloat16()
     op = torch.ops.simpletune.int8_gelu_rows.default
     (work,) = works_of(op, (x, 0), {}, op(x, 0))
@@ -222,28 +167,22 @@ def test_a_prediction_counts_what_one_launch_reads_and_writes() -> None:
     op, columns = torch.ops.simpletune.int8_gelu_gradient_rows.default, torch.ones(64)
     (work,) = works_of(op, (x, x, columns), {}, op(x, x, columns))
     assert work == KernelWork("int8_gelu_gradient_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
-
-
-def test_a_result_written_in_place_is_not_read() -> None:
     x, op = torch.randn(100, 64), torch.ops.aten.gelu_backward.grad_input
     (work,) = works_of(op, (x, x), {"approximate": "tanh", "grad_input": x}, op(x, x, grad_input=x))
-    assert work == KernelWork("gelu_backward", "fp32", (3 * x.nbytes,))
+    assert work == KernelWork("gelu_backward", "fp32", (3 * x.nbytes,)), "a result written in place is not read"
 
 
 @pytest.mark.parametrize("kind", ["int8_product", "int8_gradient"])
 def test_int8_kernels_do_not_split_sums_but_take_smaller_tiles(kind: str) -> None:
     """333 x 1536 numbers: 36 tiles of 128 x 128 would leave 22 of an L4's 58 multiprocessors idle."""
-    speeds, waves = DatasheetSpeeds(find_card("L4")), -(-6 * 24 // 58)
-    seconds = 2 * 333 * 1536 * 6144 / (56.6e12 * 1.9) / (333 * 1536 / (waves * 58 * 64 * 64))
-    assert speeds.seconds(kind, "bf16", (333, 1536, 6144)) == pytest.approx(2.5e-6 + seconds)
-    waves = -(-32 * 48 // 58)
-    seconds = 2 * 4096 * 6144 * 1536 / (56.6e12 * 1.9) / (32 * 48 / (waves * 58))
-    assert speeds.seconds(kind, "bf16", (4096, 6144, 1536)) == pytest.approx(2.5e-6 + seconds)
+    speeds = DatasheetSpeeds(find_card("L4"))
+    for m, k, n, tile, tiles in ((333, 1536, 6144, 64, 6 * 24), (4096, 6144, 1536, 128, 32 * 48)):
+        share = m * k / (-(-tiles // 58) * 58 * tile * tile)
+        seconds = 2 * m * k * n / (56.6e12 * 1.9) / share
+        assert speeds.seconds(kind, "bf16", (m, k, n)) == pytest.approx(2.5e-6 + seconds)
 
 
-def test_training_fuses_every_network_of_int8_products_and_no_other(tiny_config: dict, tmp_path: Path) -> None:
-    from blocks import PRECISIONS, transformer
-
+def test_training_fuses_every_network_of_int8_products_and_no_other() -> None:
     for name, fuses in (("int8-products", True), ("int8", False)):
         model = transformer(PRECISIONS[name])
         Lora(rank=2).attach(model, 7)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import PRECISIONS, loss_of, on_cuda, transformer
+from blocks import PRECISIONS, loss_of, transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import Counted, losses, with_products
@@ -63,7 +63,7 @@ def test_rounding_error_is_at_most_half_a_scale(m: int, k: int, seed: int) -> No
     assert ((x - q * scale[:, None]).abs() <= scale[:, None] * 0.50001).all()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
     x = torch.randn(20, 8)
     x[3, 2] = bad
@@ -83,36 +83,29 @@ def test_a_sum_that_could_leave_int32_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gradient", ["dequantised", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("bias", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
 def test_outputs_and_input_gradients_against_float64(bias: bool, dtype: torch.dtype, gradient: str) -> None:
+    """It keeps no activation and no copy of the weight."""
     torch.manual_seed(0)
-    int8 = layer(256, 384, bias, gradient, dtype)
+    int8, kept = layer(256, 384, bias, gradient, dtype), []
     x = torch.randn(2, 40, 256).to(dtype).requires_grad_()
-    y = int8(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = int8(x)
+    assert sorted(tensor.data_ptr() for tensor in kept) == sorted([int8.weight.data_ptr(), int8.scale.data_ptr()])
     grad_y = torch.randn_like(y)
     y.backward(grad_y)
-    weight = int8.dequantise().double()
-    expected = x.detach().double() @ weight.t() + (int8.bias.double() if bias else 0)
-    expected_grad = grad_y.double() @ weight
+    weight, offset = int8.dequantise().double(), int8.bias.double() if bias else 0
+    rows, scale = int8_products.int8_rows(x.detach())
 
     def error(ours: Tensor, exact: Tensor) -> float:
-        return ((ours.double() - exact).norm() / exact.norm()).item()
+        return ((ours.detach().double() - exact).norm() / exact.norm()).item()
 
     assert (y.dtype, x.grad.dtype) == (dtype, dtype)
-    assert 0.002 < error(y.detach(), expected) < 0.01
+    assert 0.002 < error(y, x.detach().double() @ weight.t() + offset) < 0.01
     exact_gradient = 1e-6 if dtype == torch.float32 else 0.005
-    assert error(x.grad, expected_grad) < (0.01 if gradient == "int8" else exact_gradient)
-    rows, scale = int8_products.int8_rows(x.detach())
-    of_rows = (rows.double() * scale.double()[:, None]).view(x.shape) @ weight.t() + (int8.bias.double() if bias else 0)
-    assert error(y.detach(), of_rows) < (1e-6 if dtype == torch.float32 else 0.003)
-
-
-def test_keeps_no_activation_and_no_copy_of_the_weight() -> None:
-    int8, kept = layer(32, 64), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        int8(torch.randn(50, 32, requires_grad=True))
-    assert sorted(tensor.data_ptr() for tensor in kept) == sorted([int8.weight.data_ptr(), int8.scale.data_ptr()])
+    assert error(x.grad, grad_y.double() @ weight) < (0.01 if gradient == "int8" else exact_gradient)
+    of_rows = (rows.double() * scale.double()[:, None]).view(x.shape) @ weight.t() + offset
+    assert error(y, of_rows) < (1e-6 if dtype == torch.float32 else 0.003)
 
 
 def test_rows_are_shared_by_identity_and_freed_with_their_tensor() -> None:
@@ -149,18 +142,18 @@ def test_query_key_and_value_share_their_rows() -> None:
     )
 
 
-@pytest.mark.parametrize(("rows", "products"), [(16, 0), (17, 1)])
-def test_few_rows_are_multiplied_with_the_dequantised_weight(rows: int, products: int) -> None:
+@pytest.mark.parametrize(("rows", "why_not", "products"), [(16, None, 0), (17, None, 1), (40, "it cannot", 0)])
+def test_few_rows_and_a_device_that_cannot_take_the_dequantised_weight(
+    rows: int, why_not: str | None, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     int8, x = layer(24, 8), torch.randn(rows, 24)
+    monkeypatch.setattr(int8_products, "why_not", lambda device: why_not)
     with Counted() as counted:
         y = int8(x)
     assert counted.calls["simpletune::int8_product"] == products
     exact = torch.nn.functional.linear(x, int8.dequantise(), int8.bias)
     assert torch.allclose(y, exact, atol=1e-5) == (not products)
-
-
-def test_modulation_layers_stay_dequantised() -> None:
-    """Else a plan's window, which has many rows, would give other modulations than the model itself."""
+    # A plan's window, which has many rows, would give other modulations than the model itself.
     assert not Int8(products="int8").convert("transformer_blocks.0.norm1.linear", nn.Linear(4, 4)).int8_products
 
 
@@ -174,38 +167,39 @@ def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(said) == 1 and re.match("products NOT in int8 on cuda:63, .*sm_75.*sm_80", said[0])
 
 
-@pytest.mark.parametrize("reason", ["no compiler", "sums", "no Triton"])
-def test_a_kernel_that_fails_or_errs_is_not_used(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(x: Tensor, *_: object) -> Tensor:
-        if reason == "no Triton":
-            raise ModuleNotFoundError("No module named 'triton'")
-        if reason == "no compiler":
-            raise RuntimeError("Failed to find C compiler.\nmore")
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            RuntimeError("Failed to find C compiler.\nmore"),
+            "Failed to find C compiler. (Triton needs a C compiler, gcc or CC)",
+        ),
+        (None, "the kernel's sums are not exact"),
+        (
+            ModuleNotFoundError("No module named 'triton'"),
+            "No module named 'triton'. Triton comes with torch's CUDA builds for Linux (pip install triton)",
+        ),
+    ],
+)
+def test_a_kernel_that_fails_or_errs_is_not_used(
+    error: Exception | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(x: Tensor, *_: object) -> Tensor:
+        if error is not None:
+            raise error
         return torch.zeros(len(x), 40)
 
-    monkeypatch.setattr(int8_products, "int8_product", fail)
+    monkeypatch.setattr(int8_products, "int8_product", product)
     trial = int8_products.failure_of.__wrapped__  # without the cache
-    told = {
-        "no compiler": "Failed to find C compiler. (Triton needs a C compiler, gcc or CC)",
-        "sums": "the kernel's sums are not exact",
-        "no Triton": "No module named 'triton'. Triton comes with torch's CUDA builds for Linux (pip install triton)",
-    }
-    assert trial(int8_products._try_products, torch.device("cpu"), "{reason}") == told[reason]
+    assert trial(int8_products._try_products, torch.device("cpu"), "{reason}") == told
 
 
-def test_a_layer_whose_device_cannot_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
-    int8, x = layer(24, 8), torch.randn(40, 24)
-    monkeypatch.setattr(int8_products, "why_not", lambda device: "it cannot")
-    torch.testing.assert_close(int8(x), torch.nn.functional.linear(x, int8.dequantise(), int8.bias))
+NOT_LOWERED = RuntimeError("PassManager::run failed")
 
 
 class FakeKernel:
-    """Stands for a kernel of Triton without a GPU; notes the tiles that run, and fails for some.
-
-    Args:
-        fails: rows of the tiles that do not compile.
-        error: what compiling them raises.
-    """
+    """Stands for a kernel of Triton without a GPU; notes the tiles that run, and raises ``error`` for tiles of some
+    numbers of rows."""
 
     def __init__(self, fails: set[int], error: Exception):
         self.fails, self.error, self.ran = fails, error, Counter[int]()
@@ -246,8 +240,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-@needs_triton
-def test_tunings_are_announced_before_the_first_step(
+def test_tunings_are_announced_before_the_first_step_and_multiply_every_shape_once(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each shape of a layer, for the powers of two of image rows (256 and 512) and of text rows (128)."""
@@ -257,8 +250,23 @@ def test_tunings_are_announced_before_the_first_step(
     wide = {(32, 32), (128, 32), (32, 128)}  # q, k, v and out; the feed-forward layers
     assert shapes > wide  # adaLN's are dequantised
     expected = {(rows, *shape, back, not back) for rows in (128, 256, 512) for shape in wide for back in (False, True)}
-    assert tunings(model, [200, 300, 301], 100) == expected
+    wanted = tunings(model, [200, 300, 301], 100)
+    assert wanted == expected and len(wanted) == 18
     assert tunings(model, [200], 10) == {shape for shape in expected if shape[0] == 256}  # few rows of text
+    seen: list[tuple[object, ...]] = []
+
+    def product(x: Tensor, x_scale: Tensor, weight: Tensor, *rest: Any) -> None:
+        """As CUDA would, with the layout and the operands that the run's products have."""
+        scale, bias, dtype = rest
+        assert x.abs().max() > 100 and x_scale.shape == (len(x),) and dtype == torch.bfloat16
+        seen.append((len(x), *weight.shape, not weight.is_contiguous(), bias is not None))
+        assert (scale is None) == (not weight.is_contiguous()) and (bias is None or bias.dtype == dtype)
+
+    monkeypatch.setattr(int8_tuning, "int8_product", product)
+    int8_tuning.tune(wanted, torch.device("cpu"), torch.bfloat16)
+    assert sorted(seen) == sorted(wanted)
+
+    pytest.importorskip("triton")
     config = validate(with_products(tiny_config), "announced")
     plan = SimpleNamespace(sizes=lambda: [(256, 256)])  # 256 image tokens, 84 of text; a batch of 2
     asked: list[torch.device] = []
@@ -268,24 +276,6 @@ def test_tunings_are_announced_before_the_first_step(
     load.announce_kernel(config, model, torch.device("cpu"), plan)
     load.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
     assert capsys.readouterr().out == "" and len(asked) == 1  # trying the kernel takes seconds
-
-
-def test_tuning_ahead_multiplies_every_shape_once() -> None:
-    """As CUDA would, with the layout and the operands that the run's products have."""
-    model = transformer(PRECISIONS["int8-products"])
-    seen: list[tuple[object, ...]] = []
-
-    def product(x: Tensor, x_scale: Tensor, weight: Tensor, *rest: Any) -> None:
-        scale, bias, dtype = rest
-        assert x.abs().max() > 100 and x_scale.shape == (len(x),) and dtype == torch.bfloat16
-        seen.append((len(x), *weight.shape, not weight.is_contiguous(), bias is not None))
-        assert (scale is None) == (not weight.is_contiguous()) and (bias is None or bias.dtype == dtype)
-
-    wanted = tunings(model, [200, 300], 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(int8_tuning, "int8_product", product)
-        int8_tuning.tune(wanted, torch.device("cpu"), torch.bfloat16)
-    assert sorted(seen) == sorted(wanted) and len(wanted) == 18
 
 
 def test_a_run_is_tuned_ahead_for_its_own_products(tiny_config: dict, tmp_path: Path, monkeypatch: Any) -> None:
@@ -311,9 +301,6 @@ def test_a_run_is_tuned_ahead_for_its_own_products(tiny_config: dict, tmp_path: 
     monkeypatch.setattr(tune_ahead, "why_not", lambda device: "it is broken")
     with pytest.raises(UserError, match="do not run here: it is broken. Use precision.products=dequantised"):
         tune_ahead.tune_ahead(file, [])
-
-
-NOT_LOWERED = RuntimeError("PassManager::run failed")
 
 
 def product_on_cuda(rows: int = 40) -> Tensor:
@@ -356,16 +343,8 @@ def test_where_no_tile_runs_at_all_the_product_is_dequantised(gradient: bool, ke
         torch.testing.assert_close(y, int8_products.int8_product(*given, torch.float32), rtol=1e-3, atol=1e-3)
     assert not fake.ran and sum("NO LONGER in int8 on cpu" in line for line in said) == 1
     assert "PassManager::run failed" in str(int8_products.why_not(torch.device("cpu")))  # layers then dequantise
-
-
-@needs_triton
-def test_the_dequantised_product_does_not_overflow_fp16(kernel: Any) -> None:
-    """Sums of x q, before q's small scale, exceed 65504."""
-    kernel({256, 128, 64, 32}, NOT_LOWERED)
-    (q, scale), (w, w_scale) = (
-        int8_products.int8_rows(torch.ones(40, 1024)),
-        int8_products.int8_rows(torch.ones(8, 1024)),
-    )
+    # In fp16 sums of x q, before q's small scale, would exceed 65504.
+    (q, scale), (w, w_scale) = (int8_products.int8_rows(torch.ones(rows, 1024)) for rows in (40, 8))
     y = int8_products._product_on_cuda(q, scale, w, w_scale / 100, None, torch.float16)
     torch.testing.assert_close(y, torch.full((40, 8), 10.24, dtype=torch.float16), rtol=1e-3, atol=0)
 
@@ -377,20 +356,6 @@ def test_a_full_or_broken_device_is_no_fault_of_a_tile(error: Exception, kernel:
     with pytest.raises(type(error), match="full|illegal"):
         product_on_cuda()
     assert said == []
-
-
-@needs_triton
-def test_rows_that_do_not_compile_are_quantised_by_torch(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.engine.quant import int8_rows_kernel
-
-    def fail(*_: Any) -> None:
-        raise NOT_LOWERED
-
-    _, said = kernel(set(), NOT_LOWERED)
-    monkeypatch.setattr(int8_rows_kernel, "rows", fail)
-    x = torch.randn(20, 30)
-    torch.testing.assert_close(on_cuda("int8_rows", x, None), int8_products.int8_rows(x), rtol=0, atol=0)
-    assert len(said) == 1 and "NO LONGER" in said[0]
 
 
 def test_compiled_blocks_have_no_break_and_quantise_once() -> None:
@@ -437,14 +402,6 @@ def test_real_and_fake_tensors_take_the_same_bytes(lever: str, tiny_config: dict
     assert counted.quantised > 0
 
 
-def test_nothing_in_int32_is_counted() -> None:
-    """Rows, their scales and the output are all that the kernels allocate."""
-    int8, x = layer(96, 1024), torch.randn(256, 96)
-    with Accounting() as accounting, torch.no_grad():
-        y = int8(x)
-    assert accounting.peak.bytes == sum(round_to_block(size) for size in (256 * 96, 4 * 256, y.nbytes))
-
-
 def test_whole_runs(tiny_config: dict) -> None:
     """Products are really in int8, checkpointing changes no bit, and a resumed run is the whole one."""
     with Counted() as counted:
@@ -458,34 +415,33 @@ def test_whole_runs(tiny_config: dict) -> None:
     assert plain != whole and plain == pytest.approx(whole, rel=0.02)
 
 
-def test_the_gradient_alone_is_refused(tiny_config: dict) -> None:
-    precision = {"weights": "int8", "input_gradient": "int8"}
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, r"int8, products in bf16 \(fp16 .*\), with dequantised weights"),
+        (
+            {"products": "int8"},
+            r"products in int8 by Triton \(dequantised for 16 rows or fewer\), input gradients in bf16",
+        ),
+        ({"products": "int8", "input_gradient": "int8"}, "input gradients too, everything else in bf16"),
+    ],
+)
+def test_check_says_which_products_are_used_and_a_kept_base_serves_any(
+    changes: dict, told: str, tiny_config: dict
+) -> None:
+    precision = {"weights": "int8", **changes}
+    assert re.search(told, explain(validate(tiny_config | {"precision": precision}, "told")))
+    assert Int8(**changes).cache_key() == {"weights": "int8", "compute": "bf16"}
     with pytest.raises(ConfigError, match="precision.input_gradient: int8 needs precision.products int8, which is deq"):
-        validate(tiny_config | {"precision": precision}, "refused")
+        validate(tiny_config | {"precision": precision | {"products": "dequantised", "input_gradient": "int8"}}, "no")
 
 
-def test_check_says_which_products_are_used(tiny_config: dict) -> None:
-    told = {}
-    for name, changes in {
-        "plain": {},
-        "int8": {"products": "int8"},
-        "both": {"products": "int8", "input_gradient": "int8"},
-    }.items():
-        told[name] = explain(validate(tiny_config | {"precision": {"weights": "int8", **changes}}, name))
-    assert re.search(r"int8, products in bf16 \(fp16 .*\), with dequantised weights", told["plain"])
-    assert "products in int8 by Triton (dequantised for 16 rows or fewer), input gradients in bf16" in told["int8"]
-    assert "input gradients too, everything else in bf16" in told["both"]
-
-
-def test_a_kept_base_serves_either_product() -> None:
-    assert (
-        Int8(products="int8", input_gradient="int8").cache_key()
-        == Int8().cache_key()
-        == {"weights": "int8", "compute": "bf16"}
-    )
-
-
-def test_the_cpu_is_tried_on_real_tensors_and_by_no_ones_account() -> None:
+def test_what_is_counted() -> None:
+    """Rows, scales and the output, and nothing in int32; the CPU is tried on real tensors, by no one's account."""
+    int8, x = layer(96, 1024), torch.randn(256, 96)
+    with Accounting() as accounting, torch.no_grad():
+        y = int8(x)
+    assert accounting.peak.bytes == sum(round_to_block(size) for size in (256 * 96, 4 * 256, y.nbytes))
     int8_products.failure_of.cache_clear()
     with fake_tensors(), Accounting() as accounting:
         assert int8_products.why_not(torch.device("cpu")) is None

@@ -34,8 +34,6 @@ TINY: dict[str, Any] = {
     "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
     "cross_attention_dim": 32, "attention_head_dim": 4,
 }  # fmt: skip
-SD15: dict[str, Any] = {"cross_attention_dim": 768, "attention_head_dim": 8}  # the rest are diffusers' defaults
-MIB = 2**20
 
 
 def empty(config: dict[str, Any]) -> Any:
@@ -89,13 +87,9 @@ def test_which_layers_are_held_how(
     assert {"down_blocks.0.downsamplers.0.conv", "up_blocks.1.attentions.0.proj_in"} < set(found)
 
 
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 def int8_bytes(model: nn.Module) -> int:
     """A byte for every weight of the layers inside the units, 4 for each of their outputs, and bf16 for the rest."""
-    total = 2 * sum(tensor.numel() for tensor in tensors_of(model))
+    total = 2 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     for unit in model.units:
         for layer in model.get_submodule(unit).modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -103,15 +97,12 @@ def int8_bytes(model: nn.Module) -> int:
     return total
 
 
-def test_int8_weights_take_a_byte(folder: Path) -> None:
-    assert sum(tensor.nbytes for tensor in tensors_of(loaded(folder, Int8()))) == int8_bytes(empty(TINY))
-
-
-def test_the_unet_of_sd15_takes_half() -> None:
-    model = empty(SD15)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert parameters == 859_520_964
-    assert round(2 * parameters / MIB) == 1639 and round(int8_bytes(model) / MIB) == 823
+def test_int8_weights_take_a_byte_and_the_unet_of_sd15_half(folder: Path) -> None:
+    tiny = loaded(folder, Int8())
+    assert sum(tensor.nbytes for tensor in (*tiny.parameters(), *tiny.buffers())) == int8_bytes(empty(TINY))
+    model = empty({"cross_attention_dim": 768, "attention_head_dim": 8})  # the rest are diffusers' defaults
+    assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
+    assert round(2 * 859_520_964 / 2**20) == 1639 and round(int8_bytes(model) / 2**20) == 823
 
 
 def noise_predicted(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,6 @@ LEVERS = (
 @pytest.fixture(scope="module")
 def five_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny pipeline with five blocks."""
-    from dataclasses import replace
-
     folder = tmp_path_factory.mktemp("five") / "pipeline"
     tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=5, heads=5), seed=1, dtype="fp32")
     return folder

@@ -40,20 +40,11 @@ def with_the_last(case: Case) -> Pairs:
     return {pair for pair in pairs(case) if last in pair}
 
 
-def fast(cases: Sequence[Case], unets: Sequence[Case]) -> list[Case]:
-    """Every choice for transformers, alternately with one kind of checkpointing and the other; a case for U-Nets, whose
-    steps take longer."""
-    assert set(map(str, unets)) <= set(map(str, cases))
-    found = covering([case for case in cases if case[3]["family"] == "sd3"], with_the_last)
-    return [*(case for number, case in enumerate(found) if number % 2 == number // 2 % 2), *unets]
-
-
-FAST_CHECKPOINTED = fast(
-    CHECKPOINTED,
-    [
-        a_unet("lora", "int8", "fp16", "adamw", "sd2", {"checkpointing": "all"}),
-    ],
-)
+OF_TRANSFORMERS = covering([case for case in CHECKPOINTED if case[3]["family"] == "sd3"], with_the_last)
+FAST_CHECKPOINTED = [  # alternately with one kind and the other; one of U-Nets, whose steps take longer
+    *(case for number, case in enumerate(OF_TRANSFORMERS) if number % 2 == number // 2 % 2),
+    a_unet("lora", "int8", "fp16", "adamw", "sd2", {"checkpointing": "all"}),
+]
 
 
 def test_real_and_fake_tensors_take_the_same_bytes(case: Case, tiny_config: dict, small_unet: Callable) -> None:
@@ -133,6 +124,7 @@ def test_levers_take_the_same_bytes_real_and_fake(
 
 @pytest.mark.slow
 def test_the_fast_cases_are_some_of_all() -> None:
+    assert set(map(str, FAST_CHECKPOINTED)) <= set(map(str, CHECKPOINTED))
     assert set(map(str, FAST_LEVERED)) <= set(map(str, allowed_with_a_lever(["sd3", "sd15"])))
 
 
@@ -146,9 +138,10 @@ def test_the_empty_transformer_is_the_real_ones_twin(precision: str, tiny_config
     loaded = config.model.load_denoiser(config.precision, CPU)
     with fake_tensors():
         empty = config.model.empty_denoiser(config.precision, CPU)
-    kinds = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(loaded)]
-    twins = [(type(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(empty)]
-    assert [kind[1:] for kind in kinds] == [twin[1:] for twin in twins]
+    kinds, twins = (
+        [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in all_tensors(model)] for model in (loaded, empty)
+    )
+    assert kinds == twins
     assert [type(module) for module in loaded.modules()] == [type(module) for module in empty.modules()]
 
 
@@ -166,24 +159,32 @@ def test_weights_gradients_and_states_are_their_arithmetic(tiny_config: dict, th
     report = simulate(config)
     many = len(list(model.parameters()))
     states = 2 * trained + many * round_to_block(4)  # two means, and a step counter each
-    kept = {
-        "activations": round_to_block(4),
-        "workspace": report.steady.by_kind["workspace"],
-    }  # loss and norms: if not finite
-    assert report.steady.by_kind == {"weights": weights, "optimizer": states, **kept}
-    assert kept["workspace"] <= round_to_block(4 * many)
+    workspace = report.steady.by_kind["workspace"]  # norms; "activations" is the loss: if not finite
+    assert report.steady.by_kind == {
+        "weights": weights, "optimizer": states, "activations": round_to_block(4), "workspace": workspace,
+    }  # fmt: skip
+    assert workspace <= round_to_block(4 * many)
     assert report.host_bytes == 0
     assert "optimizer" not in report.phases  # the fused update takes nothing
     assert report.phases["clip"].by_kind["gradients"] == trained
     assert report.peak == max(report.phases.values(), key=lambda snapshot: snapshot.bytes)
 
 
-def test_a_lora_is_its_arithmetic(tiny_config: dict, three_blocks: Path) -> None:
-    config = with_blocks(tiny_config, three_blocks, adapter={"method": "lora", "rank": 2})
+def test_a_lora_is_its_arithmetic_and_no_cycle_keeps_tensors_between_steps(
+    tiny_config: dict, three_blocks: Path
+) -> None:
+    lora, checkpointed = {"method": "lora", "rank": 2}, {"checkpointing": "all"}
+    config = with_blocks(tiny_config, three_blocks, adapter=lora, memory=checkpointed)
     shapes = config.model.shapes()
     sides = [side for name in config.adapter.modules(shapes) for side in shapes[f"{name}.weight"]]
-    report = simulate(config)
-    assert report.steady.by_kind["adapter"] == sum(round_to_block(4 * 2 * side) for side in sides)
+    apply, resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
+    steady = simulate(config).steady.by_kind
+    assert steady["adapter"] == sum(round_to_block(4 * 2 * side) for side in sides)
+    assert set(steady) <= {"weights", "adapter", "optimizer", "activations", "workspace"}
+    assert steady["workspace"] <= 4 * round_to_block(4)  # the last norms
+    assert steady["activations"] == round_to_block(4)  # the last loss, for the case that it is not finite
+    assert (torch.nn.Module._apply, torch.UntypedStorage.resize_) == (apply, resize)  # nothing is left behind
+    assert type(torch.zeros(1)) is torch.Tensor
 
 
 def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three_blocks: Path) -> None:
@@ -198,38 +199,17 @@ def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three
     assert peaks["all"].steady == peaks["none"].steady
 
 
-def test_accumulation_and_batches_and_text(tiny_config: dict) -> None:
+def test_accumulation_and_batches_and_text_and_a_devices_libraries(tiny_config: dict) -> None:
     train = {"steps": 4, "batch_size": 2, "gradient_accumulation": 3}
     config = validate(tiny_config | {"train": train}, "accumulation")
-    single = simulate(validate(tiny_config, "single"))
-    report = simulate(config)
+    single, report = simulate(validate(tiny_config, "single")), simulate(config)
     assert real(config).peak == report.peak
     assert report.peak.by_kind["activations"] > 2 * single.peak.by_kind["activations"] * 0.9
     longer = simulate(validate(tiny_config | {"model": tiny_config["model"] | {"t5_length": 64}}, "longer"))
     assert longer.peak.by_kind["activations"] > single.peak.by_kind["activations"]
-
-
-def test_a_devices_libraries_are_added(tiny_config: dict) -> None:
-    config = validate(tiny_config, "device")
-    without, with_device = simulate(config), simulate(config, capability=(8, 9))
-    assert with_device.peak.bytes - without.peak.bytes == 2 * 8519680
-    assert with_device.peak.by_kind["workspace"] >= 2 * 8519680
-    assert with_device.peak.bytes == sum(with_device.peak.by_kind.values())
-
-
-def test_no_cycle_keeps_tensors_between_steps(tiny_config: dict, three_blocks: Path) -> None:
-    config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
-    steady = simulate(config).steady.by_kind
-    assert set(steady) <= {"weights", "adapter", "optimizer", "activations", "workspace"}
-    assert steady["workspace"] <= 4 * round_to_block(4)  # the last norms
-    assert steady["activations"] == round_to_block(4)  # the last loss, for the case that it is not finite
-
-
-def test_simulating_leaves_nothing_behind(tiny_config: dict) -> None:
-    apply, resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
-    simulate(validate(tiny_config, "once"))
-    assert (torch.nn.Module._apply, torch.UntypedStorage.resize_) == (apply, resize)
-    assert type(torch.zeros(1)) is torch.Tensor
+    peak = simulate(validate(tiny_config, "device"), capability=(8, 9)).peak
+    assert peak.bytes - single.peak.bytes == 2 * 8519680 and peak.by_kind["workspace"] >= 2 * 8519680
+    assert peak.bytes == sum(peak.by_kind.values())
 
 
 @pytest.mark.slow

@@ -42,16 +42,18 @@ def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
     assert sum(other.extents[0] for other in others) < 256 and (not others or kind in SIDE_EFFECTS)
 
 
-def test_nf4_is_unpacked_by_its_levels() -> None:
+def test_what_probes_compute() -> None:
     x = torch.empty(4, 64)
     found = probes.nf4_unpacking(x)()
     assert isinstance(found, Tensor) and found.shape == x.shape
     torch.testing.assert_close(found, torch.full_like(x, -1.0))  # the lowest level, times 1
-
-
-def test_the_group_norms_gradient_is_of_its_input_alone() -> None:
     grad, weight, bias = probes.group_norm_gradient(torch.randn(4, 1024))  # type: ignore[misc]
-    assert grad.shape == (1, 32, 128) and weight is None and bias is None
+    assert grad.shape == (1, 32, 128) and weight is None and bias is None  # of its input alone
+    for name, (m, n, k) in {"int8_product.bf16": (64, 256, 64), "int8_gradient.bf16": (256, 256, 1024)}.items():
+        found = ALL[name].build(m, n, k)()
+        assert isinstance(found, Tensor) and found.shape == (m, n) and found.dtype == torch.bfloat16
+        assert found.unique().tolist() == [k]  # of ones
+        assert ALL[name].size(m, n, k) == m * k + n * k + 2 * m * n  # bytes
 
 
 def test_the_8_bit_update_is_adams_by_hand() -> None:
@@ -63,14 +65,6 @@ def test_the_8_bit_update_is_adams_by_hand() -> None:
     expected = x - 1e-4 * (first / (1 - 0.9)) / (second / (1 - 0.999)).sqrt()
     probes.adam8bit_update(x)()
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
-
-
-def test_the_int8_products_of_a_probe_are_of_ones() -> None:
-    for name, (m, n, k) in {"int8_product.bf16": (64, 256, 64), "int8_gradient.bf16": (256, 256, 1024)}.items():
-        found = ALL[name].build(m, n, k)()
-        assert isinstance(found, Tensor) and found.shape == (m, n) and found.dtype == torch.bfloat16
-        assert found.unique().tolist() == [k]
-        assert ALL[name].size(m, n, k) == m * k + n * k + 2 * m * n  # bytes
 
 
 def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,23 +82,18 @@ def test_copies_go_where_their_names_say(monkeypatch: pytest.MonkeyPatch) -> Non
         assert made["host"].unique().tolist() == made["device"].unique().tolist() == [value], name
 
 
-@pytest.mark.parametrize(
-    ("device", "reason", "names"),
-    [
-        ("cpu", None, ["bf16", "fp32", "int8"]),
-        ("cpu", "no", ["bf16", "fp32"]),
-        ("cuda", None, ["bf16", "fp32", "copies", "int8", "fp16"]),
-        ("cuda", "no", ["bf16", "fp32", "copies", "fp16"]),
-    ],
-)
-def test_the_kinds_that_a_device_has(
-    device: str, reason: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probes, "why_not", lambda device: reason)
+def test_the_kinds_that_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "of_type", lambda name, device: [name])
     monkeypatch.setattr(probes, "copies", lambda device: ["copies"])
     monkeypatch.setattr(probes, "int8_products", lambda device: ["int8"])
-    assert list(probes.probes_of(torch.device(device))) == names
+    for device, reason, names in (
+        (CPU, None, ["bf16", "fp32", "int8"]),
+        (CPU, "no", ["bf16", "fp32"]),
+        (CUDA, None, ["bf16", "fp32", "copies", "int8", "fp16"]),
+        (CUDA, "no", ["bf16", "fp32", "copies", "fp16"]),
+    ):
+        monkeypatch.setattr(probes, "why_not", lambda device, reason=reason: reason)
+        assert list(probes.probes_of(device)) == names
 
 
 # What the machine does besides
@@ -252,7 +241,9 @@ def card(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> CudaStopwatch:
     return CudaStopwatch(CUDA)
 
 
-def test_waiting_for_the_device_is_not_the_hosts_time(card: CudaStopwatch, clock: Clock) -> None:
+def test_waiting_for_the_device_is_not_the_hosts_time_and_events_stand_around_the_calls(
+    card: CudaStopwatch, clock: Clock
+) -> None:
     calls = iter(range(1, 100))
 
     def call() -> None:
@@ -260,11 +251,13 @@ def test_waiting_for_the_device_is_not_the_hosts_time(card: CudaStopwatch, clock
 
     # One call to begin with; then the first ten of three lots take 2 to 11 s.
     assert card.host_seconds(call) == pytest.approx(6.5) and next(calls) == 32
+    calls = iter([0.25] * 4)
+    assert card._between_events(call, 4) == pytest.approx(0.25)
+    assert card._between_events(lambda: None, 4) == 1e-7  # never nothing, whose logarithm a grid takes
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_each_device_is_timed_by_its_own_stopwatch(
-    device: str, card: CudaStopwatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    card: CudaStopwatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def timed_by(watch: object, probes: object, budget: float) -> None:
         raise UserError(type(watch).__name__)
@@ -273,17 +266,9 @@ def test_each_device_is_timed_by_its_own_stopwatch(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(calibrate, "measure", timed_by)
     monkeypatch.setattr(calibrate, "probes_of", lambda device: [])
-    expected = {"cuda": CudaStopwatch, "cpu": CpuStopwatch}[device]
-    with pytest.raises(UserError, match=f"^{expected.__name__}$"):
-        calibrate.calibrate(device, tmp_path, 1.0)
-
-
-def test_events_stand_around_the_calls_alone(card: CudaStopwatch, clock: Clock) -> None:
-    def call() -> None:
-        clock.now += 0.25
-
-    assert card._between_events(call, 4) == pytest.approx(0.25)
-    assert card._between_events(lambda: None, 4) == 1e-7  # never nothing, whose logarithm a grid takes
+    for device, expected in {"cuda": "CudaStopwatch", "cpu": "CpuStopwatch"}.items():
+        with pytest.raises(UserError, match=f"^{expected}$"):
+            calibrate.calibrate(device, tmp_path, 1.0)
 
 
 def test_a_graph_that_fails_is_ended_and_its_first_line_kept(card: CudaStopwatch) -> None:
@@ -365,10 +350,8 @@ def test_what_fails_is_named_and_the_rest_measured(parts: dict[str, object]) -> 
     bad = calibrate.measure(watch, [*failing, a_probe("add.fp32")], 100.0)
     assert list(bad.grids) == ["add.fp32"] and bad.host == {} and bad.composites == []
     assert set(bad.failed) == {"host", "machine", "steps", "a.fp32", "b.fp32"}
-    assert all(
-        text in bad.failed[name]
-        for name, text in {"machine": "disk full", "steps": "no step", "b.fp32": "no op"}.items()
-    )
+    for name, text in {"machine": "disk full", "steps": "no step", "b.fp32": "no op"}.items():
+        assert text in bad.failed[name]
 
 
 def test_nothing_is_begun_after_the_budget(

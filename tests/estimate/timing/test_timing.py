@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from recorded_work import seen
 
-from benchmarks.tiny_models import tiny_sd3
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -23,7 +23,7 @@ from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts
 from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
-from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, write_constants
+from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, points, write_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
@@ -39,14 +39,6 @@ from simpletune.system.prices import Price, of_cards
 L4 = find_card("L4")
 
 
-@pytest.fixture(scope="module")
-def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny pipeline with three blocks."""
-    folder = tmp_path_factory.mktemp("three") / "pipeline"
-    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=1, dtype="fp32")
-    return folder
-
-
 def with_blocks(tiny_config: dict, three_blocks: Path, **changes: object) -> TrainConfig:
     model = tiny_config["model"] | {"pretrained": str(three_blocks)}
     return validate(tiny_config | {"model": model} | changes, "test")
@@ -57,21 +49,16 @@ def law(*point: float) -> float:
 
 
 def grid(seconds: Callable[..., float | None] = law, **axes: list[int]) -> Grid:
-    from simpletune.estimate.timing.constants import points
-
     return Grid(axes=axes, seconds=[seconds(*point) for point in points(axes)])
 
 
-@pytest.mark.parametrize("point", [(4, 10), (6, 20), (16, 40), (100, 1000)])
-def test_a_power_law_is_met_between_and_beyond_the_points(point: tuple[int, int]) -> None:
+def test_a_power_law_is_met_between_and_beyond_the_points() -> None:
     found = grid(rows=[4, 16], sum=[10, 40])
-    assert found.time(*point) == pytest.approx(law(*point))
+    for point in ((4, 10), (6, 20), (16, 40), (100, 1000)):
+        assert found.time(*point) == pytest.approx(law(*point))
     assert found.time(1, 1) == pytest.approx(law(4, 10))  # a launch takes what it takes
-
-
-def test_what_was_not_measured_follows_from_its_smaller_neighbour() -> None:
     found = grid(lambda m, k: None if m * k > 100 else law(m, k), rows=[4, 16], sum=[10, 40])
-    assert found.time(16, 40) == pytest.approx(law(16, 40))
+    assert found.time(16, 40) == pytest.approx(law(16, 40))  # not measured: from its smaller neighbour
     with pytest.raises(ValueError, match="2 points"):
         Grid(axes={"bytes": [1, 2, 3]}, seconds=[1.0, 2.0]).time(2)
 
@@ -83,41 +70,24 @@ Q = torch.ones(2, 3, 128, 16)
 @pytest.mark.parametrize(
     ("call", "works"),
     [
-        (lambda: X @ W.t(), [KernelWork("product_tn", "fp32", (64, 32, 96))]),
-        (lambda: X @ V, [KernelWork("product_nn", "fp32", (64, 32, 96))]),
-        (
-            lambda: X.t() @ torch.ones(64, 8),
-            [KernelWork("add", "fp32", (2048,)), KernelWork("product_nt", "fp32", (96, 8, 64))],
-        ),
-        (
-            lambda: torch.addmm(torch.ones(32), X, V),
-            [
-                KernelWork("add", "fp32", (128,)),
-                KernelWork("product_nn", "fp32", (64, 32, 96)),
-                KernelWork("bias", "fp32", (16384,)),
-            ],
-        ),
+        (lambda: X @ W.t(), [("product_tn", (64, 32, 96))]),
+        (lambda: X @ V, [("product_nn", (64, 32, 96))]),
+        (lambda: X.t() @ torch.ones(64, 8), [("add", (2048,)), ("product_nt", (96, 8, 64))]),
+        (lambda: torch.addmm(torch.ones(32), X, V),
+         [("add", (128,)), ("product_nn", (64, 32, 96)), ("bias", (16384,))]),
         (lambda: X.view(-1).expand(4, -1), []),
-        (lambda: X + X[:1], [KernelWork("add", "fp32", (4 * 96 * (64 + 1 + 64),))]),
-        (lambda: X.bfloat16(), [KernelWork("cast_from", "bf16", (64 * 96 * 6,))]),
-        (lambda: X.clone().zero_(), [KernelWork("add", "fp32", (49152,)), KernelWork("add", "fp32", (24576,))]),
-        (lambda: X.t().contiguous(), [KernelWork("strided", "fp32", (49152,))]),
-        (
-            lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q),
-            [KernelWork("attention", "fp32", (6, 128, 128, 16))],
-        ),
-        (
-            lambda: torch.nn.functional.conv2d(torch.ones(1, 8, 16, 16), torch.ones(4, 8, 3, 3), padding=1),
-            [
-                KernelWork("add", "fp32", (8192,)),
-                KernelWork("add", "fp32", (1152,)),
-                KernelWork("convolution", "fp32", (256, 8, 4)),
-            ],
-        ),
+        (lambda: X + X[:1], [("add", (4 * 96 * (64 + 1 + 64),))]),
+        (lambda: X.bfloat16(), [("cast_from", (64 * 96 * 6,))]),
+        (lambda: X.clone().zero_(), [("add", (49152,)), ("add", (24576,))]),
+        (lambda: X.t().contiguous(), [("strided", (49152,))]),
+        (lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q), [("attention", (6, 128, 128, 16))]),
+        (lambda: torch.nn.functional.conv2d(torch.ones(1, 8, 16, 16), torch.ones(4, 8, 3, 3), padding=1),
+         [("add", (8192,)), ("add", (1152,)), ("convolution", (256, 8, 4))]),
     ],
-)
-def test_what_an_operation_makes_the_device_do(call: Callable[[], object], works: list[KernelWork]) -> None:
-    assert seen(call) == works
+)  # fmt: skip
+def test_what_an_operation_makes_the_device_do(call: Callable[[], object], works: list[tuple]) -> None:
+    expected = [KernelWork(kind, "bf16" if kind == "cast_from" else "fp32", extents) for kind, extents in works]
+    assert seen(call) == expected
 
 
 class Seconds:
@@ -138,17 +108,15 @@ def section(stream: str, seconds: int, **more: object) -> StreamWork:
     return StreamWork(stream, "forward", "", work=Counter({KernelWork(kind, "fp32", (seconds,)): 1}), **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("copy", "step", "waits"), [(2, 6, 0), (3, 6, 0), (5, 8, 2)])
-def test_a_copy_hides_behind_the_computation_until_it_is_longer(copy: int, step: int, waits: int) -> None:
+def test_a_copy_hides_behind_the_computation_until_it_is_longer() -> None:
     """Block 1 computes 3 s while block 2's weights arrive; block 2 computes 3 s more."""
-    sections = [
-        section(COMPUTE, 0, event=1),
-        section("copies", copy, after=[1], event=2),
-        section(COMPUTE, 3),
-        section(COMPUTE, 3, after=[2]),
-    ]
-    found = step_seconds(sections, Seconds())
-    assert (found.seconds, found.waits) == (pytest.approx(step), pytest.approx(waits))
+    for copied, step, waits in ((2, 6, 0), (3, 6, 0), (5, 8, 2)):
+        sections = [
+            section(COMPUTE, 0, event=1), section("copies", copied, after=[1], event=2), section(COMPUTE, 3),
+            section(COMPUTE, 3, after=[2]),
+        ]  # fmt: skip
+        found = step_seconds(sections, Seconds())
+        assert (found.seconds, found.waits) == (pytest.approx(step), pytest.approx(waits))
 
 
 def test_the_host_bounds_a_step_of_many_small_operations() -> None:
@@ -161,8 +129,7 @@ def test_the_host_bounds_a_step_of_many_small_operations() -> None:
 def recorded(config: TrainConfig) -> tuple[StepReport, Counter[KernelWork]]:
     report, total = simulate(config), Counter[KernelWork]()
     for each in report.sections:
-        for work, count in each.work.items():
-            total[work] += count
+        total.update(each.work)
     return report, total
 
 
@@ -205,17 +172,14 @@ def test_streamed_blocks_are_copied_once_in_each_pass(tiny_config: dict, three_b
 
 
 def test_accumulation_and_a_plan_count_their_share(tiny_config: dict) -> None:
-    one, two = (
-        recorded(validate({**tiny_config, "train": {"steps": 1, "gradient_accumulation": n}}, "x"))[1] for n in (1, 2)
-    )
+    trains = [{"train": {"steps": 1, "gradient_accumulation": n}} for n in (1, 2)]
+    one, two = (recorded(validate(tiny_config | train, "x"))[1] for train in trains)
     assert operations(two) == 2 * operations(one)
     plan = simulate(validate({**tiny_config, "memory": {"modulation": "plan", "modulation_window": 8}}, "x"))
     assert {each.share for each in plan.sections} == {1.0, 1 / 8}
 
 
 def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
-    import json
-
     data = copy.deepcopy(tiny_config) | {"validation": {"prompts": ["a"], "steps": 4, "loss_samples": 2}}
     job = simulate_parts(validate(data, "x"), (32, 32), (8, 9))
     again = JobReport.from_json(json.loads(json.dumps(job.as_json())))
@@ -229,10 +193,8 @@ def test_a_stored_prediction_keeps_the_sections(tiny_config: dict) -> None:
 
 
 def test_a_cards_figures_move_what_they_bound() -> None:
-    plain, faster = (
-        DatasheetSpeeds(L4),
-        DatasheetSpeeds(Card("L4", 24, (8, 9), 242, 600, 48, fp32_tflops=30, multiprocessors=58)),
-    )
+    twice = Card("L4", 24, (8, 9), 242, 600, 48, fp32_tflops=30, multiprocessors=58)
+    plain, faster = DatasheetSpeeds(L4), DatasheetSpeeds(twice)
     product, traffic = ("product_tn", "bf16", (8192, 8192, 8192)), ("add", "bf16", (10**9,))
     for work in (product, traffic, ("to_device", "bytes", (10**9,))):
         assert plain.seconds(*work) / faster.seconds(*work) == pytest.approx(2, rel=0.01)
@@ -241,30 +203,24 @@ def test_a_cards_figures_move_what_they_bound() -> None:
     assert all(DatasheetSpeeds(card).is_known for card in CARDS)
 
 
-def test_a_card_without_known_figures_says_so(tmp_path: Path) -> None:
-    _, _, source = speeds_of(find_card("11GiB"), tmp_path)
-    assert "no figures are known for this card" in source
-    assert "not calibrated" in speeds_of(L4, tmp_path)[2]
-
-
 def constants(**changes: object) -> Constants:
-    two = {"bytes": [1000, 10**6]}
     data: dict = {
         "version": 1, "device": "NVIDIA L4", "kind": "cuda", "capability": [8, 9], "memory_bytes": L4.bytes,
         "threads": 1, "date": "2026-11-22", "versions": "", "seconds": 1.0,
         "host": {"operation": 1e-6, "backward": 3e-6, "view": 0.0},
-        "grids": {"add.fp32": grid(lambda size: 1e-12 * size, **two)},
+        "grids": {"add.fp32": grid(lambda size: 1e-12 * size, bytes=[1000, 10**6])},
     }  # fmt: skip
     return Constants(**{**data, **changes})
 
 
 def test_a_calibration_is_found_by_the_cards_name(tmp_path: Path) -> None:
+    assert "not calibrated" in speeds_of(L4, tmp_path)[2]
     write_constants(constants_file(tmp_path, "NVIDIA L4", 1, "cuda"), constants())
     speeds, interval, source = speeds_of(L4, tmp_path)
     assert "calibrated on NVIDIA L4" in source and interval[0] > 0.7
     assert speeds.seconds("add", "fp32", (10**6,)) == pytest.approx(1e-6)
-    assert "not calibrated" in speeds_of(find_card("T4"), tmp_path)[2]
-    assert "not calibrated" in speeds_of(find_card("L40S"), tmp_path)[2]
+    assert all("not calibrated" in speeds_of(find_card(name), tmp_path)[2] for name in ("T4", "L40S"))
+    assert "no figures are known for this card" in speeds_of(find_card("11GiB"), tmp_path)[2]
     constants_file(tmp_path, "NVIDIA L4", 1, "cuda").write_text("{}")
     with pytest.raises(UserError, match="simpletune calibrate"):
         speeds_of(L4, tmp_path)
@@ -287,25 +243,15 @@ def test_a_whole_step_scales_its_parts() -> None:
     assert CalibratedSpeeds(constants(composites=[step, larger])).seconds("add", "fp32", (1000,)) == pytest.approx(2e-9)
 
 
-class FakeWatch:
-    """Times nothing: the seconds are the operands' number."""
-
-    device, beyond_caches, most_copies = torch.device("cpu"), 100, 4
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def device_seconds(self, calls: list, what: str = "") -> float:
-        self.asked.append(len(calls))
-        return calls[0]()
-
-
 def test_calibration_leaves_out_what_takes_too_long() -> None:
+    asked: list[int] = []
+    watch = SimpleNamespace(
+        device=torch.device("cpu"), beyond_caches=100, most_copies=4,
+        device_seconds=lambda calls, what="": (asked.append(len(calls)), calls[0]())[1],
+    )  # fmt: skip
     probe = TimingProbe("add.fp32", {"bytes": [1, 20, 10**6, 10**8]}, lambda size: lambda: size * 1e-3, int)
-    watch = FakeWatch()
-    found = calibrate.grid_of(watch, probe)  # type: ignore[arg-type]
-    assert found.seconds == [1e-3, 0.02, None, None]
-    assert watch.asked[0] == 4  # copies of small operands take turns
+    assert calibrate.grid_of(watch, probe).seconds == [1e-3, 0.02, None, None]  # type: ignore[arg-type]
+    assert asked[0] == 4  # copies of small operands take turns
 
 
 def test_calibrate_needs_the_device(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -322,22 +268,17 @@ def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") ->
     return JobTime(find_card(name), step, 3600, None, stages, (0.5, 2.0), "stated", price), why_not
 
 
-def test_the_fastest_and_the_cheapest_card_are_marked() -> None:
-    rows = [row("L4", 2.0, 1.0), row("H100", 0.5, 8.0), row("RTX3090", 1.0, None), row("T4", 0.1, 0.1, "does not fit")]
-    lines = {
-        line.split()[0]: line for line in card_table("job", rows) if "USD" in line or "price" in line or "fit" in line
-    }
-    assert lines["L4"].endswith("cheapest") and " 2.00 " in lines["L4"] and " 4.00 " in lines["L4"]
-    assert lines["H100"].endswith("fastest") and "4.00 USD" in lines["H100"]
-    assert "no price known" in lines["RTX3090"] and lines["T4"].endswith("does not fit")
-
-
-def test_the_users_own_prices_come_before_those_that_ship(tmp_path: Path) -> None:
+def test_the_fastest_and_the_cheapest_card_are_marked_by_the_users_own_prices_first(tmp_path: Path) -> None:
     file = tmp_path / "prices.json"
     file.write_text('{"l4": {"per_hour": 0.2, "as_of": "2026-11", "source": "mine"}}')
     assert of_cards()["l4"].per_hour == 0.7068 and of_cards(file)["l4"].source == "mine"
-    names = {card.name.lower() for card in CARDS}
-    assert set(of_cards()) <= names
+    assert set(of_cards()) <= {card.name.lower() for card in CARDS}
+    rows = [row("L4", 2.0, 1.0), row("H100", 0.5, 8.0), row("RTX3090", 1.0, None), row("T4", 0.1, 0.1, "does not fit")]
+    told = [line for line in card_table("job", rows) if "USD" in line or "price" in line or "fit" in line]
+    lines = {line.split()[0]: line for line in told}
+    assert lines["L4"].endswith("cheapest") and " 2.00 " in lines["L4"] and " 4.00 " in lines["L4"]
+    assert lines["H100"].endswith("fastest") and "4.00 USD" in lines["H100"]
+    assert "no price known" in lines["RTX3090"] and lines["T4"].endswith("does not fit")
 
 
 def test_a_large_operation_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,12 +309,9 @@ def test_the_speeds_of_a_moment_grow_with_the_work() -> None:
     assert speeds.seconds("unheard_of", "bf16", (4096,)) > 0 and speeds.host("module") > 0
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.0123, "12 ms"), (0.9994, "999 ms"), (1, "1.00 s"), (9.994, "9.99 s"), (10, "10 s"), (119.6, "120 s"),
-        (120, "2 min"), (7199, "120 min"), (7200, "2.0 h"), (9000, "2.5 h"),
-    ],
-)  # fmt: skip
-def test_a_duration_has_a_suitable_unit(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
+def test_a_duration_has_a_suitable_unit() -> None:
+    words = {
+        0.0123: "12 ms", 0.9994: "999 ms", 1: "1.00 s", 9.994: "9.99 s", 10: "10 s", 119.6: "120 s",
+        120: "2 min", 7199: "120 min", 7200: "2.0 h", 9000: "2.5 h",
+    }  # fmt: skip
+    assert {seconds: format_duration(seconds) for seconds in words} == words

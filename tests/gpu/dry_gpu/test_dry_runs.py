@@ -37,10 +37,12 @@ def whole(run: Path) -> dict:
     return summary
 
 
-def program(config: dict, file: Path, before: str = "", **environment: object) -> subprocess.CompletedProcess[str]:
+def program(
+    config: dict, file: Path, before: str = "", words: tuple[str, ...] = ("--force",), **environment: object
+) -> subprocess.CompletedProcess[str]:
     """`simpletune train` in a process of its own, whose device holds nothing else."""
     file.write_text(json.dumps(config))
-    verb = ["train", str(file), "--force"]
+    verb = ["train", str(file), *words]
     code = f"{before}\nfrom simpletune.apps.cli.main import main; raise SystemExit(main({verb!r}))"
     return process(code, **environment)
 
@@ -130,12 +132,9 @@ def test_a_lora_trains_over_every_base(weights: str, memory: str, three_blocks: 
 def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, three_blocks: dict) -> None:
     memory = MEMORY["streamed"] if streamed else {"checkpointing": "all"}
     changes = {
-        "adapter": {"method": "full"},
-        "precision": {"weights": "bf16"},
-        "optimizer": {"name": optimizer, "lr": 1e-4},
-        "train": {"steps": 4, "clip": "per_parameter"},
-        "memory": memory | {"optimizer_in_backward": True},
-    }
+        "adapter": {"method": "full"}, "precision": {"weights": "bf16"}, "optimizer": {"name": optimizer, "lr": 1e-4},
+        "train": {"steps": 4, "clip": "per_parameter"}, "memory": memory | {"optimizer_in_backward": True},
+    }  # fmt: skip
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
 
 
@@ -167,9 +166,6 @@ def test_memory_that_runs_out_is_explained(three_blocks: dict, tmp_path: Path) -
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(three_blocks: dict, tmp_path: Path) -> None:
     config = three_blocks | {"device": "cuda", "adapter": {"method": "full"}}
     config["output"] = config["output"] | {"cache": str(tmp_path / "cache")}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    verb = ["train", str(tmp_path / "config.json")]
-    code = f"from simpletune.apps.cli.main import main; raise SystemExit(main({verb!r}))"
-    done = process(code, DRY_GIB=0.1)
+    done = program(config, tmp_path / "config.json", words=(), DRY_GIB=0.1)
     assert done.returncode == 2, done.stderr
     assert "needs" in done.stderr and "has 102" in done.stderr and "--force" in done.stderr

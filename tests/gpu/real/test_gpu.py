@@ -55,15 +55,29 @@ def on_host(values: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, values)
 
 
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run)]
+
+
+PRODUCTS = {"weights": "int8", "products": "int8"}
+
+
 @pytest.mark.values
-@pytest.mark.parametrize("weights", ["fp32", "int8", "int8-quanto"])
-def test_losses_equal_those_of_the_cpu(weights: str, tiny_config: dict) -> None:
-    precision = {"weights": weights, "compute": "fp32"}
-    losses = [
-        [row["loss"] for row in read_metrics(run_on(tiny_config, device, name=device, precision=precision))]
-        for device in ("cpu", "cuda")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        ({"weights": "fp32"}, 2e-3),
+        ({"weights": "int8"}, 2e-3),
+        ({"weights": "int8-quanto"}, 2e-3),
+        (PRODUCTS | {"input_gradient": "dequantised"}, 2e-2),
+        (PRODUCTS | {"input_gradient": "int8"}, 2e-2),
+    ],
+    ids=["fp32", "int8", "int8-quanto", "int8 products", "int8 products and gradients"],
+)
+def test_losses_equal_those_of_the_cpu(precision: dict[str, str], tolerance: float, tiny_config: dict) -> None:
+    precision = precision | {"compute": "fp32"}
+    cpu, cuda = (losses(run_on(tiny_config, device, name=device, precision=precision)) for device in ("cpu", "cuda"))
+    assert cuda == pytest.approx(cpu, rel=tolerance)
 
 
 SHAPES = [(1536, 1536), (6144, 1536), (1536, 6144)]  # [o, i] of SD3 Medium's layers
@@ -93,9 +107,8 @@ def test_int8_products_are_those_of_the_cpu_and_of_float64(shape: tuple[int, int
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     q, row_scale, y = found[0][:3]
     some = [0, 1, *range(3, min(rows, 300))]
-    exact = (q[some].double() @ weight.double().t()) * row_scale[some].double()[
-        :, None
-    ] * scale.double() + bias.double()
+    product = (q[some].double() @ weight.double().t()) * row_scale[some].double()[:, None]
+    exact = product * scale.double() + bias.double()
     torch.testing.assert_close(y[some].double(), exact, rtol=2**-8, atol=1e-4)
     assert y[2].isnan().all()
 
@@ -127,25 +140,13 @@ def test_speed_of_int8_products_is_printed(shape: tuple[int, int]) -> None:
         assert all(ms > 0 for ms in times.values())
 
 
-@pytest.mark.values
-@pytest.mark.parametrize("gradient", ["dequantised", "int8"])
-def test_losses_of_int8_products_equal_those_of_the_cpu(gradient: str, tiny_config: dict) -> None:
-    precision = {"weights": "int8", "compute": "fp32", "products": "int8", "input_gradient": gradient}
-    losses = [
-        [row["loss"] for row in read_metrics(run_on(tiny_config, device, name=device, precision=precision))]
-        for device in ("cpu", "cuda")
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
-
-
 @pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_trains_and_resumes(method: str, optimizer: str, tiny_config: dict) -> None:
     config = copy.deepcopy(tiny_config)
     config["adapter"] = {"method": method}
     config["optimizer"] = {"name": optimizer} | ({"d0": 1e-3} if optimizer == "prodigy" else {"lr": 1e-3})
-    precision = {"weights": "bf16"} if method == "full" else {"weights": "int8", "compute": "bf16"}
-    config["precision"] = precision
+    config["precision"] = {"weights": "bf16"} if method == "full" else {"weights": "int8", "compute": "bf16"}
     whole = run_on(config, "cuda", name="whole")
     halves = run_on(config, "cuda", name="halves", train={"steps": 2})
     run_on(config, "cuda", "latest", name="halves", train={"steps": 4})
@@ -187,12 +188,11 @@ def test_the_trace_holds_device_time_under_names_that_tensorboard_knows(tiny_con
 @pytest.mark.parametrize("weights", ["fp32", "int8", "int8-quanto"])
 def test_the_modulation_plan_gives_the_losses_of_the_resident_path(weights: str, tiny_config: dict) -> None:
     changes = {"precision": {"weights": weights, "compute": "fp32"}, "train": {"steps": 6, "batch_size": 2}}
-    losses = []
-    for kind in ("resident", "plan"):
-        memory = {"modulation": kind, "modulation_window": 4}
-        run = run_on(tiny_config, "cuda", name=kind, memory=memory, **changes)
-        losses.append([row["loss"] for row in read_metrics(run)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    resident, plan = (
+        losses(run_on(tiny_config, "cuda", name=kind, memory={"modulation": kind, "modulation_window": 4}, **changes))
+        for kind in ("resident", "plan")
+    )
+    assert plan == pytest.approx(resident, rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", [BF16(), Int8(), Int8Quanto()], ids=lambda p: p.weights)
@@ -215,10 +215,8 @@ def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPr
     assert allocated[1] < 0.8 * allocated[0]
 
     modulation = detach_modulation(planned, precision, device, 4)
-    plain = [
-        tensor for layer in modulation.layers for _, tensor in own_tensors(layer) if type(tensor.data) is torch.Tensor
-    ]
-    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in plain)
+    own = [tensor for layer in modulation.layers for _, tensor in own_tensors(layer)]
+    assert all(t.device.type == "cpu" and t.is_pinned() for t in own if type(t.data) is torch.Tensor)
     sigma, pooled = torch.rand(8), torch.randn(8, config["pooled_projection_dim"])
     modulation(sigma, pooled)  # the first product makes cuBLAS's workspace
     before = torch.cuda.memory_allocated()
@@ -322,19 +320,15 @@ def test_what_lies_in_pinned_memory_arrives() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int8-quanto"])
 def test_whole_streamed_runs(weights: str, tiny_config: dict, tmp_path: Path) -> None:
     write_pipeline(tmp_path / "pipeline")
-    model = tiny_config["model"] | {"pretrained": str(tmp_path / "pipeline")}
-    losses = []
-    for name, memory in {
-        "resident": {"checkpointing": "all"},
-        "streamed": {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True},
-    }.items():
-        validation = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2}
-        run = run_on(
-            tiny_config, "cuda", name=name, model=model, precision={"weights": weights}, memory=memory,
-            validation=validation,
-        )  # fmt: skip
-        losses.append([row["loss"] for row in read_metrics(run)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    changes: dict[str, Any] = {
+        "model": {"pretrained": str(tmp_path / "pipeline")}, "precision": {"weights": weights},
+        "validation": {"prompts": ["a dot"], "steps": 2, "loss_samples": 2},
+    }  # fmt: skip
+    whole, streamed = (
+        losses(run_on(tiny_config, "cuda", name=name, memory={"checkpointing": "all", **memory}, **changes))
+        for name, memory in (("whole", {}), ("streamed", {"resident_blocks": 1, "offload_checkpoint_inputs": True}))
+    )
+    assert streamed == pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "paged_adamw8bit", "adamw_bf16"])
@@ -343,18 +337,13 @@ def test_the_optimizer_in_the_backward_pass_gives_the_losses_of_the_normal_one(
     dtype: str, optimizer: str, tiny_config: dict
 ) -> None:
     """Draws have keys, so rounding is the same; torch's AdamW over several parameters may differ in the last bits."""
-    losses = []
-    for lever in (False, True):
-        options = {
-            "adapter": {"method": "full"},
-            "precision": {"weights": dtype},
-            "optimizer": {"name": optimizer, "lr": 1e-3},
-            "train": {"clip": "per_parameter"},
-            "memory": {"optimizer_in_backward": lever},
-        }
-        run = run_on({**tiny_config, "adapter": {}}, "cuda", name=f"lever-{lever}", **options)
-        losses.append([row["loss"] for row in read_metrics(run)])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    config = tiny_config | {"adapter": {"method": "full"}, "optimizer": {"name": optimizer, "lr": 1e-3}}
+    changes = {"precision": {"weights": dtype}, "train": {"clip": "per_parameter"}}
+    after, during = (
+        losses(run_on(config, "cuda", name=f"lever-{on}", memory={"optimizer_in_backward": on}, **changes))
+        for on in (False, True)
+    )
+    assert during == pytest.approx(after, rel=1e-3)
 
 
 def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(tmp_path: Path) -> None:
@@ -422,8 +411,7 @@ def test_compiled_blocks_give_the_losses_of_those_that_are_not(
     changes: dict[str, Any] = {"precision": {"weights": weights}, "memory": {"checkpointing": "all"}}
     runs = [run_on(tiny_config, "cuda", name=f"{on}", speed={"compile": on}, **changes) for on in (False, True)]
     assert "compile the blocks" in capsys.readouterr().out  # Triton is here
-    plain, compiled = ([row["loss"] for row in read_metrics(run)] for run in runs)
-    assert compiled == pytest.approx(plain, rel=5e-3)
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=5e-3)
 
 
 def update_in_place(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -466,8 +454,7 @@ def test_the_fused_updates_of_a_run_and_of_its_resume_agree(tiny_config: dict) -
     whole = run_on(tiny_config, "cuda", name="whole")
     run_on(tiny_config, "cuda", name="halves", train={"steps": 2})
     halves = run_on(tiny_config, "cuda", "latest", name="halves")
-    losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, halves)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses(halves) == pytest.approx(losses(whole), rel=1e-4)
 
 
 @pytest.mark.timing

@@ -41,11 +41,8 @@ def lora(tiny_pipeline: Path, tmp_path: Path) -> Path:
 def studio_on(device: str, pipeline: Path, cache: Path, speed: GenerationSpeed, **memory: object) -> GenerationSession:
     model = SD3(pretrained=str(pipeline), t5_length=8)
     config = TrainConfig(name="x", data=Folder(path="."), precision=FP32(), model=model)
-    changes = {
-        "memory": Memory().model_copy(update=memory),
-        "output": config.output.model_copy(update={"cache": str(cache)}),
-    }
-    config = config.model_copy(update=changes)
+    output = config.output.model_copy(update={"cache": str(cache)})
+    config = config.model_copy(update={"memory": Memory().model_copy(update=memory), "output": output})
     return GenerationSession(config, None, torch.device(device), device, StageTimer(cuda=device == "cuda"), speed)
 
 
@@ -55,12 +52,11 @@ def studio_on(device: str, pipeline: Path, cache: Path, speed: GenerationSpeed, 
 def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
-    drawn = [
-        studio_on(device, tiny_pipeline, tmp_path / device, GenerationSpeed(batch), **options).draw_all(
-            models, REQUESTS
-        )
+    sessions = (
+        studio_on(device, tiny_pipeline, tmp_path / device, GenerationSpeed(batch), **options)
         for device, options in (("cpu", {}), ("cuda", memory))
-    ]
+    )
+    drawn = [session.draw_all(models, REQUESTS) for session in sessions]
     for ours, theirs in zip(*drawn, strict=True):
         for a, b in zip(ours.latents, theirs.latents, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

@@ -15,21 +15,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import saved_weights
 from torch import nn
 
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.copy_stream import CudaCopies, PinnedPages
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from softgpu import levers as softgpu_levers
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = [
     pytest.mark.softgpu,
-    pytest.mark.skipif(
-        not hasattr(ctypes.CDLL(None), "soft_push"), reason="needs tests/gpu/softgpu/run (make softgpu)"
-    ),
+    pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "soft_push"), reason="needs tests/gpu/softgpu/run"),
 ]
 SEEDS, SEEDS_ALONE, SEEDS_OF_TWO = 200, 25, 8
 
@@ -186,10 +184,6 @@ def test_a_run_after_a_poisoned_one_is_the_run_alone(waits: bool) -> None:
     assert any(differs_after_a_poisoned_run(seed, expected) for seed in range(SEEDS_OF_TWO)) is not waits
 
 
-def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
-
-
 def trained(config: dict, *words: str, of: Sequence[str] = ("-m", "simpletune"), **environment: str) -> str:
     """``simpletune train`` in a process of its own, or another program that takes its words; what it says."""
     file = Path(config["output"]["runs"]).parent / f"{config['name']}.json"
@@ -214,7 +208,7 @@ def test_a_whole_run_with_pictures_report_and_resume(tiny_config: dict) -> None:
         trained(config | {"train": {"steps": 4}}, "--resume", "latest", SOFT_SEED="3" if device == "cuda" else "-1")
         run = Path(config["output"]["runs"]) / device
         assert (run / "report.html").exists() and list(run.rglob("*.png"))
-        found[device] = [row["loss"] for row in read_metrics(run)], weights(run, 4)
+        found[device] = [row["loss"] for row in read_metrics(run)], saved_weights(run, 4)
     assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-5)
     torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=1e-2, atol=1e-4)
 

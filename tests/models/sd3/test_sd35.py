@@ -23,6 +23,7 @@ from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
+from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
@@ -31,6 +32,7 @@ from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.models.sd3.option import SD3
+from simpletune.models.shared import sources
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.gpus import find_card
@@ -165,21 +167,18 @@ def test_diffusers_applies_an_exported_file_to_the_second_attention(pipeline: Pa
     theirs = SD3Transformer2DModel.from_pretrained(pipeline / "transformer")
     theirs.load_lora_adapter(load_file(file), prefix="transformer")
     theirs.fuse_lora()
-    expected = original_layout.state_of(pipeline / "transformer")
-    for name in SECOND:
-        weight = theirs.get_submodule(name).get_base_layer().weight
-        update = updates[name]
-        wanted = expected[f"{name}.weight"] + update.scale * (update.up @ update.down)
-        torch.testing.assert_close(weight.detach(), wanted, rtol=1e-5, atol=2e-5)
+    state = original_layout.state_of(pipeline / "transformer")
+    for name, update in updates.items():
+        weight = theirs.get_submodule(name).get_base_layer().weight.detach()
+        torch.testing.assert_close(weight, state[f"{name}.weight"] + update.delta(), rtol=1e-5, atol=2e-5)
 
 
 def test_the_header_names_the_model_by_the_widths(tmp_path: Path) -> None:
     names = {(2432, 2432): "5-large", (1536, 1536): "m", (1536, 13824): "5-medium"}  # (inputs, outputs)
     for (inputs, outputs), expected in names.items():
         layer = "transformer_blocks.0.norm1.linear" if outputs == 13824 else "transformer_blocks.0.attn.to_q"
-        file = write_lora(
-            {layer: LoraUpdate(torch.ones(1, inputs), torch.ones(outputs, 1))}, tmp_path / "x.safetensors"
-        )
+        update = LoraUpdate(torch.ones(1, inputs), torch.ones(outputs, 1))
+        file = write_lora({layer: update}, tmp_path / "x.safetensors")
         out = tmp_path / "y.safetensors"
         assert main(["export", str(file), "--format", "kohya", "--out", str(out), "--overwrite"]) == 0
         with safe_open(out, framework="pt") as handle:
@@ -193,8 +192,8 @@ def test_a_lora_is_merged_into_a_single_file(pipeline: Path, tmp_path: Path) -> 
     single = original_layout.write(pipeline, tmp_path / "sd3.5.safetensors", "transformer vae")
     merged = tmp_path / "merged.safetensors"
     assert main(["merge", str(lora), "--base", str(single), "--out", str(merged)]) == 0
-    names = {k: v for k, v in load_file(merged).items() if k.startswith(original_layout.MMDIT)}
-    actual = {k.removeprefix(original_layout.MMDIT): v for k, v in names.items()}
+    prefix = original_layout.MMDIT
+    actual = {k.removeprefix(prefix): v for k, v in load_file(merged).items() if k.startswith(prefix)}
     all_close(actual, in_original_layout(pipeline, updates))
 
 
@@ -237,9 +236,6 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_sizes_are_known_without_the_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, and those of a LoRA of rank 1 on all attention: by hand for SD3.5 Medium 586,752 + 13 x 4 x 3,072."""
-    from simpletune.adapters.methods.lora import Lora
-    from simpletune.models.shared import sources
-
     monkeypatch.setattr(sources, "part_folder", lambda part: pytest.fail("asked the hub"))
     model = SD3(pretrained=name)
     shapes = model.shapes(fetch=False)
@@ -264,10 +260,8 @@ ROW = re.compile(r"^\| `(sd35_\w+)` \| (.*?) \|((?: [\d,.]+ \|)+)$", re.M)
 
 def page_rows() -> dict[str, tuple[str, list[float]]]:
     """The page's table: what a configuration sets, and its figures from ``text`` to the process's host memory."""
-    found = ROW.findall((ROOT / "docs" / "reference" / "models.md").read_text())
-    return {
-        name: (sets, [float(cell.replace(",", "")) for cell in cells.split("|")[:-1]]) for name, sets, cells in found
-    }
+    found = ROW.findall((ROOT / "docs" / "reference" / "models.md").read_text().replace(",", ""))
+    return {name: (sets, [float(cell) for cell in cells.split("|")[:-1]]) for name, sets, cells in found}
 
 
 def test_the_page_has_every_configuration_and_each_says_what_the_page_says() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
 import pytest
 from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
@@ -24,16 +21,6 @@ def test_equals_diffusers(changes: dict) -> None:
     with init_empty_weights():
         model = SD3Transformer2DModel.from_config(config)
     assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
-
-
-def test_sd3_medium_has_2028328000_parameters() -> None:
-    assert sum(math.prod(shape) for shape in parameter_shapes(SD3().known_config()).values()) == 2_028_328_000
-
-
-@pytest.mark.data
-def test_names_are_those_of_the_published_file(real_data: Path) -> None:
-    names = (real_data / "sd3_keys" / "sd3_medium_transformer_diffusers_keys.txt").read_text().split()
-    assert set(parameter_shapes(SD3().known_config())) == set(names) - {"pos_embed.pos_embed"}
 
 
 @pytest.mark.parametrize(

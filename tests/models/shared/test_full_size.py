@@ -46,10 +46,17 @@ LEVERS = {
 }
 
 
-def summary_of(config: dict, folder: Path) -> dict:
-    """Train in a process of its own, whose peak memory is the run's: the summary."""
+def trained(pipeline: Path, pictures: Path, folder: Path, *, model: dict | None = None, **changes: object) -> dict:
+    """Take steps at 256 px in a process of its own, whose peak memory is the run's: the summary."""
+    config = {
+        "name": "full_size", "device": "cpu",
+        "model": {"pretrained": str(pipeline), "init": "random"} | (model or {"t5_length": 77}),
+        "data": {"path": str(pictures), "resolution": 256, "max_upscale": None},
+        "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
+        "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")},
+    }  # fmt: skip
     file = folder / "full_size.json"
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config | {"adapter": {"rank": 16}, "precision": {"weights": "int8"}} | changes))
     subprocess.run([sys.executable, "-m", "simpletune", "train", file], check=True)
     summary = json.loads((folder / "runs" / "full_size" / "summary.json").read_text())
     shown = ("seconds_setup", "seconds_per_step", "seconds_total", "peak_rss_gib", "first_loss")
@@ -57,22 +64,9 @@ def summary_of(config: dict, folder: Path) -> dict:
     return summary
 
 
-def trained(pipeline: Path, memory: dict, steps: int, pictures: Path, folder: Path) -> dict:
-    """Take steps of LoRA r16 over int8 at 256 px: the run's summary."""
-    config = {
-        "name": "full_size", "device": "cpu",
-        "model": {"pretrained": str(pipeline), "init": "random", "t5_length": 77},
-        "data": {"path": str(pictures), "resolution": 256, "max_upscale": None},
-        "memory": memory, "adapter": {"rank": 16}, "precision": {"weights": "int8"}, "train": {"steps": steps},
-        "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
-        "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")},
-    }  # fmt: skip
-    return summary_of(config, folder)
-
-
 @pytest.mark.parametrize("lever", LEVERS)
 def test_two_int8_lora_steps_at_256_px(lever: str, medium: Path, tiny_pictures: Path, tmp_path: Path) -> None:
-    summary = trained(medium, LEVERS[lever], 2, tiny_pictures, tmp_path)
+    summary = trained(medium, tiny_pictures, tmp_path, memory=LEVERS[lever], train={"steps": 2})
     assert summary["total_parameters"] == 2_028_328_000
     assert summary["trainable_parameters"] == 9_388_032
     assert summary["peak_rss_gib"] < 4
@@ -84,8 +78,8 @@ def test_an_int8_lora_step_of_sd35_large_streamed(
 ) -> None:
     """Needs 10 to 12.5 GiB of memory: on the CPU the host's copy of the blocks is the only one; beside it stand
     pages of the quantised base that is being cached, as many as the system has not reclaimed yet."""
-    levers = LEVERS["streamed"] | {"modulation_window": 1}
-    summary = trained(pipeline_of(SD35_LARGE), levers, 1, tiny_pictures, tmp_path)
+    memory = LEVERS["streamed"] | {"modulation_window": 1}
+    summary = trained(pipeline_of(SD35_LARGE), tiny_pictures, tmp_path, memory=memory, train={"steps": 1})
     assert summary["total_parameters"] == 8_056_627_520
     assert summary["trainable_parameters"] == 23_580_672
     assert summary["peak_rss_gib"] < 14
@@ -99,15 +93,8 @@ def test_five_lora_steps_of_sd15_at_256_px(
     pipeline = tiny_sd15.build(tmp_path / "pipeline", "sd15", dtype="bf16")
     (pipeline / "unet" / "config.json").write_text(json.dumps(bundled_configs()["sd15"]["unet"]))
     (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
-    config = {
-        "name": "full_size", "device": "cpu",
-        "model": {"family": "sd15", "pretrained": str(pipeline), "init": "random"},
-        "data": {"path": str(tiny_pictures), "resolution": 256, "max_upscale": None},
-        "adapter": {"rank": 8}, "precision": {"weights": weights}, "train": {"steps": 5},
-        "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
-        "output": {name: str(tmp_path / name) for name in ("runs", "profiles", "cache")},
-    }  # fmt: skip
-    summary = summary_of(config, tmp_path)
+    options: dict = {"adapter": {"rank": 8}, "precision": {"weights": weights}, "train": {"steps": 5}}
+    summary = trained(pipeline, tiny_pictures, tmp_path, model={"family": "sd15"}, **options)
     assert summary["total_parameters"] == 859_520_964
     assert summary["trainable_parameters"] == 8 * 199_296
     assert summary["peak_rss_gib"] < 6

@@ -98,15 +98,6 @@ def test_the_second_load_is_the_first_bit_for_bit_and_opens_no_weights(
     assert torch.equal(*outputs)
 
 
-def test_its_tensors_are_its_own(model: SD3, cache: Path) -> None:
-    model.load_denoiser(Nf4(), CPU, cache=cache)
-    loaded = model.load_denoiser(Nf4(), CPU, cache=cache)
-    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
-    file = folders(cache)[0] / quantised_cache.FILE
-    file.write_bytes(bytes(file.stat().st_size))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
-
-
 def test_modules_that_stay_on_the_host_are_asked_for_by_name(model: SD3, cache: Path) -> None:
     model.load_denoiser(Int8Quanto(), CPU, cache=cache)
     asked: list[str] = []
@@ -128,35 +119,35 @@ def test_modules_stay_on_the_host(model: SD3, cache: Path) -> None:
     assert on_host
 
 
-def test_the_header_says_what_it_was_made_from(model: SD3, cache: Path) -> None:
+def test_the_header_says_what_it_was_made_from_and_loaded_tensors_are_their_own(model: SD3, cache: Path) -> None:
     model.load_denoiser(Nf4(), CPU, cache=cache)
     (folder,) = folders(cache)
-    with safe_open(folder / quantised_cache.FILE, framework="pt") as handle:
+    file = folder / quantised_cache.FILE
+    with safe_open(file, framework="pt") as handle:
         about = json.loads(handle.metadata()["simpletune_quantised_from"])
-    assert about["precision"] == Nf4(compute="bf16").model_dump(
-        mode="json", exclude={"rotation"}
-    )  # as before it was one
+    known = Nf4(compute="bf16").model_dump(mode="json", exclude={"rotation"})  # as before rotation was an option
+    assert about["precision"] == known
     assert about["weights"] == model.part("transformer").fingerprint()
     assert about["place"].endswith("pipeline/transformer")
     assert {path.name for path in folder.iterdir()} == {quantised_cache.FILE, quantised_cache.ABOUT}
+    loaded = model.load_denoiser(Nf4(), CPU, cache=cache)
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    file.write_bytes(bytes(file.stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
 
 
-def test_every_precision_has_its_own(model: SD3, cache: Path) -> None:
+def test_every_precision_has_its_own_and_other_weights_too(model: SD3, cache: Path) -> None:
+    """A change of one number, by the file's time: a fingerprint only samples the file."""
     for precision in QUANTISED:
         model.load_denoiser(precision, CPU, cache=cache)
     assert len(folders(cache)) == len(QUANTISED)
-
-
-def test_other_weights_have_their_own(model: SD3, cache: Path) -> None:
-    """A change of one number, by the file's time: a fingerprint only samples the file."""
-    model.load_denoiser(Int8(), CPU, cache=cache)
     file = Path(model.pretrained) / "transformer" / WEIGHTS
     content = bytearray(file.read_bytes())
     content[-1] ^= 0x40
     file.write_bytes(content)
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
     changed = model.load_denoiser(Int8(), CPU, cache=cache)
-    assert len(folders(cache)) == 2
+    assert len(folders(cache)) == len(QUANTISED) + 1
     assert_equal_models(changed, model.load_denoiser(Int8(), CPU))
 
 
@@ -171,36 +162,20 @@ def test_nothing_is_kept_of_what_is_not_quantised_or_not_from_files(
     assert not cache.exists()
 
 
-def cut(folder: Path) -> None:
-    file = folder / quantised_cache.FILE
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def flip(folder: Path) -> None:
-    file = folder / quantised_cache.FILE
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def garble(folder: Path) -> None:
-    (folder / quantised_cache.ABOUT).write_text("{")
-
-
-def lose(folder: Path) -> None:
-    (folder / quantised_cache.FILE).unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "reason"),
-    [(cut, "has .* of .* bytes"), (flip, "SHA-256"), (garble, "cannot be read"), (lose, "No such file")],
+    ("name", "damage", "reason"),
+    [
+        (quantised_cache.FILE, lambda content: content[:-8], "has .* of .* bytes"),
+        (quantised_cache.FILE, lambda content: content[:-1] + bytes([content[-1] ^ 1]), "SHA-256"),
+        (quantised_cache.ABOUT, lambda content: b"{", "cannot be read"),
+        (quantised_cache.FILE, None, "No such file"),
+    ],
 )
-def test_a_damaged_one_is_named_set_aside_and_made_again(
-    damage: Callable, reason: str, model: SD3, cache: Path, capsys
-) -> None:
+def test_a_damaged_one_is_named_set_aside_and_made_again(name, damage, reason, model: SD3, cache: Path, capsys) -> None:
     first = model.load_denoiser(Nf4(), CPU, cache=cache)
     (folder,) = folders(cache)
-    damage(folder)
+    file = folder / name
+    file.write_bytes(damage(file.read_bytes())) if damage else file.unlink()
     capsys.readouterr()
     second = model.load_denoiser(Nf4(), CPU, cache=cache)
     said = capsys.readouterr().out

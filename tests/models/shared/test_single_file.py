@@ -15,7 +15,7 @@ import original_layout
 import pytest
 import torch
 from blocks import load
-from diffusers import SD3Transformer2DModel
+from diffusers import AutoencoderKL, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
 
@@ -101,7 +101,7 @@ def test_two_steps_give_the_losses_of_the_folder(
     assert len(set(expected)) == 2
 
 
-def test_without_text_encoders_they_come_from_the_folder(pipeline, descriptions, tiny_config, tmp_path: Path) -> None:
+def test_without_text_encoders_they_come_from_the_folder(pipeline, tiny_config, tmp_path: Path) -> None:
     file = original_layout.write(pipeline, tmp_path / "sd3_medium.safetensors", "transformer vae")
     expected = losses(tiny_config, "folder", pretrained=str(pipeline))
     assert losses(tiny_config, "file", pretrained=str(file), text_encoders=str(pipeline)) == expected
@@ -139,10 +139,6 @@ def test_tensors_equal_those_of_diffusers_converter(version: str, pipeline, pipe
 
 
 def test_the_autoencoder_equals_diffusers(pipeline, whole_file, descriptions) -> None:
-    from diffusers import AutoencoderKL
-
-    from simpletune.models.sd3.option import SD3
-
     model = SD3().model_copy(update={"pretrained": str(whole_file), "text_encoders": str(descriptions)})
     ours = model.load_vae(CPU, torch.float32).state_dict()
     theirs = AutoencoderKL.from_single_file(str(whole_file), config=str(pipeline / "vae"), local_files_only=True)
@@ -169,9 +165,8 @@ def test_names_and_config_of_the_published_file(real_data: Path, tmp_path: Path)
     assert {original_layout.MMDIT + name for name in state} == set(published)
     file = header_only(tmp_path / "sd3_medium.safetensors", {original_layout.MMDIT + k: v for k, v in state.items()})
     inferred, known = open_file(file, LAYOUT).denoiser_config, SD3().known_config()
-    assert {k: inferred[k] for k in known if not k.startswith("_")} == {
-        k: v for k, v in known.items() if not k.startswith("_")
-    }
+    named = {key: value for key, value in known.items() if not key.startswith("_")}
+    assert {key: inferred[key] for key in named} == named
 
 
 @pytest.mark.data
@@ -253,29 +248,21 @@ def test_a_part_that_is_nowhere_is_an_error_of_its_own(pipeline, tmp_path: Path)
 
 
 def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) -> None:
-    def said(name: str, data: bytes) -> str:
-        (tmp_path / name).write_bytes(data)
-        return check(tiny_config, pretrained=str(tmp_path / name), text_encoders=str(descriptions))
+    def said(name: str, data: bytes | dict) -> str:
+        file = tmp_path / name
+        save_file(data, file) if isinstance(data, dict) else file.write_bytes(data)
+        return check(tiny_config, pretrained=str(file), text_encoders=str(descriptions))
 
-    data = whole_file.read_bytes()
+    data, state = whole_file.read_bytes(), load_file(whole_file)
     assert "cut.safetensors is truncated: " in said("cut.safetensors", data[:-1])
     assert "is damaged or not a safetensors file. Download it again" in said("web.safetensors", b"<!doctype html>")
     assert "is not a .safetensors file. Pickled checkpoints" in said("old.ckpt", data)
     assert "nowhere.safetensors does not exist" in check(tiny_config, pretrained="/nowhere.safetensors")
-
-    state = load_file(whole_file)
+    scaled = "its text_encoder_3 is in scaled fp8 (scaled_fp8), which is not supported. Use the fp16 or bf16 file"
+    assert scaled in said("scaled.safetensors", state | {original_layout.T5 + "scaled_fp8": torch.zeros(1)})
     del state[original_layout.MMDIT + "joint_blocks.1.x_block.mlp.fc1.weight"]
-    save_file(state, tmp_path / "part.safetensors")
-    said_of_part = check(tiny_config, pretrained=str(tmp_path / "part.safetensors"), text_encoders=str(descriptions))
-    assert "is not a complete SD3 transformer; missing: joint_blocks.1.x_block.mlp.fc1.weight" in said_of_part
-
-
-def test_scaled_fp8_is_refused(whole_file, descriptions, tiny_config, tmp_path: Path) -> None:
-    state = load_file(whole_file)
-    state[original_layout.T5 + "scaled_fp8"] = torch.zeros(1)
-    save_file(state, tmp_path / "scaled.safetensors")
-    said = check(tiny_config, pretrained=str(tmp_path / "scaled.safetensors"), text_encoders=str(descriptions))
-    assert "its text_encoder_3 is in scaled fp8 (scaled_fp8), which is not supported. Use the fp16 or bf16 file" in said
+    missing = "is not a complete SD3 transformer; missing: joint_blocks.1.x_block.mlp.fc1.weight"
+    assert missing in said("part.safetensors", state)
 
 
 def test_configs_that_do_not_fit_are_listed(whole_file, pipeline, tiny_config, tmp_path: Path) -> None:
@@ -296,9 +283,8 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
     """Of a file of SD3 Medium's size, in under a second and without torch."""
     shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
-    file = header_only(
-        descriptions / "medium.safetensors", {original_layout.MMDIT + name: tensor for name, tensor in state.items()}
-    )
+    named = {original_layout.MMDIT + name: tensor for name, tensor in state.items()}
+    file = header_only(descriptions / "medium.safetensors", named)
     model = {"pretrained": str(descriptions), "transformer": str(file), "vae": str(descriptions)}
     config = write_config({**tiny_config, "model": model})
     script = (

@@ -82,10 +82,15 @@ def store_of(config: dict) -> ObjectStore:
     return ObjectStore(f"{config['output']['runs']}/{config['name']}")
 
 
+def require_index(config: dict) -> RunIndex:
+    found = read_index(store_of(config))
+    assert found is not None
+    return found[0]
+
+
 def require_whole(config: dict) -> RunIndex:
     """Every file of every checkpoint that the index names is in the store, with the bytes that it was saved with."""
-    store = store_of(config)
-    index, _ = read_index(store) or pytest.fail("there is no index")
+    store, index = store_of(config), require_index(config)
     for stored in index.checkpoints.values():
         for name, file in stored.files.items():
             content, _ = store.read(f"{stored.folder}/{name}") or pytest.fail(f"{name} is missing")
@@ -130,8 +135,7 @@ def test_another_machine_continues_with_the_same_bits(kept: dict, machine, capsy
     assert index.finished and list(index.checkpoints) == [4, 6]
     result, _ = store_of(kept).read("pytorch_lora_weights.safetensors") or pytest.fail("no result")
     assert result == (run / "pytorch_lora_weights.safetensors").read_bytes()
-    stored = store_of(kept)
-    rows = (stored.read("metrics.jsonl") or pytest.fail("no metrics"))[0].decode().splitlines()
+    rows = (store_of(kept).read("metrics.jsonl") or pytest.fail("no metrics"))[0].decode().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     capsys.readouterr()
     run_with(kept, "auto")
@@ -156,9 +160,7 @@ def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
     )
     words = [str(machine("a")), json.dumps(kept), moment]
     assert launcher.programs(code, words, environment=object_store.settings(server)).codes == [-9]
-    found = read_index(store_of(kept))
-    assert found is not None
-    lost = 6 - max(found[0].checkpoints, default=0)
+    lost = 6 - max(require_index(kept).checkpoints, default=0)
     machine("b")
     run = run_with(kept, "auto")
     index = require_whole(kept)
@@ -203,24 +205,15 @@ def test_a_store_that_fails_for_good_leaves_training_alone_and_is_reported(
     assert require_whole(kept).finished
 
 
-def require_index(config: dict) -> RunIndex:
-    found = read_index(store_of(config))
-    assert found is not None
-    return found[0]
-
-
 def test_the_machine_that_lost_its_run_stops(kept: dict, machine) -> None:
     machine("a")
     store = store_of(kept)
-
-    def taken_over(*_: object) -> None:
-        take(store, lambda stored: stored.model_copy(update={"owner": "0" * 32, "machine": "other"}))  # type: ignore[union-attr]
 
     original = upload.Uploader._upload
 
     def upload_after(self: upload.Uploader, job: upload.UploadJob) -> None:
         if job.step == 2:
-            taken_over()
+            take(store, lambda stored: stored.model_copy(update={"owner": "0" * 32, "machine": "other"}))  # type: ignore[union-attr]
         original(self, job)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -308,22 +301,12 @@ def test_an_index_is_replaced_only_by_who_has_read_it(kept: dict) -> None:
     assert read_index(store)[0] == second  # type: ignore[index]
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"version": 1, "owner": 1}', b'{"checkpoints": {"x": {}}}'])
-def test_a_damaged_index_is_named(kept: dict, content: bytes) -> None:
-    store = store_of(kept)
-    store.replace(INDEX, content, None)
-    with pytest.raises(UserError, match=r"index.json is damaged"):
-        read_index(store)
-
-
-def test_an_object_of_the_wrong_size_is_not_taken(kept: dict, faults: Faults, tmp_path: Path) -> None:
-    store, file = store_of(kept), tmp_path / "file"
-    file.write_bytes(b"0123456789" * 1000)
-    store.upload(file, "file")
-    faults.choose = lambda number, method, path: "short" if method == "GET" else None
-    with pytest.raises(StoreError, match="file gave 5000 bytes instead of 10000"):
-        store.fetch("file", tmp_path / "fetched", 10000)
-    assert not (tmp_path / "fetched").exists()
+def test_a_damaged_index_is_named(kept: dict) -> None:
+    store, tag = store_of(kept), None
+    for content in (b"", b"[]", b"\xff", b'{"version": 1, "owner": 1}', b'{"checkpoints": {"x": {}}}'):
+        tag = store.replace(INDEX, content, tag)
+        with pytest.raises(UserError, match=r"index.json is damaged"):
+            read_index(store)
 
 
 @pytest.mark.parametrize("fault", ["error", "cut", "short", "slow"])
@@ -338,7 +321,7 @@ def test_a_range_is_read_again_where_the_store_fails(kept: dict, faults: Faults,
     assert store.read_range("file", 5, 5) == b"" and faults.seen == first + (fault != "slow")
 
 
-def test_a_range_that_is_never_whole_is_an_error(kept: dict, faults: Faults) -> None:
+def test_what_is_never_whole_is_an_error(kept: dict, faults: Faults, tmp_path: Path) -> None:
     store = store_of(kept)
     store.replace("file", bytes(1000), None)
     with pytest.raises(StoreError, match="file .* gave 990 bytes instead of 1,990"):
@@ -348,21 +331,21 @@ def test_a_range_that_is_never_whole_is_an_error(kept: dict, faults: Faults) -> 
     faults.choose = lambda number, method, path: "short"
     with pytest.raises(StoreError, match="gave 500 bytes instead of 1,000"):
         store.read_range("file", 0, 1000)
+    with pytest.raises(StoreError, match="file gave 500 bytes instead of 1000"):
+        store.fetch("file", tmp_path / "fetched", 1000)
+    assert not (tmp_path / "fetched").exists()
 
 
-def test_a_bucket_that_does_not_exist(tiny_config: dict, machine) -> None:
+def test_other_urls_and_buckets_are_refused(tiny_config: dict, machine) -> None:
+    for place in ("ftp://a/b", "http://a/b", "s3://"):
+        with pytest.raises(UserError, match=r"output.runs: .*is not a store. Use s3://"):
+            validate(tiny_config | {"output": {"runs": place}}, "test")
+    with pytest.raises(UserError, match=r"output.profiles: s3://a/b must be a folder"):
+        validate(tiny_config | {"output": {"profiles": "s3://a/b"}}, "test")
     machine("a")
     output = tiny_config["output"] | {"runs": "s3://no-such-bucket/runs"}
     with pytest.raises(UserError, match="output.runs: .*no-such-bucket.*Check the URL, the credentials"):
         run_with(tiny_config | {"output": output})
-
-
-@pytest.mark.parametrize("place", ["ftp://a/b", "http://a/b", "s3://"])
-def test_other_urls_are_refused(tiny_config: dict, place: str) -> None:
-    with pytest.raises(UserError, match=r"output.runs: .*is not a store. Use s3://"):
-        validate(tiny_config | {"output": {"runs": place}}, "test")
-    with pytest.raises(UserError, match=r"output.profiles: s3://a/b must be a folder"):
-        validate(tiny_config | {"output": {"profiles": "s3://a/b"}}, "test")
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ class Outline(HTMLParser):
         return [attributes for tag, attributes in self.tags if tag in names]
 
 
-def test_the_page_is_whole_in_itself(whole: Path, compared: Path) -> None:
+def test_the_page_is_whole_in_itself_and_in_good_order(whole: Path, compared: Path) -> None:
     for file in (whole / "report.html", compared):
         text = file.read_text()
         page = Outline(text)
@@ -103,13 +103,6 @@ def test_the_page_is_whole_in_itself(whole: Path, compared: Path) -> None:
         (policy,) = [tag["content"] or "" for tag in page.all("meta") if "http-equiv" in tag]
         assert policy.startswith("default-src 'none'; img-src data:;") and "eval" not in policy and "http" not in policy
         assert not re.search(r"@import|url\(", text[: text.index("</style>")])
-    script = (Path(__file__).resolve().parents[3] / "simpletune" / "assets" / "report" / "page.js").read_text()
-    assert not re.search(r"fetch|XMLHttpRequest|import\(|https?:", script)
-
-
-def test_the_page_is_in_good_order(whole: Path, compared: Path) -> None:
-    for file in (whole / "report.html", compared):
-        page = Outline(file.read_text())
         assert page.open == [] and page.all("html")[0]["lang"] == "en"
         assert len(page.all("title")) == len(page.all("h1")) == len(page.all("main")) == 1
         levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
@@ -119,19 +112,12 @@ def test_the_page_is_in_good_order(whole: Path, compared: Path) -> None:
         assert page.all("img") and all(image["alt"] for image in page.all("img"))
         for control in page.all("input"):
             assert control.get("aria-label") or control.get("id") in ("price", "smoothing", "step")
-        targets = [link["href"] for link in page.all("a")]
-        assert {f"#{identity}" for identity in identities} >= set(targets)
+        assert {f"#{identity}" for identity in identities} >= {link["href"] for link in page.all("a")}
+    script = (Path(__file__).resolve().parents[3] / "simpletune" / "assets" / "report" / "page.js").read_text()
+    assert not re.search(r"fetch|XMLHttpRequest|import\(|https?:", script)
 
 
-def test_words_of_others_stay_words(whole: Path) -> None:
-    text = (whole / "report.html").read_text()
-    assert "<script>alert" not in text and "&lt;script&gt;alert" in text
-    assert NASTY[:40] in "".join(Outline(text).text)
-    twin = (whole / "report.md").read_text()
-    assert "<script>" not in twin.replace("\\<script\\>", "")
-
-
-def test_one_run_is_told_whole(whole: Path) -> None:
+def test_one_run_is_told_whole_and_words_of_others_stay_words(whole: Path) -> None:
     text, twin = (whole / "report.html").read_text(), (whole / "report.md").read_text()
     words = " ".join("".join(Outline(text).text).split())
     for told in (words, twin.replace("\\", "")):
@@ -143,6 +129,8 @@ def test_one_run_is_told_whole(whole: Path) -> None:
         assert "0.2000" in told and "1.0000 before" in told
         assert "/somewhere" not in told and "…/pictures" in told  # pages are passed on
     assert "the whole job $0.08" in twin  # 360 s at 0.8 dollars an hour
+    assert "<script>alert" not in text and "&lt;script&gt;alert" in text and NASTY[:40] in "".join(Outline(text).text)
+    assert "<script>" not in twin.replace("\\<script\\>", "")
     charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S)[1])
     assert set(charts) == {"loss", "lr", "grad-norm", "seconds", "stages", "kinds", "phases", "timeline"}
     (losses,) = json.loads(re.search(r'id="losses">(.*?)</script>', text, re.S)[1])
@@ -158,7 +146,7 @@ def test_several_runs_are_compared_with_the_first(compared: Path) -> None:
     differences = next(section for section in report.sections if section.name == "differences").tables[0]
     assert ("adapter.method", "full", "lora", "lora", "lora") in differences.rows
     assert report.facts[0].value == "1.10 GiB" and "lora-r1" in report.facts[0].note
-    (row,) = [row for row in report.data["grid"]]
+    (row,) = report.data["grid"]
     assert [picture["name"] for picture in row["pictures"]] == ["base", "full", "lora-r1", "lora-r16", "lora-r64"]
     assert not report.status
 
@@ -170,6 +158,9 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert any("different machines" in note for note in report.status)
     peak = next(section for section in report.sections if section.name == "peak")
     assert "Do not compare" in peak.notes[0] and "%" not in peak.charts[0].spec["data"]["values"][1]["label"]
+    folders = [write_run(tmp_path / place / "same") for place in ("one", "two")]
+    names = [row["name"] for row in make_report(folders).sections[0].charts[0].spec["data"]["values"]]
+    assert names == [str(folder) for folder in folders]
 
 
 def test_what_measured_nothing_divides_nothing(tmp_path: Path) -> None:
@@ -190,12 +181,6 @@ def test_what_measured_nothing_divides_nothing(tmp_path: Path) -> None:
     assert "0.0000 before, at step 40" in (folder / "report.md").read_text().replace("\\", "")
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / place / "same") for place in ("one", "two")]
-    names = [row["name"] for row in make_report(folders).sections[0].charts[0].spec["data"]["values"]]
-    assert names == [str(folder) for folder in folders]
-
-
 def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "killed", steps=9, finished=False)
     with open(folder / "metrics.jsonl", "a") as handle:
@@ -206,13 +191,10 @@ def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:
     assert facts["Peak of the whole job"] == "not known" and facts["Seconds per step"] == "0.500 s"
     write_report(report, folder / "report.html")
     assert "No peak was recorded" in (folder / "report.md").read_text()
-
-
-def test_a_summary_of_an_earlier_end_is_left_out(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "resumed", steps=20)
-    rows = read_metrics(folder)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({**row, "step": row["step"] + 5}) + "\n" for row in rows))
-    assert any("outdated, from step 20" in note for note in make_report([folder]).status)
+    resumed = write_run(tmp_path / "resumed", steps=20)  # its summary is of an earlier end
+    rows = [json.dumps({**row, "step": row["step"] + 5}) + "\n" for row in read_metrics(resumed)]
+    (resumed / "metrics.jsonl").write_text("".join(rows))
+    assert any("outdated, from step 20" in note for note in make_report([resumed]).status)
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -300,9 +282,7 @@ def test_names_of_phases_do_not_overlap() -> None:
             assert left >= taken and left + wide <= 281, row
             taken = left + wide
     many = [
-        {**phase, "from": n * 10 + phase["from"] / 40, "to": n * 10 + phase["to"] / 40}
-        for n in range(30)
-        for phase in phases
+        {**phase, **{end: n * 10 + phase[end] / 40 for end in ("from", "to")}} for n in range(30) for phase in phases
     ]
     assert max(charts.label_lanes(many)) < charts.LANES  # of many accumulated batches some names are left out
 

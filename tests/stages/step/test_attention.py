@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_runs import run_with
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simpletune.commands.train import set_up as setting_up
-from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
 from simpletune.stages.step.attention import AttentionCall, attention_calls, settle_attention, usable
 from simpletune.system.options import UserError
@@ -51,21 +49,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return found
 
 
-def config_of(tiny_config: dict, **changes: dict) -> dict:
-    data = copy.deepcopy(tiny_config)
-    for section, values in changes.items():
-        data[section] = {**data.get(section, {}), **values}
-    return data
-
-
 def test_the_autoencoder_and_the_encoders_keep_their_own_kernels(
     tiny_config: dict, tmp_path: Path, calls: list[Call]
 ) -> None:
     """Training, recomputation, evaluation and sampling by flash; the rest as PyTorch chooses. Pictures come out."""
     drawn = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2, "width": 48, "height": 32}
-    data = config_of(tiny_config, validation=drawn, memory={"checkpointing": "all"}, speed={"attention": "flash"})
-    data["output"]["cache"] = str(tmp_path / "cache")  # so that pictures and prompts are encoded here
-    run = train(validate(data, "flash"))
+    run = run_with(
+        tiny_config,
+        validation=drawn,
+        memory={"checkpointing": "all"},
+        speed={"attention": "flash"},
+        output={"cache": str(tmp_path / "cache")},  # so that pictures and prompts are encoded here
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert summary["warnings"] == [] and summary["attention"] == "flash" and summary["eval_loss_after"] is not None
     assert len(list((run / "samples").glob("*/prompt-00.png"))) == 2
@@ -87,37 +82,35 @@ def test_every_shape_is_tried_before_anything_is_encoded(tiny_config: dict, monk
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     monkeypatch.setattr(setting_up, "encode", lambda *_: pytest.fail("encoded before the kernel was tried"))
-    drawn = {"prompts": ["a dot"], "width": 48}
-    data = config_of(tiny_config, validation=drawn, speed={"attention": "flash"})
     with pytest.raises(UserError, match="speed.attention: flash cannot .*batch of 2, .*validation.* 48x32 .*Use auto"):
-        train(validate(data, "refused"))
+        run_with(tiny_config, validation={"prompts": ["a dot"], "width": 48}, speed={"attention": "flash"})
+
+
+SD3 = Path("configs/sd3_medium_lora_r16_int8.json")
 
 
 def test_the_shapes_of_a_run() -> None:
     """SD3 Medium: 24 heads of 64, 333 tokens of text, one of the picture for each 16 x 16 pixels."""
-    overrides = ["data.path=demo:pictures", "train.batch_size=4", "validation.width=512", "validation.height=768"]
-    config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), overrides)
-    sizes = [(1024, 1024), (768, 1344)]
-    found = {
-        (s.batch, s.heads, s.tokens, s.width, s.trained) for s in attention_calls(config, sizes) if s.keys == s.tokens
-    }
-    assert found == {
+
+    def calls_of(*more: str) -> list[AttentionCall]:
+        size = ["train.batch_size=4", "validation.width=512", "validation.height=768"]
+        config, _ = read_config(SD3, ["data.path=demo:pictures", *size, *more])
+        return attention_calls(config, [(1024, 1024), (768, 1344)])
+
+    assert {(s.batch, s.heads, s.tokens, s.width, s.trained) for s in calls_of() if s.keys == s.tokens} == {
         (4, 24, 333 + 64 * 64, 64, True),
         (4, 24, 333 + 48 * 84, 64, True),
         (1, 24, 333 + 64 * 64, 64, False),  # the validation loss
         (1, 24, 333 + 48 * 84, 64, False),
         (2, 24, 333 + 32 * 48, 64, False),  # guidance
-    }  # fmt: skip
-    nothing = ["validation.prompts=[]", "validation.loss_samples=0"]
-    config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), [*overrides, *nothing])
-    assert {shape.trained for shape in attention_calls(config, sizes)} == {True}
-    unguided, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), [*overrides, "validation.guidance=1"])
-    assert max(shape.batch for shape in attention_calls(unguided, sizes) if not shape.trained) == 1
+    }
+    assert {shape.trained for shape in calls_of("validation.prompts=[]", "validation.loss_samples=0")} == {True}
+    assert max(shape.batch for shape in calls_of("validation.guidance=1") if not shape.trained) == 1
 
 
 def test_blocks_with_a_second_attention_are_tried_without_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """SD3.5 Medium's first blocks let the picture also attend to itself alone."""
-    config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
+    config, _ = read_config(SD3, ["data.path=demo:pictures"])
     known = config.model.known_config() | {"dual_attention_layers": [0, 1]}
     monkeypatch.setattr(type(config.model), "known_config", lambda self: known)
     tokens = {shape.tokens for shape in attention_calls(config, [(1024, 1024)])}
@@ -144,11 +137,11 @@ def test_a_trial_includes_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("outer", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 def test_the_choice_ends_with_the_step(outer: SDPBackend, tiny_config: dict, calls: list[Call]) -> None:
     """What the caller allows is restored."""
-    flags: Callable[[], tuple[bool, bool]] = lambda: (  # noqa: E731
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-    )
-    config = validate(config_of(tiny_config, speed={"attention": "flash"}), "flash")
+
+    def flags() -> tuple[bool, bool]:
+        return torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
+
+    config = validate(tiny_config | {"speed": {"attention": "flash"}}, "flash")
     with sdpa_kernel(outer):
         before = flags()
         settle_attention(config, [(32, 32)], CPU)

@@ -45,15 +45,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def shapes(tmp_path: Path) -> dict:
-    """Pictures of four shapes."""
-    folder = tmp_path / "shapes"
+def pictures_of(folder: Path, sizes: list[tuple[int, int]]) -> dict:
+    """A data section of captioned noise in these sizes."""
     folder.mkdir()
-    for number, size in enumerate([(128, 128), (256, 64), (64, 256), (192, 80), (128, 128)]):
+    for number, size in enumerate(sizes):
         Image.effect_noise(size, 60 + number).convert("RGB").save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"noise {number}")
-    return {"path": str(folder), "resolution": 128, "max_aspect": 4.0}
+    return {"path": str(folder), "resolution": 128}
 
 
 def require_close(run: Path, other: Path, tolerance: float) -> None:
@@ -63,9 +61,11 @@ def require_close(run: Path, other: Path, tolerance: float) -> None:
 
 @pytest.mark.slow
 def test_many_shapes_few_graphs_and_an_exact_resume(
-    tiny_config: dict, blocks6: str, shapes: dict, compiler: Any, capsys: pytest.CaptureFixture[str]
+    tiny_config: dict, blocks6: str, tmp_path: Path, compiler: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny_config |= {"data": shapes, "train": {"steps": 6}, "checkpoint": {"every": 4}}
+    shapes = [(128, 128), (256, 64), (64, 256), (192, 80), (128, 128)]
+    tiny_config["data"] = pictures_of(tmp_path / "shapes", shapes) | {"max_aspect": 4.0}
+    tiny_config |= {"train": {"steps": 6}, "checkpoint": {"every": 4}}
     tiny_config["model"]["pretrained"] = blocks6
     tiny_config["adapter"]["dropout"] = 0.2
     tiny_config["memory"] = {"checkpointing": 3}
@@ -82,45 +82,30 @@ def test_many_shapes_few_graphs_and_an_exact_resume(
     torch.testing.assert_close(saved_weights(parted, 6), saved_weights(whole, 6), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(
-            {"precision": {"weights": "int8"}, "memory": {"modulation": "plan"}}, id="int8 plan", marks=pytest.mark.slow
-        ),
-        pytest.param({"precision": {"weights": "nf4"}}, id="nf4", marks=pytest.mark.slow),
-        pytest.param({"precision": {"weights": "int8-quanto"}}, id="quanto", marks=pytest.mark.slow),
-        pytest.param({"precision": {"weights": "int8", "products": "int8"}}, id="products", marks=pytest.mark.slow),
-        pytest.param(
-            {"precision": {"weights": "int8", "products": "int8", "rotation": "hadamard"}, "data": {"resolution": 64}},
-            id="rotated products",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"precision": {"weights": "nf4", "rotation": "hadamard"}}, id="rotated nf4", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {"memory": {"checkpointing": "all", "resident_blocks": 2, "offload_checkpoint_inputs": True}},
-            id="streamed",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"adapter": {"method": "full"}, "memory": {"checkpointing": "all"}}, id="full", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {
-                "adapter": {"method": "full"},
-                "memory": {"checkpointing": "all", "optimizer_in_backward": True, "resident_blocks": 1},
-                "train": {"clip": "per_parameter"},
-            },
-            id="full streamed in backward",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_every_lever_computes_the_same(changes: dict, tiny_config: dict, blocks6: str, compiler: Any) -> None:
+ALL = {"checkpointing": "all"}
+CHANGES: dict[str, dict] = {
+    "int8 plan": {"precision": {"weights": "int8"}, "memory": {"modulation": "plan"}},
+    "nf4": {"precision": {"weights": "nf4"}},
+    "quanto": {"precision": {"weights": "int8-quanto"}},
+    "products": {"precision": {"weights": "int8", "products": "int8"}},
+    "rotated products": {
+        "precision": {"weights": "int8", "products": "int8", "rotation": "hadamard"}, "data": {"resolution": 64},
+    },
+    "rotated nf4": {"precision": {"weights": "nf4", "rotation": "hadamard"}},
+    "streamed": {"memory": ALL | {"resident_blocks": 2, "offload_checkpoint_inputs": True}},
+    "full": {"adapter": {"method": "full"}, "memory": ALL},
+    "full streamed in backward": {
+        "adapter": {"method": "full"}, "memory": ALL | {"optimizer_in_backward": True, "resident_blocks": 1},
+        "train": {"clip": "per_parameter"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CHANGES)
+def test_every_lever_computes_the_same(case: str, tiny_config: dict, blocks6: str, compiler: Any) -> None:
     tiny_config["model"]["pretrained"] = blocks6
-    changes = copy.deepcopy(changes)
+    changes = copy.deepcopy(CHANGES[case])
     changes["train"] = {"steps": 2, **changes.get("train", {})}
     if "adapter" in changes:
         tiny_config["adapter"] = {}
@@ -182,12 +167,7 @@ def test_memory_is_predicted_of_the_run_that_is_not_compiled(
 @pytest.fixture
 def unet_config(tiny_config: dict, tmp_path: Path) -> dict:
     """Pictures of three sizes."""
-    folder = tmp_path / "sizes"
-    folder.mkdir()
-    for number, size in enumerate([(128, 128), (256, 64), (64, 256)]):
-        Image.effect_noise(size, 60 + number).convert("RGB").save(folder / f"{number}.png")
-        (folder / f"{number}.txt").write_text(f"noise {number}")
-    data = {"path": str(folder), "resolution": 128}
+    data = pictures_of(tmp_path / "sizes", [(128, 128), (256, 64), (64, 256)])
     return copy.deepcopy(tiny_config) | {"model": write_unet(tmp_path / "model"), "data": data, "train": {"steps": 4}}
 
 
@@ -215,10 +195,7 @@ LEVERS: dict[str, dict] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("lever", LEVERS)
 def test_compiled_units_compute_the_same(
-    lever: str,
-    unet_config: dict,
-    compiler: Any,
-    capsys: pytest.CaptureFixture[str],
+    lever: str, unet_config: dict, compiler: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if lever == "full":
         unet_config["adapter"] = {}

@@ -154,16 +154,15 @@ def test_the_fused_update_is_the_plain_one_and_takes_its_state() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
 
 
-def test_the_kernel_of_attention_is_found_out_or_refused(tiny_config: dict) -> None:
+def test_the_kernel_of_attention_is_found_out_said_or_refused(
+    tiny_config: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_with(tiny_config, speed={"attention": "math"})
-    assert json.loads((Path(run) / "summary.json").read_text())["attention"] == "math"
+    assert json.loads((run / "summary.json").read_text())["attention"] == "math"
     shape = AttentionCall(1, 2, 20, 20, 64, True, "training")
     assert usable("auto", shape, CPU, torch.bfloat16) == "flash"
     with pytest.raises(UserError, match="speed.attention: cudnn cannot compute 2 heads of 20 x 64 .*Use auto or math"):
         usable("cudnn", shape, CPU, torch.float32)
-
-
-def test_the_kernel_that_pytorch_chooses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = read_config(Path("configs/sd3_medium_lora_r16_int8.json"), ["data.path=demo:pictures"])
     assert config.precision.product_dtype() == torch.bfloat16
     assert settle_attention(config, [(256, 256)], CPU) == "flash"

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from simulated import assert_same_bytes
 from slow_cases import slow_but
 from tiny_runs import TrainOnce
+from tiny_runs import saved_weights as weights
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -102,14 +103,21 @@ def captions(run: Assembled) -> list[str]:
     return [draw.caption for draw in run.batches.passes.micro_batch(0, 0)]
 
 
-def written_out(run: Assembled) -> list[str]:
-    """The captions with the words in place of the token, if it has embeddings."""
-    own = captions(run)
-    return own if run.config.text.embeddings is None else [each.replace("flat", "striped striped") for each in own]
+def place_of(run: Assembled, name: str, rows: slice, caption: str) -> int:
+    """The row of the token's first vector; CLIP's prompts begin with a token of their own."""
+    written = caption.replace("flat", "striped striped").replace(",", " ,").replace(".", " .").split()
+    return rows.start + written.index("striped") + (name != "t5")
 
 
-def words(prompt: str) -> list[str]:
-    return prompt.replace("flat", "striped striped").replace(",", " ,").replace(".", " .").split()
+def plainly_encoded(run: Assembled) -> tuple[Tensor, Tensor]:
+    """The batch's prompts with the words in place of the token, if it has embeddings, by the base's encoders."""
+    written = captions(run)
+    if run.config.text.embeddings is not None:
+        written = [each.replace("flat", "striped striped") for each in written]
+    plain = TextCache(run.config.model, torch.float32, Path(run.config.output.cache))
+    plain.fill(written, CPU)
+    embeds, pooled = zip(*map(plain.load, written), strict=True)
+    return torch.stack(embeds), torch.stack(pooled)
 
 
 def columns(run: Assembled) -> dict[str, tuple[slice, slice]]:
@@ -124,6 +132,16 @@ def columns(run: Assembled) -> dict[str, tuple[slice, slice]]:
     }
 
 
+def require_gradients(run: Assembled, batch: Batch, loss: Tensor, leaves: dict[str, Tensor], *tolerance: float) -> None:
+    """Those of the embeddings by another way, and the loss."""
+    expected = torch.autograd.grad(loss, leaves.values())
+    found = run.gradients(batch)
+    torch.testing.assert_close(found["loss"], loss.detach(), rtol=tolerance[0], atol=0)
+    for name, gradient in zip(leaves, expected, strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(found[f"embeddings.{name}"], gradient, rtol=tolerance[1], atol=1e-8)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_outputs_are_those_of_rows_put_in_by_hand(family: str, tiny_config: dict) -> None:
     """Leaves in place of rows of the cached embeddings; the rows are found by counting the caption's words."""
@@ -134,18 +152,10 @@ def test_gradients_of_outputs_are_those_of_rows_put_in_by_hand(family: str, tiny
     for name, (rows, wide) in columns(run).items():
         assert embeds[0, rows, wide].shape[1] == leaves[name].shape[1]
         for sample, caption in enumerate(captions(run)):
-            first = words(caption).index("striped") + (name != "t5")  # CLIP's prompts begin with a token of their own
-            for number in range(2):
-                if rows.start + first + number < rows.stop:
-                    embeds[sample, rows.start + first + number, wide] = leaves[name][number]
+            for number, row in enumerate(range(place_of(run, name, rows, caption), rows.stop)[:2]):
+                embeds[sample, row, wide] = leaves[name][number]
     assert (embeds != batch.prompt_embeds).any()
-    loss = run.reference(batch, embeds, batch.pooled)
-    expected = torch.autograd.grad(loss, leaves.values())
-    found = run.gradients(batch)
-    torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-6, atol=0)
-    for name, gradient in zip(leaves, expected, strict=True):
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(found[f"embeddings.{name}"], gradient, rtol=1e-4, atol=1e-8)
+    require_gradients(run, batch, run.reference(batch, embeds, batch.pooled), leaves, 1e-6, 1e-4)
 
 
 def plain_clip(run: Assembled, name: str, **changes: Any) -> CLIPTextModel:
@@ -189,12 +199,7 @@ def test_gradients_of_inputs_are_those_of_an_extended_table(family: str, tiny_co
         assert (ids == word).sum() >= 2
         table, new = extended(clip, rows, ids, word)
         found[name] = functional_call(clip, table, (new,), {"output_hidden_states": True})
-    loss = run.reference(batch, *outputs_of(run, found, batch))
-    expected = torch.autograd.grad(loss, leaves.values())
-    ours = run.gradients(batch)
-    torch.testing.assert_close(ours["loss"], loss.detach(), rtol=1e-5, atol=0)
-    for name, gradient in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(ours[f"embeddings.{name}"], gradient, rtol=1e-3, atol=1e-8)
+    require_gradients(run, batch, run.reference(batch, *outputs_of(run, found, batch)), leaves, 1e-5, 1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -242,15 +247,12 @@ def test_the_pooled_embedding_stays_at_the_end_of_the_text(tiny_config: dict) ->
     with torch.no_grad():
         clip.get_input_embeddings().weight[word] = run.text.embeddings["clip_l"][0]
         theirs = clip(ids)
-        moved = functional_call(clip, *_call(extended(clip, run.text.embeddings["clip_l"], ids, word)))
+        table, new = extended(clip, run.text.embeddings["clip_l"], ids, word)
+        moved = functional_call(clip, table, (new,))
     first, width = run.text.regions["clip_l"].pooled
     ours = pooled[:, first : first + width]
     torch.testing.assert_close(ours, theirs.text_embeds)
     assert not torch.allclose(ours, moved.text_embeds)
-
-
-def _call(found: tuple[dict[str, Tensor], Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor]]:
-    return found[0], (found[1],)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +264,9 @@ def test_before_the_first_update_it_is_the_base_with_the_words(name: str, family
         fresh = load_text_side(run.config, run.prepared.text, [], CPU)
         fresh.attach_lora(0)
         run.text.load_state_dict(fresh.state_dict())
-    (batch,) = run.batches.step(0)
-    plain = TextCache(run.config.model, torch.float32, Path(run.config.output.cache))
-    written = written_out(run)
-    plain.fill(written, CPU)
-    embeds, pooled = map(torch.stack, zip(*map(plain.load, written), strict=True))
-    with torch.no_grad():
+        (batch,) = run.batches.step(0)
         found = run.text(batch.prompt_embeds, batch.pooled, batch.text)
-    torch.testing.assert_close(found, (embeds, pooled), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, plainly_encoded(run), rtol=1e-4, atol=1e-5)
 
 
 def test_output_vectors_start_from_the_mean_row(tiny_config: dict) -> None:
@@ -278,10 +275,8 @@ def test_output_vectors_start_from_the_mean_row(tiny_config: dict) -> None:
     for name, (rows, wide) in columns(run).items():
         found: list[list[Tensor]] = [[], []]
         for caption in run.prepared.plan.captions():
-            first = words(caption).index("striped") + (name != "t5") + rows.start
-            for number in range(2):
-                if first + number < rows.stop:
-                    found[number].append(run.prepared.text.load(caption)[0][first + number, wide])
+            for number, row in enumerate(range(place_of(run, name, rows, caption), rows.stop)[:2]):
+                found[number].append(run.prepared.text.load(caption)[0][row, wide])
         for number, own in enumerate(found):
             torch.testing.assert_close(start.embeddings[name][number].detach(), torch.stack(own).mean(0))
 
@@ -290,7 +285,6 @@ def test_output_vectors_start_from_the_mean_row(tiny_config: dict) -> None:
 def test_disabled_it_is_the_base(name: str, tiny_config: dict) -> None:
     """What the adapter's, too: drift, base pictures and prior preservation see the base with the words."""
     run = assembled(tiny_config, TEXTS[name], adapter={"method": "lora", "rank": 2})
-    fresh = assembled(tiny_config, TEXTS[name], adapter={"method": "lora", "rank": 2})
     (batch,) = run.batches.step(0)
     with torch.no_grad():
         changed = run.core.variant.predict(run.core.model, batch)
@@ -298,17 +292,12 @@ def test_disabled_it_is_the_base(name: str, tiny_config: dict) -> None:
             ours = run.core.variant.predict(run.core.model, batch)
         again = run.core.variant.predict(run.core.model, batch)
         model = run.config.model.load_denoiser(run.config.precision, CPU, 0)
-        plain = TextCache(run.config.model, torch.float32, Path(run.config.output.cache))
-        written = written_out(run)
-        plain.fill(written, CPU)
-        embeds, pooled = map(torch.stack, zip(*map(plain.load, written), strict=True))
         z_t = run.core.process.noised(batch.z_0, batch.noise, batch.level)
         time = run.core.process.time(batch.level)
-        theirs = run.config.model.predict(model, z_t, time, embeds, pooled, torch.float32)
+        theirs = run.config.model.predict(model, z_t, time, *plainly_encoded(run), torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(changed, theirs, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(again, changed, rtol=0, atol=0)
-    assert fresh.core.parameters and len(fresh.core.parameters) == len(run.core.parameters)
 
 
 def test_each_part_has_its_learning_rate(tiny_config: dict) -> None:
@@ -333,10 +322,6 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run)]
 
 
-def weights(run: Path, step: int) -> dict[str, Tensor]:
-    return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
-
-
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
 def test_input_vectors_keep_the_norm_of_the_table(family: str, tiny_config: dict) -> None:
     data = data_of(tiny_config, family, text=INPUT, **NONE)
@@ -349,6 +334,16 @@ def test_input_vectors_keep_the_norm_of_the_table(family: str, tiny_config: dict
         median = table.detach().norm(dim=1).median()
         torch.testing.assert_close(kept[f"text.embeddings.{name}"].norm(dim=1), median.expand(2), rtol=1e-5, atol=0)
         assert ((free[f"text.embeddings.{name}"].norm(dim=1) - median).abs() > 1e-3 * median).any()
+
+
+def resumed_from(whole: Path, data: dict, step: int, last: int) -> dict[str, Tensor]:
+    """The last weights of a run that goes on from a step of a whole one."""
+    halves = shutil.copytree(whole, whole.with_name("halves"))
+    for later in range(step + 1, last + 1):
+        shutil.rmtree(checkpoint.checkpoint_folder(halves, later), ignore_errors=True)
+    found = weights(train(validate(data | {"name": "halves"}, "halves"), resume="latest"), last)
+    shutil.rmtree(halves)
+    return found
 
 
 @pytest.mark.parametrize("place", [pytest.param("output", marks=pytest.mark.slow), "input"])
@@ -366,13 +361,7 @@ def test_stopped_embeddings_stay_to_the_bit_and_resume_so(place: str, tiny_confi
         moved = [(a != b).any().item() for a, b in ((first, second), (second, third), (third, last))]
         assert moved == ([True, False, False] if "embeddings" in name else [True] * 3), name
     for step in (1, 3):
-        halves = whole.with_name("halves")
-        shutil.copytree(whole, halves)
-        for later in range(step + 1, 5):
-            shutil.rmtree(checkpoint.checkpoint_folder(halves, later))
-        train(validate(data | {"name": "halves"}, "halves"), resume="latest")
-        torch.testing.assert_close(weights(halves, 4), steps[3], rtol=0, atol=0)
-        shutil.rmtree(halves)
+        torch.testing.assert_close(resumed_from(whole, data, step, 4), steps[3], rtol=0, atol=0)
 
 
 LEVERS: dict[str, dict[str, Any]] = {
@@ -430,11 +419,7 @@ def test_with_a_lora_every_combination_trains_and_resumes_to_the_bit(text: str, 
     last = weights(whole, 3)
     assert all(tensor.isfinite().all() for tensor in last.values())
     assert any((weights(whole, 2)[name] != tensor).any() for name, tensor in last.items() if "text." in name)
-    halves = whole.with_name("halves")
-    shutil.copytree(whole, halves)
-    shutil.rmtree(checkpoint.checkpoint_folder(halves, 3))
-    train(validate(data | {"name": "halves"}, "halves"), resume="latest")
-    torch.testing.assert_close(weights(halves, 3), last, rtol=0, atol=0)
+    torch.testing.assert_close(resumed_from(whole, data, 2, 3), last, rtol=0, atol=0)
 
 
 PREDICTED = [
@@ -443,10 +428,7 @@ PREDICTED = [
 PREDICTED += [(text, "sd15", "none") for text in TEXTS]
 
 
-FEW = [("output", "sd3", "plan")]
-
-
-@pytest.mark.parametrize(("text", "family", "lever"), spread(PREDICTED, FEW))
+@pytest.mark.parametrize(("text", "family", "lever"), spread(PREDICTED, [("output", "sd3", "plan")]))
 def test_real_and_fake_tensors_take_the_same_bytes(text: str, family: str, lever: str, tiny_config: dict) -> None:
     sections = copy.deepcopy({**LEVERS, **COMBINED, "none": {}}[lever])
     assert_same_bytes(validate(data_of(tiny_config, family, text=TEXTS[text], **sections), "case"))
@@ -485,15 +467,7 @@ def test_the_result_has_what_was_trained(tiny_config: dict) -> None:
             torch.testing.assert_close(lora[key], 2 * own if ".lora_B." in key else own, rtol=0, atol=0)
     assert any(key.startswith("transformer.") for key in lora)
     card = (run / "README.md").read_text()
-    assert "write `embedding:tiny_flat` for `flat`" in card and "load_lora_weights" in card and "LoRA of rank 3" in card
-
-
-def test_a_card_of_embeddings_alone_loads_no_lora(tiny_config: dict, train_once: TrainOnce) -> None:
-    data = data_of(tiny_config, text=OUTPUT, train={"steps": 3, "batch_size": 2}, **NONE)
-    run = train_once(data | {"name": "plain"})
-    card = (run / "README.md").read_text()
-    assert "which only simpletune reads" in card and "load_lora_weights" not in card
-    assert sorted(file.name for file in run.glob("*.safetensors")) == ["plain_flat.safetensors"]
+    assert "write `embedding:tiny_flat` for `flat`" in card and "LoRA of rank 3" in card
 
 
 def test_the_text_stage_skips_encoders_that_run_in_every_step(tiny_config: dict, tmp_path: Path) -> None:
