@@ -184,9 +184,10 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
         sides = (1, 1, 1) if module in updates and updates[module].update.pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
     for module, vector in _by_module(magnitudes, layout).items():
-        # PEFT keeps [1, o, 1, 1] of a convolution
-        sides = (1, -1, 1, 1) if not layout.alpha and module in updates and updates[module].update.pointwise else (-1,)
-        tensors[layout.key(module, MAGNITUDE)] = vector.float().view(*sides).clone()
+        shape = [-1]
+        if not layout.alpha and module in updates and updates[module].update.pointwise:
+            shape = [1, -1, 1, 1]  # as PEFT keeps a convolution's
+        tensors[layout.key(module, MAGNITUDE)] = vector.float().view(shape).clone()
     return tensors
 
 
