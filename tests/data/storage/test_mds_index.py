@@ -21,7 +21,7 @@ from simpletune.system.options import UserError
         ({"samples": True}, "True is no length"),
         ({"column_sizes": [1e400, None, None, None]}, "is no length"),
         ({"column_sizes": ["8", None, None, None]}, "is no length"),
-        ({"column_sizes": 3}, "not the index"),
+        ({"column_sizes": 3}, "not iterable"),
         ({"compression": True}, "the compression True"),
         ({"raw_data": {"basename": "a", "bytes": -1, "hashes": {}}}, "-1 is no length"),
     ],
