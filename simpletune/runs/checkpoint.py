@@ -7,7 +7,7 @@ contains the SHA-256 of all files and of itself.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from simpletune.runs.checkpoint_folders import (
     saved_file,
     with_checksum,
 )
+from simpletune.runs.figure_sums import figure_sums
 from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
@@ -75,6 +76,7 @@ class SavedState:
     processes: int  # that trained together
     micro_batches: int | None = None  # of a step; None: from a version whose gradient_accumulation was per process
     fp16: Json | None = None  # as in TrainingState
+    figures: Json = field(default_factory=dict)  # figure_sums; empty in checkpoints before November 2026
 
 
 def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
@@ -112,6 +114,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
             "processes": state.processes,
             "micro_batches": state.config.train.accumulation,
             "fp16": state.fp16,
+            "figures": figure_sums(run),
             "torch": torch.__version__,
             "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
         }
@@ -164,7 +167,8 @@ def read_checkpoint(folder: Path) -> SavedState:
     try:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
-        saved = SavedState(folder, **fields, micro_batches=state.get("micro_batches"), fp16=state.get("fp16"))
+        later = {name: state[name] for name in ("micro_batches", "fp16", "figures") if name in state}
+        saved = SavedState(folder, **fields, **later)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
@@ -215,6 +219,8 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("micro_batches")
     if saved.fp16 is not None and not isinstance(saved.fp16, dict):
         raise TypeError("fp16")
+    if not isinstance(saved.figures, dict):
+        raise TypeError("figures")
     if not isinstance(checksums, dict):
         raise ValueError("sha256")
     if not {TRAINABLE, OPTIMIZER} <= {name.replace(INDEX_SUFFIX, ".safetensors") for name in checksums}:

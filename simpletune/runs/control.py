@@ -157,7 +157,7 @@ def read_drawings(folder: Path) -> list[Json]:
 def _rows(file: Path, needed: dict[str, type]) -> list[Json]:
     try:
         lines: Iterable[str] = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    except OSError:  # missing, or not a file
         return []
     rows = [row for line in lines if (row := parse_row(line, ())) is not None]
     return [row for row in rows if all(isinstance(row.get(key), kind) for key, kind in needed.items())]

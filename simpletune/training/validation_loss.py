@@ -23,13 +23,16 @@ from simpletune.data.samples import SampleDraw
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.runs.folder import DRIFT
+from simpletune.runs.repair import set_aside
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
 from simpletune.system.disk import room_for
-from simpletune.system.options import Json
-from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
+from simpletune.system.options import Json, UserError
+from simpletune.system.safetensors_file import WeightReader, content_hash, read_header, write_safetensors
 from simpletune.system.signals import poll
+
+HASH = "sha256"  # in the header of the base's predictions
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,25 @@ class LossEvaluator:
     def _base(self, denoiser: Denoiser) -> dict[str, Tensor] | None:
         """The base's predictions by group and number; None if they are lost and the base itself is trained."""
         # Those of another start differ if a prompt or the number of samples has changed.
-        known = self.file.is_file() and read_header(self.file).get("__metadata__", {}).get("of") == self._of()
-        if not known:
+        if not self._is_known():
             if self.adapter.trains_base:
                 return None
             self._write_base(denoiser)
         return WeightReader([self.file]).get_all()
+
+    def _is_known(self) -> bool:
+        """Whether the stored predictions are those of these samples; damaged ones are set aside."""
+        if not self.file.is_file():
+            return False
+        try:
+            about = read_header(self.file).get("__metadata__", {})
+            sound = HASH not in about or about[HASH] == content_hash(self.file)
+        except UserError:
+            sound = False
+        if not sound:
+            set_aside(self.file, "has changed since it was written (its checksum does not match)")
+            return False
+        return bool(about.get("of") == self._of())
 
     def _of(self) -> str:
         """What the predictions depend on besides the base and the latents: samples and prompts."""
@@ -116,7 +132,7 @@ class LossEvaluator:
         with nullcontext() if self.adapter.trains_base else untrained(self.adapter, denoiser):
             found, losses = finite_passes(denoiser, predict)
         with room_for("writing the base's predictions", self.file.parent):
-            write_safetensors(found, self.file, {"of": self._of()})
+            write_safetensors(found, self.file, {"of": self._of()}, HASH)
         none = dict.fromkeys(self.groups, 0.0)
         return ValidationFigures(*_mean_and_each(losses), none, none)
 

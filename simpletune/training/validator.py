@@ -89,7 +89,12 @@ class Validator:
             before = self.try_to_evaluate(0)
             write_json(self.folder / EVALUATION, {"eval_loss": before, **self.evaluated_on})
             self.try_to_draw(0)
-        elif start < steps:
+            return
+        if not (self.folder / EVALUATION).is_file():  # set aside because it had changed
+            first = next((row for row in read_rows(self.folder / EVALUATIONS) if row["step"] == 0), None)
+            if first is not None:
+                write_json(self.folder / EVALUATION, {"eval_loss": first["eval_loss"], **self.evaluated_on})
+        if start < steps:
             self.after_step(start)  # if the run was stopped while evaluating or drawing
 
     def after_step(self, step: int) -> None:

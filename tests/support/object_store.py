@@ -6,14 +6,16 @@ import http.client
 import threading
 import time
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
 BUCKET = "bucket"
-Fault = Literal["error", "cut", "short", "slow"]
+Fault = Literal["error", "cut", "short", "slow", "rot", "refused"]
 
 
 class Faults:
@@ -36,6 +38,11 @@ class Faults:
             return fault
 
 
+def _rotten(content: bytes) -> bytes:
+    """The content with one bit flipped."""
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
+
+
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or every answer's content would wait 40 ms for the client to confirm its headers
@@ -46,8 +53,8 @@ class _Proxy(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(size)
         fault = self.faults.next(self.command, self.path)
-        if fault == "error":
-            self.send_response(500)
+        if fault in ("error", "refused"):
+            self.send_response(500 if fault == "error" else 403)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -57,6 +64,14 @@ class _Proxy(BaseHTTPRequestHandler):
             return
         if fault == "slow":
             time.sleep(0.1)
+        if fault == "rot" and self.command == "PUT" and body:
+            body = _rotten(body)
+            wanted = self.headers.get("x-amz-checksum-sha256")
+            if wanted and wanted != b64encode(sha256(body).digest()).decode():  # what S3 answers, and moto does not
+                self.send_response(400)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
         upstream = http.client.HTTPConnection("127.0.0.1", self.target, timeout=30)
         upstream.request(self.command, self.path, body, dict(self.headers))
         answer = upstream.getresponse()
@@ -64,6 +79,8 @@ class _Proxy(BaseHTTPRequestHandler):
         upstream.close()
         if fault == "short" and content and self.command == "GET":
             content = content[: len(content) // 2]  # a whole answer of the wrong length
+        if fault == "rot" and content and self.command == "GET":
+            content = _rotten(content)
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):

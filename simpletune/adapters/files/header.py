@@ -330,7 +330,7 @@ def _require_shapes(header: LoraHeader) -> None:
         size = update_shape(shapes)
         if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
-        if any(not is_by_output(shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
+        if any(not is_by_output(role, shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
             raise UserError(
                 f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "
                 "it with magnitudes of the outputs (LyCORIS: wd_on_out)"

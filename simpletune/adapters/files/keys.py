@@ -123,7 +123,7 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
         if len(blocks) != 3 or blocks[1] != blocks[2] or 0 in blocks:
             return None
         return UpdateShape(blocks[0] * blocks[1], blocks[0] * blocks[1], None, f"blocks of {blocks[1]}")
-    magnitudes = [shapes[role] for role in DORA_ROLES if role in shapes]
+    magnitudes = {role: shapes[role] for role in DORA_ROLES if role in shapes}
     shapes = {role: shape for role, shape in shapes.items() if role not in DORA_ROLES}
     flat = {role: shape[:2] for role, shape in shapes.items() if len(shape) == 2 or shape[2:] == (1, 1)}
     flat = {role: shape for role, shape in flat.items() if len(shape) == 2 and 0 not in shape}
@@ -136,13 +136,18 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
         return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
     (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
-    by_input = [shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]) for shape in magnitudes]
-    fits = all(one or is_by_output(shape, outputs) for one, shape in zip(by_input, magnitudes, strict=True))
+    fits = all(
+        is_by_output(role, shape, outputs) or (shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]))
+        for role, shape in magnitudes.items()
+    )
     return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
 
 
-def is_by_output(shape: Shape, outputs: int) -> bool:
-    """Whether DoRA's magnitude is one per output: [o], [o, 1] or [o, 1, 1, 1], rather than one per input: [1, i] ..."""
+def is_by_output(role: str, shape: Shape, outputs: int) -> bool:
+    """Whether DoRA's magnitude is one per output: [o], [o, 1], [o, 1, 1, 1], or PEFT's [1, o, 1, 1] of a convolution;
+    rather than one per input: [1, i] ..."""
+    if role == MAGNITUDE and shape == (1, outputs, 1, 1):
+        return True
     return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
 
 

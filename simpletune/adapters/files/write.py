@@ -183,7 +183,12 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
     for module, vector in _by_module(scales, layout).items():
         sides = (1, 1, 1) if module in updates and updates[module].update.pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
-    return tensors | {layout.key(k, MAGNITUDE): v.float().clone() for k, v in _by_module(magnitudes, layout).items()}
+    for module, vector in _by_module(magnitudes, layout).items():
+        shape = [-1]
+        if not layout.alpha and module in updates and updates[module].update.pointwise:
+            shape = [1, -1, 1, 1]  # as PEFT keeps a convolution's
+        tensors[layout.key(module, MAGNITUDE)] = vector.float().view(shape).clone()
+    return tensors
 
 
 def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:

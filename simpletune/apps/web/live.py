@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import threading
 from collections import OrderedDict
@@ -49,7 +50,7 @@ def estimate_request(config: TrainConfig, data: Json, card: Card | None) -> Esti
 
 def cached_estimate(roots: Roots, key: str) -> Json | None:
     """Return a cached prediction: ``estimate --json``'s output, or ``{"error": words}``; None if there is none."""
-    return read_json_or_none(_file(roots, key)) if key.isalnum() else None
+    return read_json_or_none(_file(roots, key)) if re.fullmatch("[0-9a-f]{24}", key) else None
 
 
 class Estimator:

@@ -44,8 +44,11 @@ class Roots:
             return None
         folder = self.runs / name
         # a run has begun here, even if its configuration or its steps are missing or damaged
-        begun = any((folder / file).is_file() for file in (CONFIG, ATTEMPTS, METRICS))
-        return folder if begun and folder.resolve().parent == self.runs else None
+        try:
+            begun = any((folder / file).is_file() for file in (CONFIG, ATTEMPTS, METRICS))
+            return folder if begun and folder.resolve().parent == self.runs else None
+        except (OSError, ValueError):  # too long for a name, or no text
+            return None
 
     def all_runs(self) -> Iterator[Path]:
         """Yield the folders of all runs, by name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
@@ -11,6 +10,8 @@ from pathlib import Path
 
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import ATTEMPTS, CONFIG, EVALUATIONS, METRICS, SAMPLES, SUMMARY
+from simpletune.runs.repair import parse_row
+from simpletune.runs.report.run_data import read_object, summary_of
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json
 from simpletune.system.strict_json import read
@@ -33,22 +34,29 @@ class RunState:
     loss: float | None  # of the last step; None before the first
     settings: Json  # its configuration; empty if it is missing or damaged
     picture: str | None  # newest sheet of validation pictures, relative to the run's folder
+    summary: Json  # of a finished run; empty if it is missing or damaged
+    notes: tuple[str, ...]  # which files are damaged
 
 
 def state_of(folder: Path) -> RunState:
-    """Read the state of a run; damaged files count as missing."""
+    """Read the state of a run; damaged files count as missing, with a note."""
+    notes: list[str] = []
     row = last_row(folder / METRICS)
-    summary, settings = json_object(folder / SUMMARY), json_object(folder / CONFIG)
+    summary, settings = summary_of(folder / SUMMARY, notes), read_object(folder / CONFIG, notes, expected=False)
     if is_held(folder):
         word, reason = "running", ""
     elif attempts := attempts_of(folder):
         word, reason = attempts[-1].ended or "killed", attempts[-1].reason
     else:
         word, reason = "finished" if summary else "new", ""
-    steps = summary.get("steps") or settings.get("train", {}).get("steps")
-    sheets = sorted(folder.glob(f"{SAMPLES}/*.png"), key=lambda file: file.stat().st_mtime)
-    picture = str(sheets[-1].relative_to(folder)) if sheets else None
-    return RunState(folder.name, word, reason, int(row.get("step", 0)), steps, row.get("loss"), settings, picture)
+    train = settings.get("train")
+    planned = train.get("steps") if isinstance(train, dict) else None
+    steps = summary.get("steps") or (planned if isinstance(planned, int) else None)
+    sheets = [(stamp, file) for file in folder.glob(f"{SAMPLES}/*.png") if (stamp := file_stamp(file))]
+    picture = str(max(sheets)[1].relative_to(folder)) if sheets else None
+    return RunState(
+        folder.name, word, reason, row.get("step", 0), steps, row.get("loss"), settings, picture, summary, tuple(notes)
+    )
 
 
 def last_row(file: Path) -> Json:
@@ -60,11 +68,8 @@ def last_row(file: Path) -> Json:
     except OSError:
         return {}
     for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # empty, or still being written
-            continue
-        if isinstance(row, dict):
+        row = parse_row(line.decode("utf-8", errors="replace"), ("step", "loss"))
+        if row is not None:  # else empty, still being written, or damaged
             return row
     return {}
 
@@ -73,7 +78,7 @@ def json_object(file: Path) -> Json:
     """Read a JSON object; empty if the file is missing or damaged."""
     try:
         found = read(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -18,7 +18,6 @@ from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp, stamp, state_of
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.runs.attempts import attempts_of, total_seconds
-from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.system.atomic import atomic_file
 from simpletune.system.console import duration
 from simpletune.system.locks import is_held
@@ -117,7 +116,7 @@ def rows(roots: Roots) -> list[Json]:
 def run_row(folder: Path, stamp: Hashable) -> tuple[Json, dict[str, str]]:
     """Read what the table shows of a run alone, and its settings as text by path; cached until its stamp changes."""
     state = state_of(folder)
-    summary = read_json_or_none(folder / SUMMARY) or {}
+    summary = state.summary
     seconds = total_seconds(attempts_of(folder))
     best, after, peak = (summary.get(key) for key in ("best", "eval_loss_after", "peak_allocated_gib"))
     row: Json = {
@@ -126,7 +125,7 @@ def run_row(folder: Path, stamp: Hashable) -> tuple[Json, dict[str, str]]:
         "peak": peak if isinstance(peak, float) else None,  # GiB of device memory; None if it was not measured
         "time": duration(seconds) if seconds else "",  # of all attempts
         # the end of the thumbnail's address
-        "picture": "" if state.picture is None else str((folder / state.picture).stat().st_mtime_ns),
+        "picture": "" if state.picture is None else str(file_stamp(folder / state.picture) or ""),
     }
     if isinstance(best, dict) and best.get("by") != "last":
         row["best"] = f"step {best.get('step')} by {best.get('by')}"

@@ -21,6 +21,7 @@ from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
 from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.figure_sums import require_figures
 from simpletune.runs.folder import (
     CONFIG,
     DATA,
@@ -191,6 +192,8 @@ def open_folder(
         close_killed(run_folder(config))
     if anew and not saved:
         clear_unsaved(config)
+    if saved:
+        require_figures(run_folder(config), saved.figures)
     folder = open_again(config, saved.step, best_step) if saved else open_fresh(config)
     write_config(config)
     write_json(folder / ENVIRONMENT, describe_machine())

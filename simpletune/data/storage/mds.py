@@ -228,11 +228,15 @@ def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
             if (shard["format"], shard["version"]) != ("mds", 2):
                 raise ValueError(f"a shard of the format {shard['format']!r}, version {shard['version']!r}")
             compression = shard.get("compression") or ""
+            if not isinstance(compression, str):
+                raise ValueError(f"the compression {compression!r}")
             zipped = _stored(shard["zip_data"]) if compression else None
             columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
-            checked = tuple((str(name), str(kind), None if size is None else int(size)) for name, kind, size in columns)
-            raw = _stored(shard["raw_data"])
-            found.append(MDSShard(raw, zipped or raw, compression, _number(shard["samples"]), checked))
+            checked = tuple((str(name), str(kind), _width(kind, size)) for name, kind, size in columns)
+            raw, samples = _stored(shard["raw_data"]), _number(shard["samples"])
+            if 4 * (samples + 2) > raw.bytes:  # before anything is reserved for so many
+                raise ValueError(f"{samples:,} samples do not fit into the {raw.bytes:,} bytes of {raw.name}")
+            found.append(MDSShard(raw, zipped or raw, compression, samples, checked))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"data.path: {place} is not the index of an MDS data set ({describe_exception(error)})"
@@ -252,6 +256,16 @@ def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**32:  # offsets in a shard have 32 bits
         raise ValueError(f"{value!r} is no length")
     return value
+
+
+def _width(kind: object, size: object) -> int | None:
+    """The bytes of a column in each sample; None: it varies."""
+    if size is None and kind not in SIZES:
+        return None
+    width = _number(size)
+    if kind in SIZES and width != SIZES[str(kind)].itemsize:
+        raise ValueError(f"a column of {kind!r} with {width} bytes")
+    return width
 
 
 def decompress(data: bytes | bytearray, compression: str, size: int, name: str) -> bytes:

@@ -17,12 +17,13 @@ from simpletune.runs.remote.index import (
     RunIndex,
     StoredCheckpoint,
     link,
+    linked_run,
     read_index,
     require_same_run,
     stored_words,
     take,
 )
-from simpletune.runs.remote.upload import LEFT_OUT, Uploader
+from simpletune.runs.remote.upload import DAMAGED, LEFT_OUT, Uploader
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
@@ -90,8 +91,9 @@ def open_checkpoint_store(config: TrainConfig, resume: str | None) -> Iterator[C
 def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: str | None) -> RunIndex:
     """The index with which this process takes a run over, unless a new run would replace a stored one."""
     owner, machine = uuid.uuid4().hex, socket.gethostname()
-    if stored is None:
-        return RunIndex(owner=owner, machine=machine)
+    if stored is None:  # a new run, or one that has been deleted from the store
+        known = linked_run(folder) if resume is not None else None
+        return RunIndex(run=known or uuid.uuid4().hex, owner=owner, machine=machine)
     if stored.checkpoints and resume is None:
         raise UserError(
             f"output.runs: {store.url} already holds a run ({stored_words(stored)}). Use --resume auto to continue it, "
@@ -134,12 +136,39 @@ def _fetch_missing(store: ObjectStore, index: RunIndex, folder: Path) -> None:
             f"--resume: none of the checkpoints in {store.url} is intact. Restore them, or start a new run under "
             "another name: name=..."
         )
-    for key, size in store.keys().items():  # metrics, samples, configuration
+    if index.files or index.arriving:
+        sizes = store.keys()
+        for key in sorted({**index.files, **index.arriving}):
+            if key in sizes:
+                _fetch_run_file(store, index, key, sizes[key], folder)
+            elif key in index.files:  # or else its first upload did not end
+                say(f"warning {store.url}/{key} has been deleted: it is left out")
+            poll()
+        return
+    for key, size in store.keys().items():  # of a run stored before its index named them
         parts = key.split("/")
         if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
             continue
         send_with_retries(partial(store.fetch, key, folder / key, size))
         poll()
+
+
+def _fetch_run_file(store: ObjectStore, index: RunIndex, key: str, size: int, folder: Path) -> None:
+    """Fetch a file of the run that is as it was uploaded. A damaged one is kept under another name, with a warning."""
+    known = {file.sha256 for file in (index.files.get(key), index.arriving.get(key)) if file is not None}
+    place = (folder / key).with_name(f"{(folder / key).name}{DAMAGED}")
+
+    def fetch_and_check() -> None:
+        store.fetch(key, place, size)
+        if sha256_of(place) not in known:
+            raise DamagedFile(f"{store.url}/{key} is damaged (its checksum does not match)")
+
+    try:
+        send_with_retries(fetch_and_check)
+    except DamagedFile as damage:
+        say(f"warning {damage}: it is left out, and kept as {place}")
+    else:
+        place.replace(folder / key)
 
 
 def _fetch_checkpoint(store: ObjectStore, stored: StoredCheckpoint, target: Path, advance: Callable[[], None]) -> None:

@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import REMOTE
@@ -27,8 +28,16 @@ READS = 3  # attempts to read a damaged index
 TAKES = 8  # attempts to take a run over
 
 
+def _inside(key: str) -> str:
+    """A path that stays in the folder it is relative to, on every system."""
+    parts = key.split("/")
+    if any(part in ("", ".", "..") or part != part.strip() for part in parts) or not key.isprintable() or "\\" in key:
+        raise ValueError("leads out of the run's folder")
+    return key
+
+
 class StoredFile(BaseModel):
-    """A file of a checkpoint."""
+    """A file as it was uploaded."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,7 +51,11 @@ class StoredCheckpoint(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     folder: str = Field(pattern=r"^checkpoints/[A-Za-z0-9.-]+$")  # its key prefix
-    files: dict[str, StoredFile]
+    files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], StoredFile]
+
+
+RunFiles = dict[Annotated[str, AfterValidator(_inside)], StoredFile]
+"""Files of a run apart from checkpoints, by their path in its folder."""
 
 
 class RunIndex(BaseModel):
@@ -56,16 +69,21 @@ class RunIndex(BaseModel):
     machine: str  # where that process runs, for messages
     since: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))  # when it took over
     checkpoints: dict[int, StoredCheckpoint] = {}  # the complete ones by step
+    files: RunFiles = {}  # the run's other files; empty in runs stored before November 2026
+    arriving: RunFiles = {}  # those that are being uploaded: the store may hold these, or still those of ``files``
     finished: bool = False  # whether the run's result is stored
 
 
 class LostRun(UserError):
-    """Report that another process has taken over the run."""
+    """Report that another process has taken over the run, or that it has been deleted from the store (None)."""
 
-    def __init__(self, url: str, index: RunIndex):
+    def __init__(self, url: str, index: RunIndex | None):
         super().__init__(
             f"{url} has been continued on {index.machine} since {index.since:%Y-%m-%d %H:%M:%S} UTC, so this process "
             "stops. Its own files stay in its folder. Stop one of the two, or give this run another name: name=..."
+            if index
+            else f"{url}/{INDEX} has been deleted while this process trained, so it stops. Its own files stay in its "
+            "folder. Run the same command with --resume auto to continue and to store all of them again"
         )
 
 
@@ -99,7 +117,7 @@ def put_index(store: ObjectStore, index: RunIndex, known: str | None) -> str | N
         except ObjectChanged:
             found = read_index(store)
             if found is None or found[0].owner != index.owner:
-                raise LostRun(store.url, found[0] if found else index) from None
+                raise LostRun(store.url, found[0] if found else None) from None
             if found[0] == index:  # the first answer was lost, and the request was repeated
                 return found[1]
             known = found[1]

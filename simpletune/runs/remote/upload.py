@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
@@ -34,6 +35,8 @@ from simpletune.system.stores.object_store import ObjectStore
 
 STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed on resume
 LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
+DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not match; it is kept on this machine only
+IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded
 AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
 AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
 
@@ -66,6 +69,7 @@ class Uploader:
         self.index, self._tag = index, tag
         self.uploaded, self.seconds = 0, 0.0
         self._stored: dict[str, tuple[int, int]] = {}  # size and time of change of the files as last uploaded, by key
+        self._arrived: dict[str, StoredFile] = {}  # what this process has uploaded last under each key
         self._waiting: UploadJob | None = None
         self._stagings = 0
         self._start: int | None = None  # step from which this process trains; None: it does not
@@ -186,7 +190,7 @@ class Uploader:
 
     def _upload(self, job: UploadJob) -> None:
         """Upload the run's files, then a checkpoint, then name it in the index; then remove what is no longer kept."""
-        self._upload_files()
+        files = self._upload_files()
         checkpoints = dict(self.index.checkpoints)
         if job.step is not None and job.staged is not None:
             # Those after the step that this process began with are its own, or from an attempt that went on further.
@@ -200,10 +204,8 @@ class Uploader:
         best = best_step(self.folder)
         stay = {*self.keeps.kept(sorted(checkpoints)), best}
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
-        index = self.index.model_copy(update={"checkpoints": kept, "finished": job.finished})
-        if index != self.index:
-            self._tag = put_index(self.store, index, self._tag)
-            self.index = index
+        self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={})
+        self._arrived = {key: file for key, file in self._arrived.items() if not key.startswith("checkpoints/")}
         if job.staged is not None:
             remove(job.staged)
             # Remove what the index does not name: old checkpoints, and those of killed uploads.
@@ -211,12 +213,20 @@ class Uploader:
             there = self.store.keys("checkpoints/")
             self.store.remove([key for key in there if "/".join(key.split("/")[:2]) not in named])
 
+    def _commit(self, **changes: object) -> None:
+        index = self.index.model_copy(update=changes)
+        if index != self.index:
+            self._tag = put_index(self.store, index, self._tag)
+            self.index = index
+
     def _place(self, step: int) -> str:
         """The key prefix of a checkpoint that this process uploads; no other process writes there."""
         return f"checkpoints/step-{step:06d}.{self.index.owner[:8]}"
 
-    def _upload_files(self) -> None:
-        """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded."""
+    def _upload_files(self) -> dict[str, StoredFile]:
+        """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded, and
+        return all of them. The index names them first: whatever becomes of this process, it knows what is there."""
+        files, changed = {}, {}
         for file in sorted(self.folder.rglob("*")):
             key = file.relative_to(self.folder).as_posix()
             if key.partition("/")[0] in LEFT_OUT or any(part.startswith(".") for part in key.split("/")):
@@ -224,12 +234,25 @@ class Uploader:
             try:
                 status = file.stat()
                 seen = status.st_size, status.st_mtime_ns
-                if not file.is_file() or self._stored.get(key) == seen:
+                if not file.is_file() or file.name.endswith(DAMAGED):
                     continue
-                self._put(file, key)
+                if self._stored.get(key) == seen and key in self.index.files:
+                    files[key] = self.index.files[key]
+                    continue
+                # as it is now: the run goes on writing small files, and replaces large ones as a whole
+                content = file.read_bytes() if status.st_size <= IN_MEMORY else file
             except FileNotFoundError:  # replaced or removed meanwhile; the next upload sends what is there then
                 continue
+            if isinstance(content, bytes):
+                files[key] = StoredFile(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+            else:
+                files[key] = StoredFile(size=status.st_size, sha256=sha256_of(file))
+            changed[key] = (content, seen)
+        self._commit(arriving={key: files[key] for key in changed})
+        for key, (content, seen) in changed.items():
+            self._put(content, key, files[key])
             self._stored[key] = seen
+        return files
 
     def _upload_checkpoint(self, step: int, staged: Path) -> StoredCheckpoint:
         sums: Mapping[str, str] = read_state(staged / STATE)["sha256"]
@@ -238,11 +261,13 @@ class Uploader:
             for file in sorted(staged.iterdir())
         }
         stored = StoredCheckpoint(folder=self._place(step), files=files)
-        for name in files:
-            self._put(staged / name, f"{stored.folder}/{name}")
+        for name, known in files.items():
+            self._put(staged / name, f"{stored.folder}/{name}", known)
         return stored
 
-    def _put(self, file: Path, key: str) -> None:
-        size = file.stat().st_size
-        self.store.upload(file, key)
-        self.uploaded += size
+    def _put(self, file: Path | bytes, key: str, known: StoredFile) -> None:
+        """Upload a file, unless an earlier attempt has."""
+        if self._arrived.get(key) != known:
+            self.store.upload(file, key)
+            self.uploaded += known.size
+            self._arrived[key] = known

@@ -153,7 +153,7 @@ def read_run(folder: Path) -> RunData:
         config=config,
         metrics=metrics,
         evaluations=[],
-        summary=_summary(folder / SUMMARY, notes),
+        summary=summary_of(folder / SUMMARY, notes),
         environment=read_object(folder / ENVIRONMENT, notes, expected=False),
         profiles=_profiles(folder, settings, notes),
         attempts=with_unrecorded_steps(attempts, metrics),
@@ -234,10 +234,13 @@ def read_object(file: Path, notes: list[str], expected: bool = True) -> Json:
     except (ValueError, OSError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read ({error}).")
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        notes.append(f"{file.name} cannot be read (it holds no object).")
+        return {}
+    return value
 
 
-def _summary(file: Path, notes: list[str]) -> Json:
+def summary_of(file: Path, notes: list[str]) -> Json:
     """Read summary.json; if a value has the wrong type, add a note and return an empty object."""
     summary = read_object(file, notes, expected=False)
     wrong = [key for key in NUMBERS if not isinstance(summary.get(key), int | float | None)]

@@ -60,12 +60,12 @@ class ObjectStore(Store):
             chunks = obstore.list(self._store, prefix or None)
             return {meta["path"]: (meta["size"], meta["e_tag"] or "") for chunk in chunks for meta in chunk}
 
-    def upload(self, file: Path, key: str) -> None:
-        """Store a file under a key atomically; the file stays."""
+    def upload(self, file: Path | bytes, key: str) -> None:
+        """Store a file, or its content, under a key atomically; the file stays."""
         import obstore
 
         with self._errors(f"uploading {key}"):
-            size = file.stat().st_size
+            size = len(file) if isinstance(file, bytes) else file.stat().st_size
             obstore.put(self._store, key, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
             stored = obstore.head(self._store, key)["size"]
         if stored != size:
@@ -158,11 +158,14 @@ def _open(url: str, field: str) -> Client:
         ) from None
     places = [url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
     plain = any(place.startswith("http://") for place in places)
+    # S3 compares what arrives with a checksum in the request, of each part of a large file, too.
+    checked = url.startswith(("s3://", "s3a://")) and "AWS_CHECKSUM_ALGORITHM" not in os.environ
     try:
         return from_url(
             url,
             client_options={"timeout": ANSWER, "connect_timeout": CONNECT, "allow_http": plain},
             retry_config=RETRIES,
+            config={"checksum_algorithm": "SHA256"} if checked else None,
         )
     except (BaseError, ValueError) as error:
         reason = redact(_short_reason(error))

@@ -96,7 +96,7 @@ class Follower:
                     self._place += len(whole) + 1
                     opened.seek(self._place)
                     self._take(whole)
-        except FileNotFoundError:
+        except OSError:  # missing, or not a file
             self._reset()
 
     def _take(self, text: bytes) -> None:

@@ -1,0 +1,42 @@
+"""Checksums of the files that a run's figures and pages are made from, which each checkpoint keeps.
+
+The rows of metrics.jsonl and evaluations.jsonl are appended, so their checksum is of the bytes there were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from simpletune.runs.folder import EVALUATION, EVALUATIONS, METRICS, SAMPLES
+from simpletune.runs.repair import set_aside
+from simpletune.system.console import say
+from simpletune.system.options import Json
+from simpletune.system.processes import is_first_process
+
+
+def figure_sums(folder: Path) -> Json:
+    """The number of bytes and the SHA-256 of each of these files, by its path in the run's folder."""
+    files = [folder / name for name in (METRICS, EVALUATIONS, EVALUATION)]
+    files += sorted((folder / SAMPLES / "base").glob("*.png"))
+    contents = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files if file.is_file()}
+    return {key: [len(content), hashlib.sha256(content).hexdigest()] for key, content in contents.items()}
+
+
+def require_figures(folder: Path, sums: Json) -> None:
+    """Compare the files with the checksums of a checkpoint. Warns of rows that have changed, since nothing can tell
+    what they were; sets other damaged files aside, so that they are made again or missed instead of shown."""
+    for key, (size, sha256) in sums.items():
+        file = folder / key
+        if not file.is_file():
+            continue
+        content = file.read_bytes()
+        if hashlib.sha256(content[:size] if key.endswith("l") else content).hexdigest() == sha256:
+            continue
+        if not key.endswith("l"):
+            set_aside(file, "has changed since it was written (its checksum does not match)")
+        elif is_first_process():
+            say(
+                f"warning {file} has changed since the checkpoint was saved: a number in it is not what was measured. "
+                "Curves and figures made from it may be wrong; the weights are not affected"
+            )

@@ -1,0 +1,184 @@
+"""Files of a stored run apart from checkpoints: checksums, what is damaged or deleted, hostile names, kept progress."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import object_store
+import pytest
+from object_store import BUCKET, Faults
+from pydantic import ValidationError
+from tiny_runs import run_with
+
+from simpletune.runs.remote import upload
+from simpletune.runs.remote.index import INDEX, LostRun, RunIndex, read_index
+from simpletune.system.stores.object_store import ObjectStore
+from simpletune.system.stores.store import StoreError
+
+
+@pytest.fixture(scope="module")
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture(scope="module")
+def server(faults: Faults) -> Iterator[str]:
+    with object_store.serving(faults) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in object_store.settings(server).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(upload, "AGAIN", 0.05)
+    monkeypatch.setattr(upload, "LONGEST", 0.2)
+    yield
+    faults.choose = lambda number, method, path: None
+
+
+@pytest.fixture
+def kept(tiny_config: dict, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """A run of four steps in a bucket, which saves twice."""
+    monkeypatch.chdir(tmp_path)
+    output = tiny_config["output"] | {"runs": f"s3://{BUCKET}/{re.sub('[^a-z]', '-', request.node.name)}"}
+    return tiny_config | {"checkpoint": {"every": 2}, "output": output}
+
+
+def store_of(config: dict) -> ObjectStore:
+    return ObjectStore(f"{config['output']['runs']}/{config['name']}")
+
+
+def index_of(config: dict) -> RunIndex:
+    found = read_index(store_of(config))
+    assert found is not None
+    return found[0]
+
+
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "elsewhere" / "runs" / "tiny"
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl"])
+@pytest.mark.parametrize("where", ["in the store", "on the way"])
+def test_a_flipped_bit_is_said_and_not_taken_over(
+    kept: dict, name: str, where: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run_with(kept)
+    store, index = store_of(kept), index_of(kept)
+    assert set(index.files) == set(key for key in store.keys() if not key.startswith((INDEX, "checkpoints/")))
+    content, tag = store.read(name) or pytest.fail("missing")
+    if where == "in the store":
+        store.replace(name, object_store._rotten(content), tag)
+    else:
+        faults.choose = lambda number, method, path: "rot" if method == "GET" and path.endswith(name) else None
+    there = elsewhere(tmp_path, monkeypatch)
+    run_with(kept, "auto", train={"steps": 6})
+    assert re.search(rf"warning .*/{name} is damaged .*checksum.* it is left out", capsys.readouterr().out)
+    assert (there / f"{name}.damaged").read_bytes() == object_store._rotten(content)
+    faults.choose = lambda number, method, path: None
+    now, _ = store.read(name) or pytest.fail("missing")
+    assert f"{name}.damaged" not in store.keys()
+    rows = [json.loads(line) for line in now.decode().splitlines()] if name.endswith("l") else json.loads(now)
+    assert len(rows) == (2 if name.endswith("l") else len(rows))  # the rows of the steps since
+
+
+def test_what_was_being_uploaded_when_a_process_died_is_taken_as_it_is(
+    kept: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The index names old and new content before the first is replaced."""
+    run = run_with(kept)
+    store, index = store_of(kept), index_of(kept)
+    with open(run / "metrics.jsonl", "a") as handle:
+        handle.write("\n")
+    uploader = upload.Uploader(store, run, index, (read_index(store) or pytest.fail(""))[1], upload.Checkpoint())
+    uploader._stored = {key: (0, 0) for key in index.files}
+    put, keys = uploader._put, []
+
+    def stop_after_two(content: object, key: str, known: object) -> None:
+        if len(keys) == 2:
+            raise StoreError("the power is gone")
+        keys.append(key)
+        put(content, key, known)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(uploader, "_put", stop_after_two)
+    with pytest.raises(StoreError):
+        uploader._upload_files()
+    assert set(index_of(kept).arriving) >= {"metrics.jsonl"} and index_of(kept).files == index.files
+    elsewhere(tmp_path, monkeypatch)
+    capsys.readouterr()
+    run_with(kept, "auto", train={"steps": 6})
+    assert "warning" not in capsys.readouterr().out and not index_of(kept).arriving
+
+
+def test_a_deleted_file_and_a_deleted_run_are_called_deleted(
+    kept: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_with(kept)
+    store = store_of(kept)
+    store.remove(["summary.json"])
+    there = elsewhere(tmp_path, monkeypatch)
+    original = upload.Uploader._upload
+
+    def upload_after_deletion(self: upload.Uploader, job: upload.UploadJob) -> None:
+        store.remove(store.keys())
+        original(self, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upload.Uploader, "_upload", upload_after_deletion)
+        with pytest.raises(LostRun, match="index.json has been deleted while .* --resume auto to .* store all of them"):
+            run_with(kept, "auto", train={"steps": 6})
+    assert "summary.json has been deleted: it is left out" in capsys.readouterr().out
+    run_with(kept, "auto", train={"steps": 6})
+    assert index_of(kept).finished and (there / "summary.json").is_file()
+
+
+def test_a_bit_that_flips_on_its_way_up_is_refused_by_the_store(kept: dict, faults: Faults) -> None:
+    """S3 compares the content with a checksum that the request carries; the upload is then repeated."""
+    flipped = []
+
+    def choose(number: int, method: str, path: str) -> object_store.Fault | None:
+        if method == "PUT" and "trainable" in path and not flipped:
+            flipped.append(path)
+            return "rot"
+        return None
+
+    faults.choose = choose
+    run_with(kept)
+    store, index = store_of(kept), index_of(kept)
+    assert flipped and max(index.checkpoints) == 4
+    for stored in index.checkpoints.values():
+        content, _ = store.read(f"{stored.folder}/trainable.safetensors") or pytest.fail("missing")
+        assert object_store.sha256(content).hexdigest() == stored.files["trainable.safetensors"].sha256
+
+
+def test_an_attempt_goes_on_where_the_last_one_failed(kept: dict, faults: Faults) -> None:
+    """Every fourth request is refused as some stores refuse clocks that differ; no file is uploaded more than once."""
+    seen: list[str] = []
+
+    def choose(number: int, method: str, path: str) -> object_store.Fault | None:
+        if method == "PUT" and INDEX not in path and number % 4 == 0:
+            return "refused"
+        if method == "PUT" and "checkpoints/" in path:
+            seen.append(path)
+        return None
+
+    faults.choose = choose
+    run_with(kept)
+    assert faults.injected and max(index_of(kept).checkpoints) == 4
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("key", ["/abs/evil", "../../x", "a/../b", "a//b", "a\\b", "", "a/ b", "a\nb", "."])
+def test_hostile_names_in_an_index_make_nothing_on_disk(kept: dict, key: str, tmp_path: Path) -> None:
+    file = {"size": 1, "sha256": "0" * 64}
+    checkpoint = {"folder": "checkpoints/step-000001.a", "files": {key: file}}
+    for hostile in ({"files": {key: file}}, {"arriving": {key: file}}, {"checkpoints": {1: checkpoint}}):
+        with pytest.raises(ValidationError):
+            RunIndex.model_validate({"owner": "a", "machine": "m", **hostile})
