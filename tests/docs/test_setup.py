@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TOOLS = "awk bash cat chmod cp cut df dirname du env find flock grep mkdir mv pwd readlink rm sed sha256sum sleep tail timeout"
+TOOLS = (
+    "awk bash cat chmod cp cut df dirname du env find flock grep mkdir mv pwd readlink rm sed sha256sum sleep tail "
+    "timeout"
+)
 DRY = "tests/gpu/dry_gpu/setup.sh"
 
 # What a Python answers to the questions of setup.sh; as .venv/bin/python it is also pip and the project.

@@ -2,7 +2,7 @@
 
 Part of the independent reference. After `comfy/weight_adapter/{lora,lokr,loha,oft}.py` and `base.py` (2025-10): the
 factors' product is reshaped to the weight, so only its number of elements counts; `dora_scale` is divided by the norms
-of the weight's rows [o, 1, ...], so it must have as many dimensions as the weight, or the layer is left as it is. kohya's
+of the weight's rows [o, 1, ...], so it must have as many dimensions as the weight, or the layer stays as it is. kohya's
 scripts and diffusers load factors into layers of their own, so a convolution's have four dimensions.
 """
 
