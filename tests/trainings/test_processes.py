@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import two_processes
 from launching import Launcher
 from safetensors import safe_open
-from two_processes import LEVERS, changed, ground, require_same, run_of, tensors, together, whole  # noqa: F401
+from two_processes import LEVERS, changed, require_same, run_of, tensors, together
 
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
@@ -27,6 +28,8 @@ from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.train_step import ignore_frozen_in_ddp
+
+ground, whole = two_processes.ground, two_processes.whole
 
 
 def alone(data: dict[str, Any]) -> Path:

@@ -18,14 +18,7 @@ import pytest
 import torch
 from launching import ROOT, Launcher, Outcome
 from safetensors.torch import load_file
-from two_processes import (
-    LEVERS,
-    changed,
-    require_same,
-    run_of,
-    together,
-    whole,  # noqa: F401
-)
+from two_processes import LEVERS, changed, ground, require_same, run_of, together, whole  # noqa: F401
 
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
