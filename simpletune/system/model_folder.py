@@ -12,6 +12,7 @@ from simpletune.system import strict_json
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import hash_samples
 from simpletune.system.options import UserError
+from simpletune.system.regular_files import read_regular
 from simpletune.system.safetensors_file import write_safetensors
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ def weight_files(folder: Path) -> list[Path]:
         index, single = folder / f"{name}.safetensors.index.json", folder / f"{name}.safetensors"
         if index.exists():
             shards = _shards(index)
-            missing = [shard.name for shard in shards if not shard.exists()]
+            missing = [shard.name for shard in shards if not shard.is_file()]
             if missing:
                 raise UserError(f"{folder} lacks {', '.join(missing)}, named by {index.name}. Download them again")
             return shards
-        if single.exists():
+        if single.is_file():
             return [single]
+        if single.exists():
+            raise UserError(f"{single} is not a regular file. Download it again")
     found = ", ".join(sorted(file.name for file in folder.glob("*"))) or "nothing"
     raise UserError(
         f"{folder} contains neither {NAMES[0]}.safetensors nor {NAMES[1]}.safetensors, but {found}. Download the model "
@@ -65,7 +68,7 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for config in sorted(folder.glob("*.json")):
         if not config.name.endswith(".index.json"):
-            digest.update(config.name.encode() + config.read_bytes())
+            digest.update(config.name.encode() + read_regular(config, INDEX_BYTES))
     for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())

@@ -8,12 +8,14 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError, join_names
+from simpletune.system.regular_files import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +56,13 @@ PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 def require_safetensors(file: Path) -> None:
     """Refuse missing files and files in other formats, above all pickles; a ``UserError`` names the format."""
     if not file.is_file():
-        raise UserError(f"{file} does not exist. Give a .safetensors file")
-    with open(file, "rb") as handle:
-        start = handle.read(9)
+        missing = "is not a regular file" if file.exists() else "does not exist"
+        raise UserError(f"{file} {missing}. Give a .safetensors file")
+    try:
+        with open_regular(file) as handle:
+            start = handle.read(9)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror or error})") from None
     protocols = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
     has_header = start[4:] == b"\0\0\0\0{"  # of safetensors, whose length may begin with the same bytes
     pickled = start[:2] in protocols and not has_header or start[:4] == b"PK\x03\x04"
@@ -76,11 +82,11 @@ def read_header(file: Path) -> dict[str, Any]:
         UserError: the file is not a safetensors file, is damaged or is truncated.
     """
     try:
-        with open(file, "rb") as handle:
+        with open_regular(file) as handle:
             length = int.from_bytes(handle.read(8), "little")
             if not 2 <= length <= 100_000_000:
                 raise ValueError
-            header = json.loads(handle.read(length))
+            header = json.loads(handle.read(length), object_pairs_hook=_without_duplicates)
         size = 8 + length
         for entry in (value for name, value in header.items() if name != "__metadata__"):
             begin, end = entry["data_offsets"]
@@ -91,6 +97,9 @@ def read_header(file: Path) -> dict[str, Any]:
             if kind is not None and end - begin != math.prod(entry["shape"]) * kind.bytes:
                 raise ValueError
             size = max(size, 8 + length + end)
+        places = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
+        if any(begin != end for (_, end), (begin, _) in pairwise([[0, 0], *places])):
+            raise ValueError  # gaps, or tensors that overlap
         about = header.get("__metadata__") or {}
         if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
             raise ValueError
@@ -99,6 +108,13 @@ def read_header(file: Path) -> dict[str, Any]:
     if file.stat().st_size < size:
         raise UserError(f"{file} is truncated: {file.stat().st_size:,} of {size:,} bytes. Download it again")
     return header
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError
+    return found
 
 
 class WeightReader:

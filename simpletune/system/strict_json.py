@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 from pathlib import Path
 from typing import NoReturn, TypeAlias
+
+from simpletune.system.regular_files import NotRegular, TooLarge, read_regular
 
 MAX_DEPTH = 64  # levels of lists and objects; more could exceed Python's recursion limit in later code
 MAX_BYTES = 2**20  # of a text, about a hundred times what a person writes
@@ -59,13 +59,13 @@ def read(file: Path, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -
         OSError: the file cannot be read.
         JsonError: as ``parse`` raises it, or the file is not a regular file.
     """
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise JsonError("it is not a regular file")
-        if status.st_size > max_bytes:
-            raise JsonError(_too_long(status.st_size, max_bytes))
-        return parse(stream.read(max_bytes + 1).removeprefix(b"\xef\xbb\xbf"), max_bytes, max_values)
+    try:
+        content = read_regular(file, max_bytes)
+    except NotRegular:
+        raise JsonError("it is not a regular file") from None
+    except TooLarge as error:
+        raise JsonError(_too_long(error.size or max_bytes + 1, max_bytes)) from None
+    return parse(content.removeprefix(b"\xef\xbb\xbf"), max_bytes, max_values)
 
 
 def _too_long(size: int, max_bytes: int) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
+from simpletune.system.regular_files import NotRegular, TooLarge, read_regular
 from simpletune.system.strict_json import JsonError
 
 MOST = 2**20  # bytes of a file
@@ -20,12 +21,13 @@ def read_any(file: Path) -> object:
     if file.is_dir():
         raise UserError(f"{file} is a folder. Name the configuration in it")
     try:
-        size = file.stat().st_size
-        if size > MOST:
-            raise UserError(f"{file} has {size:,} bytes; a configuration has at most {MOST:,}. Name another file")
-        if file.suffix == ".toml":
-            return tomllib.loads(file.read_text(encoding="utf-8-sig"))
-        return strict_json.parse(file.read_text(encoding="utf-8-sig"), MOST, VALUES)
+        text = read_regular(file, MOST).decode("utf-8-sig")
+        return tomllib.loads(text) if file.suffix == ".toml" else strict_json.parse(text, MOST, VALUES)
+    except TooLarge as error:
+        size = f"{error.size or MOST + 1:,} bytes" + ("" if error.size else " or more")
+        raise UserError(f"{file} has {size}; a configuration has at most {MOST:,}. Name another file") from None
+    except NotRegular:
+        raise UserError(f"{file} is not a regular file. Name the configuration itself") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:

@@ -23,7 +23,7 @@ from simpletune.commands.importers.common_options import (
     take_swapped_blocks,
     take_warmup,
 )
-from simpletune.commands.importers.files import find_beside, read_any, read_named
+from simpletune.commands.importers.files import MOST, find_beside, read_any, read_named
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
@@ -39,6 +39,7 @@ from simpletune.commands.importers.translation import (
 from simpletune.config.schema import run_name
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
+from simpletune.system.regular_files import read_regular
 
 TITLE, NAME = "kohya's scripts", "kohya"
 NETWORK_ARGUMENTS = {
@@ -161,7 +162,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     elif file is not None:
         try:
             _prompts(found, file)
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError):
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, RecursionError):
             found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
     if (name := found.read("output_name", as_text)) is not None:
         found.take("output_name", "name", run_name(name))
@@ -460,7 +461,7 @@ def _prompts(found: Translation, file: Path) -> None:
 
 
 def _rows(file: Path) -> list[Json]:
-    content = file.read_text(encoding="utf-8-sig")
+    content = read_regular(file, MOST).decode("utf-8-sig")
     if file.suffix == ".json":
         rows = json.loads(content)
     elif file.suffix == ".toml":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.system import regular_files
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 OTHER_PICTURES = (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".psd", ".svg", ".cr2", ".nef")
@@ -102,13 +102,11 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
         UnusablePicture: it cannot be read, is not a regular file, or is larger than the limit.
     """
     try:
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise UnusablePicture("is not a regular file")
-            if status.st_size > limit:
-                raise UnusablePicture(too_large(status.st_size, limit))
-            return stream.read()
+        return regular_files.read_regular(file, limit)
+    except regular_files.NotRegular:
+        raise UnusablePicture("is not a regular file") from None
+    except regular_files.TooLarge as error:
+        raise UnusablePicture(too_large(error.size or limit + 1, limit)) from None
     except OSError as error:
         raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
     except ValueError:
