@@ -130,6 +130,8 @@ def flush_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:  # names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
 

@@ -75,6 +75,8 @@ def room_for(
         if undo is not None:
             undo()
         kind = reason_full(error) if isinstance(error, Exception) else None
+        if kind is None and isinstance(error, OSError) and error.errno and error.filename is None:
+            raise OSError(error.errno, f"{error.strerror} while {what}", str(existing(place))) from error
         if kind is None:
             raise
         wanted = "" if needed is None else f"{format_bytes(needed)} were needed, "

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from tiny_runs import TrainOnce, run_with, saved_weights
 
+from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.data.storage.cache import FileCache, checksum
 from simpletune.engine.optim.rounding import key_draws
@@ -59,6 +60,28 @@ def test_every_errno_of_a_full_disk_is_said_with_what_was_needed(number: int, ki
     assert caught.value.code == 6
     with pytest.raises(OSError, match=os.strerror(errno.EIO)), disk.room_for("saving", tmp_path / "run", 2**20):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fails_ends_in_a_message_and_the_run_continues(
+    call: str, tiny_config: dict, write_config: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tiny_config | {"checkpoint": {"every": 2}}))
+    honest, calls = getattr(os, call), []
+
+    def failing(*arguments: Any) -> None:
+        saving = any("step-000004" in str(each) for each in arguments) if call == "replace" else len(calls) == 14
+        calls.append(saving)
+        if saving:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), *(arguments[:1] if call == "replace" else ()))
+        honest(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        assert main(["train", config]) == 2
+    assert re.search(r"error: /\S+: Input/output error.* Repair or remove it", capsys.readouterr().err) and any(calls)
+    assert main(["train", config, "--resume", "auto"]) == 0
+    assert read_metrics(run_of(tiny_config))[-1]["step"] == 4
 
 
 @pytest.mark.parametrize("file", [checkpoint.OPTIMIZER, checkpoint.STATE])
