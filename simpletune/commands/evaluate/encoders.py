@@ -137,6 +137,7 @@ def scale_and_crop(picture: Image.Image, shorter: int, side: int) -> Image.Image
     # as torchvision, which the papers' code uses: round the longer side down to whole pixels
     size = (shorter, int(height * scale)) if width <= height else (int(width * scale), shorter)
     scaled = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    # as torchvision's CenterCrop, too; transformers' processor of CLIP rounds down, which may be a pixel beside this
     left, top = round((size[0] - side) / 2), round((size[1] - side) / 2)
     return scaled.crop((left, top, left + side, top + side))
 

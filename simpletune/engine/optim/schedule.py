@@ -14,7 +14,8 @@ class _Schedule(Option):
     """Warm-up, followed by a decay over the rest of the run, which members define."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly: step s of w has (s + 1) / (w + 1) of it, so that the first one
+    learns, too. transformers and the trainers that use it take s / w, which is one step behind."""
 
     def factor(self, step: int, steps: int) -> float:
         """The factor on the learning rate in a step, counted from 0, of a run of ``steps``."""
