@@ -22,6 +22,8 @@ from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_ro
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.options import Json, UserError, join_names, plural
 
+FEWEST = 5
+"""Prompts of an evaluation from which on its intervals say what they claim, and checkpoints are chosen by it."""
 USER, FIDELITY, HELD_OUT, LAST = "user", "fidelity", "held-out loss", "last"
 
 
@@ -58,11 +60,22 @@ def choose_best(run: Path) -> BestCheckpoint | None:
         best = _best_of(rows)
     if best is not None:
         return BestCheckpoint(best["step"], HELD_OUT, _why(best, rows))
-    return BestCheckpoint(
-        steps[-1],
-        LAST,
-        "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split",
+    few = prompts_of(run)
+    why = (
+        "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split"
+        if not few
+        else f"an evaluation with {plural(few, 'prompt')} does not tell which checkpoint is better: it takes {FEWEST}"
     )
+    return BestCheckpoint(steps[-1], LAST, why)
+
+
+def prompts_of(run: Path) -> int:
+    """The number of prompts of a run's evaluation; 0 without one."""
+    result = read_scores(run)
+    if result is None or not result["points"]:
+        return 0
+    found = _score(result["points"][0], "subject_fidelity", result["main"]["subject_fidelity"])
+    return int(found.get("prompts", FEWEST))  # evaluations before November 2026 do not say
 
 
 def best_step(run: Path) -> int | None:
@@ -72,9 +85,10 @@ def best_step(run: Path) -> int | None:
 
 
 def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
-    """Choose by the run's evaluation with encoders; None if there is none, or if none of its checkpoints exists."""
+    """Choose by the run's evaluation with encoders; None if there is none of at least FEWEST prompts, or if none of its
+    checkpoints exists."""
     result = read_scores(run)
-    if result is None:
+    if result is None or prompts_of(run) < FEWEST:
         return None
     subject, prompt = result["main"]["subject_fidelity"], result["main"]["prompt_fidelity"]
     points = [point for point in result["points"] if point["step"] in steps]

@@ -110,11 +110,14 @@ def test_the_command_chooses_a_step_and_takes_it_back(tmp_path: Path, capsys: py
     assert chosen("last") == 2 and "--choose last: this is not a step" in capsys.readouterr().err
 
 
-def scored(folder: Path, rows: list[tuple[int | None, float | None, float, float, float]], reads: bool = True) -> None:
+Row = tuple[int | None, float | None, float, float, float]
+
+
+def scored(folder: Path, rows: list[Row], reads: bool = True, prompts: int = 25) -> None:
     """Write an evaluation: step, strength, subject fidelity, change of prompt fidelity, half its interval."""
     points = [
         {"step": step, "strength": strength, "scores": {
-            "subject_fidelity": {"dino": {"value": subject}},
+            "subject_fidelity": {"dino": {"value": subject, "prompts": prompts}},
             "prompt_fidelity": {"clip": {
                 "value": 0.3 + change, "by_prompt": [0.3 + change - error, 0.3 + change + error * (1 + change)],
                 "from_base": {"value": change, "low": change - error, "high": change + error}}},
@@ -149,6 +152,19 @@ def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path:
     scored(run, rows, reads=False)
     found = choose_best(run)
     assert found is not None and found.step == 300 and "clip" not in found.why
+
+
+def test_an_evaluation_of_few_prompts_chooses_nothing(tmp_path: Path) -> None:
+    """Its intervals would say 95% and cover half."""
+    run = run_of(tmp_path, {})
+    rows: list[Row] = [(None, None, 0.1, 0, 0), (100, 1, 0.9, 0.01, 0.01), (200, 1, 0.5, 0.01, 0.02)]
+    for step in (100, 200, 300):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
+    scored(run, rows, prompts=4)
+    found = choose_best(run)
+    assert found is not None and (found.step, found.by) == (300, LAST) and "4 prompts does not tell" in found.why
+    scored(run, rows, prompts=5)
+    assert choose_best(run).step == 100  # type: ignore[union-attr]
 
 
 # How much is evaluated

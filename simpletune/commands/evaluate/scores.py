@@ -1,6 +1,6 @@
 """Formulas of the scores, on embeddings in numpy float64, and their intervals.
 
-Pictures of one prompt are not independent, so intervals resample prompts, not pictures; differences from the base are
+Pictures of one prompt are not independent, so intervals are over prompts, not pictures; differences from the base are
 paired by prompt and seed.
 
 Legend: n generated pictures, m real ones, k pictures of one prompt, d width of an embedding.
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simpletune.runs.best_checkpoint import FEWEST
 from simpletune.system.options import Json
 
 Array = NDArray[np.float64]
@@ -22,7 +22,6 @@ Kernel = Callable[[Array, Array], Array]
 
 SIGMA, CMMD_SCALE = 10.0, 1000.0
 """Bandwidth of CMMD's kernel, and the factor by which its paper scales it (arXiv:2401.09603, section 4)."""
-LEVEL, RESAMPLES, SEED = 0.95, 2000, 24
 NORMAL = 1.959964
 """Standard errors on each side of a mean that cover 95% of a normal distribution."""
 
@@ -113,7 +112,7 @@ class ScoreInterval:
     """A value with its uncertainty over prompts."""
 
     value: float  # the mean, or the distance of two sets
-    low: float | None  # lower end of the 95% interval; None for a single prompt
+    low: float | None  # lower end of the 95% interval; None for fewer than FEWEST prompts
     high: float | None  # upper end
     error: float | None  # standard error; None for a single prompt
 
@@ -122,22 +121,33 @@ class ScoreInterval:
         return {name: None if each is None else round(each, 6) for name, each in named.items()}
 
 
-@lru_cache(maxsize=8)
-def resamples(prompts: int) -> NDArray[np.int64]:  # [RESAMPLES, prompts]
-    """Draw prompts with replacement; the same draws for every score and every point."""
-    return np.random.default_rng([SEED, prompts]).integers(0, prompts, (RESAMPLES, prompts))
+def t_quantile(freedom: int) -> float:
+    """Standard errors on each side of a mean that cover 95% by Student's t, with so many degrees of freedom (one less
+    than prompts), by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5): to 0.001 from 4 on."""
+    z, v = NORMAL, freedom
+    return z + (
+        (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
+    )
+
+
+def _interval(value: float, error: float, prompts: int) -> ScoreInterval:
+    if prompts < FEWEST:
+        return ScoreInterval(value, None, None, error)
+    half = t_quantile(prompts - 1) * error
+    return ScoreInterval(value, value - half, value + half, error)
 
 
 def mean_over_prompts(values: Sequence[float] | Array) -> ScoreInterval:  # one mean for each prompt
-    """Bootstrap the mean of prompts: a percentile interval, and the standard error of the mean."""
+    """Average prompts, with the standard error of the mean and an interval by Student's t."""
     each = np.asarray(values, dtype=np.float64)
     if not len(each):
         raise ValueError("a mean of no prompts")
     if len(each) == 1:
         return ScoreInterval(float(each[0]), None, None, None)
-    means = each[resamples(len(each))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return ScoreInterval(float(each.mean()), float(low), float(high), float(each.std(ddof=1) / np.sqrt(len(each))))
+    return _interval(float(each.mean()), float(each.std(ddof=1) / np.sqrt(len(each))), len(each))
 
 
 def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interval: bool = True) -> ScoreInterval:
@@ -151,4 +161,4 @@ def over_sets(statistic: Callable[[Sequence[int]], float], prompts: int, interva
         return ScoreInterval(value, None, None, None)
     without = np.array([statistic([other for other in everyone if other != left]) for left in everyone])
     error = float(np.sqrt((prompts - 1) / prompts * ((without - without.mean()) ** 2).sum()))
-    return ScoreInterval(value, value - NORMAL * error, value + NORMAL * error, error)
+    return _interval(value, error, prompts)

@@ -109,7 +109,7 @@ def test_every_point_has_every_score_and_they_are_the_references(
     assert "from_base" not in result["points"][0]["scores"]["diversity"]["eye"]
     last, first = (result["points"][n]["scores"]["prompt_fidelity"]["reader"] for n in (-1, 0))
     assert last["from_base"]["value"] == pytest.approx(last["value"] - first["value"], abs=2e-6)
-    assert last["from_base"]["low"] <= last["from_base"]["value"] <= last["from_base"]["high"]
+    assert last["from_base"]["low"] is last["from_base"]["high"] is None and last["from_base"]["error"] > 0  # 3 prompts
     assert "evaluate 5 models x 8 pictures (the run's prompts), 40 to draw" in said
     assert "predict draw:" in said and "predict eye:" in said and "eye (dino), the run's prompts" in said
 
