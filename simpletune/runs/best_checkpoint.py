@@ -60,7 +60,7 @@ def choose_best(run: Path) -> BestCheckpoint | None:
         best = _best_of(rows)
     if best is not None:
         return BestCheckpoint(best["step"], HELD_OUT, _why(best, rows))
-    few = prompts_of(run)
+    few = _prompts_of(read_scores(run))
     why = (
         "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split"
         if not few
@@ -69,9 +69,8 @@ def choose_best(run: Path) -> BestCheckpoint | None:
     return BestCheckpoint(steps[-1], LAST, why)
 
 
-def prompts_of(run: Path) -> int:
-    """The number of prompts of a run's evaluation; 0 without one."""
-    result = read_scores(run)
+def _prompts_of(result: Json | None) -> int:
+    """The number of prompts of an evaluation; 0 without one."""
     if result is None or not result["points"]:
         return 0
     found = _score(result["points"][0], "subject_fidelity", result["main"]["subject_fidelity"])
@@ -88,7 +87,7 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
     """Choose by the run's evaluation with encoders; None if there is none of at least FEWEST prompts, or if none of its
     checkpoints exists."""
     result = read_scores(run)
-    if result is None or prompts_of(run) < FEWEST:
+    if result is None or _prompts_of(result) < FEWEST:
         return None
     subject, prompt = result["main"]["subject_fidelity"], result["main"]["prompt_fidelity"]
     points = [point for point in result["points"] if point["step"] in steps]

@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from simpletune.runs.folder import EVALUATION, EVALUATIONS, METRICS, SAMPLES
-from simpletune.runs.repair import set_aside
+from simpletune.runs.repair import CHANGED, set_aside
 from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.system.processes import is_first_process
@@ -34,7 +34,7 @@ def require_figures(folder: Path, sums: Json) -> None:
         if hashlib.sha256(content[:size] if key.endswith("l") else content).hexdigest() == sha256:
             continue
         if not key.endswith("l"):
-            set_aside(file, "has changed since it was written (its checksum does not match)")
+            set_aside(file, CHANGED)
         elif is_first_process():
             say(
                 f"warning {file} has changed since the checkpoint was saved: a number in it is not what was measured. "

@@ -18,6 +18,7 @@ from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.processes import is_first_process
 
 NUMBER = (int, float)
+CHANGED = "has changed since it was written (its checksum does not match)"  # a fault for ``set_aside``
 
 
 def require_place(folder: Path) -> None:

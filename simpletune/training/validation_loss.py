@@ -23,7 +23,7 @@ from simpletune.data.samples import SampleDraw
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.runs.folder import DRIFT
-from simpletune.runs.repair import set_aside
+from simpletune.runs.repair import CHANGED, set_aside
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
@@ -107,7 +107,7 @@ class LossEvaluator:
         except UserError:
             sound = False
         if not sound:
-            set_aside(self.file, "has changed since it was written (its checksum does not match)")
+            set_aside(self.file, CHANGED)
             return False
         return bool(about.get("of") == self._of())
 

@@ -14,6 +14,8 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
+import pytest
+
 BUCKET = "bucket"
 Fault = Literal["error", "cut", "short", "slow", "rot", "refused"]
 
@@ -141,3 +143,24 @@ def settings(url: str) -> dict[str, str]:
         "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": url,
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture(scope="module")
+def server(faults: Faults) -> Iterator[str]:
+    """The URL of a server whose requests the test makes fail by ``faults.choose``."""
+    with serving(faults) as url:
+        yield url
+
+
+@pytest.fixture
+def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clients in this process use the server."""
+    for name, value in settings(server).items():
+        monkeypatch.setenv(name, value)
+    yield
+    faults.choose = lambda number, method, path: None

@@ -1,4 +1,4 @@
-"""Files that a run's figures are made from, changed while the run was stopped: no wrong figure, and it is said."""
+"""Files that a run's figures are made from, changed while the run was stopped: a warning, and no wrong figure."""
 
 from __future__ import annotations
 

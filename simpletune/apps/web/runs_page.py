@@ -119,13 +119,14 @@ def run_row(folder: Path, stamp: Hashable) -> tuple[Json, dict[str, str]]:
     summary = state.summary
     seconds = total_seconds(attempts_of(folder))
     best, after, peak = (summary.get(key) for key in ("best", "eval_loss_after", "peak_allocated_gib"))
+    drawn = None if state.picture is None else file_stamp(folder / state.picture)
     row: Json = {
         "state": state,
         "best": f"{after:.4f}" if isinstance(after, float) else "",  # the best held-out loss, or the one at the end
         "peak": peak if isinstance(peak, float) else None,  # GiB of device memory; None if it was not measured
         "time": duration(seconds) if seconds else "",  # of all attempts
         # the end of the thumbnail's address
-        "picture": "" if state.picture is None else str(file_stamp(folder / state.picture) or ""),
+        "picture": str(drawn[0]) if drawn else "",
     }
     if isinstance(best, dict) and best.get("by") != "last":
         row["best"] = f"step {best.get('step')} by {best.get('by')}"

@@ -122,8 +122,8 @@ class ScoreInterval:
 
 
 def t_quantile(freedom: int) -> float:
-    """Standard errors on each side of a mean that cover 95% by Student's t, with so many degrees of freedom (one less
-    than prompts), by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5): to 0.001 from 4 on."""
+    """The 97.5% point of Student's t, by the Cornish-Fisher expansion (Abramowitz and Stegun 26.7.5); within 0.001 from
+    4 degrees of freedom on. A mean of n prompts has n - 1."""
     z, v = NORMAL, freedom
     return z + (
         (z**3 + z) / (4 * v)

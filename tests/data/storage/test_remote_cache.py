@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from cached_samples import bytes_in, sample
 from cached_samples import fill as fill_with
 from cached_samples import require_all as require_those
 from launching import Launcher
-from object_store import BUCKET, Fault, Faults
+from object_store import BUCKET, Fault, Faults, faults, reached, server  # noqa: F401
 from tiny_runs import run_with, saved_weights
 
 from benchmarks.ranges_server import serving_ranges
@@ -38,24 +37,9 @@ KEYS = ALL_KEYS[:11]  # a request takes moto several milliseconds
 fill, require_all = partial(fill_with, keys=KEYS), partial(require_those, keys=KEYS)
 
 
-@pytest.fixture(scope="module")
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture(scope="module")
-def server(faults: Faults) -> Iterator[str]:
-    with object_store.serving(faults) as url:
-        yield url
-
-
 @pytest.fixture(autouse=True)
-def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in object_store.settings(server).items():
-        monkeypatch.setenv(name, value)
+def shards_are_small(reached: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_cache, "SAMPLES", 5)
-    yield
-    faults.choose = lambda number, method, path: None
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import failpoints
@@ -14,7 +13,7 @@ import object_store
 import pytest
 import torch
 from launching import Launcher
-from object_store import BUCKET, Fault, Faults
+from object_store import BUCKET, Fault, Faults, faults, reached, server  # noqa: F401
 from tiny_runs import run_with, saved_weights
 
 from simpletune.apps.cli import main as cli_main
@@ -32,25 +31,10 @@ from simpletune.system.stores.store import ObjectChanged, StoreError
 URL = f"s3://{BUCKET}/runs"
 
 
-@pytest.fixture(scope="module")
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture(scope="module")
-def server(faults: Faults) -> Iterator[str]:
-    with object_store.serving(faults) as url:
-        yield url
-
-
 @pytest.fixture(autouse=True)
-def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in object_store.settings(server).items():
-        monkeypatch.setenv(name, value)
+def retries_are_quick(reached: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "AGAIN", 0.05)
     monkeypatch.setattr(upload, "LONGEST", 0.2)
-    yield
-    faults.choose = lambda number, method, path: None
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import object_store
 import pytest
-from object_store import BUCKET, Faults
+from object_store import BUCKET, Faults, faults, reached, server  # noqa: F401
 from pydantic import ValidationError
 from tiny_runs import run_with
 
@@ -19,25 +18,10 @@ from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import StoreError
 
 
-@pytest.fixture(scope="module")
-def faults() -> Faults:
-    return Faults()
-
-
-@pytest.fixture(scope="module")
-def server(faults: Faults) -> Iterator[str]:
-    with object_store.serving(faults) as url:
-        yield url
-
-
 @pytest.fixture(autouse=True)
-def reached(server: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in object_store.settings(server).items():
-        monkeypatch.setenv(name, value)
+def retries_are_quick(reached: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "AGAIN", 0.05)
     monkeypatch.setattr(upload, "LONGEST", 0.2)
-    yield
-    faults.choose = lambda number, method, path: None
 
 
 @pytest.fixture
