@@ -16,6 +16,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import MemorySnapshot
+from simpletune.estimate import disk_needs as disk_counting
 from simpletune.estimate import job_estimate as estimating
 from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
@@ -169,6 +170,17 @@ def test_disk_needs_without_a_plan_count_checkpoints(
     sizes = {what: size for what, _, size in disk_needs(config, counts=counts)}
     assert sizes["checkpoints"] == count * checkpoint_bytes(config)[0]
     assert sizes["cached pictures"] == 3 * 4 * 16 * (config.data.resolution // 8) ** 2
+
+
+@pytest.mark.parametrize(("traces", "free", "said"), [(3, 10**6, True), (3, 10**12, False), (0, 10**6, False)])
+def test_little_space_for_traces_is_said_if_there_will_be_any(
+    traces: int, free: int, said: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    config = validate(tiny_config | {"profile": {"max_traces": traces}}, "test")
+    monkeypatch.setattr(disk_counting, "free_disk_bytes", lambda _: free)
+    monkeypatch.setattr(disk_counting, "disk_needs", lambda *_: iter(()))
+    disk_counting.require_room(config, None)  # type: ignore[arg-type]  # of which no needs are read here
+    assert ("free for profiler traces: writing may fail. profile.max_traces=0" in capsys.readouterr().out) is said
 
 
 def told_of(words: list[str], capsys: pytest.CaptureFixture) -> dict:

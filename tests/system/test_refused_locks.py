@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from failing_locks import fail_with
 
 from simpletune.system import locks
-from simpletune.system.locks import Ranges
+from simpletune.system.locks import Ranges, exclusive, is_held
 from simpletune.system.options import UserError
 
 
@@ -54,3 +55,12 @@ def test_any_other_error_names_the_file_and_the_remedy(tmp_path: Path, monkeypat
     with Ranges(tmp_path / "x.lock") as ranges:
         with pytest.raises(UserError, match=r"x\.lock cannot be locked \(Input/output error\)\. Remove it"):
             ranges.held(0, 0).__enter__()
+
+
+def test_another_thread_may_release_what_one_has_locked(tmp_path: Path) -> None:
+    held = exclusive(tmp_path / "run")
+    held.__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(is_held, tmp_path / "run").result()
+        pool.submit(held.__exit__, None, None, None).result()
+    assert not is_held(tmp_path / "run")

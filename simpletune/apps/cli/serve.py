@@ -96,7 +96,7 @@ def web_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder whose pictures and configurations the page may use; repeatable (default: the current folder)",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=port, default=8100, help="port (default: 8100); 0 picks a free one")
+    add("--port", type=port, default=8100, help="port (default: %(default)s); 0 picks a free one")
     add("--token", action="store_true", help="ask for a token on this machine too (always for other addresses)")
 
 

@@ -92,7 +92,7 @@ class Family(FamilyFacts):
         value = sources.provider(self, "scheduler")[1]
         return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
 
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
+    def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
         """See ``TrainingObjective.solver``, of the objective that the weights were trained with. UserError: the
         scheduler's configuration is damaged, or does not fit it."""
         part = self.part("scheduler")

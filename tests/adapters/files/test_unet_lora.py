@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from simpletune.adapters.files.attach import fold_lora, load_loras
+from simpletune.adapters.files.attach import fold_lora, load_loras, require_layers
 from simpletune.adapters.files.describe import describe, find_weight_file
 from simpletune.adapters.files.mix import Recipe, mix
 from simpletune.adapters.files.read import read_lora
@@ -459,3 +459,10 @@ def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:
     close(predict(UNet2DConditionModel.from_pretrained(written)), predict(model))
     assert find_named(str(tmp_path)).denoiser == written and find_weight_file(tmp_path).parent == written
     assert Full().result("unet") == "unet" and Lora().result("unet") == "pytorch_lora_weights.safetensors"
+
+
+def test_a_lora_of_which_the_model_lacks_one_layer_names_it_rather_than_another_model(tmp_path: Path) -> None:
+    state = dict(same(tiny()))
+    state["transformer_blocks.0.attn.to_q"] = LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))
+    with pytest.raises(UserError, match=rf"x: 1 of {len(state)} layers are not in this model: transformer_blocks.0"):
+        require_layers("x", state, tiny())

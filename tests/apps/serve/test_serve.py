@@ -34,7 +34,7 @@ from simpletune.apps.serve.app import HttpOptions, guard_app
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.metrics import Metrics
 from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError
-from simpletune.apps.serve.worker import JobCancelled
+from simpletune.apps.serve.worker import FAILED, GenerationJob, JobCancelled
 from simpletune.data import demo
 from simpletune.system.options import UserError
 
@@ -408,6 +408,20 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     with running(service) as it:
         it.thread.join(20)
         assert isinstance(it.failure, UserError)
+
+
+def test_a_request_is_answered_even_if_the_worker_ends_in_it() -> None:
+    class Ending(BlockingGenerator):
+        def encode(self, images: Any) -> None:
+            raise SystemExit("the device is gone")
+
+    service = blocking(Ending())
+    service.worker._load, job = lambda: Ending(), GenerationJob([], 60)  # type: ignore[assignment,return-value]
+    service.worker._waiting.append(job)
+    service.worker.run()
+    assert service.worker.state == "ended" and isinstance(service.worker.failure, SystemExit)
+    with pytest.raises(RequestError, match=re.escape(FAILED)):
+        job.done.result(0)
 
 
 def test_the_first_signal_lets_the_request_in_hand_finish() -> None:

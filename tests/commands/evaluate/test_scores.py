@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from reference import scores as reference
 
 from simpletune.commands.evaluate import scores
+from simpletune.commands.evaluate.measure import means_of
+from simpletune.commands.evaluate.plan import Shot
 from simpletune.commands.evaluate.scores import mean_over_prompts, over_sets
 
 SIZES = [(2, 2, 3), (7, 5, 16), (12, 3, 40)]  # generated, real, width
@@ -132,3 +137,13 @@ def test_sets_equal_torchmetrics() -> None:
     generated, real = drawn(9, 16, 1), drawn(9, 16, 2, 0.4)  # it takes sets of one size
     kid = theirs.poly_mmd(torch.from_numpy(generated), torch.from_numpy(real)).item()
     assert scores.kid(generated, real) == pytest.approx(kid, rel=1e-9)
+
+
+@pytest.mark.parametrize("real", [1, 2])
+def test_copying_needs_two_training_pictures(real: int) -> None:
+    shots = tuple(Shot(prompt=prompt, seed=0, of_class=False) for prompt in (0, 1))
+    plan: Any = SimpleNamespace(shots=shots, prompts=SimpleNamespace(prompts=[SimpleNamespace(has_token=True)] * 2))
+    one: Any = SimpleNamespace(real=np.eye(3)[:real], prompts=None)
+    found = means_of(plan, one, np.eye(3)[1:])
+    assert found["nearest"][0] == {0: float(real == 2), 1: 0.0}
+    assert ("copying" in found) is (real == 2)

@@ -11,9 +11,9 @@ import pytest
 from import_cases import CASES, LARGE
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES
+from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES, take_alpha
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
-from simpletune.commands.importers.translation import trainer_tables
+from simpletune.commands.importers.translation import Translation, trainer_tables
 from simpletune.config.load import read_json, validate
 from simpletune.config.schema import run_name
 from simpletune.models.sd3.files import HUB_NAMES
@@ -310,3 +310,11 @@ def test_the_documentation_has_a_line_for_every_key() -> None:
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
     missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}
     assert missing == {"no_such_key", "nonsense", "wurst"}
+
+
+@pytest.mark.parametrize(("alpha", "why"), [(8.0, "a scale of 0.5"), (16.0, ""), (32.0, "a scale of 2")])
+def test_an_alpha_that_is_not_the_rank_says_what_it_scales_by(alpha: float, why: str) -> None:
+    found = Translation({})
+    take_alpha(found, "network_alpha", alpha, 16)
+    assert found.config == {"adapter": {"alpha": alpha}}
+    assert [line.why.partition(":")[0] for line in found.lines] == [why]

@@ -27,6 +27,7 @@ from simpletune.adapters.files.attach import fold_lora, load_loras
 from simpletune.adapters.files.base_reader import BaseReader, locate_denoiser
 from simpletune.adapters.files.extract import extract
 from simpletune.adapters.files.factors import resize_update
+from simpletune.adapters.files.merge import _cast
 from simpletune.adapters.files.mix import METHODS, PRUNING, Recipe, _mix_by_peft, mix
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
@@ -532,3 +533,10 @@ def test_a_base_is_located_in_whatever_holds_it(pipeline: Path, single: Path, tm
     with pytest.raises(UserError) as refused:
         locate_denoiser(str(tmp_path / "empty"))
     assert "empty" in str(refused.value) and "model.pretrained" not in str(refused.value)
+
+
+def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_name() -> None:
+    assert torch.equal(_cast("x", torch.tensor([65504.0]), torch.float16), torch.tensor([65504.0]).half())
+    assert _cast("x", torch.tensor([1e30]), torch.bfloat16).isfinite().all()
+    with pytest.raises(UserError, match="blocks.0.weight .*fp16"):
+        _cast("blocks.0.weight", torch.tensor([1.0, 1e6]), torch.float16)

@@ -326,3 +326,12 @@ def test_a_rejected_picture_leaves_those_of_its_name_in_other_sources() -> None:
     both = [*pictures(2), *pictures(2, source=1)]
     left = drop_rejected(both, [RejectedEntry("000.png", "is damaged", source=1)])
     assert [(each.source, each.name) for each in left] == [(0, "000.png"), (0, "001.png"), (1, "001.png")]
+
+
+def test_one_prompt_for_all_is_that_of_the_subjects() -> None:
+    def mixed(*prompts: str | None) -> MultiSource:
+        sources = [Folder(path="x", prompt=prompt) for prompt in prompts]
+        return MultiSource(sources=[*sources, Folder(path="y", prompt="a dog", regularization=True)])
+
+    assert mixed("sks dog", "sks dog").prompt == "sks dog"
+    assert mixed("sks dog", "sks cat").prompt is None and mixed(None).prompt is None

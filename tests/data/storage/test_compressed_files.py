@@ -6,6 +6,7 @@ import bz2
 import gzip
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -86,3 +87,13 @@ def test_a_store_that_fails_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match=said) as caught:
         DataFiles("memory:///")
     assert caught.value.code == 3
+
+
+def test_two_stars_of_a_pattern_match_folders_and_one_does_not(tmp_path: Path) -> None:
+    for name in ("a.bin", "x/a.bin", "x/y/a.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"1")
+    found = {
+        pattern: sorted(DataFiles(f"{tmp_path}/{pattern}").sizes()) for pattern in ("*.bin", "**/*.bin", "*/*.bin")
+    }
+    assert found == {"*.bin": ["a.bin"], "**/*.bin": ["a.bin", "x/a.bin", "x/y/a.bin"], "*/*.bin": ["x/a.bin"]}

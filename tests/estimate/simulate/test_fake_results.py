@@ -11,11 +11,12 @@ import pytest
 import torch
 from cases import ALLOWED, case_json
 from slow_cases import drawn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory import fake
+from simpletune.engine.memory import fake, fake_results
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.fake_results import FakeResults
 from simpletune.estimate.auto_settings import with_checkpointed
@@ -131,3 +132,11 @@ def test_a_remembered_result_has_its_own_storage_and_shares_what_a_view_shares()
             assert z is x and t.untyped_storage()._cdata == x.untyped_storage()._cdata and t.stride() == (1, 8)
         assert (x + 1.0).dtype == torch.float32 and (torch.ones(2, dtype=torch.int64) + 1).dtype == torch.int64
         assert (torch.ones(2, dtype=torch.int64) + 1.0).dtype == torch.float32
+
+
+def test_complex_tensors_are_not_remembered() -> None:
+    with fake_tensors():
+        for dtype, usual in ((torch.float32, True), (torch.complex64, False)):
+            tensor = torch.empty(2, dtype=dtype)
+            assert isinstance(tensor, FakeTensor)
+            assert fake_results._add([], [tensor], tensor.fake_mode, []) is usual

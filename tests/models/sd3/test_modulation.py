@@ -429,6 +429,11 @@ def require_auto(config_json: dict, on_host: bool, kind: str, why: str, capsys: 
     assert settled.memory == config.memory.model_copy(update={"modulation": kind})
     said = capsys.readouterr().out
     assert f"modulation {kind} (auto: " in said and why in said
+    if config.model.has_modulation:  # a resumed run keeps what it chose, if that is a choice
+        assert settle_modulation(config, on_host, "resident").memory.modulation == "resident"
+        assert "modulation resident (auto: as before)" in capsys.readouterr().out
+        assert settle_modulation(config, on_host, "unknown").memory == settled.memory
+        capsys.readouterr()
     assert settle_modulation(settled, not on_host) is settled and capsys.readouterr().out == ""
 
 

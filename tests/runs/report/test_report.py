@@ -18,6 +18,7 @@ from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report import charts, make_report, write_report
 from simpletune.runs.report.losses import mean_by_group
+from simpletune.runs.report.markdown import _bars
 from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.runs.report.settings import settings_of
 from simpletune.system.options import UserError
@@ -339,3 +340,12 @@ def test_a_browser_draws_it_and_asks_for_nothing(which: str, whole: Path, compar
         text = " ".join("".join(outline.text).split())
         assert "step 20" in text and "the whole job $0.2" in text and "Smoothing 0.50" in text
         assert any(tag.get("style") == "--cut: 20%;" for tag in outline.all("div"))
+
+
+def test_a_bar_without_a_number_is_empty() -> None:
+    rows: list[dict[str, object]] = [
+        {"name": "a", "value": 2, "label": "2 GiB"}, {"name": "b", "value": None, "label": "?"},
+        {"name": "c", "value": 0, "label": "0"},
+    ]  # fmt: skip
+    bars = [line for line in _bars(rows, "") if line[:3] in ("a  ", "b  ", "c  ")]
+    assert ["█" in bar for bar in bars] == [True, False, False]

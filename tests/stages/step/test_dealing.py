@@ -18,7 +18,7 @@ from simpletune.config.load import validate
 from simpletune.stages.step import exact_sums
 from simpletune.stages.step.assignment import RankMicroBatches, leaves
 from simpletune.stages.step.batch_loader import Batch
-from simpletune.stages.step.exact_sums import TreeSum, top_of_tree
+from simpletune.stages.step.exact_sums import TreeSum, _added, top_of_tree
 from simpletune.system.options import ConfigError
 
 AREAS = st.lists(st.sampled_from([1024, 4096, 4608, 6144]), min_size=1, max_size=33)
@@ -108,6 +108,11 @@ def test_what_several_processes_add_up_is_what_one_does(areas: list[int], proces
         rows.append(compute.used.grad.flatten())
     expected = torch.from_numpy(reference.tree_sum(list(gradients.values()), areas)).flatten()
     assert torch.equal(top_of_tree(torch.stack(rows)), expected)
+
+
+def test_a_gradient_that_only_one_side_has_is_the_sum() -> None:
+    one = torch.ones(2)
+    assert _added(one, None) is one and _added(None, one) is one and _added(None, None) is None
 
 
 def test_a_process_without_a_micro_batch_changes_nothing_not_even_the_sign_of_zero() -> None:
