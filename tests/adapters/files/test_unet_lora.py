@@ -461,8 +461,7 @@ def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:
     assert Full().result("unet") == "unet" and Lora().result("unet") == "pytorch_lora_weights.safetensors"
 
 
-def test_a_lora_of_which_the_model_lacks_one_layer_names_it_rather_than_another_model(tmp_path: Path) -> None:
-    state = dict(same(tiny()))
-    state["transformer_blocks.0.attn.to_q"] = LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))
+def test_a_lora_of_which_the_model_lacks_one_layer_names_it_rather_than_another_model() -> None:
+    state = {"transformer_blocks.0.attn.to_q": LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))} | same(tiny())
     with pytest.raises(UserError, match=rf"x: 1 of {len(state)} layers are not in this model: transformer_blocks.0"):
         require_layers("x", state, tiny())

@@ -11,7 +11,6 @@ from reference import scores as reference
 
 from simpletune.commands.evaluate import scores
 from simpletune.commands.evaluate.measure import means_of
-from simpletune.commands.evaluate.plan import Shot
 from simpletune.commands.evaluate.scores import mean_over_prompts, over_sets
 
 SIZES = [(2, 2, 3), (7, 5, 16), (12, 3, 40)]  # generated, real, width
@@ -141,7 +140,7 @@ def test_sets_equal_torchmetrics() -> None:
 
 @pytest.mark.parametrize("real", [1, 2])
 def test_copying_needs_two_training_pictures(real: int) -> None:
-    shots = tuple(Shot(prompt=prompt, seed=0, of_class=False) for prompt in (0, 1))
+    shots: Any = [SimpleNamespace(prompt=prompt, of_class=False) for prompt in (0, 1)]
     plan: Any = SimpleNamespace(shots=shots, prompts=SimpleNamespace(prompts=[SimpleNamespace(has_token=True)] * 2))
     one: Any = SimpleNamespace(real=np.eye(3)[:real], prompts=None)
     found = means_of(plan, one, np.eye(3)[1:])
