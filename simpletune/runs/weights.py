@@ -103,13 +103,13 @@ def run_result(run: Path, scale: float = 1.0, step: int | None = None) -> Weight
     return find_weights(find_in_run(CheckpointRef(run, step)), scale)
 
 
-def full_model_of(run: Path, step: int | None = None) -> Weights:
+def full_model_of(run: Path, scale: float = 1.0, step: int | None = None) -> Weights:
     """The result of a run as a full model: its transformer, or its LoRA merged into the base."""
-    weights = run_result(run, step=step)
+    weights = run_result(run, scale, step)
     if weights.lora is None:
         return weights
-    label = f"base with {weights.lora} merged"
-    return Weights(label, lora=weights.lora, merged=True, embeddings=weights.embeddings)
+    label = f"base with {weights.lora} merged" + (f" x {scale:g}" if scale != 1 else "")
+    return Weights(label, lora=weights.lora, scale=scale, merged=True, embeddings=weights.embeddings)
 
 
 def precision_of(config: TrainConfig, weights: Weights) -> WeightPrecision:

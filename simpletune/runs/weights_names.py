@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from pydantic import ValidationError
 
@@ -20,7 +20,7 @@ from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import DENOISERS, denoiser_in
-from simpletune.runs.best_checkpoint import best_step, choose_best
+from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.checkpoint_folders import (
     AVERAGE,
     NAME,
@@ -44,6 +44,7 @@ class CheckpointRef(NamedTuple):
 
     folder: Path
     step: int | None = None  # None: the result
+    strength: float = 1.0  # of its LoRA, at which ``@best`` was chosen
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,7 @@ def find_named(text: str, option: str = "") -> WeightsRef:
     try:
         name, scale = split_scale(text)
         named = _find(name)
-        if scale is None and name.endswith(f"@{BEST}") and named.lora is not None and named.run is not None:
-            choice = choose_best(named.run)
-            scale = None if choice is None or choice.strength == 1 else choice.strength
-        return replace(named, scale=scale)
+        return named if scale is None else replace(named, scale=scale)
     except UserError as error:
         raise UserError(f"{option}{error}", error.code) from None
 
@@ -84,6 +82,8 @@ def find_lora(text: str, option: str = "", remedy: str = "Give a LoRA", strength
     full model, ``strength`` whether one is accepted."""
     named = find_named(text, option)
     if named.scale is not None and not strength:
+        if split_scale(text)[1] is None:
+            refuse_strength(text, named.name, named.scale, option)
         raise UserError(f"{option}{text}: this command takes no strength. Remove :{named.scale:g}")
     if named.lora is not None:
         return named
@@ -105,9 +105,10 @@ def weight_file(name: str) -> Path:
 
 def find_in_run(run: CheckpointRef) -> WeightsRef:
     """Resolve the result of a run or one of its checkpoints; a UserError if the run has no result."""
-    folder, step = run
+    folder, step, strength = run
     if step is not None:
-        return _of_checkpoint(checkpoint_folder(folder, step), folder, step)
+        saved = _of_checkpoint(checkpoint_folder(folder, step), folder, step)
+        return saved if strength == 1 or saved.lora is None else replace(saved, scale=strength)
     known, embeddings = folder if (folder / CONFIG).is_file() else None, tuple(embeddings_in(folder))
     if (whole := denoiser_in(folder)) is not None:
         return WeightsRef(str(folder), denoiser=whole, run=known, embeddings=embeddings)
@@ -123,12 +124,32 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
     )
 
 
-def find_run(text: str, option: str = "") -> CheckpointRef:
-    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``."""
+def find_run(text: str, option: str = "", strength: bool = False) -> CheckpointRef:
+    """Find a run, ``RUN``, or a checkpoint, ``RUN@STEP``, ``RUN@best`` or ``RUN@latest``; ``strength`` is whether a
+    best checkpoint may have been chosen at a strength."""
     try:
-        return split_step(text) or CheckpointRef(Path(text))
+        named = split_step(text) or CheckpointRef(Path(text))
     except UserError as error:
         raise UserError(f"{option}{error}", error.code) from None
+    if named.strength != 1 and not strength:
+        refuse_strength(text, f"{named.folder}@{named.step}", named.strength, option)
+    return named
+
+
+def find_whole_run(text: str, why: str) -> Path:
+    """Find the folder of a run where a checkpoint makes no sense; ``why`` says so in messages."""
+    named = find_run(text, strength=True)
+    if named.step is not None:
+        raise UserError(f"{text}: {why}. Name the run: {named.folder}")
+    return named.folder
+
+
+def refuse_strength(text: str, checkpoint: str, strength: float, option: str = "") -> NoReturn:
+    """Refuse a best checkpoint that was chosen at a strength, where none can be applied."""
+    raise UserError(
+        f"{option}{text} is {checkpoint} at a strength of {strength:g}, and this command takes no strength. Name "
+        f"{checkpoint}"
+    )
 
 
 def run_config(run: Path, option: str = "") -> TrainConfig:
@@ -190,7 +211,9 @@ def split_step(name: str) -> CheckpointRef | None:
     if step == LATEST:
         return CheckpointRef(run, steps[-1])
     if step == BEST:
-        return CheckpointRef(run, best_step(run))
+        best = choose_best(run)
+        assert best is not None, "a run with a checkpoint has a best one"
+        return CheckpointRef(run, best.step, best.strength)
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:

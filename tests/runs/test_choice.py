@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from recorded_runs import ScoredRow, scored
 from safetensors.torch import load_file, save_file
 from tiny_runs import TrainOnce
 
@@ -110,24 +111,6 @@ def test_the_command_chooses_a_step_and_takes_it_back(tmp_path: Path, capsys: py
     assert chosen("last") == 2 and "--choose last: this is not a step" in capsys.readouterr().err
 
 
-Row = tuple[int | None, float | None, float, float, float]
-
-
-def scored(folder: Path, rows: list[Row], reads: bool = True, prompts: int = 25) -> None:
-    """Write an evaluation: step, strength, subject fidelity, change of prompt fidelity, half its interval."""
-    points = [
-        {"step": step, "strength": strength, "scores": {
-            "subject_fidelity": {"dino": {"value": subject, "prompts": prompts}},
-            "prompt_fidelity": {"clip": {
-                "value": 0.3 + change, "by_prompt": [0.3 + change - error, 0.3 + change + error * (1 + change)],
-                "from_base": {"value": change, "low": change - error, "high": change + error}}},
-        }}
-        for step, strength, subject, change, error in rows
-    ]  # fmt: skip
-    main = {"subject_fidelity": "dino", "prompt_fidelity": "clip" if reads else None}
-    (folder / "evaluation.json").write_text(json.dumps({"main": main, "points": points}))
-
-
 def test_fidelity_comes_before_the_loss_and_strength_is_part_of_it(tmp_path: Path) -> None:
     run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [2.5, 3.5]})
     scored(run, [(None, None, 0.1, 0, 0), (100, 1, 0.5, 0.01, 0.01), (200, 0.8, 0.7, -0.01, 0.02),
@@ -157,7 +140,7 @@ def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path:
 def test_an_evaluation_of_few_prompts_chooses_nothing(tmp_path: Path) -> None:
     """Its intervals would say 95% and cover half."""
     run = run_of(tmp_path, {})
-    rows: list[Row] = [(None, None, 0.1, 0, 0), (100, 1, 0.9, 0.01, 0.01), (200, 1, 0.5, 0.01, 0.02)]
+    rows: list[ScoredRow] = [(None, None, 0.1, 0, 0), (100, 1, 0.9, 0.01, 0.01), (200, 1, 0.5, 0.01, 0.02)]
     for step in (100, 200, 300):
         (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
     scored(run, rows, prompts=4)

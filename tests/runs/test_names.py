@@ -8,21 +8,25 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import parsed
 from PIL import Image, ImageChops
+from recorded_runs import scored
 from safetensors import safe_open
 from safetensors.torch import load, load_file
+from torch import Tensor
 
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
-from simpletune.apps.cli.main import main
+from simpletune.apps.cli.main import VERBS, main
 from simpletune.apps.cli.serve import serve_arguments
 from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate.compare import models_to_compare
 from simpletune.commands.generate.generate import choose_weights, generate
 from simpletune.commands.generate.session import open_session
+from simpletune.commands.train.finish_early import finish_early
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
@@ -242,3 +246,105 @@ def test_an_option_that_was_not_given_is_not_named(here: Path, tiny_pipeline: Pa
         run_result(Path("q"), 0.5, 2).scale == 0.5 and json.loads(Path("q/config.json").read_text())["name"] == "lora"
     )
     assert weight_file("p@2") == saved("p", 2) / "ema.safetensors"
+
+
+# RUN@best
+
+WHOLE_RUN = {  # verbs that take a run, or a model, as a whole: how they say so
+    "evaluate": ([], "b@best: all checkpoints of a run are evaluated together. Name the run: b"),
+    "report": ([], "b@best is not a folder. Name a run's folder"),
+    "control": (["--save", "--wait", "0"], "b@best is not training"),
+    "extract": (["b@best", "--rank", "1", "--out", "x.safetensors"], "b@best has no transformer/ folder"),
+}
+NO_RUN = {  # verbs that take a configuration or pictures
+    "calibrate", "caption", "check", "data", "doctor", "estimate", "import", "init", "plan", "prepare", "schema",
+    "train", "web",
+}  # fmt: skip
+
+
+@pytest.fixture(params=[1, 0.8], ids=["chosen", "chosen at 0.8"])
+def best(request: pytest.FixtureRequest, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The strength at which step 2 of the stopped run ``b`` is the best of 2 and 4."""
+    shutil.copytree(runs / "q", tmp_path / "b")
+    scored(tmp_path / "b", [(None, None, 0.1, 0, 0), (2, request.param, 0.9, 0.01, 0.01), (4, 1, 0.5, 0.01, 0.01)])
+    monkeypatch.chdir(tmp_path)
+    return request.param
+
+
+def drawn_by(*words: str) -> bytes:
+    args = parsed(generate_arguments, *words, "--output", "drawn.png", "--overwrite")
+    return Image.open(generate(args)).tobytes()
+
+
+def columns_of(*words: str) -> list[tuple[Path | None, float]]:
+    args = parsed(compare_arguments, *words)
+    return [(each.lora, each.scale) for each in models_to_compare(open_session(args), args)]
+
+
+def values_of(tensors: dict[str, Tensor]) -> dict[str, list]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def tensors_by(*words: str) -> dict[str, list]:
+    """The tensors of the file that a verb writes."""
+    main_error(*words, "--out", "x.safetensors", "--overwrite")
+    return values_of(load_file("x.safetensors"))
+
+
+def served_by(*words: str) -> dict[str, Path]:
+    parser = argparse.ArgumentParser()
+    serve_arguments(parser)
+    args = parser.parse_args([*words, "--device", "cpu"])
+    return _served_models(open_session(args), args.lora).loras
+
+
+def test_every_verb_is_one_that_is_tried_with_the_best() -> None:
+    tried = {"generate", "compare", "merge", "mix", "export", "resize", "inspect", "serve", "push", "finish"}
+    assert tried | set(WHOLE_RUN) | NO_RUN == set(VERBS)
+
+
+def test_what_can_apply_a_strength_uses_the_best_checkpoint_at_its_own(best: float) -> None:
+    two, four = (saved("b", step) / LORA for step in (2, 4))
+    for kind in ([], ["--full"]):
+        drawn = drawn_by("--run", "b@best", *kind)
+        assert drawn == drawn_by("--run", "b@2", "--scale", str(best), *kind) != drawn_by("--run", "b@4", *kind)
+    assert drawn_by("--run", "b@4", "--lora", "b@best") == drawn_by("--run", "b@2", "--scale", str(best))
+    assert drawn_by("--run", "b@best", "--scale", "0.5") == drawn_by("--run", "b@2", "--scale", "0.5")
+    assert columns_of("--run", "b@4", "b@best") == [(None, 1), (two, best)]
+    assert columns_of("--run", "b@best")[1:] == [(two, scale) for scale in ((0.5, 1) if best == 1 else (best,))]
+    assert columns_of("--run", "b@best", "--scale", "2")[1:] == [(two, 2)]
+    for words in (["merge"], ["mix", "b@4:0.5"]):
+        made, named = (tensors_by(*words, name) for name in ("b@best", f"b@2:{best}"))
+        assert made == named != tensors_by(*words, "b@4")
+    assert find_named("b@best:0.5").scale == 0.5 and find_named("b@best").lora == two != four
+
+
+def test_what_takes_no_strength_uses_the_best_checkpoint_or_names_it(best: float, capsys) -> None:
+    def described(name: str) -> str:
+        assert main(["inspect", name]) == 0
+        return capsys.readouterr().out
+
+    assert described("b@best") == described("b@2") != described("b@4")
+    calls: list[Callable[[str], object]] = [
+        lambda name: list(served_by("--run", name).values()),
+        lambda name: served_by("--run", "b@4", "--lora", f"x={name}")["x"],
+        lambda name: values_of(load(files_of(find_run(name), "me/b")[LORA])),  # type: ignore[arg-type]
+        lambda name: tensors_by("export", name, "--format", "kohya"),
+        lambda name: tensors_by("resize", name, "--rank", "1"),
+        lambda name: values_of(load_file(finish_early(name))),
+    ]
+    for call in calls:
+        if best == 1:
+            assert call("b@best") == call("b@2") != call("b@4")
+            continue
+        with pytest.raises(UserError, match="b@best is b@2 at a strength of 0.8, and .* takes no strength. Name b@2$"):
+            call("b@best")
+
+
+@pytest.mark.parametrize("verb", WHOLE_RUN)
+def test_what_takes_a_whole_run_refuses_the_best_checkpoint(verb: str, best: float, capsys) -> None:
+    more, said = WHOLE_RUN[verb]
+    assert main([verb, "b@best", *more]) == 2
+    assert f"error: {said}" in capsys.readouterr().err
+    assert main(["evaluate", "b@best", "--choose", "4"]) == 2
+    assert "b@best: --choose names the checkpoint. Name the run: b" in capsys.readouterr().err

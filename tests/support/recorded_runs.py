@@ -110,3 +110,21 @@ def add_profiles(profiles: Path, epochs: tuple[int, ...] = (0, 9)) -> None:
         file = profiles / f"epoch-{epoch:03d}" / "summary.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(value))
+
+
+ScoredRow = tuple[int | None, float | None, float, float, float]
+
+
+def scored(folder: Path, rows: list[ScoredRow], reads: bool = True, prompts: int = 25) -> None:
+    """Write an evaluation: step, strength, subject fidelity, change of prompt fidelity, half its interval."""
+    points = [
+        {"step": step, "strength": strength, "scores": {
+            "subject_fidelity": {"dino": {"value": subject, "prompts": prompts}},
+            "prompt_fidelity": {"clip": {
+                "value": 0.3 + change, "by_prompt": [0.3 + change - error, 0.3 + change + error * (1 + change)],
+                "from_base": {"value": change, "low": change - error, "high": change + error}}},
+        }}
+        for step, strength, subject, change, error in rows
+    ]  # fmt: skip
+    main = {"subject_fidelity": "dino", "prompt_fidelity": "clip" if reads else None}
+    (folder / "evaluation.json").write_text(json.dumps({"main": main, "points": points}))

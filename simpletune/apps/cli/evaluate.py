@@ -33,10 +33,10 @@ def evaluate(args: argparse.Namespace) -> None:
 def choose_step(name: Path, step: str) -> None:
     """Choose a checkpoint as the run's best, or with ``auto`` choose again by the scores; print the choice."""
     from simpletune.runs.best_checkpoint import choose_best, put_choice
-    from simpletune.runs.weights_names import find_run
+    from simpletune.runs.weights_names import find_whole_run
     from simpletune.system.console import say
 
-    run = find_run(str(name)).folder
+    run = find_whole_run(str(name), "--choose names the checkpoint")
     if step != "auto" and not step.isdecimal():
         raise UserError(f"--choose {step}: this is not a step. Give a number, or auto")
     put_choice(run, None if step == "auto" else int(step))

@@ -32,7 +32,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     about = "a LoRA file, a run, RUN@STEP or a hub name; repeat to combine several (default: the run's)"
     parser.add_argument("--lora", metavar="NAME[:SCALE]", action="append", help=about)
-    parser.add_argument("--scale", type=float, default=1.0, help="LoRA strength (default: 1)")
+    parser.add_argument("--scale", type=float, help="LoRA strength (default: 1)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--base", action="store_true", help="draw with the base model alone")
     kind.add_argument("--full", action="store_true", help="draw with the run's full model, or its LoRA merged")

@@ -25,7 +25,7 @@ from simpletune.apps.serve.worker import SupportsGenerate, Worker
 from simpletune.commands.generate.generate import GenerationSession, open_session
 from simpletune.runs.text_side import embedding_of
 from simpletune.runs.weights import Embedding, run_result
-from simpletune.runs.weights_names import find_lora
+from simpletune.runs.weights_names import find_lora, refuse_strength
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.console import say
 from simpletune.system.options import UserError
@@ -138,6 +138,9 @@ def _served_models(session: GenerationSession, given: list[str], common: Sequenc
     option; a UserError if a name is invalid or used twice, or a file is missing."""
     loras, tuned, embeddings = dict[str, Path](), None, dict[str, tuple[Embedding, ...]]()
     if session.run is not None:
+        if session.strength != 1:  # each request has its own
+            best, checkpoint = f"{session.run}@best", f"{session.run}@{session.step}"
+            refuse_strength(best, checkpoint, session.strength, "--run: ")
         result = run_result(session.run, step=session.step)
         name = session.run.resolve().name + (f"-step-{session.step}" if session.step is not None else "")
         own = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:64]

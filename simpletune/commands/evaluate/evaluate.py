@@ -19,7 +19,7 @@ from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
-from simpletune.runs.weights_names import find_run, run_config
+from simpletune.runs.weights_names import find_whole_run, run_config
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
@@ -37,9 +37,7 @@ COLUMNS = (
 
 def evaluate(args: argparse.Namespace) -> Path:
     """Evaluate a run; continues from what an interrupted call has drawn and embedded."""
-    args.run, step = find_run(str(args.evaluated))
-    if step is not None:
-        raise UserError(f"{args.evaluated}: all checkpoints of a run are evaluated together. Name the run: {args.run}")
+    args.run = find_whole_run(str(args.evaluated), "all checkpoints of a run are evaluated together")
     encoders = encoders_of(run_config(args.run).is_demo, args.encoders)
     args.runs = args.model = args.no_t5 = None
     session = open_session(args)

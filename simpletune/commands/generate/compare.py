@@ -65,7 +65,8 @@ def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> l
     if len(models) == 1 and not args.models:
         if session.run is None:
             raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, or name a model to compare")
-        models += dict.fromkeys(run_result(session.run, scale, session.step) for scale in scales)
+        own = args.scale or (SCALES if session.strength == 1 else [session.strength])
+        models += dict.fromkeys(run_result(session.run, scale, session.step) for scale in own)
     given = given_embeddings(args)
     return without_twins([models[0], *(with_embeddings(weights, given) for weights in models[1:])])
 

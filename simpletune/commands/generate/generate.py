@@ -74,15 +74,16 @@ def choose_weights(session: GenerationSession, args: argparse.Namespace) -> tupl
     if args.base:
         return "base", with_embeddings(BASE, given)
     if args.lora:
-        loras = [lora_weights(text, args.scale, "--lora: ") for text in args.lora]
+        loras = [lora_weights(text, 1.0 if args.scale is None else args.scale, "--lora: ") for text in args.lora]
         return "lora", _fuse_if_asked(session, args, with_embeddings(combine(loras), given))
     if session.run is None and given:
         return "embeddings", with_embeddings(Weights("base with embeddings"), given)
     if session.run is None:
         raise UserError("neither a run nor a LoRA is named. Use --run RUN, --lora FILE, --embedding FILE, or --base")
+    scale = session.strength if args.scale is None else args.scale
     if args.full:
-        return "full", with_embeddings(full_model_of(session.run, session.step), given)
-    weights = with_embeddings(run_result(session.run, args.scale, session.step), given)
+        return "full", with_embeddings(full_model_of(session.run, scale, session.step), given)
+    weights = with_embeddings(run_result(session.run, scale, session.step), given)
     alone = weights.denoiser is None and weights.trained is None
     return ("lora" if weights.lora else "embeddings" if alone else "full"), _fuse_if_asked(session, args, weights)
 

@@ -138,6 +138,7 @@ class GenerationSession:
     stages: StageTimer
     speed: GenerationSpeed = GenerationSpeed()
     step: int | None = None  # step of the run's checkpoint to use; None: the run's result
+    strength: float = 1.0  # of the run's LoRA, if none is given
 
     def draw_all(self, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> list[GeneratedImages]:
         """Draw the same requests with several models, from the same noise.
@@ -228,7 +229,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run."""
     run: CheckpointRef | None = None
     if args.run:
-        run = find_run(str(args.run), "--run: ")
+        run = find_run(str(args.run), "--run: ", strength=True)
     elif not args.model:
         run = CheckpointRef(newest_run(args.runs))
     if run is None:
@@ -263,8 +264,8 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
         **given_arguments(args, "batch_size", "reuse_guidance"), compiled=bool(vars(args).get("compile"))
     )
     stages = StageTimer(cuda=device.type == "cuda")
-    folder, step = (None, None) if run is None else (run.folder, run.step)
-    return GenerationSession(config, folder, device, reason, stages, speed, step)
+    folder, step, strength = (None, None, 1.0) if run is None else run
+    return GenerationSession(config, folder, device, reason, stages, speed, step, strength)
 
 
 def given_arguments(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def restore_result(run: Path, saved: checkpoint.SavedState, summary: Json) -> Pa
 def refuse_finished(named: CheckpointRef) -> None:
     """Refuse a finished run without a later checkpoint; one that was finished early may be finished again from another
     checkpoint."""
-    run, step = named
+    run, step, _ = named
     steps, found = finished_steps(run), list_checkpoints(run)
     if steps is None or (found and found[-1][0] > steps):
         return
@@ -107,7 +107,7 @@ def refuse_finished(named: CheckpointRef) -> None:
 
 def read_intact(named: CheckpointRef) -> checkpoint.SavedState:
     """Read the named checkpoint, or the newest intact one; a ``UserError`` if there is none."""
-    run, step = named
+    run, step, _ = named
     if step is not None:
         return _read(checkpoint_folder(run, step))
     found = list_checkpoints(run)

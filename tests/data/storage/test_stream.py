@@ -35,6 +35,8 @@ from simpletune.estimate.job_estimate import counts_of
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.copy_cache import copy_cache
 from simpletune.stages.plan_data import make_plan
+from simpletune.stages.step.assignment import RankMicroBatches
+from simpletune.stages.step.batch_loader import TrainingPasses
 from simpletune.stages.stream_encode import StreamEncoder
 from simpletune.stages.stream_plan import StreamPlan, stream_plan
 from simpletune.system.options import ConfigError, UserError
@@ -190,6 +192,38 @@ def test_a_stream_trains_on_the_pictures_that_a_table_reads(tiny_config: dict, s
     listed = {p.caption: p.read() for p in validate({**tiny_config, "data": table}, "table").data.scan(shards).pictures}
     streamed = {draw.caption: draw.view.picture.read_same() for draw in epoch_of(plan)}
     assert streamed == listed and len(listed) == 20
+
+
+@pytest.mark.parametrize("batch", [(1, 5), (3, 4)])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("form", ["parquet", "table", "folder", *FORMS])
+def test_each_process_count_shows_every_sample_once_an_epoch(
+    form: str, processes: int, batch: tuple[int, int], tiny_config: dict, shards: Path, tiny_pictures: Path
+) -> None:
+    """And after a resume in the middle of the second epoch on another number of processes."""
+    place = {"parquet": shards, "table": shards, "folder": tiny_pictures}.get(form, stream_data.ASSETS / form)
+    data, listed = config_of(tiny_config, place), form in ("table", "folder")
+    if listed:
+        data["data"] |= {"source": form}
+    data["train"] = {"steps": 9, "batch_size": batch[0], "gradient_accumulation": batch[1]}
+    config = validate(data, "stream")
+    plan = make_plan(config, config.data.scan(place).pictures) if listed else stream_plan(config)
+    count, steps = len(plan.samples), plan.steps_per_epoch
+    resumed = steps + steps // 2  # with the next number of processes
+    seen: dict[int, Counter] = {0: Counter(), 1: Counter(), 2: Counter()}
+    for step in range(3 * steps):
+        number = processes if step < resumed else processes % 4 + 1
+        for exact in (False, True) if number != 3 else (False,):
+            for even in (False, True):
+                passes = [TrainingPasses(plan, share=RankMicroBatches(n, number, exact, even)) for n in range(number)]
+                dealt = [micro for each in passes for micro in each.micro_batches(step)]
+                shown = Counter(draw.view.picture.name for micro in dealt for draw in micro if draw.weight)
+                if not (exact or even):
+                    first = shown
+                    seen[step // steps] += shown
+                assert shown == first, "however it is dealt"
+    for epoch in seen.values():
+        assert len(epoch) == count and set(epoch.values()) == {1}
 
 
 def test_the_plan_does_not_know_how_many_processes_there_are(tiny_config: dict, shards: Path) -> None:

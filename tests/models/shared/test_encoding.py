@@ -1,0 +1,45 @@
+"""A picture's way into latents against diffusers' own processor and autoencoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from simpletune.data.sources.pictures import crop_to_bucket
+from simpletune.models.sd3.option import SD3
+
+SIZES = [((96, 48), (48, 32)), ((50, 130), (40, 64)), ((64, 64), (64, 64)), ((31, 31), (64, 64))]
+
+
+@pytest.mark.parametrize(("size", "bucket"), SIZES)
+@pytest.mark.parametrize("kind", ["sd15", "sd3", pytest.param("taesd3", marks=pytest.mark.data)])
+def test_latents_are_those_of_diffusers(
+    kind: str, size: tuple[int, int], bucket: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    torch.manual_seed(1)
+    if kind == "taesd3":
+        folder: Path = request.getfixturevalue("real_data") / "taesd3"
+        vae = AutoencoderTiny.from_pretrained(folder).eval()
+    else:
+        shift = {"shift_factor": 0.0609, "scaling_factor": 1.5305, "latent_channels": 16} if kind == "sd3" else {}
+        vae = AutoencoderKL(block_out_channels=(8,) * 4, down_block_types=("DownEncoderBlock2D",) * 4,
+                            up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4,
+                            **({"latent_channels": 4, "scaling_factor": 0.18215} | shift)).eval()  # fmt: skip
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8))
+    processor = VaeImageProcessor(vae_scale_factor=8, resample="lanczos")
+    pixels = processor.preprocess(image, height=bucket[1], width=bucket[0], resize_mode="crop")
+    own = torch.from_numpy(crop_to_bucket(image, bucket))[None]
+    torch.testing.assert_close(own, pixels, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        if kind == "taesd3":
+            expected = vae.encode(pixels).latents
+        else:
+            mode = vae.encode(pixels).latent_dist.mode()
+            expected = (mode - 0.0609) * 1.5305 if kind == "sd3" else mode * 0.18215
+        torch.testing.assert_close(SD3().encode_pictures(vae, own), expected, rtol=1e-5, atol=1e-5)
