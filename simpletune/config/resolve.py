@@ -7,6 +7,7 @@ from pathlib import Path
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.data.demo import resolve, transformer_config
 from simpletune.data.sources.multi_source import field_of, source_problems, with_paths
+from simpletune.models.shared.sources import unusable_names
 from simpletune.system.options import ConfigError, Problem, UserError
 
 MODEL_DEMOS = ["demo:tiny-sd3"]
@@ -24,11 +25,15 @@ def file_problems(config: TrainConfig) -> list[Problem]:
             found.append(Problem(field_of(config.data, index, "path"), f"unknown demo {source.path}. {remedy}"))
         paths.append(None if is_demo else Path(source.path))
     found += source_problems(config.data, paths)
+    demos = [f"model.{part}" for part, _ in _demo_parts(config)]
     unknown = [(part, name) for part, name in _demo_parts(config) if name not in MODEL_DEMOS]
     if unknown:
         known = " or ".join(MODEL_DEMOS)
         return found + [Problem(f"model.{part}", f"unknown demo {name}. Use {known}") for part, name in unknown]
-    if config.is_demo:
+    if config.is_demo:  # its folder may not be made yet; files named beside it can be read
+        named = [problem for problem in unusable_names(config.model) if problem.path not in demos]
+        if named:
+            return found + named
         return found + list(config.shape_rules(config.model.shapes_of(transformer_config())))
     config = resolve_model_folder(config)
     model = list(config.model.problems())

@@ -5,11 +5,11 @@ The rows of metrics.jsonl and evaluations.jsonl are appended, so their checksum 
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from simpletune.runs.folder import EVALUATION, EVALUATIONS, METRICS, SAMPLES
 from simpletune.runs.repair import CHANGED, set_aside
+from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.system.processes import is_first_process
@@ -19,8 +19,8 @@ def figure_sums(folder: Path) -> Json:
     """The number of bytes and the SHA-256 of each of these files, by its path in the run's folder."""
     files = [folder / name for name in (METRICS, EVALUATIONS, EVALUATION)]
     files += sorted((folder / SAMPLES / "base").glob("*.png"))
-    contents = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files if file.is_file()}
-    return {key: [len(content), hashlib.sha256(content).hexdigest()] for key, content in contents.items()}
+    sizes = {file: file.stat().st_size for file in files if file.is_file()}
+    return {file.relative_to(folder).as_posix(): [size, sha256_of(file, size)] for file, size in sizes.items()}
 
 
 def require_figures(folder: Path, sums: Json) -> None:
@@ -30,8 +30,7 @@ def require_figures(folder: Path, sums: Json) -> None:
         file = folder / key
         if not file.is_file():
             continue
-        content = file.read_bytes()
-        if hashlib.sha256(content[:size] if key.endswith("l") else content).hexdigest() == sha256:
+        if (sha256_of(file, size) if key.endswith("l") else sha256_of(file)) == sha256:
             continue
         if not key.endswith("l"):
             set_aside(file, CHANGED)

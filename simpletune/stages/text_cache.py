@@ -59,8 +59,10 @@ class PromptEntries:
         self.cache = open_cache(self.place, KIND, self.name)
         folder = self.place.local / KIND
         self._waiting = {
-            encoder.name: FileCache(folder / self.name / encoder.name, lock_of(folder / f"{self.name}-{encoder.name}"))
-            for encoder in encoders[:-1]
+            each.name: FileCache(
+                folder / self.name / each.name, lock_of(folder / f"{self.name}-{each.name}"), self._prints[each.name]
+            )
+            for each in encoders[:-1]
         }
         older = [FileCache(self.place.local / OLDER / each) for each in self._prints.values()]
         self._superseded = [*self._waiting.values(), *(older if self.place.form == "files" else [])]

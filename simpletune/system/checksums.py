@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 SAMPLED_CHUNKS, CHUNK = 64, 65536
 
 
-def sha256_of(file: Path) -> str:
+def sha256_of(file: Path, size: int = sys.maxsize) -> str:
+    """The SHA-256 of a file, or of its first ``size`` bytes if it grows meanwhile."""
+    digest = hashlib.sha256()
     with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        while part := handle.read(min(size, 2**20)):
+            digest.update(part)
+            size -= len(part)
+    return digest.hexdigest()
 
 
 def fingerprint_of_range(file: Path, about: str, start: int, end: int) -> str:

@@ -49,6 +49,8 @@ TYPES = {
 }
 
 
+OTHER_TYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")
+"""Types that the format has, and this package does not read."""
 INDEX_SUFFIX = ".shards.json"
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 
@@ -75,8 +77,8 @@ def require_safetensors(file: Path) -> None:
         raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """Read a safetensors header: types, shapes and offsets by name, and ``__metadata__``.
+def read_header(file: Path, most: int | None = None) -> dict[str, Any]:
+    """Read a safetensors header: types, shapes and offsets by name, and ``__metadata__``; of at most ``most`` tensors.
 
     Raises:
         UserError: the file is not a safetensors file, is damaged or is truncated.
@@ -86,7 +88,11 @@ def read_header(file: Path) -> dict[str, Any]:
             length = int.from_bytes(handle.read(8), "little")
             if not 2 <= length <= 100_000_000:
                 raise ValueError
-            header = json.loads(handle.read(length), object_pairs_hook=_without_duplicates)
+            text = handle.read(length)
+        count = text.count(b'"data_offsets"')  # before it is parsed, which takes longer
+        if most is not None and count > most:
+            raise UserError(f"{file} has {count:,} tensors; the limit is {most:,}")
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
         size = 8 + length
         for entry in (value for name, value in header.items() if name != "__metadata__"):
             begin, end = entry["data_offsets"]
@@ -94,6 +100,8 @@ def read_header(file: Path) -> dict[str, Any]:
             if not isinstance(entry["dtype"], str) or any(type(n) is not int or n < 0 for n in numbers) or end < begin:
                 raise ValueError
             kind = TYPES.get(entry["dtype"])
+            if kind is None and entry["dtype"] not in OTHER_TYPES:
+                raise ValueError
             if kind is not None and end - begin != math.prod(entry["shape"]) * kind.bytes:
                 raise ValueError
             size = max(size, 8 + length + end)

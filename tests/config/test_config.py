@@ -306,6 +306,7 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
         ("report run --price 0", "--price: 0 is not a price in dollars per hour, above 0 and below 10000"),
         ("serve --port 70000", "--port: 70000 is not a port from 0 to 65535"),
         ("check x.json --fast", "unknown argument --fast"),
+        ("generate --stregnth=2", "unknown argument --stregnth=2. Did you mean --strength?"),
         ("inspect x a.b=c", "unknown argument a.b=c"),
         ("extract a b", "--out is missing"),
         ("train", "CONFIG is missing"),
@@ -399,11 +400,14 @@ def test_a_field_of_another_section_or_trainer_is_recognised(
 
 def test_one_mistake_is_one_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "photo.png").touch()
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
     for words, said in (
         (["check", "demo", f"model.pretrained={tmp_path}"], f"{tmp_path} contains no part of a model"),
         (["check", str(tmp_path)], f"{tmp_path} is a folder"),
         (["check", "demo", "data.path=pics"], f"pics does not exist in {Path.cwd()}"),
         (["check", "demo", "model.vae=demo:nothing"], "model.vae: unknown demo demo:nothing"),
+        (["check", "demo", f"model.transformer={tmp_path / 'x.gguf'}"], "x.gguf is a GGUF file"),
+        (["check", "demo", "model.transformer=no.safetensors"], "model.transformer: no.safetensors does not exist"),
     ):
         assert main(words) == 2
         printed = capsys.readouterr().err.splitlines()

@@ -87,6 +87,7 @@ ENTRY = '"dtype": "F32", "shape": [2], "data_offsets"'
         (f'{{"a": {{{ENTRY}: [0, 8]}}, "b": {{{ENTRY}: [0, 8]}}}}', False),
         (f'{{"a": {{{ENTRY}: [0, 8]}}, "b": {{{ENTRY}: [4, 12]}}}}', False),
         (f'{{"a": {{{ENTRY}: [8, 16]}}}}', False),
+        (f'{{"a": {{{ENTRY}: [0, 8]}}}}'.replace("F32", "F33"), False),
         (f'{{"a": {{{ENTRY}: [0, 8]}}, "a": {{{ENTRY}: [8, 16]}}}}', False),
     ],
 )

@@ -47,6 +47,7 @@ FAMILIES = ", ".join(names.title for names in LAYOUTS)
 PLAIN_ONLY = "Only plain LoRA can be applied exactly"
 LONGEST_PATTERN = 200  # characters
 DAMAGED = "The file is damaged: download or export it again"
+MOST_TENSORS = 100_000  # of a file that is described: matching so many names takes seconds
 LARGEST_SCALE = 1e6
 """Largest accepted alpha / rank; real files have 0.001 to 100."""
 
@@ -107,7 +108,7 @@ class LoraHeader:
     def __init__(self, file: Path):
         require_safetensors(file)
         self.file = file
-        header = read_header(file)
+        header = read_header(file, MOST_TENSORS)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.entries: dict[str, TensorEntry] = header
         self.shapes = {name: tuple(entry["shape"]) for name, entry in self.entries.items()}
@@ -260,6 +261,12 @@ def require_tensors(header: LoraHeader) -> None:
         raise UserError(f"{header.file} is empty: it contains no tensors. Download or export it again")
 
 
+def require_family(file: str, family: str, shown: str) -> None:
+    """Refuse a LoRA for another model than ours; ``shown`` is the evidence."""
+    if not is_known(family):
+        raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for {FAMILIES}")
+
+
 def open_lora(file: Path) -> LoraHeader:
     """Open a LoRA for the denoiser of a known family and check everything that its header shows.
 
@@ -278,9 +285,7 @@ def open_lora(file: Path) -> LoraHeader:
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
-    family, shown = header.family
-    if not is_known(family):
-        raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for {FAMILIES}")
+    require_family(str(file), *header.family)
     if header.methods:
         method, keys = next(iter(header.methods.items()))
         raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")

@@ -21,7 +21,7 @@ from simpletune.adapters.text.placeholders import expand, occurs, positions, tok
 from simpletune.adapters.text.side import PLAIN, AppliedText, TextSide, embedding_digest
 from simpletune.models.families import Model
 from simpletune.models.shared.parts import TextEncoder, load_text_model
-from simpletune.models.shared.prompts import BATCH, Prompts, clip_outputs, pack, token_ids, unpack
+from simpletune.models.shared.prompts import BATCH, Prompts, clip_outputs, pack, unpack
 from simpletune.models.shared.t5_layers import EMBEDDINGS, LayeredT5, PartTensors, Tensors
 from simpletune.models.shared.text_layers import T5, encoder_of
 from simpletune.system.options import UserError, join_names
@@ -151,9 +151,8 @@ class TextEncoding:
         if not updates and not any(inputs):
             yield from self.prompts.encode(encoder, texts, device, batch_size)
             return
-        tokenizer = self.tokenizer(encoder)
-        counts = [len(each) for each in tokenizer(texts).input_ids]
-        ids = token_ids(tokenizer, texts, encoder.length)
+        counts = [len(each) for each in self.tokenizer(encoder)(texts).input_ids]
+        ids = self.prompts.token_ids(encoder, texts)
         rows = [
             {row: each.vectors[encoder.name][n] for each in called for row, n in self.rows(encoder, prompt, each)}
             for prompt, called in zip(prompts, inputs, strict=True)

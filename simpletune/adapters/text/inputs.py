@@ -17,7 +17,7 @@ from simpletune.adapters.text.option import Text
 from simpletune.adapters.text.placeholders import expand, positions, tokens_of
 from simpletune.models.families import Model
 from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.prompts import Prompts, token_ids
+from simpletune.models.shared.prompts import Prompts
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class PromptTokenizer:
             if prompt not in self._known:
                 ids = {}
                 for name in self.resident:
-                    tokenizer, length = self._tokenizer(name), self.encoders[name].length
-                    ids[name] = token_ids(tokenizer, [self.expanded(prompt)], length)[0]
+                    ids[name] = self.prompts.token_ids(self.encoders[name], [self.expanded(prompt)])[0]
                 slots = {name: self._slots(name, prompt) for name in self.with_vectors}
                 self._known[prompt] = TextInputs(slots, ids)
         found = [self._known[prompt] for prompt in prompts]

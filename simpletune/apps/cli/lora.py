@@ -19,11 +19,14 @@ LORA = "a LoRA file in any layout, a run, a checkpoint (RUN@STEP) or a hub name"
 def inspect(args: argparse.Namespace) -> None:
     """describe a weight file and list the tools that load it"""
     from simpletune.adapters.files.describe import describe, format_description
+    from simpletune.adapters.files.header import require_family
     from simpletune.runs.weights_names import weight_file
     from simpletune.system.printable import printable
 
     about = describe(weight_file(args.file), values=not args.header_only)
     print(json.dumps(about, indent=2) if args.json else printable(format_description(about)))
+    if about["kind"] == "lora":
+        require_family(about["file"], about["family"], about["family_shown_by"])
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:

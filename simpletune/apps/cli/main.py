@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -128,7 +129,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
-        top.error(f"unknown argument {(unknown or late)[0]}", args.verb)
+        word = (unknown or late)[0]
+        options = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction)).choices[args.verb]
+        near = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
+        guess = f". Did you mean {near[0]}?" if near and word.startswith("--") else ""
+        top.error(f"unknown argument {word}{guess}", args.verb)
     if late:
         args.overrides = [*args.overrides, *late]
     return args

@@ -214,10 +214,10 @@ def _objective(found: Translation) -> None:
             ]
         )
     found.by_table([KeyRule("flow_sigmoid_scale", "objective.logit_std", number)])
-    if (loss := found.read("loss_type", as_text)) in ("huber", "smooth_l1"):
+    if found.read("loss_type", as_text) in ("huber", "smooth_l1"):
         c, schedule = found.read("huber_c", number), found.read("huber_schedule", as_text)
         take_huber(found, c, schedule)
-    elif loss is not None:
+    else:
         found.seen("huber_c", "huber_schedule")
 
 

@@ -24,6 +24,7 @@ LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 """CLIP's pattern for words, from the code of arXiv:2103.00020."""
+FolderState = tuple[tuple[str, int, int], ...]  # name, time of the last change in ns, and bytes of each file
 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
@@ -79,7 +80,7 @@ class Cutter:
             if folder is None or (part == "tokenizer_3" and not (folder / "tokenizer.json").is_file()):
                 continue
             try:
-                self.known.append((name, limit, read_fast_tokenizer(folder, folder.stat().st_mtime_ns)))
+                self.known.append((name, limit, read_fast_tokenizer(folder, _state(folder))))
             except UserError as reason:
                 self.problems.append(str(reason))
         self.names = [name for name, _, _ in self.known]
@@ -98,10 +99,14 @@ class Cutter:
         return found
 
 
+def _state(folder: Path) -> FolderState:
+    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(folder.iterdir()))
+
+
 @lru_cache(maxsize=8)  # reading one takes a tenth of a second
-def read_fast_tokenizer(folder: Path, changed: int) -> Tokenizer:
-    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have; again if the folder has
-    ``changed`` since, in nanoseconds."""
+def read_fast_tokenizer(folder: Path, state: FolderState = ()) -> Tokenizer:
+    """Read tokenizer.json, or CLIP's vocab.json and merges.txt, which SD3's folders have; again if its files have
+    another ``state``."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
     whole = (folder / "tokenizer.json").is_file()

@@ -137,10 +137,12 @@ class Cache(ABC):
 
 
 class FileCache(KeyedFolder, Cache):
-    """A folder with a file for each sample."""
+    """A folder with a file for each sample. ``encoder`` identifies what writes them, since the files of two encoders
+    have the same names; empty, as in files before November 2026: unknown."""
 
-    def __init__(self, folder: Path, lock: Path | None = None):
+    def __init__(self, folder: Path, lock: Path | None = None, encoder: str = ""):
         super().__init__(folder, lock)
+        self.encoder = encoder
         self.sound: set[str] = set()
         """Keys whose checksum this process has verified."""
 
@@ -182,7 +184,8 @@ class FileCache(KeyedFolder, Cache):
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         host = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        write_safetensors(host, self.file(key), {"key": key, "crc32": checksum(host)})
+        about = {"key": key, "crc32": checksum(host)} | ({"encoder": self.encoder} if self.encoder else {})
+        write_safetensors(host, self.file(key), about)
 
     def quarantine(self, key: str) -> str:
         self.sound.discard(key)
@@ -209,6 +212,8 @@ class FileCache(KeyedFolder, Cache):
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DamagedSample(f"{file} is damaged ({' '.join(str(error).split())[:120]})") from None
+        if self.encoder and about.get("encoder", self.encoder) != self.encoder:
+            raise DamagedSample(f"{file} was written by another encoder")
         if about.get("key") != key:
             raise ValueError(f"{file} was written for another key. Delete it and restart")
         if key not in self.sound:

@@ -24,6 +24,7 @@ from simpletune.system.printable import describe_exception
 
 INDEX = "index.json"
 MOST_INDEX = 2**28  # bytes
+MOST_RATIO = 1000  # of a shard's bytes to those of its compressed form; pictures hardly shrink
 PIECE = 2**22  # bytes to hash at once
 PROBES, PROBE = 16, 4096  # number of places that the digest of a shard without hashes covers, and bytes at each
 ALGORITHMS = frozenset(hashlib.algorithms_guaranteed) - {"shake_128", "shake_256"}
@@ -236,6 +237,8 @@ def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
             raw, samples = _stored(shard["raw_data"]), _number(shard["samples"])
             if 4 * (samples + 2) > raw.bytes:  # before anything is reserved for so many
                 raise ValueError(f"{samples:,} samples do not fit into the {raw.bytes:,} bytes of {raw.name}")
+            if raw.bytes > MOST_RATIO * max(zipped.bytes if zipped else raw.bytes, 1024):  # before it is decompressed
+                raise ValueError(f"{raw.name} grows to {raw.bytes:,} bytes, over {MOST_RATIO:,} times what is stored")
             found.append(MDSShard(raw, zipped or raw, compression, samples, checked))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
@@ -279,7 +282,7 @@ def decompress(data: bytes | bytearray, compression: str, size: int, name: str) 
     algorithm = compression.partition(":")[0]
     try:
         if algorithm in CODECS:
-            found = bytes(pa.Codec(CODECS[algorithm]).decompress(data, decompressed_size=size))
+            found = pa.Codec(CODECS[algorithm]).decompress(data, decompressed_size=size, asbytes=True)
         elif algorithm == "gz":
             found = zlib.decompressobj(wbits=31).decompress(data, size + 1)
         elif algorithm == "bz2":

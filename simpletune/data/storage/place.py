@@ -55,7 +55,7 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     place = CachePlace(place) if isinstance(place, Path) else place
     folder = place.local / kind / name
     if place.form == "files":
-        return FileCache(folder)
+        return FileCache(folder, encoder=name)
     from simpletune.data.storage.copies import LocalCopies
     from simpletune.data.storage.shard_cache import ShardCache
     from simpletune.data.storage.shards import SHARDS, ShardStore

@@ -79,7 +79,7 @@ class ShardCache(Cache):
     """
 
     def __init__(self, folder: Path, shards: ShardStore, copies: LocalCopies | None = None, label: str = ""):
-        self.staged = FileCache(folder / "staged")
+        self.staged = FileCache(folder / "staged", encoder=folder.name)
         self.folder = self.staged.folder
         self.shards, self.copies, self.label = shards, copies, label
         self.remote, self.local_limit = copies is not None, 0 if copies is None else copies.limit

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part, TextEncoder, load_text_model
+from simpletune.models.shared.transformers_folder import TOKENIZERS
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Prompts:
 
     def __init__(self, part: Callable[[str], Part], encoders: Sequence[TextEncoder], dtype: torch.dtype):
         self.part, self.encoders, self.dtype = part, encoders, dtype
+        self._hashes: dict[str, str] = {}  # of the tokenizers' folders, which each run reads once
 
     def run(
         self, encoder: TextEncoder, ids: Tensor, device: torch.device, batch_size: int
@@ -75,12 +77,42 @@ class Prompts:
     def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
         """See ``read_tokenizer``."""
         folder = self._tokenizer_folder(encoder)
-        return _known_tokenizer(encoder, folder, _folder_hash(folder), get_ident())
+        return _known_tokenizer(encoder, folder, self._hash(encoder), get_ident())
+
+    def token_ids(self, encoder: TextEncoder, prompts: list[str]) -> Tensor:  # [n, L]
+        """The ids of prompts, truncated and padded to the encoder's length.
+
+        Raises:
+            UserError: the encoder has no such token or position, so that one of both is damaged.
+        """
+        tokenizer, config = self.tokenizer(encoder), self.part(encoder.model).config()
+        length, folder = encoder.length or tokenizer.model_max_length, self._tokenizer_folder(encoder)
+        room = None if encoder.is_t5 else config.get("max_position_embeddings")
+        remedy = "One of them is damaged, or they do not belong together. Download both again"
+        if isinstance(room, int) and length > room:
+            file = folder / "tokenizer_config.json"
+            raise UserError(f"{file}: model_max_length is {length}, but {encoder.title} reads {room} tokens. {remedy}")
+        ids: Tensor = tokenizer(
+            prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).input_ids
+        size, largest = config.get("vocab_size"), int(ids.max())
+        if isinstance(size, int) and largest >= size:
+            file = next((folder / name for name in TOKENIZERS if (folder / name).is_file()), folder)
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise UserError(
+                f"{file} numbers the token {token!r} {largest}, but {encoder.title} has {size} tokens. {remedy}"
+            )
+        return ids
+
+    def _hash(self, encoder: TextEncoder) -> str:
+        if encoder.tokenizer not in self._hashes:
+            self._hashes[encoder.tokenizer] = _folder_hash(self._tokenizer_folder(encoder))
+        return self._hashes[encoder.tokenizer]
 
     def fingerprint(self, encoder: TextEncoder) -> str:
         """A name for everything an encoder's output depends on, apart from the prompt."""
         length = "" if encoder.length is None else f"-{encoder.length}"
-        tokens = _folder_hash(self._tokenizer_folder(encoder))
+        tokens = self._hash(encoder)
         weights = self.part(encoder.model).fingerprint()
         packed = "-int8" if encoder.packed else ""
         return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}"
@@ -96,8 +128,7 @@ class Prompts:
         """
         tokenizer = self.tokenizer(encoder)
         counts = [len(ids) for ids in tokenizer(prompts).input_ids]
-        ids = token_ids(tokenizer, prompts, encoder.length)
-        outputs = self.run(encoder, ids, device, batch_size)
+        outputs = self.run(encoder, self.token_ids(encoder, prompts), device, batch_size)
         for output, count in zip(outputs, counts, strict=True):
             parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
             yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
@@ -153,15 +184,6 @@ def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 def groups_of(width: int) -> int:
     """The number of scales for a token of this width."""
     return width // GROUP if width % GROUP == 0 else 1
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: list[str], length: int | None) -> Tensor:  # [n, L]
-    """The ids of prompts, truncated and padded to ``length`` tokens; None: the tokenizer's maximum."""
-    length = length or tokenizer.model_max_length
-    ids: Tensor = tokenizer(
-        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).input_ids
-    return ids
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.options import UserError, join_names
-from simpletune.system.safetensors_file import read_header
+from simpletune.system.safetensors_file import read_header, require_safetensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +83,8 @@ class SingleFile:
     """
 
     def __init__(self, path: Path, layout: FileLayout):
+        if path.suffix == ".gguf":
+            require_safetensors(path)
         if path.suffix != ".safetensors":
             raise UserError(
                 f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not supported: convert it"

@@ -104,7 +104,7 @@ def hub_parts(model: FamilyFacts) -> list[HubPart]:
 
 def problems(model: FamilyFacts) -> Iterator[Problem]:
     """Report invalid paths, files of another family, and parts that no option provides."""
-    unusable = list(_unusable_names(model))
+    unusable = list(unusable_names(model))
     yield from unusable
     if any(problem.path == "model.pretrained" for problem in unusable):
         return
@@ -138,7 +138,7 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
         yield Problem("model.pretrained", _lacks(model, model.pretrained, *lacking))
 
 
-def _unusable_names(model: FamilyFacts) -> Iterator[Problem]:
+def unusable_names(model: FamilyFacts) -> Iterator[Problem]:
     """Report options that name neither a folder nor a usable file nor a Hub repository."""
     for field in ("pretrained", model.denoiser, "vae", "text_encoders"):
         value = getattr(model, field)

@@ -36,7 +36,7 @@ from simpletune.system.stores.object_store import ObjectStore
 STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed on resume
 LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
 DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not match; it is kept on this machine only
-IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded
+IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded, since it may be replaced meanwhile
 AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
 AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
 
@@ -226,7 +226,7 @@ class Uploader:
     def _upload_files(self) -> dict[str, StoredFile]:
         """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded, and
         return all of them. The index names them first: whatever becomes of this process, it knows what is there."""
-        files, changed = {}, {}
+        files, changed = dict[str, StoredFile](), dict[str, tuple[int, int]]()
         for file in sorted(self.folder.rglob("*")):
             key = file.relative_to(self.folder).as_posix()
             if key.partition("/")[0] in LEFT_OUT or any(part.startswith(".") for part in key.split("/")):
@@ -239,17 +239,22 @@ class Uploader:
                 if self._stored.get(key) == seen and key in self.index.files:
                     files[key] = self.index.files[key]
                     continue
-                # as it is now: the run goes on writing small files, and replaces large ones as a whole
-                content = file.read_bytes() if status.st_size <= IN_MEMORY else file
+                files[key] = StoredFile(size=status.st_size, sha256=sha256_of(file, status.st_size))
             except FileNotFoundError:  # replaced or removed meanwhile; the next upload sends what is there then
                 continue
-            if isinstance(content, bytes):
-                files[key] = StoredFile(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-            else:
-                files[key] = StoredFile(size=status.st_size, sha256=sha256_of(file))
-            changed[key] = (content, seen)
+            changed[key] = seen
         self._commit(arriving={key: files[key] for key in changed})
-        for key, (content, seen) in changed.items():
+        for key, seen in changed.items():
+            file, size = self.folder / key, files[key].size
+            content: Path | bytes = file
+            if size <= IN_MEMORY or key.endswith(".jsonl"):  # rows that are appended meanwhile are sent the next time
+                try:
+                    with open(file, "rb") as handle:
+                        content = handle.read(size)
+                except FileNotFoundError:
+                    del files[key]
+                    continue
+                files[key] = StoredFile(size=len(content), sha256=hashlib.sha256(content).hexdigest())
             self._put(content, key, files[key])
             self._stored[key] = seen
         return files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 from pathlib import Path
 
 import lora_readers
@@ -290,7 +291,9 @@ UNETS = ("Stable Diffusion 1.5", "Stable Diffusion 2", "Stable Diffusion 1.5 or 
 
 
 @pytest.mark.parametrize("family", FOREIGN)
-def test_a_lora_of_a_u_net_is_read_and_one_of_another_model_refused_by_its_name(family: str, tmp_path: Path) -> None:
+def test_a_lora_of_a_u_net_is_read_and_one_of_another_model_refused_by_its_name(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, tools = tmp_path / "x.safetensors", ("diffusers", "ComfyUI", "Forge", "simpletune")
     save_file(FOREIGN[family], file)
     about = describe(file)
@@ -303,6 +306,18 @@ def test_a_lora_of_a_u_net_is_read_and_one_of_another_model_refused_by_its_name(
             UserError, match=f"is a LoRA for {family.strip()} .*Give one for Stable Diffusion 3, Stable"
         ):
             read_lora(file)
+    assert main(["inspect", str(file)]) == (0 if family.strip() in UNETS else 2)
+    said = capsys.readouterr()
+    assert family.strip() in said.out and ("is a LoRA for" in said.err) == (family.strip() not in UNETS)
+
+
+def test_a_header_of_a_million_tensors_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    entries = ",".join(f'"a{n}.lora_A.weight":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for n in range(10**6))
+    (tmp_path / "x.safetensors").write_bytes((len(entries) + 2).to_bytes(8, "little") + f"{{{entries}}}".encode())
+    start = time.process_time()
+    with pytest.raises(UserError, match="has 1,000,000 tensors; the limit is 100,000"):
+        describe(tmp_path / "x.safetensors")
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf"), float("-inf"), 1e38, -1e38])
@@ -333,8 +348,8 @@ def test_what_would_steer_a_terminal_is_shown_and_not_sent(tmp_path: Path, capsy
     steering = "\x1b]0;owned\x07\x1b[2J\u202e"
     save_file({f"{steering}.lora_down.weight": torch.ones(2, 2), f"{steering}.lora_up.weight": torch.ones(2, 2)},
               tmp_path / "x.safetensors", {steering: steering})  # fmt: skip
-    for words, code in ((["inspect"], 0), (["export", "--format", "kohya"], 2)):
-        assert main([words[0], str(tmp_path / "x.safetensors"), *words[1:]]) == code
+    for words in (["inspect"], ["export", "--format", "kohya"]):
+        assert main([words[0], str(tmp_path / "x.safetensors"), *words[1:]]) == 2
         printed = "".join(capsys.readouterr())
         assert r"\x1b]0;owned\x07" in printed and r"\u202e" in printed
         assert not set(printed) & {"\x1b", "\x07", "\u202e"}

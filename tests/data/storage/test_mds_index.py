@@ -23,9 +23,14 @@ from simpletune.system.options import UserError
         ({"column_sizes": ["8", None, None, None]}, "is no length"),
         ({"column_sizes": 3}, "not iterable"),
         ({"compression": True}, "the compression True"),
+        (
+            {"compression": "zstd", "raw_data": {"basename": "a", "bytes": 2**30, "hashes": {}},
+             "zip_data": {"basename": "a.zstd", "bytes": 32787, "hashes": {}}},
+            "a grows to 1,073,741,824 bytes, over 1,000 times what is stored",
+        ),
         ({"raw_data": {"basename": "a", "bytes": -1, "hashes": {}}}, "-1 is no length"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.timeout(20)
 def test_what_cannot_be_is_refused(changes: dict, words: str, tmp_path: Path) -> None:
     place = copy_mds("plain", tmp_path / "plain")

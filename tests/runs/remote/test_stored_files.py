@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import object_store
@@ -99,6 +100,23 @@ def test_what_was_being_uploaded_when_a_process_died_is_taken_as_it_is(
     capsys.readouterr()
     run_with(kept, "auto", train={"steps": 6})
     assert "warning" not in capsys.readouterr().out and not index_of(kept).arriving
+
+
+def test_one_file_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight pictures of 4 MiB, and rows that are appended to while they are sent."""
+    for number in range(8):
+        (tmp_path / f"{number}.png").write_bytes(bytes([number]) * 2**22)
+    (tmp_path / "rows.jsonl").write_bytes(b"{}\n")
+    index = RunIndex(owner="x", machine="x")
+    uploader = upload.Uploader(ObjectStore(f"s3://{BUCKET}/x"), tmp_path, index, "", upload.Checkpoint())
+    put: dict[str, bytes | Path] = {}
+    monkeypatch.setattr(uploader, "_commit", lambda **changes: (tmp_path / "rows.jsonl").write_bytes(b"{}\n{}\n"))
+    monkeypatch.setattr(uploader, "_put", lambda content, key, known: put.update({key: content[:4]}))
+    tracemalloc.start()
+    files = uploader._upload_files()
+    assert tracemalloc.get_traced_memory()[1] < 9_000_000
+    tracemalloc.stop()
+    assert put["rows.jsonl"] == b"{}\n" and files["rows.jsonl"].size == 3 and len(put) == 9
 
 
 def test_a_deleted_file_and_a_deleted_run_are_called_deleted(
