@@ -96,8 +96,8 @@ class ProdigySteps(torch.optim.Optimizer):
             state["d_numerator"].mul_(beta_3).add_(numerator)
             state["d_denominator"].copy_(size)
             state["step"] = number + 1
-        if group["weight_decay"]:
-            torch._foreach_mul_(own, 1 - group["weight_decay"] * d_lr)
+        if group["weight_decay"]:  # at a small d, fp32 rounds 1 - weight_decay d_lr by percents of the decay
+            torch._foreach_add_(own, torch._foreach_mul(own, -group["weight_decay"] * d_lr))
         roots = torch._foreach_sqrt(square)
         torch._foreach_mul_(roots, 1 / d)  # d m / (sqrt(v) + d eps) = m / (sqrt(v) / d + eps)
         torch._foreach_add_(roots, group["eps"])

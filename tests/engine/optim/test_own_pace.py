@@ -60,6 +60,18 @@ def test_prodigy_is_that_of_its_authors(options: dict) -> None:
     assert d == pytest.approx(float(theirs.param_groups[0]["d"]), rel=1e-4) and d > 2e-3
 
 
+def test_prodigy_s_first_decay_is_not_rounded() -> None:
+    """1 - 0.5 d is 8.4 of fp32's steps below 1. The roundings of single weights cancel on average."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(2, 1 << 18)
+    weight = nn.Parameter(start.clone())
+    weight.grad = gradient
+    Prodigy(weight_decay=0.5, eps=1e-30).build([weight]).step()
+    p, d = start.double(), 1e-6
+    moved = weight.detach().double() - p + d * 0.1 / 0.001**0.5 * gradient.double().sign()  # without Adam's step
+    assert float(moved @ p / (p @ p)) == pytest.approx(-0.5 * d, rel=0.01)
+
+
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "r": 1.0}, {"betas": (0.95, 0.99), "lr": 0.2}])
 def test_schedule_free_is_that_of_its_authors(options: dict) -> None:
     option = ScheduleFreeAdamW(**{"lr": 0.05, **options})
