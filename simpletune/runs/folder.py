@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import parse_row, read_own, read_own_rows, set_aside
-from simpletune.system.atomic import remove, write_text
+from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside
+from simpletune.system.atomic import remove, write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json, UserError, join_names, plural
@@ -46,12 +46,12 @@ CHOSEN = RunFile("chosen.json", first=True, file=True)
 ATTEMPTS = RunFile("attempts.json", first=True, file=True)
 OVERFLOWS = RunFile("overflows.jsonl", first=True, file=True, rows=("step",))
 DRIFT = RunFile("base_predictions.safetensors", first=True, file=True)
-PREDICTED = RunFile("predicted.json", first=True, file=True)  # time and price, before the first step
+PREDICTED = RunFile("predicted.json", first=True, file=True)  # steps; memory, time and price before the first one
 BEST = RunFile("best.json", file=True)
 CONTROL = RunFile("control.json", first=True)
 CONTROL_ANSWERS = RunFile("control_answers.jsonl", first=True, file=True)
 DRAWN = RunFile("drawn", first=True)
-PLANNED = RunFile("planned.json", first=True, file=True)
+PLANNED = RunFile("planned.json", first=True, file=True)  # steps and memory, by earlier versions
 REMOTE = RunFile("remote.json", first=True)  # names the stored run that the folder belongs to
 SAMPLES = RunFile("samples", first=True)
 CHECKPOINTS = RunFile("checkpoints")
@@ -222,6 +222,27 @@ def chosen_before(config: TrainConfig) -> Json:
     blocks = config.model.blocks()
     largest = {"threads": 1024, "checkpointed": blocks, "keeping_attention": blocks}
     return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
+
+
+def put_predicted(folder: Path, steps: int, steps_per_epoch: int, memory: object, time: Json | None) -> None:
+    """Record the planned steps and what is predicted of them: memory by stage, and ``JobTime.as_json``. A resumed run,
+    whose ``time`` is None, keeps the time of its first start, which covers its whole length."""
+    planned = {"steps": steps, "steps_per_epoch": steps_per_epoch, "memory": memory}
+    write_json(folder / PREDICTED, planned | {"time": time or predicted_time(folder)})
+    remove(folder / PLANNED)
+
+
+def predicted_time(folder: Path) -> Json | None:
+    """Read the time and price predicted when a run started (``JobTime.as_json``); None without a prediction."""
+    found = read_own(folder / PREDICTED, {"steps": (int,)}) or {}
+    time = found.get("time", found)  # earlier versions wrote nothing else into the file
+    if not time:
+        return None
+    needed = {"seconds_per_step": NUMBER, "seconds_by_stage": (dict,), "steps": (int,)}
+    if not isinstance(time, dict) or any(type(time.get(key)) not in types for key, types in needed.items()):
+        set_aside(folder / PREDICTED, "is damaged")
+        return None
+    return time
 
 
 def newest_run(runs: Path) -> Path:

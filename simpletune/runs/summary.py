@@ -29,14 +29,13 @@ from simpletune.runs.folder import (
     EVALUATION,
     EVALUATIONS,
     OVERFLOWS,
-    PREDICTED,
     SKIPPED,
     overflow_words,
+    predicted_time,
     read_json_or_none,
     read_metrics,
     read_rows,
 )
-from simpletune.runs.repair import NUMBER, read_own
 from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, join_names, plural
@@ -114,7 +113,7 @@ def beside_measured(folder: Path, summary: Json) -> Json | None:
     ``predicted``, ``measured`` and ``ratio`` of a step, each stage, all of these stages, and the price; None without a
     prediction. Omits everything but the step if the run's length was not as planned.
     """
-    time = read_own(folder / PREDICTED, {"seconds_per_step": NUMBER, "seconds_by_stage": (dict,), "steps": (int,)})
+    time = predicted_time(folder)
     if time is None or not summary.get("seconds_per_step"):
         return None
     found: Json = {name: time.get(name) for name in ("device", "speeds", "seconds_per_step_range", "bound_by")}

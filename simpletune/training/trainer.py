@@ -20,14 +20,13 @@ from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.best_checkpoint import since_best
-from simpletune.runs.folder import PLANNED, earlier_validation_samples
+from simpletune.runs.folder import earlier_validation_samples, put_predicted
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.train_step import TrainStep
-from simpletune.system.atomic import write_json
 from simpletune.system.console import TrainingProgress, say
-from simpletune.system.options import plural
+from simpletune.system.options import Json, plural
 from simpletune.system.phases import phase
 from simpletune.system.signals import SIGNALS, Signals, Stopped, deferred_signals, stop_if_requested
 from simpletune.system.stage_timer import StageTimer
@@ -61,6 +60,7 @@ class Job:
     attempt: AttemptRecorder  # of this process
     store: CheckpointStore
     predicted: Estimate | None = None  # the memory
+    timed: Json | None = None  # the time and price; None if the run continues, which keeps those of its first start
 
 
 class Trainer:
@@ -81,9 +81,8 @@ class Trainer:
         self.metrics = Metrics(folder, core, self.guard, job.attempt, self.trackers, plan.steps_per_epoch)
         self.checkpointer = Checkpointer(config, folder, core, plan, job.stages, job.attempt, job.store)
         if self.main:
-            planned = {"steps": self.steps, "steps_per_epoch": plan.steps_per_epoch}
-            predicted = {} if job.predicted is None else {"predicted": job.predicted.as_json()["stages"]}
-            write_json(folder / PLANNED, planned | predicted)
+            memory = None if job.predicted is None else job.predicted.as_json()["stages"]
+            put_predicted(folder, self.steps, plan.steps_per_epoch, memory, job.timed)
         job.store.begins(job.start)
         alone = self.accelerator.num_processes == 1
         self.interrupts = Interrupts(folder, job.attempt, self.trackers.warn, alone) if self.main else Interrupts()

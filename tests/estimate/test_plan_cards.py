@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plan_search import config_of, searches_share_what_they_predict  # noqa: F401
 
 from simpletune.apps.cli.main import main
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import MIB
 from simpletune.estimate.job_time import JobTime
 from simpletune.estimate.levers import changes_of_quality, with_changes
@@ -29,23 +29,6 @@ from simpletune.system.prices import Price
 
 L4 = find_card("L4")
 PRICE = Price(per_hour=1.0, as_of="2026-11", source="test", currency="USD")
-
-
-@pytest.fixture(autouse=True)
-def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_once) -> None:
-    monkeypatch.setattr("simpletune.estimate.planning.simulate", simulate_once)
-
-
-@pytest.fixture
-def config_of(shared_cache: Path):
-    """The demo's model of three blocks, whose activations take most at this size."""
-
-    def make(*overrides: str) -> TrainConfig:
-        large = ["train.batch_size=16", "data.resolution=256", "optimizer.name=adamw", "precision.compute=bf16"]
-        here = [f"output.cache={shared_cache}", "validation.prompts=[]", "precision.weights=bf16", "device=cpu"]
-        return read_for_estimate(Path("configs/demo.json"), [*large, *here, *overrides])
-
-    return make
 
 
 def brute_force(config: TrainConfig, card: Card) -> SettingChanges | None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from plan_search import config_of, searches_share_what_they_predict  # noqa: F401
 
 from simpletune.apps.cli.main import main
 from simpletune.config.check import may_recompute_alone
 from simpletune.config.load import read_config
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate import planning
-from simpletune.estimate.estimate_command import read_for_estimate
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import changes_of_quality, differing, with_changes
 from simpletune.estimate.plan_command import describe_result
@@ -39,23 +39,6 @@ L4 = find_card("L4")
 
 def a_card(mib: float) -> Card:
     return replace(L4, name=f"Test {mib:.0f}", gib=mib / 1024, found=1.0)
-
-
-@pytest.fixture(autouse=True)
-def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_once) -> None:
-    monkeypatch.setattr("simpletune.estimate.planning.simulate", simulate_once)
-
-
-@pytest.fixture
-def config_of(shared_cache: Path):
-    """The demo's model of three blocks, whose activations take most at this size."""
-
-    def make(*overrides: str):
-        large = ["train.batch_size=16", "data.resolution=256", "optimizer.name=adamw", "precision.compute=bf16"]
-        here = [f"output.cache={shared_cache}", "validation.prompts=[]", "precision.weights=bf16", "device=cpu"]
-        return read_for_estimate(Path("configs/demo.json"), [*large, *here, *overrides])
-
-    return make
 
 
 def must_have(config) -> float:

@@ -27,7 +27,7 @@ from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.work import KernelWork
-from simpletune.runs.folder import PREDICTED
+from simpletune.runs.folder import PLANNED, PREDICTED, predicted_time, put_predicted
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown
 from simpletune.runs.summary import beside_measured, time_lines
@@ -188,7 +188,7 @@ def test_a_prediction_stands_beside_what_the_run_took(tmp_path: Path) -> None:
     file = run / "summary.json"
     summary = json.loads(file.read_text())
     assert beside_measured(run, summary) is None
-    write_json(run / PREDICTED, a_prediction())
+    put_predicted(run, 40, 4, None, a_prediction())
     found = beside_measured(run, summary)
     assert found is not None and found["seconds_per_step"] == {"predicted": 0.4, "measured": 0.5, "ratio": 0.8}
     assert {name: pair["ratio"] for name, pair in found["stages"].items()} == {"text": 2.0, "train": 0.5}
@@ -208,13 +208,30 @@ def test_another_length_is_compared_by_its_step_and_a_damaged_prediction_set_asi
 ) -> None:
     run = write_run(tmp_path / "run", steps=20)
     summary = json.loads((run / "summary.json").read_text())
-    write_json(run / PREDICTED, a_prediction())
+    put_predicted(run, 20, 4, None, a_prediction())
     found = beside_measured(run, summary)
     assert found is not None and found["seconds_per_step"]["ratio"] == 0.8 and not {"stages", "seconds"} & set(found)
     assert len(list(time_lines(found))) == 1
-    (run / PREDICTED).write_text('{"seconds_per_step": "fast"}')
-    assert beside_measured(run, summary) is None
-    assert "predicted.json is damaged" in capsys.readouterr().out and not (run / PREDICTED).exists()
+    for damaged in ('{"seconds_per_step": "fast"}', '{"steps": 20, "time": {"seconds_per_step": "fast"}}'):
+        (run / PREDICTED).write_text(damaged)
+        assert beside_measured(run, summary) is None
+        assert "predicted.json is damaged" in capsys.readouterr().out and not (run / PREDICTED).exists()
+
+
+def test_one_file_keeps_what_is_planned_and_predicted(tmp_path: Path) -> None:
+    """A resumed run plans and predicts its memory anew, and keeps the time of its first start; so does one whose files
+    are by an earlier version, which wrote two."""
+    write_json(tmp_path / PREDICTED, a_prediction())
+    write_json(tmp_path / PLANNED, {"steps": 40, "steps_per_epoch": 4, "predicted": {}})
+    put_predicted(tmp_path, 60, 4, {"train": {"bytes": 7}}, None)
+    kept = {"steps": 60, "steps_per_epoch": 4, "memory": {"train": {"bytes": 7}}, "time": a_prediction()}
+    assert [file.name for file in tmp_path.iterdir()] == ["predicted.json"]
+    assert json.loads((tmp_path / PREDICTED).read_text()) == kept
+    put_predicted(tmp_path, 80, 4, None, None)
+    assert json.loads((tmp_path / PREDICTED).read_text()) == kept | {"steps": 80, "memory": None}
+    (tmp_path / PREDICTED).unlink()
+    put_predicted(tmp_path, 80, 4, None, None)
+    assert predicted_time(tmp_path) is None
 
 
 def calibrated(config: TrainConfig) -> None:
@@ -242,8 +259,9 @@ def test_a_run_keeps_its_predicted_time_from_its_first_start(
     config = validate(tiny_config, "test")
     calibrated(config)
     folder = train(config, estimate_first=True)
-    kept = json.loads((folder / PREDICTED).read_text())
-    assert kept["steps"] == 2
+    file = json.loads((folder / PREDICTED).read_text())
+    kept = file["time"]
+    assert file["steps"] == kept["steps"] == 2 and "train" in file["memory"]
     assert kept["seconds_by_stage"] == {"train": pytest.approx(2 * kept["seconds_per_step"], 0.1)}
     summary = json.loads((folder / "summary.json").read_text())
     pair = summary["predicted_time"]["seconds_per_step"]
@@ -254,7 +272,7 @@ def test_a_run_keeps_its_predicted_time_from_its_first_start(
     (folder / "summary.json").unlink()
     monkeypatch.setattr(forecasting, "estimate_time", lambda *_: {**kept, "steps": 99})
     train(config, resume="latest", estimate_first=True)
-    assert json.loads((folder / PREDICTED).read_text()) == kept
+    assert json.loads((folder / PREDICTED).read_text()) == file
 
 
 def test_an_unreadable_calibration_stops_no_run(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import original_layout
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.text.encoding import encode_prompts
 from simpletune.adapters.text.files import EmbeddingFile
@@ -51,14 +48,7 @@ DENOISER = {"sd3": "transformer_blocks.0.attn.to_k", "sd15": "mid_block.attentio
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CLIP-L's projection is the identity, as the original layout wants it."""
-    folder = tmp_path_factory.mktemp("text") / "pipeline"
-    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, clip_widths=(16, 32), t5_width=64), seed=1, dtype="fp32")
-    file = folder / "text_encoder" / "model.safetensors"
-    state = load_file(file)
-    state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))
-    save_file(state, file, {"format": "pt"})
-    return folder
+    return original_layout.build(tmp_path_factory.mktemp("text") / "pipeline", clip_widths=(16, 32), t5_width=64)
 
 
 def update(shape: tuple[int, int], seed: int, rank: int = 2, scale: float = 0.5) -> LoraUpdate:

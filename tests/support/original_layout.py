@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from benchmarks.tiny_models import tiny_sd3
 
 MMDIT, VAE, CLIP_L, CLIP_G, T5 = (
     "model.diffusion_model.",
@@ -20,6 +24,17 @@ MMDIT, VAE, CLIP_L, CLIP_G, T5 = (
     "text_encoders.clip_g.transformer.",
     "text_encoders.t5xxl.transformer.",
 )
+
+
+def build(folder: Path, **sizes: Any) -> Path:
+    """Write a tiny pipeline whose CLIP-L's projection is the identity, as in SD3 Medium: the original layout does not
+    hold it. ``sizes`` differ from the minimal ones."""
+    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, **sizes), seed=1, dtype="fp32")
+    file = folder / "text_encoder" / "model.safetensors"
+    state = load_file(file)
+    state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))
+    save_file(state, file, {"format": "pt"})
+    return folder
 
 
 def halves_swapped(tensor: Tensor) -> Tensor:

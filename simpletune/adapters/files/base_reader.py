@@ -17,6 +17,7 @@ from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import DENOISER_PREFIXES
+from simpletune.system.hub import is_hub_name
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import WeightReader, read_header
@@ -75,6 +76,18 @@ class BaseReader:
     def get(self, name: str) -> Tensor:
         """Read one tensor on the CPU in its type on disk; dequantises a quantised one."""
         return self.tensors.get(name)
+
+    def others(self) -> dict[str, Path]:
+        """The folders of the pipeline's parts that a written single file holds beside the denoiser, by name; none for
+        other bases. Downloads those of a Hub name."""
+        layout, part = self.family.layout, self.part
+        if layout.others is None or part is None or part.folder is None or (Path(self.name) / "config.json").is_file():
+            return {}
+        if is_hub_name(self.name):
+            found = self.family.model_copy(update={"pretrained": self.name})
+            return {name: folder for name in layout.prefixes if (folder := found.part(name).folder) is not None}
+        folders = {name: part.folder.parent / name for name in layout.prefixes}
+        return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of every linear layer and 1x1 convolution."""

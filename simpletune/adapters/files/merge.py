@@ -6,6 +6,7 @@ Streams the output with one layer in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,9 @@ from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
 from simpletune.system.atomic import atomic_folder
-from simpletune.system.model_folder import NAMES
+from simpletune.system.model_folder import NAMES, weight_files
 from simpletune.system.options import UserError, join_names, plural
-from simpletune.system.safetensors_file import SafetensorsWriter, read_header
+from simpletune.system.safetensors_file import SafetensorsWriter, WeightReader, read_header
 
 PREFIX = "model.diffusion_model."
 
@@ -84,17 +85,15 @@ class Merger:
         self._effect += float(delta.double().square().sum())
         return merged
 
-    def _merged_text(self, layer: str, entry: TensorEntry, data: bytes) -> bytes:
-        """Merge the updates of a text encoder's layer into the bytes of its weight, in its own type."""
-        kind, shape = entry["dtype"], entry["shape"]
+    def _merged_text(self, layer: str, kind: str, weight: Tensor) -> Tensor:
+        """Merge the updates of a text encoder's layer into its weight, in its own type."""
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
-        if kind not in TYPES or not update.fits(shape):
+        if kind not in TYPES or not update.fits(shape := list(weight.shape)):
             raise UserError(
                 f"{layer}: the LoRA has shape {list(update.shape)}, and {self.base.name} has {kind} {shape}. The LoRA "
                 "belongs to another model. Leave its text encoders out: --denoiser-only"
             )
-        weight = torch.frombuffer(bytearray(data), dtype=TYPES[kind]).view(shape)
-        return self._merged(layer, weight, TYPES[kind]).contiguous().view(torch.uint8).numpy().tobytes()
+        return self._merged(layer, weight, TYPES[kind])
 
     @property
     def lost(self) -> float:
@@ -118,14 +117,11 @@ class Merger:
                     done()
 
     def write_file(self, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> None:
-        """Write one file in the original layout, with the other tensors and the metadata of a single-file base. Calls
-        ``done`` after each tensor."""
+        """Write one file in the original layout, with the other tensors and the metadata of a single-file base, or with
+        the other parts of a pipeline's folder if their original names are known. Calls ``done`` after each tensor."""
         base = self.base
-        groups: dict[str, list[tuple[str, Origin]]] = {}  # the diffusers tensors that make up an original one
-        for name, origin in base.family.layout.origins(base.config).items():
-            groups.setdefault(origin.name, []).append((name, origin))
-        for parts in groups.values():
-            parts.sort(key=lambda part: part[1].third or 0)
+        groups = _by_original(base.family.layout.origins(base.config))
+        beside = [FolderPart(name, folder, base) for name, folder in base.others().items()]
         prefix = PREFIX
         others: dict[str, TensorEntry] = {}
         old: dict[str, str] = {}
@@ -138,32 +134,46 @@ class Merger:
         entries: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in others.items()
         }
-        for original, parts in groups.items():
-            shape = base.shapes[parts[0][0]]
-            entries[prefix + original] = (self.kind(parts[0][0]), (shape[0] * len(parts), *shape[1:]))
-        text = self._text_weights(others)
+        for original, pieces in groups.items():
+            entries[prefix + original] = (self.kind(pieces[0][0]), _original_shape(pieces, base.shapes))
+        for part in beside:
+            entries |= part.entries
+        text = self._text_weights(others, beside)
         file.parent.mkdir(parents=True, exist_ok=True)
         with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
-            for original, parts in groups.items():
-                tensors = [self.get(name) for name, _ in parts]
-                swapped = len(parts) == 1 and parts[0][1].swapped
-                whole = tensors[0] if len(parts) == 1 else torch.cat(tensors)
-                writer.write(prefix + original, exchanged_halves(whole) if swapped else whole)
-                for _ in parts:
+            for original, pieces in groups.items():
+                writer.write(prefix + original, _original_tensor(pieces, self.get))
+                for _ in pieces:
                     done()
+            for part in beside:
+                for original, pieces in part.groups.items():
+                    writer.write(part.prefix + original, _original_tensor(pieces, partial(self._of_part, part, text)))
             for name, entry in others.items():
                 assert base.file is not None
-                data = tensor_bytes(base.file, entry)
-                writer.write_bytes(name, self._merged_text(text[name], entry, data) if name in text else data)
+                if name in text:
+                    weight = WeightReader([base.file]).get(name)
+                    writer.write(name, self._merged_text(text[name], entry["dtype"], weight))
+                else:
+                    writer.write_bytes(name, tensor_bytes(base.file, entry))
 
-    def _text_weights(self, others: Mapping[str, TensorEntry]) -> dict[str, str]:
-        """The updated layers of text encoders by the names of their weights in a single file."""
+    def _of_part(self, part: FolderPart, text: Mapping[str, str], name: str) -> Tensor:
+        """One tensor of another part, with the updates of its layer."""
+        tensor, layer = part.reader.get(name), text.get(part.layer_weight(name))
+        return tensor if layer is None else self._merged_text(layer, part.header[name]["dtype"], tensor)
+
+    def _text_weights(self, others: Mapping[str, TensorEntry], beside: Sequence[FolderPart]) -> dict[str, str]:
+        """The updated layers of text encoders by the names of their weights in a single file, or of ``layer_weight``.
+
+        Raises:
+            UserError: the base lacks one.
+        """
         places = self.base.family.layout.prefixes
+        others = {**others, **{part.layer_weight(name): part.header[name] for part in beside for name in part.header}}
         found = {}
         for layer in self.text:
             encoder, name = encoder_of(layer)
             names = [f"{places.get(encoder, '')}{within}{name}.weight" for within in ("", "transformer.")]
-            found[next((each for each in names if each in others), names[0])] = layer
+            found[next((each for each in (*names, f"{layer}.weight") if each in others), names[0])] = layer
         lost = [layer for name, layer in found.items() if name not in others]
         if lost:
             raise UserError(
@@ -171,6 +181,65 @@ class Merger:
                 f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
             )
         return found
+
+
+class FolderPart:
+    """A pipeline's part other than the denoiser, to be written under its original names.
+
+    Args:
+        name: ``vae``, ``text_encoder``.
+        folder: the part's.
+        base: the checkpoint that it belongs to.
+
+    Raises:
+        UserError: the folder has no weights, or a tensor without an original name.
+    """
+
+    def __init__(self, name: str, folder: Path, base: BaseReader):
+        layout, files = base.family.layout, weight_files(folder)
+        assert layout.others is not None
+        self.name, self.prefix, self.reader = name, layout.prefixes[name], WeightReader(files)
+        headers = [read_header(file) for file in files]
+        self.header: dict[str, TensorEntry] = {n: e for h in headers for n, e in h.items() if n != "__metadata__"}
+        try:
+            self.groups = _by_original(layout.others(name, self.header, base.config))
+        except KeyError as error:
+            raise UserError(
+                f"{folder}: its tensor {error.args[0]} has no name in the original layout of {layout.family}, which "
+                f"has an AutoencoderKL and CLIP. Use the denoiser alone: --base {folder.parent / layout.denoiser}"
+            ) from None
+        shapes = {name: tuple(entry["shape"]) for name, entry in self.header.items()}
+        self.entries = {
+            self.prefix + original: (self.header[pieces[0][0]]["dtype"], _original_shape(pieces, shapes))
+            for original, pieces in self.groups.items()
+        }
+
+    def layer_weight(self, name: str) -> str:
+        """A text encoder's tensor as ``encoder_of`` names layers, whether or not the file has transformers' prefix."""
+        return f"{self.name}.text_model.{name.removeprefix('text_model.')}"
+
+
+Pieces = Sequence[tuple[str, Origin]]  # the tensors in diffusers' layout that make up an original one, in their order
+
+
+def _by_original(origins: Mapping[str, Origin]) -> dict[str, Pieces]:
+    groups: dict[str, list[tuple[str, Origin]]] = {}
+    for name, origin in origins.items():
+        groups.setdefault(origin.name, []).append((name, origin))
+    return {original: sorted(pieces, key=lambda piece: piece[1].third or 0) for original, pieces in groups.items()}
+
+
+def _original_shape(pieces: Pieces, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    name, origin = pieces[0]
+    first, *rest = shapes[name]
+    return (first * len(pieces), *rest, *((1, 1) if origin.pointwise else ()))
+
+
+def _original_tensor(pieces: Pieces, get: Callable[[str], Tensor]) -> Tensor:
+    """The original tensor, from those in diffusers' layout."""
+    whole, origin = torch.cat([get(name) for name, _ in pieces]), pieces[0][1]
+    whole = whole[:, :, None, None] if origin.pointwise else whole
+    return exchanged_halves(whole) if origin.swapped and len(pieces) == 1 else whole
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

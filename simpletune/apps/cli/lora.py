@@ -48,8 +48,8 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=(*FORMATS, "lycoris", "a1111"),
         required=True,
-        help="file layout; ComfyUI and Forge load kohya; lycoris: LoKr or LoHa unchanged, for ComfyUI; a1111: a "
-        "hypernetwork as .pt",
+        help="file layout; ComfyUI and Forge load kohya, and comfy writes the same for SD 1.5 and 2; lycoris: LoKr "
+        "or LoHa unchanged, for ComfyUI; a1111: a hypernetwork as .pt",
     )
     add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")

@@ -253,8 +253,13 @@ def write_lora_file(updates: Updates, out: Path, args: argparse.Namespace, metad
     from simpletune.adapters.files.write import is_single_encoder, write_lora
 
     denoiser, _ = split_text(updates)
-    usual = "kohya" if is_single_encoder(updates, metadata) else "diffusers"
+    is_unet = is_single_encoder(updates, metadata)
+    usual = "kohya" if is_unet else "diffusers"
     layout = args.format or (result_layout(denoiser).name if denoiser else usual)
+    if (
+        layout == "comfy" and is_unet
+    ):  # whose own names in ComfyUI depend on its number of layers; it loads kohya's, too
+        layout = "kohya"
     written = write_lora(updates, out, layout, args.dtype, metadata)
     size = written.stat().st_size / 2**20
     say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")

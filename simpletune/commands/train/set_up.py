@@ -26,7 +26,6 @@ from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
-    PREDICTED,
     chosen_before,
     clear_unsaved,
     finished_steps,
@@ -108,7 +107,7 @@ def set_up(
     print_data(prepared)
     announce_resume(saved, config, prepared, processes)
     if main:
-        open_folder(config, prepared, saved, timed, anew=resume == "auto")
+        open_folder(config, prepared, saved, anew=resume == "auto")
         attempt.begin(reason, start, stages)
         put_chosen(resolved, settled, threads)
     state_bytes = None
@@ -132,6 +131,7 @@ def set_up(
         attempt=attempt,
         store=store,
         predicted=predicted,
+        timed=None if saved else timed,
     )
 
 
@@ -183,11 +183,9 @@ def estimate_start(config: TrainConfig, device: torch.device, plan: Plan, force:
     return predicted, estimate_time(config, predicted, device, plan)
 
 
-def open_folder(
-    config: TrainConfig, prepared: PreparedData, saved: checkpoint.SavedState | None, timed: Json | None, anew: bool
-) -> None:
-    """Create or reopen the run's folder, and record configuration, environment, data and predicted time; ``anew``:
-    replace an unfinished run without a checkpoint."""
+def open_folder(config: TrainConfig, prepared: PreparedData, saved: checkpoint.SavedState | None, anew: bool) -> None:
+    """Create or reopen the run's folder, and record configuration, environment and data; ``anew``: replace an
+    unfinished run without a checkpoint."""
     if anew or saved:
         close_killed(run_folder(config))
     if anew and not saved:
@@ -198,8 +196,6 @@ def open_folder(
     write_config(config)
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())
-    if timed is not None and saved is None:  # the prediction of the first start covers the run's whole length
-        write_json(folder / PREDICTED, timed)
 
 
 def write_config(config: TrainConfig) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
@@ -18,7 +18,18 @@ from simpletune.data.sources.table import Table
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Option, Problem, UserError
 
-One = Annotated[Folder | Table, Field(discriminator="source")]
+
+def _listed(source: object) -> object:
+    """ValueError: a stream. The plan mixes pictures that it lists; a stream's rows are ordered by their own shards."""
+    if isinstance(source, Mapping) and source.get("source") == "stream":
+        raise ValueError(
+            'source "stream" does not mix with other sources: the order of an epoch follows its shards, and repeats '
+            'and weights need a list of all pictures. Use source "table" for parquet files, or the stream alone as data'
+        )
+    return source
+
+
+One = Annotated[Folder | Table, Field(discriminator="source"), BeforeValidator(_listed)]
 
 
 class MultiSource(Option):

@@ -1,5 +1,5 @@
 """The original layout of single files of Stable Diffusion 1.x and 2.x (CompVis, Stability, ComfyUI): its parts, the
-names of the UNet's tensors, and the configuration that their shapes imply.
+names of their tensors, and the configuration that the UNet's shapes imply.
 
 The original layout numbers the steps on the way down and up rather than levels, and lists a step's modules: a residual
 block, then an attention, then an upsampler. Inside an attention, both layouts use the same names.
@@ -11,7 +11,8 @@ which it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from simpletune.models.sd15.config import bundled_configs
@@ -41,6 +42,22 @@ IN_RESNET = {
     "norm2": "out_layers.0",
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
+}
+IN_VAE = {"conv_in": "conv_in", "conv_norm_out": "norm_out", "conv_out": "conv_out"}
+IN_VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+IN_VAE_ATTENTION |= {"query": "q", "key": "k", "value": "v", "proj_attn": "proj_out"}  # of published files
+OUTER_CLIP = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+IN_CLIP = {
+    "self_attn.out_proj": "attn.out_proj",
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
 }
 
 
@@ -109,6 +126,57 @@ def origins(config: ModelConfig) -> dict[str, Origin]:
     return found
 
 
+def origins_beside(part: str, names: Collection[str], config: ModelConfig) -> dict[str, Origin]:
+    """See ``FileLayout.others``: of the autoencoder and the text encoder."""
+    deepest = max((int(name.split(".")[2]) for name in names if name.startswith("encoder.down_blocks.")), default=0)
+    found: dict[str, Origin] = {}
+    for name in names:
+        own = name.removeprefix("text_model.")
+        try:
+            if part == "vae":
+                found[name] = _vae_origin(name, deepest)
+            elif not config.get("use_linear_projection"):
+                found[name] = Origin(f"{CLIP}text_model.{own}")
+            elif own != "embeddings.position_ids":
+                found[name] = _open_clip_origin(own)
+        except KeyError:
+            raise KeyError(name) from None
+    return found
+
+
+def _vae_origin(name: str, deepest: int) -> Origin:
+    """The source of an autoencoder's tensor. Originally, the levels on the way up are numbered from the top, too."""
+    side, _, inner = name.partition(".")
+    if side in ("quant_conv", "post_quant_conv"):
+        return Origin(name)
+    layer, _, leaf = inner.rpartition(".")
+    if match := re.fullmatch(r"(down|up)_blocks\.(\d+)\.(?:resnets\.(\d+)|(?:down|up)samplers\.0)\.(\w+)", layer):
+        way, block, resnet, own = match.groups()
+        level = f"{side}.{way}.{int(block) if way == 'down' else deepest - int(block)}"
+        place = f"{way}sample" if resnet is None else f"block.{resnet}"
+        return Origin(f"{level}.{place}.{own.replace('conv_shortcut', 'nin_shortcut')}.{leaf}")
+    if match := re.fullmatch(r"mid_block\.resnets\.([01])\.(\w+)", layer):
+        return Origin(f"{side}.mid.block_{int(match[1]) + 1}.{match[2]}.{leaf}")
+    if layer.startswith("mid_block.attentions.0."):
+        own = IN_VAE_ATTENTION[layer.removeprefix("mid_block.attentions.0.")]
+        return Origin(f"{side}.mid.attn_1.{own}.{leaf}", pointwise=own != "norm" and leaf == "weight")
+    return Origin(f"{side}.{IN_VAE[layer]}.{leaf}")
+
+
+def _open_clip_origin(name: str) -> Origin:
+    """The source of a text encoder's tensor under OpenCLIP's names, where q, k and v are one."""
+    if name in OUTER_CLIP:
+        return Origin(OPEN_CLIP + OUTER_CLIP[name])
+    match = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    if match is None:
+        raise KeyError(name)
+    number, layer, leaf = match.groups()
+    block, fused = f"{OPEN_CLIP}transformer.resblocks.{number}", re.fullmatch(r"self_attn\.([qkv])_proj", layer)
+    if fused:
+        return Origin(f"{block}.attn.in_proj_{leaf}", third="qkv".index(fused[1]))
+    return Origin(f"{block}.{IN_CLIP[layer]}.{leaf}")
+
+
 def version_of(file: SingleFile) -> str:
     """The version of a file with a UNet or a text encoder: sd15 or sd2, a key of ``bundled_configs``."""
     projection = file.header.get(file.prefix + PROJECTION)
@@ -142,4 +210,5 @@ LAYOUT = FileLayout(
     infer=_infer,
     origins=origins,
     text=text_tensors,
+    others=origins_beside,
 )

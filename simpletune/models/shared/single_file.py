@@ -6,7 +6,7 @@ Imports torch only to read tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -52,6 +52,7 @@ class Origin:
     third: int | None = None
     """Which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor."""
     swapped: bool = False  # whether to swap the two halves along the first axis
+    pointwise: bool = False  # whether the original is a 1x1 convolution's weight, and this one a matrix
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each family has one
@@ -69,6 +70,10 @@ class FileLayout:
     text: Callable[[Mapping[str, Tensor], ModelConfig], dict[str, Tensor]] | None = None
     """Returns a text encoder's tensors under transformers' names, by their names in the file without the prefix and the
     encoder's ``config.json``; None if the file has these names."""
+    others: Callable[[str, Collection[str], ModelConfig], Mapping[str, Origin]] | None = None
+    """Returns the source of each tensor of a part other than the denoiser, by its name in the part's folder, from the
+    part's name, these names and the denoiser's ``config.json``. KeyError: there is no such tensor originally. None if
+    written files contain only the denoiser, unless a single file provides the rest."""
 
 
 class SingleFile:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import original_layout
+import original_sd15
 import pytest
 import tiny_sd15
 import torch
@@ -29,10 +31,14 @@ from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import add_pointwise_update, lora_layers
 from simpletune.apps.cli.main import main
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd15.files import origins_beside
 from simpletune.models.sd15.lora_names import NAMES
+from simpletune.models.sd15.option import SD15
+from simpletune.models.shared.parts import load_text_model
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 
@@ -411,6 +417,53 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     assert {update.pointwise for update in read_lora(tmp_path / "x.safetensors").values()} == {True, False}
 
 
+@pytest.mark.parametrize("version", ["sd15", "sd2"])
+def test_a_pipeline_becomes_a_whole_file(version: Any, tmp_path: Path) -> None:
+    """With autoencoder and text encoder, which diffusers and we load; the text encoder's updates are merged, too."""
+    pipeline, file, lora = tmp_path / "pipeline", tmp_path / "one.safetensors", tmp_path / "a.safetensors"
+    tiny_sd15.build(pipeline, version)
+    layer, width = "encoder.layers.0.self_attn.k_proj", tiny_sd15.TEXT[version]
+    update = LoraUpdate(torch.ones(1, width), torch.ones(width, 1), 1.0)
+    write_lora({f"text_encoder.text_model.{layer}": update}, lora, "kohya")
+    run("merge", f"{lora}:0.5", "--base", pipeline, "--out", file)
+    expected = {part: original_layout.state_of(pipeline / part) for part in ("unet", "vae", "text_encoder")}
+    text = {name.removeprefix("text_model."): tensor for name, tensor in expected["text_encoder"].items()}
+    text[f"{layer}.weight"] += 0.5
+    expected["text_encoder"] = {name: t for name, t in text.items() if not name.endswith("position_ids")}
+    ours = SD15(pretrained=str(file), text_encoders=str(pipeline))
+    theirs = StableDiffusionPipeline.from_single_file(file, config=str(pipeline), local_files_only=True)
+    for part, model in (
+        ("unet", ours.load_denoiser(FP32(), torch.device("cpu"))),
+        ("vae", ours.load_vae(torch.device("cpu"), torch.float32)),
+        ("text_encoder", load_text_model(ours.part("text_encoder"), torch.float32, projected=False)),
+        *((part, getattr(theirs, part)) for part in expected),
+    ):
+        found = {name.removeprefix("text_model."): tensor for name, tensor in model.state_dict().items()}
+        torch.testing.assert_close(found, expected[part], rtol=0, atol=0)
+    reference = original_sd15.write(pipeline, tmp_path / "reference.safetensors")
+    names, known = (set(load_file(each)) for each in (file, reference))
+    assert names < known and all("alphas" in n or "ema" in n or "cond_stage" in n for n in known - names)
+
+
+def test_parts_without_original_names_are_refused_and_published_ones_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"decoder.mid_block.attentions.0.{own}.weight" for own in ("group_norm", "query", "proj_attn")]
+    found = [(o.name, o.pointwise) for o in origins_beside("vae", names, {}).values()]
+    place = "decoder.mid.attn_1"
+    assert found == [(f"{place}.norm.weight", False), (f"{place}.q.weight", True), (f"{place}.proj_out.weight", True)]
+    pipeline, lora = tmp_path / "pipeline", tmp_path / "a.safetensors"
+    tiny().save_pretrained(pipeline / "unet")
+    write_lora(same(tiny()), lora, "kohya")
+    (pipeline / "vae").mkdir()
+    save_file({"encoder.layers.0.weight": torch.zeros(1)}, pipeline / "vae" / "diffusion_pytorch_model.safetensors")
+    words = ["merge", str(lora), "--out", str(tmp_path / "x.safetensors"), "--base"]
+    assert main([*words, str(pipeline)]) == 2
+    assert "its tensor encoder.layers.0.weight has no name in the original layout of SD 1.5" in capsys.readouterr().err
+    run(*words, pipeline / "unet")
+    assert all(name.startswith("model.diffusion_model.") for name in load_file(tmp_path / "x.safetensors"))
+
+
 @pytest.mark.parametrize("version", ["sd15", pytest.param("sd2", marks=pytest.mark.slow)])
 def test_merge_to_a_single_file(version: Any, tmp_path: Path) -> None:
     """A file in the original layout, and from there back to diffusers' names."""
@@ -449,7 +502,9 @@ def test_export_resize_and_mix(folder: Path, tmp_path: Path) -> None:
     model = tiny()
     model.load_state_dict(expected)
     close(in_diffusers(tmp_path / "m.safetensors", tiny()), predict(model))
-    assert main(["export", str(a), "--format", "comfy", "--out", str(tmp_path / "c.safetensors")]) == 2
+    run("export", b, "--format", "comfy", "--out", tmp_path / "c.safetensors")  # a U-Net's is kohya's
+    found, kohya = (load_file(tmp_path / f"{name}.safetensors") for name in "cb")
+    torch.testing.assert_close(found, kohya, rtol=0, atol=0)
 
 
 def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:

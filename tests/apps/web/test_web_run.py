@@ -55,7 +55,7 @@ def make_run(folder: Path, steps: int = 12, ended: str | None = "stopped", reaso
     )  # fmt: skip
     (folder / "attempts.json").write_text(f"[{attempt.model_dump_json()}]")
     snapshot = {"peak_allocated_mib": 3072.0, "by_kind": {"weights": 2048.0, "activations": 1024.0}, "at": "backward"}
-    (folder / "planned.json").write_text(json.dumps({"steps": 120, "predicted": {"train": snapshot}}))
+    (folder / "predicted.json").write_text(json.dumps({"steps": 120, "memory": {"train": snapshot}}))
     for state in ("base", "step-000010"):
         save_png(
             Image.new("RGB", (64, 64), "red"), folder / f"samples/{state}/prompt-00.png", PictureRequest(HOSTILE, 3)
@@ -111,9 +111,19 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
         assert said in progress.trouble and bool(progress.command) == bool(said), name
 
 
+def test_the_two_files_of_an_earlier_version_say_the_same(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    expected, file = read_progress(run), run / "predicted.json"
+    found = json.loads(file.read_text())
+    (run / "planned.json").write_text(json.dumps({"steps": 120, "predicted": found["memory"]}))
+    file.write_text('{"steps": 100, "seconds_per_step": 2.0}')  # of a first start that planned fewer
+    assert (read_progress(run).steps, read_progress(run).predicted) == (expected.steps, expected.predicted)
+
+
 def test_damaged_files_are_missing_ones(client: TestClient, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
-    for name in ("attempts.json", "planned.json", "evaluations.jsonl", "eval_before.json", "summary.json", "best.json"):
+    names = ("attempts.json", "predicted.json", "evaluations.jsonl", "eval_before.json", "summary.json", "best.json")
+    for name in names:
         (run / name).write_text("[{")
     (run / "samples/base/prompt-00.png").write_bytes(b"no picture")
     (run / "control.json").write_text("{}")

@@ -7,7 +7,6 @@ import logging
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from torch import nn
 
-from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.files.attach import fold_lora, load_loras
 from simpletune.adapters.files.base_reader import BaseReader, locate_denoiser
 from simpletune.adapters.files.extract import extract
@@ -46,14 +44,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, one of them the last; CLIP-L's projection is the identity, as the original layout wants it."""
-    folder = tmp_path_factory.mktemp("tools") / "pipeline"
-    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    file = folder / "text_encoder" / "model.safetensors"
-    state = load_file(file)
-    state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))
-    save_file(state, file, {"format": "pt"})
-    return folder
+    """Two layers, one of them the last."""
+    return original_layout.build(tmp_path_factory.mktemp("tools") / "pipeline", layers=2, heads=2)
 
 
 @pytest.fixture(scope="module")

@@ -176,6 +176,7 @@ def of_sources(*sources: dict) -> dict:
         (of_sources({"resolution": 40}), "sources.0.resolution", "Use 32 or 48"),
         (of_sources({"is_reg": True}), "sources.0.is_reg", "data.regularization"),
         (of_sources({"source": "tabel"}), "sources.0.source", "Did you mean table?"),
+        (of_sources({"source": "stream"}), "sources.0", 'need a list of all pictures. Use source "table"'),
         (of_sources({"mask": "column"}), "sources.0.mask", "alpha"),
         (of_sources({"regularization": True}), "sources.0.regularization", "true in every source"),
         ({"path": "demo:pictures", "regularization": True}, "regularization", "true in every source"),

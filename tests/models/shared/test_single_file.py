@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import original_layout
@@ -19,7 +18,6 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.tiny_models import tiny_sd3
 from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
@@ -36,14 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers; CLIP-L's projection is the identity, as in SD3 Medium: the original layout does not hold it."""
-    folder = tmp_path_factory.mktemp("original") / "pipeline"
-    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=3, heads=3), seed=1, dtype="fp32")
-    file = folder / "text_encoder" / "model.safetensors"
-    state = load_file(file)
-    state["text_projection.weight"] = torch.eye(len(state["text_projection.weight"]))
-    save_file(state, file, {"format": "pt"})
-    return folder
+    return original_layout.build(tmp_path_factory.mktemp("original") / "pipeline", layers=3, heads=3)
 
 
 @pytest.fixture(scope="module")

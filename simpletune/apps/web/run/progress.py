@@ -12,7 +12,7 @@ from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, SAMPLES
+from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, PREDICTED, SAMPLES
 from simpletune.runs.report.charts import ChartLine, svg_lines
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
@@ -52,7 +52,9 @@ class Progress:
 def read_progress(folder: Path) -> Progress:
     """Read a run's progress; damaged files count as missing."""
     state, attempts = state_of(folder), attempts_of(folder)
-    planned = read_object(folder / PLANNED, [], expected=False)
+    planned: Json = {}
+    for file in (PREDICTED, PLANNED):  # the second one by earlier versions
+        planned |= read_object(folder / file, [], expected=False)
     steps = planned["steps"] if isinstance(planned.get("steps"), int) else state.steps
     rows = follow(folder / METRICS, FOLLOWED).recent
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
@@ -74,7 +76,7 @@ def read_progress(folder: Path) -> Progress:
             coming.append(f"{words} after step {at:,}, in {duration((at - state.done) * pace)}")
     trouble = trouble_of(state)
     command = shlex.join(["simpletune", "train", str(folder / CONFIG), "--resume", "auto"]) if trouble else ""
-    predicted = planned.get("predicted")
+    predicted = planned.get("memory", planned.get("predicted"))
     found = predicted if isinstance(predicted, dict) else {}
     return Progress(state, steps, pace, left, coming, stages, found, trouble, command)
 
