@@ -2,11 +2,13 @@
 #
 #   docker build -t simpletune .
 #   docker run --gpus all -e HF_TOKEN -v "$PWD/data:/simpletune/data" -v "$PWD/runs:/simpletune/runs" \
-#     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/hub" simpletune \
+#     -v "$PWD/profiles:/simpletune/profiles" -v "$PWD/hub:/simpletune/hub" -v "$PWD/.cache:/simpletune/.cache" simpletune \
 #     ./train.sh configs/sd3_medium_lora_r16_int8.json data.path=data/my_pictures
 #
 # Pictures over HTTP (docs/how-to/serve.md): docker run --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/runs:/simpletune/runs" \
 #   -v "$PWD/hub:/simpletune/hub" simpletune .venv/bin/simpletune serve --host 0.0.0.0
+#
+# The pages in a browser: -p 127.0.0.1:8100:8100 ... simpletune .venv/bin/simpletune web --host 0.0.0.0 --token
 #
 # The host needs driver 580 or newer and the NVIDIA Container Toolkit. For an older driver, use a CUDA 12 image and the
 # index of its torch builds (see README): --build-arg CUDA_IMAGE=... --build-arg SIMPLETUNE_TORCH_INDEX=...
@@ -34,5 +36,5 @@ COPY configs/ configs/
 COPY inference/ inference/
 COPY profiles/ profiles/
 
-EXPOSE 6006 8000
+EXPOSE 6006 8000 8100
 CMD ["./train.sh"]

@@ -268,8 +268,8 @@ class Output(Option):
     gs://BUCKET/cache or az://CONTAINER/cache: they are stored there as shards, and what was read last is kept in the
     folder .cache, with everything else that is cached. https://... is only read."""
     cache_form: Literal["files", "shards"] | None = None
-    """Form of cached latents, masks and prompt embeddings. files: one file for each; shards: up to 256 of them in a
-    file, and an index, for large data sets. null: shards in an object store, otherwise files."""
+    """Form of cached latents, masks and prompt embeddings. files: one file for each; shards: up to 256 of them or
+    64 MiB in a file, and an index, for large data sets. null: shards in an object store, otherwise files."""
     cache_local_gib: Annotated[float, Field(gt=0)] = 32.0
     """For a cache in an object store: disk space on this machine, in GiB, for what was read from there. The least
     recently used entries are removed first."""

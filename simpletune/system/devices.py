@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ def prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns about hub kernels
+    # Pillow warns above 89 million pixels and refuses twice as many, which is reported by the picture's name.
+    warnings.filterwarnings("ignore", r"Image size \(\d+ pixels\) exceeds limit", RuntimeWarning)
 
 
 def driver_version() -> str | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from PIL import Image
 
 from simpletune.commands.train import accelerator
 from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import choose_device, prepare_environment
 from simpletune.system.options import UserError
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]
@@ -115,3 +117,11 @@ def test_accelerate_may_not_choose_another_device(grouped: bool, tiny_config: di
     monkeypatch.setattr(accelerator, "choose_device", lambda *_: (torch.device("cuda", 0), "a card"))
     with pytest.raises(UserError, match="device: .*cuda.* cpu.*ACCELERATE_USE_CPU"):
         make_accelerator(config)
+
+
+def test_a_large_picture_warns_nobody_before_it_is_refused_by_its_name() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        prepare_environment()
+        Image._decompression_bomb_check((10_000, 10_000))
+    assert not said

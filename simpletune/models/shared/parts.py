@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 
 LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
+OLD_ATTENTION = re.compile(r"(?<=\.attentions\.\d\.)(query|key|value|proj_attn)(?=\.)")
+NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,15 @@ def explain_load_errors(part: Part) -> Iterator[None]:
 
 def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:
     """Compare the names and shapes in a folder's headers with its configuration's before allocating anything. Names may
-    have the prefix in the file, but not in the model: transformers 5 no longer writes it."""
+    have the prefix in the file, but not in the model: transformers 5 no longer writes it. diffusers renames attention
+    layers that its older versions wrote, as in the published autoencoders of SD 1.5 and 2."""
     assert part.folder is not None
     headers = [read_header(file) for file in weight_files(part.folder)]
-    entries = [(name.removeprefix(prefix), entry) for header in headers for name, entry in header.items()]
+    entries = [
+        (OLD_ATTENTION.sub(lambda match: NEW_ATTENTION[match[1]], name.removeprefix(prefix)), entry)
+        for header in headers
+        for name, entry in header.items()
+    ]
     found = {name: tuple(entry["shape"]) for name, entry in entries if name in expected}
     require_tensor_shapes(part, expected, found)
 
