@@ -61,6 +61,29 @@ SECOND: dict[str, list[str]] = {
     "subject: full, 200 steps": [*FULL, *SUBJECT[:1], "optimizer.lr=0.0005", *SUBJECT[3:], "train.seed=18"],
 }  # fmt: skip
 """Seeds, methods and data that differ from those of ``ROWS``."""
+THIRD: dict[str, list[str]] = {
+    "style: LoRA r16, rank-stabilised, 250 steps": [
+        "adapter.rank=16", "adapter.rank_stabilized=true", "optimizer.lr=0.002", "train.steps=250", "train.seed=21",
+    ],
+    "style: LoKr, three times the learning rate, 300 steps": [
+        "adapter.method=lokr", "adapter.factor=4", "adapter.rank=4", "optimizer.lr=0.03", "train.steps=300",
+        "train.seed=22",
+    ],
+    "style: LoRA r4 on all linear layers, constant rate, 150 steps": [
+        "adapter.rank=4", "adapter.targets=all_linear", "optimizer.lr=0.001", "schedule.name=constant",
+        "train.steps=150", "train.seed=23",
+    ],
+    "style: full, 100 steps": [*FULL, "optimizer.lr=0.001", "train.steps=100", "train.seed=24"],
+    "subject: LoHa r4, 200 steps": [
+        "adapter.method=loha", "adapter.rank=4", *SUBJECT, "train.steps=200", "train.seed=25",
+    ],
+    "subject: OFT, 250 steps": ["adapter.method=oft", *SUBJECT, "train.steps=250", "train.seed=26"],
+    "subject: partial (attention), four times the learning rate, 250 steps": [
+        "adapter.method=partial", *PRECISIONS["fp32"], *SUBJECT[:1], "optimizer.lr=0.002", *SUBJECT[3:],
+        "train.steps=250", "train.seed=27",
+    ],
+}  # fmt: skip
+"""Methods, rates, lengths and seeds that differ from those of both other sets, for the rule that follows them."""
 PARTS = 5  # checkpoints of a run
 COLUMNS = {
     "what": "", "last": "last", "chosen": "chosen", "step": "at step", "by": "by", "difference": "chosen - last",
@@ -83,6 +106,9 @@ not check that rule independently. The second set does."""
 OF_SECOND = """\
 Data, methods, lengths and seeds differ from the first set; they were listed before any was measured, and measured once
 with the current rule: the demo's style with 6 of 32 pictures held out, or the demo's subject with 1 of 5 held out."""
+OF_THIRD = """\
+Methods, rates, lengths and seeds differ from both other sets. They were listed, and the rule for a run without
+`simpletune evaluate` was changed by the other two sets, before any was measured; each was measured once."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +126,11 @@ class Set:
     about: str
 
 
-SETS = {"first": Set("choice", ROWS, OF_FIRST), "second": Set("choice_second", SECOND, OF_SECOND)}
+SETS = {
+    "first": Set("choice", ROWS, OF_FIRST),
+    "second": Set("choice_second", SECOND, OF_SECOND),
+    "third": Set("choice_third", THIRD, OF_THIRD),
+}
 
 
 class Row(TypedDict):
