@@ -1,13 +1,15 @@
 """``choice``: whether the chosen checkpoint is better than the last one, on the tiny SD3 with its checker.
 
-Each of two sets has eight fine-tunings of different methods and lengths. The checker judges each checkpoint on prompts
-and seeds that the choice never saw; the checkpoints chosen by fidelity, by held-out loss and by training loss are
-compared with the last one. The rule was corrected after the first set was seen; the second was measured once, after
-that.
+Each of three sets has seven or eight fine-tunings of different methods and lengths. The checker judges each checkpoint
+on prompts and seeds that the choice never saw; the checkpoints chosen by fidelity, by held-out loss and by training
+loss are compared with the last one. The rule was corrected after the first set was seen; the second was measured once,
+after that. By both, a run without an evaluation takes the last instead of the lowest held-out loss; the third set,
+measured once, checks that.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +21,15 @@ from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, pr
 from benchmarks.table import Results, describe_machine
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.commands.train.train import train
+from simpletune.config.validation_schedule import TRAINED
 from simpletune.data.demo import pictures
-from simpletune.runs.best_checkpoint import FIDELITY, choose_best
+from simpletune.runs.best_checkpoint import FIDELITY, choose_best, held_out_rows, lowest_held_out
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import read_metrics
+from simpletune.runs.folder import DRIFT, read_metrics
 from simpletune.runs.weights import run_result
 from simpletune.system.console import say
 from simpletune.system.options import Json
+from simpletune.system.safetensors_file import read_header
 
 FULL = ["adapter.method=full", *PRECISIONS["fp32"]]
 ROWS: dict[str, list[str]] = {
@@ -87,17 +91,20 @@ THIRD: dict[str, list[str]] = {
 PARTS = 5  # checkpoints of a run
 COLUMNS = {
     "what": "", "last": "last", "chosen": "chosen", "step": "at step", "by": "by", "difference": "chosen - last",
+    "default": "without evaluate", "default_step": "at step",
     "held_out": "by held-out loss", "held_out_step": "at step", "training": "by training loss",
     "training_step": "at step", "best": "best of all",
 }  # fmt: skip
+RULE = ("default", "default_step")  # columns that the first two sets lack: the rule follows from them
 ABOUT = f"""\
 {PARTS} checkpoints a run, all kept. A checkpoint's score is the mean of three shares, from 0 to 1, by the demo's
 checker, on prompts and seeds that neither training nor the choice saw. For the style: pictures in the style when the
 prompt has its word, prompt accuracy there, and prompt accuracy of prompts without the word. For the subject: pictures
-that the checker reads like the subject itself (a purple ring), accuracy of background, size and position there,
-and prompt accuracy of prompts without the word. *Chosen* is `RUN@best` after `simpletune evaluate RUN --seeds 1` with
-the demo's own encoders; *by held-out loss* what it is without that; *by training loss* the checkpoint after the part of
-the run with the lowest mean loss. *Best of all*: the highest score of a checkpoint, which no choice can exceed."""
+that the checker reads like the subject itself (a purple ring), accuracy of background, size and position there, and
+prompt accuracy of prompts without the word. *Chosen* is `RUN@best` after `simpletune evaluate RUN --seeds 1` with the
+demo's own encoders; *by held-out loss* the one with the lowest, the earliest of those equal within the error; *by
+training loss* the checkpoint after the part of the run with the lowest mean loss. *Best of all*: the highest score of
+a checkpoint, which no choice can exceed."""
 OF_FIRST = """\
 The demo's style learned from 26 of its 32 pictures, 6 held out. The rule for the case that no checkpoint follows
 prompts as well as the base was corrected after these rows were first seen (it had taken the one that follows them
@@ -108,7 +115,9 @@ Data, methods, lengths and seeds differ from the first set; they were listed bef
 with the current rule: the demo's style with 6 of 32 pictures held out, or the demo's subject with 1 of 5 held out."""
 OF_THIRD = """\
 Methods, rates, lengths and seeds differ from both other sets. They were listed, and the rule for a run without
-`simpletune evaluate` was changed by the other two sets, before any was measured; each was measured once."""
+`simpletune evaluate` was changed by the other two sets, before any was measured; each was measured once. *Without
+evaluate* is `RUN@best` before `simpletune evaluate` by that rule: the last, unless its held-out loss, and not the
+lowest, is above the base's by more than the error."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +150,15 @@ class Row(TypedDict):
     step: int
     by: str
     difference: float
+    default: float
+    default_step: int
     held_out: float
     held_out_step: int
     training: float
     training_step: int
     best: float
     scores: dict[str, float]
+    losses: Json
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str], chosen: str = "first") -> Path:
@@ -164,7 +176,8 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         The Markdown table.
     """
     wanted = SETS[chosen]
-    results = Results(folder / wanted.stem, COLUMNS)
+    columns = COLUMNS if chosen == "third" else {key: title for key, title in COLUMNS.items() if key not in RULE}
+    results = Results(folder / wanted.stem, columns)
     quality = Quality(folder, count, overrides)
     for name, options in results.missing(wanted.rows, minutes, only):
         row = measure(quality, options, count)
@@ -172,9 +185,10 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         results.add(name, {**row})
     rows = [row for name, row in results.rows.items() if name in wanted.rows]
     count_of = {key: sum(row[key] >= row["last"] for row in rows) for key in ("chosen", "held_out", "training")}
+    new = f" Without evaluate in {sum(row['default'] >= row['last'] for row in rows)}." if chosen == "third" else ""
     told = (
         f"\n\nNot worse than the last one in {count_of['chosen']} of {len(rows)}; by held-out loss in "
-        f"{count_of['held_out']}, by training loss in {count_of['training']}. The score of a checkpoint is over "
+        f"{count_of['held_out']}, by training loss in {count_of['training']}.{new} The score of a checkpoint is over "
         f"{count} prompts with the trigger word and {count} without it."
     ) + "\n".join(["", *left] if (left := lacking(wanted.rows, results.rows)) else [])
     title = f"Which checkpoint: the choice against the last, {chosen} set"
@@ -187,10 +201,10 @@ def measure(quality: Quality, options: list[str], count: int) -> Row:
     held_out = 1 if SUBJECT[0] in options else 6
     kept = [f"checkpoint.every={length // PARTS}", "checkpoint.keep_last=all", f"validation.split={held_out}"]
     folder = train(quality.config([*options, *kept, "validation.loss_samples=24"], "choice"))
-    by_loss = choose_best(folder)
+    default, by_loss = choose_best(folder), lowest_held_out(folder)
     simpletune(["evaluate", str(folder), "--seeds", "1"])
     chosen, steps = choose_best(folder), [step for step, _ in list_checkpoints(folder)]
-    assert chosen is not None and by_loss is not None
+    assert chosen is not None and default is not None and by_loss is not None
     assert chosen.by == FIDELITY
     scores = {step: score(quality, [*options, *kept], folder, step, count) for step in steps}
     training = by_training_loss(read_metrics(folder), steps)
@@ -198,9 +212,25 @@ def measure(quality: Quality, options: list[str], count: int) -> Row:
     return {
         "last": last, "chosen": scores[chosen.step], "step": chosen.step, "by": chosen.by,
         "difference": round(scores[chosen.step] - last, 4),
-        "held_out": scores[by_loss.step], "held_out_step": by_loss.step,
+        "default": scores[default.step], "default_step": default.step,
+        "held_out": scores[by_loss["step"]], "held_out_step": by_loss["step"],
         "training": scores[training], "training_step": training,
-        "best": max(scores.values()), "scores": {str(step): value for step, value in scores.items()},
+        "best": max(scores.values()), "losses": losses_by_noise(folder, steps),
+        "scores": {str(step): value for step, value in scores.items()},
+    }  # fmt: skip
+
+
+def losses_by_noise(folder: Path, steps: list[int]) -> Json:
+    """A run's mean held-out loss, before training and by checkpoint, in each quarter of the samples by noise level."""
+    known = json.loads(read_header(folder / DRIFT)["__metadata__"]["of"])[TRAINED]
+    levels = [level for _, _, level in known]
+    order = sorted(range(len(levels)), key=levels.__getitem__)
+    parts = [order[len(order) * n // 4 : len(order) * (n + 1) // 4] for n in range(4)]
+    rows = {row["step"]: row["eval_losses"] for row in held_out_rows(folder)}
+    return {
+        "levels": [[round(levels[part[0]], 3), round(levels[part[-1]], 3)] for part in parts],
+        "by_step": {str(step): [round(fmean(rows[step][n] for n in part), 4) for part in parts]
+                    for step in (0, *steps)},
     }  # fmt: skip
 
 

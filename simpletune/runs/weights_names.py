@@ -20,7 +20,7 @@ from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import DENOISERS, denoiser_in
-from simpletune.runs.best_checkpoint import best_step, choose_best
+from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.checkpoint_folders import (
     AVERAGE,
     NAME,
@@ -190,7 +190,8 @@ def split_step(name: str) -> CheckpointRef | None:
     if step == LATEST:
         return CheckpointRef(run, steps[-1])
     if step == BEST:
-        return CheckpointRef(run, best_step(run))
+        choice = choose_best(run)
+        return CheckpointRef(run, choice.step if choice is not None else steps[-1])
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:
