@@ -263,7 +263,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "card": {"action": "append", "help": "card to simulate (default: L4); repeatable"},
     "predict": {"action": "store_true", "help": "predict the measured rows again and measure none"},
     "set": {
-        "choices": ("first", "second", "third"),
+        "choices": ("first", "second", "third", "pictures"),
         "default": "first",
         "help": "set of fine-tunings (default: first)",
     },

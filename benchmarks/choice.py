@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypedDict
 
+from PIL import Image
+
 from benchmarks import prior
 from benchmarks.judged import lacking
 from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, prompts_of, unrelated
@@ -26,10 +28,11 @@ from simpletune.data.demo import pictures
 from simpletune.runs.best_checkpoint import FIDELITY, choose_best, held_out_rows, lowest_held_out
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DRIFT, read_metrics
-from simpletune.runs.weights import run_result
+from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.system.safetensors_file import read_header
+from simpletune.system.sheets import grid
 
 FULL = ["adapter.method=full", *PRECISIONS["fp32"]]
 ROWS: dict[str, list[str]] = {
@@ -94,8 +97,11 @@ COLUMNS = {
     "default": "without evaluate", "default_step": "at step",
     "held_out": "by held-out loss", "held_out_step": "at step", "training": "by training loss",
     "training_step": "at step", "best": "best of all",
+    "low_noise": "loss, last - lowest: least noise", "high_noise": "most noise",
 }  # fmt: skip
-RULE = ("default", "default_step")  # columns that the first two sets lack: the rule follows from them
+RULE = ("default", "default_step", "low_noise", "high_noise")  # not of the first two sets: the rule follows from them
+PICTURES = "pictures"
+PICTURED = ("style: LoRA r4 on attention, 300 steps", "subject: LoRA r8, 150 steps")  # of the second set
 ABOUT = f"""\
 {PARTS} checkpoints a run, all kept. A checkpoint's score is the mean of three shares, from 0 to 1, by the demo's
 checker, on prompts and seeds that neither training nor the choice saw. For the style: pictures in the style when the
@@ -170,11 +176,18 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         minutes: start no row after this many.
         only: text that row names must contain.
         overrides: for the demo's configuration.
-        chosen: one of ``SETS``.
+        chosen: one of ``SETS``, or ``pictures``: train two rows of the second set again, and draw with them.
 
     Returns:
-        The Markdown table.
+        The Markdown table, or the picture.
     """
+    if chosen == PICTURES:
+        quality, file = Quality(folder, count, overrides), folder / "choice_loss_or_score.png"
+        runs = {name: train(quality.config(with_checkpoints(SECOND[name]), f"choice-{number}"))
+                for number, name in enumerate(PICTURED)}  # fmt: skip
+        rows = Results(folder / SETS["second"].stem, COLUMNS).rows
+        draw_loss_or_score(quality, runs, rows, count).save(file, optimize=True)
+        return file
     wanted = SETS[chosen]
     columns = COLUMNS if chosen == "third" else {key: title for key, title in COLUMNS.items() if key not in RULE}
     results = Results(folder / wanted.stem, columns)
@@ -183,7 +196,9 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         row = measure(quality, options, count)
         say(f"bench   {name}: last {row['last']:.3f}, chosen {row['chosen']:.3f} by {row['by']}")
         results.add(name, {**row})
-    rows = [row for name, row in results.rows.items() if name in wanted.rows]
+    rows: list[Json] = [row for name, row in results.rows.items() if name in wanted.rows]
+    for row in rows:
+        row |= rises(row)
     count_of = {key: sum(row[key] >= row["last"] for row in rows) for key in ("chosen", "held_out", "training")}
     new = f" Without evaluate in {sum(row['default'] >= row['last'] for row in rows)}." if chosen == "third" else ""
     told = (
@@ -197,16 +212,14 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
 
 def measure(quality: Quality, options: list[str], count: int) -> Row:
     """Fine-tune once, choose, and score every checkpoint."""
-    length = next((int(option.partition("=")[2]) for option in options if option.startswith("train.steps=")), 200)
-    held_out = 1 if SUBJECT[0] in options else 6
-    kept = [f"checkpoint.every={length // PARTS}", "checkpoint.keep_last=all", f"validation.split={held_out}"]
-    folder = train(quality.config([*options, *kept, "validation.loss_samples=24"], "choice"))
+    options = with_checkpoints(options)
+    folder = train(quality.config(options, "choice"))
     default, by_loss = choose_best(folder), lowest_held_out(folder)
     simpletune(["evaluate", str(folder), "--seeds", "1"])
     chosen, steps = choose_best(folder), [step for step, _ in list_checkpoints(folder)]
     assert chosen is not None and default is not None and by_loss is not None
     assert chosen.by == FIDELITY
-    scores = {step: score(quality, [*options, *kept], folder, step, count) for step in steps}
+    scores = {step: round(fmean(shares(quality, options, run_result(folder, step=step), count)), 4) for step in steps}
     training = by_training_loss(read_metrics(folder), steps)
     last = scores[steps[-1]]
     return {
@@ -218,6 +231,14 @@ def measure(quality: Quality, options: list[str], count: int) -> Row:
         "best": max(scores.values()), "losses": losses_by_noise(folder, steps),
         "scores": {str(step): value for step, value in scores.items()},
     }  # fmt: skip
+
+
+def with_checkpoints(options: list[str]) -> list[str]:
+    """Add the checkpoints and held-out pictures of a row to its options."""
+    length = next((int(option.partition("=")[2]) for option in options if option.startswith("train.steps=")), 200)
+    held_out = 1 if SUBJECT[0] in options else 6
+    every = f"checkpoint.every={length // PARTS}"
+    return [*options, every, "checkpoint.keep_last=all", f"validation.split={held_out}", "validation.loss_samples=24"]
 
 
 def losses_by_noise(folder: Path, steps: list[int]) -> Json:
@@ -234,6 +255,16 @@ def losses_by_noise(folder: Path, steps: list[int]) -> Json:
     }  # fmt: skip
 
 
+def rises(row: Json) -> dict[str, float]:
+    """How much higher the last checkpoint's held-out loss is than the lowest, in the quarters with the least and the
+    most noise."""
+    if "losses" not in row:
+        return {}
+    losses = row["losses"]["by_step"]
+    lowest, last = losses[str(row["held_out_step"])], list(losses.values())[-1]
+    return {"low_noise": last[0] - lowest[0], "high_noise": last[-1] - lowest[-1]}
+
+
 def by_training_loss(metrics: list[Json], steps: list[int]) -> int:
     """The step that ends the part of the run with the lowest mean training loss."""
     parts = {step: [row["loss"] for row in metrics if before < row["step"] <= step]
@@ -241,12 +272,47 @@ def by_training_loss(metrics: list[Json], steps: list[int]) -> int:
     return min(parts, key=lambda step: fmean(parts[step]))
 
 
-def score(quality: Quality, options: list[str], folder: Path, step: int, count: int) -> float:
-    """Score a checkpoint by the checker."""
-    easel = quality.easel(options, run_result(folder, step=step))
+def shares(quality: Quality, options: list[str], weights: Weights, count: int) -> tuple[float, float, float]:
+    """The three shares by the checker whose mean is the score: learned, the prompt with the word, and without it."""
+    easel = quality.easel(options, weights)
     without = unrelated(count)
     learned = subject_shares(easel, count) if SUBJECT[0] in options else style_shares(easel, count)
-    return round(fmean([*learned, accuracies(easel.draw(without), without)["prompt"]]), 4)
+    return (*learned, accuracies(easel.draw(without), without)["prompt"])
+
+
+def draw_loss_or_score(quality: Quality, runs: dict[str, Path], rows: Json, count: int) -> Image.Image:
+    """Draw, from the same noise, with the base and with a run's checkpoints of the lowest held-out loss, by fidelity
+    and the last; each run's pictures with losses and scores.
+
+    Args:
+        quality: of the runs.
+        runs: their folders by row.
+        rows: what was measured of them: ``choice_second.json``.
+        count: prompts per score.
+    """
+    sheets = []
+    for name, folder in runs.items():
+        options, row = with_checkpoints(SECOND[name]), rows[name]
+        asked = prior.prompts_of(2, prior.SUBJECT) if SUBJECT[0] in options else prompts_of(
+            2, STYLE, pictures.STYLE_TRIGGER
+        )  # fmt: skip
+        losses = {each["step"]: each["eval_loss"] for each in held_out_rows(folder)}
+        last = max(map(int, row["scores"]))
+        models = {"base": 0, "lowest loss": row["held_out_step"], "by fidelity": row["step"], "last": last}
+        drawn = []
+        for title, step in models.items():
+            weights = run_result(folder, step=step) if step else BASE
+            learned, prompt, others = shares(quality, options, weights, count)
+            parts = f"{learned:.2f} learned, {prompt:.2f} and {others:.2f} prompt"
+            told = f"score {fmean([learned, prompt, others]):.3f} ({parts})"
+            at = f", step {step}" if step else ""
+            images = quality.easel(options, weights).draw([*asked, *unrelated(2)[:1]])
+            drawn.append((f"{title}{at}: loss {losses[step]:.3f}, {told}", images))
+        sheets.append(grid(drawn, [name, "", "without the word"]))
+    whole = Image.new("RGB", (sum(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)), "white")
+    for number, sheet in enumerate(sheets):
+        whole.paste(sheet, (sum(each.width for each in sheets[:number]), 0))
+    return whole
 
 
 def style_shares(easel: Easel, count: int) -> tuple[float, float]:
