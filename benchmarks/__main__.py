@@ -262,7 +262,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {  # argparse's own keywords
     "measure-only": {"action": "store_true", "help": "take predictions from results/cpu; needs a GPU"},
     "card": {"action": "append", "help": "card to simulate (default: L4); repeatable"},
     "predict": {"action": "store_true", "help": "predict the measured rows again and measure none"},
-    "set": {"choices": ("first", "second"), "default": "first", "help": "set of fine-tunings (default: first)"},
+    "set": {
+        "choices": ("first", "second", "third", "pictures"),
+        "default": "first",
+        "help": "set of fine-tunings (default: first)",
+    },
     "prompts": {"type": int, "default": 100, "help": "prompts per score (default: 100)"},
     "model": {"help": "a hub name or a folder; default: the tiny model"},
     "size": {"type": size, "metavar": "WIDTHxHEIGHT", "help": "default: 1024x1024; the demo's 64x64"},

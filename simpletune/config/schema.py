@@ -148,7 +148,7 @@ class Checkpoint(Option):
         if self.keep_last == "all":
             return "keeps all"
         for_good = f" and one every {self.keep_every} steps" if self.keep_every is not None else ""
-        return f"keeps the best and the last {self.keep_last}{for_good}"
+        return f"keeps the last {self.keep_last}{for_good}, and the best or the lowest validation loss"
 
     def rules(self) -> Iterator[Problem]:
         """Refuse to keep checkpoints that are never saved."""
@@ -210,7 +210,7 @@ class Validation(Option):
     validation and checkpoint, and at the end: eval_loss, and drift, the change of the prediction against the base.
     auto: as many as take at most 2% of the run's forward passes, from 4 to 16; 0: do not evaluate. Without a split,
     eval_loss is computed on training pictures and also falls while the model overfits; with one, it is the validation
-    loss, and chooses the best checkpoint."""
+    loss."""
     class_prompt: Annotated[str, Field(min_length=1)] | None = None
     """Prompt of the subject's class without the trigger, such as "a photo of a dog": drift is measured for it, too."""
     unrelated_prompts: list[Annotated[str, Field(min_length=1)]] = [

@@ -4,8 +4,9 @@ By fidelity, as ``simpletune evaluate`` measures it: the highest subject fidelit
 fidelity is not significantly below the base's (the 95% interval of the paired differences reaches 0). If all are below,
 then among those within two standard errors of the best of them.
 
-By held-out loss: an evaluation replaces the best so far if its loss is lower by more than the standard error of the
-paired differences, so a later checkpoint must be better, not merely as good.
+Without it the last, since the lowest held-out loss is the worse guide (docs/how-to/best-checkpoint.md). The lowest only
+where the last is worse than the base, by more than the standard error of the paired differences, and the lowest is not.
+An evaluation is the lowest so far if its loss is lower by more than that error: merely as good is not enough.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class BestCheckpoint:
     why: str  # the reason, in words
     strength: float = 1.0  # of the LoRA, at which it was chosen
 
+    def in_words(self, run: object) -> str:
+        """What to use of a run, and why."""
+        return f"{run}{self.suffix}, {'the last' if self.by == LAST else f'by {self.by}'}: {self.why}"
+
     @property
     def suffix(self) -> str:
         """The suffix to the run's name that selects it: ``@200`` or ``@200:0.8``."""
@@ -43,23 +48,16 @@ class BestCheckpoint:
 
 
 def choose_best(run: Path) -> BestCheckpoint | None:
-    """Choose among the checkpoints of a run: the user's choice, else by fidelity, else by held-out loss, else the last;
-    None if the run has no checkpoint."""
+    """Choose among the checkpoints of a run: the user's choice, else by fidelity, else the last, or the one with the
+    lowest held-out loss where only the last is worse than the base; None if the run has no checkpoint."""
     steps = [step for step, _ in list_checkpoints(run)]
     if not steps:
         return None
-    taken = (read_json_or_none(run / BEST) or {}).get("step")
-    if taken in steps:
-        return BestCheckpoint(taken, USER, "chosen with simpletune evaluate --choose")
-    if (found := by_fidelity(run, steps)) is not None:
+    if (found := _by_user_or_fidelity(run, steps)) is not None:
         return found
-    rows = held_out_rows(run)
-    best = _best_of(rows)
-    while best is not None and best["step"] not in steps:  # not saved, or removed by hand
-        rows = [row for row in rows if row["step"] != best["step"]]
-        best = _best_of(rows)
-    if best is not None:
-        return BestCheckpoint(best["step"], HELD_OUT, _why(best, rows))
+    if (lowest := lowest_held_out(run)) is not None:
+        rows = [row for row in held_out_rows(run) if row["step"] in (0, *steps)]
+        return _by_held_out_loss(lowest, rows, steps[-1])
     few = _prompts_of(read_scores(run))
     why = (
         "nothing measures which checkpoint is better. Run simpletune evaluate, or set validation.split"
@@ -67,6 +65,19 @@ def choose_best(run: Path) -> BestCheckpoint | None:
         else f"an evaluation with {plural(few, 'prompt')} does not tell which checkpoint is better: it takes {FEWEST}"
     )
     return BestCheckpoint(steps[-1], LAST, why)
+
+
+def _by_user_or_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
+    taken = (read_json_or_none(run / BEST) or {}).get("step")
+    if taken in steps:
+        return BestCheckpoint(taken, USER, "chosen with simpletune evaluate --choose")
+    return by_fidelity(run, steps)
+
+
+def lowest_held_out(run: Path) -> Json | None:
+    """The evaluation on held-out pictures with the lowest loss among those of the run's checkpoints; None without."""
+    steps = [step for step, _ in list_checkpoints(run)]
+    return _best_of([row for row in held_out_rows(run) if row["step"] in steps])
 
 
 def _prompts_of(result: Json | None) -> int:
@@ -77,10 +88,13 @@ def _prompts_of(result: Json | None) -> int:
     return int(found.get("prompts", FEWEST))  # evaluations before November 2026 do not say
 
 
-def best_step(run: Path) -> int | None:
-    """The step of the checkpoint to keep regardless of its age; None if the run has none."""
-    choice = choose_best(run)
-    return None if choice is None else choice.step
+def step_to_keep(run: Path) -> int | None:
+    """The step of the checkpoint to keep regardless of its age: the best by choice or fidelity, else the one with the
+    lowest held-out loss, so that it can still be chosen beside the last; None if the run has neither."""
+    if (found := _by_user_or_fidelity(run, [step for step, _ in list_checkpoints(run)])) is not None:
+        return found.step
+    lowest = lowest_held_out(run)
+    return None if lowest is None else int(lowest["step"])
 
 
 def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
@@ -164,20 +178,35 @@ def paired_difference(losses: Sequence[float], than: Sequence[float]) -> tuple[f
     return fmean(differences), standard_error(differences)
 
 
-def _why(best: Json, rows: Sequence[Json]) -> str:
-    """Compare the best evaluation with the base and with the last one."""
-    count = plural(len(best["eval_losses"]), "held-out sample")
-    parts = [f"a loss of {best['eval_loss']:.4f} on {count}, and no later one is lower by more than the error"]
-    base, last = rows[0], rows[-1]
+def _by_held_out_loss(lowest: Json, rows: Sequence[Json], last_step: int) -> BestCheckpoint:
+    """Choose the last checkpoint; or the one with the lowest loss, if that is no worse than the base and the last is.
+
+    Args:
+        lowest: the evaluation with the lowest loss.
+        rows: those of the checkpoints, and of the base.
+        last_step: of the last checkpoint.
+    """
+    on, base, last = plural(len(lowest["eval_losses"]), "held-out sample"), rows[0], rows[-1]
+    if last["step"] != last_step:  # not evaluated, or on other samples
+        return BestCheckpoint(last_step, LAST, f"the loss on {on} is lowest at step {lowest['step']}")
+    told = f"a loss of {last['eval_loss']:.4f} on {on}"
     if base["step"] == 0:
-        difference, error = paired_difference(best["eval_losses"], base["eval_losses"])
-        low = "lower" if difference < -error else "not lower by more than the error"
-        parts.append(f"{difference:+.4f} ± {error:.4f} against the base, {low}")
-    if last["step"] != best["step"]:
-        difference, error = paired_difference(last["eval_losses"], best["eval_losses"])
-        word = "higher" if difference > error else "not lower by more than the error"
-        parts.append(f"the last, step {last['step']}, is {word} ({difference:+.4f} ± {error:.4f})")
-    return "; ".join(parts)
+        change = "{:+.4f} ± {:.4f} against the base".format(
+            *paired_difference(last["eval_losses"], base["eval_losses"])
+        )
+        if is_lower(base["eval_losses"], last["eval_losses"]):
+            if not is_lower(base["eval_losses"], lowest["eval_losses"]):
+                why = (
+                    f"the lowest, {lowest['eval_loss']:.4f} on {on}; the last, step {last_step}, is worse than the base"
+                )
+                return BestCheckpoint(lowest["step"], HELD_OUT, f"{why}: {change}")
+            change += ": every checkpoint is worse than it"
+        told += f", {change}"
+    if lowest["step"] == last_step:
+        return BestCheckpoint(last_step, LAST, f"{told}; it is the lowest")
+    below = "{:+.4f} ± {:.4f}".format(*paired_difference(lowest["eval_losses"], last["eval_losses"]))
+    told += f"; lowest at step {lowest['step']}, {below} against the last: run simpletune evaluate to compare pictures"
+    return BestCheckpoint(last_step, LAST, told)
 
 
 def put_choice(run: Path, step: int | None) -> None:

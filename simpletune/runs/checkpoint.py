@@ -21,7 +21,7 @@ from simpletune.engine.optim.ema import Average, use_average
 from simpletune.engine.optim.options import OptimizerOption
 from simpletune.engine.optim.state import state_to_tensors
 from simpletune.engine.tensors import trained_parameters
-from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.checkpoint_folders import (
     AVERAGE,
     NAME,
@@ -121,7 +121,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
         (part / STATE).write_text(with_checksum(values))  # last, because it has the checksums of the others
         flush_to_disk(part / STATE)
     flush_to_disk(folder.parent)
-    remove_oldest(run, state.config.checkpoint, best_step(run))
+    remove_oldest(run, state.config.checkpoint, step_to_keep(run))
     return folder
 
 

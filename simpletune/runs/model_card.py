@@ -189,6 +189,8 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     best = summary.get("best")
     if best is not None and best["by"] != LAST and best["step"] != summary["steps"]:
         yield "best checkpoint", f"step {best['step']:,} by {best['by']}; this is step {summary['steps']:,}"
+    if best is not None and best["by"] == LAST and (lowest := summary.get("lowest_held_out")) is not None:
+        yield "best checkpoint", f"the last, step {best['step']:,}; held-out loss is lowest at step {lowest['step']:,}"
 
 
 def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:

@@ -22,7 +22,7 @@ from simpletune.runs.attempts import (
     read_attempts,
     total_seconds,
 )
-from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best
+from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, lowest_held_out
 from simpletune.runs.checkpoint import SavedState
 from simpletune.runs.checkpoint_folders import TRAINABLE, list_checkpoints, saved_file
 from simpletune.runs.folder import (
@@ -79,6 +79,8 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
     summary |= {name: value for name, value in mishaps.items() if value}
     if (best := choose_best(run)) is not None:
         summary["best"] = asdict(best)
+    if (lowest := lowest_held_out(run)) is not None:
+        summary["lowest_held_out"] = {"step": lowest["step"], "eval_loss": lowest["eval_loss"]}
     if (timed := beside_measured(run, summary)) is not None:
         summary["predicted_time"] = timed
     return summary
@@ -223,11 +225,11 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     if undone := overflow_words(summary):
         say(f"  fp16: {undone}")
     best = summary.get("best")
-    if best is not None and best["by"] == LAST:  # neither a figure nor the user chose it
+    if best is not None and best["by"] == LAST and "lowest_held_out" not in summary:  # nothing was measured
         best = None
     rows = {
         "result": summary["output"],
-        **({"best": f"{folder}{BestCheckpoint(**best).suffix} by {best['by']}: {best['why']}"} if best else {}),
+        **({"best": BestCheckpoint(**best).in_words(folder)} if best else {}),
         "model card": folder / "README.md",
         "pictures": "none (validation.prompts is empty)" if config.validation.prompts == [] else folder / "samples",
         "figures": f"{folder}/summary.json, metrics.jsonl, config.json",

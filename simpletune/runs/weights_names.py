@@ -212,8 +212,7 @@ def split_step(name: str) -> CheckpointRef | None:
         return CheckpointRef(run, steps[-1])
     if step == BEST:
         best = choose_best(run)
-        assert best is not None, "a run with a checkpoint has a best one"
-        return CheckpointRef(run, best.step, best.strength)
+        return CheckpointRef(run, steps[-1]) if best is None else CheckpointRef(run, best.step, best.strength)
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:

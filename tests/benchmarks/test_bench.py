@@ -35,9 +35,11 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import pictures
 from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.simulate.simulate import simulate
+from simpletune.runs.folder import DRIFT, EVALUATIONS
 from simpletune.system import prices
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
+from simpletune.system.safetensors_file import write_safetensors
 
 RESULTS = Path(benchmarks.__file__).parent / "results" / "cpu"
 
@@ -386,3 +388,18 @@ def test_training_loss_chooses_the_end_of_its_lowest_part() -> None:
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     assert choice.by_training_loss(metrics, [2, 4, 6]) == 4
     assert choice.by_training_loss(metrics[:2], [2]) == 2
+
+
+def test_held_out_losses_are_split_by_the_noise_of_their_samples(tmp_path: Path) -> None:
+    draws = [["picture", "caption", level] for level in (0.9, 0.1, 0.5, 0.3)]
+    write_safetensors({"a": torch.zeros(1)}, tmp_path / DRIFT, {"of": json.dumps({"training": draws})})
+    rows = [
+        {"step": step, "held_out": True, "eval_loss": 5.0, "eval_losses": [2.0 + step, 8.0 - step, 4.0, 6.0]}
+        for step in (0, 1, 2)
+    ]
+    (tmp_path / EVALUATIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = choice.losses_by_noise(tmp_path, [1, 2])
+    assert found["levels"] == [[0.1, 0.1], [0.3, 0.3], [0.5, 0.5], [0.9, 0.9]]
+    assert found["by_step"] == {"0": [8.0, 6.0, 4.0, 2.0], "1": [7.0, 6.0, 4.0, 3.0], "2": [6.0, 6.0, 4.0, 4.0]}
+    assert choice.rises({"losses": found, "held_out_step": 1}) == {"low_noise": -1.0, "high_noise": 1.0}
+    assert choice.rises({"held_out_step": 1}) == {}

@@ -57,6 +57,18 @@ def test_the_second_set_shares_nothing_with_the_first(monkeypatch: pytest.Monkey
     assert all(config.train.steps and config.train.steps % choice.PARTS == 0 for config in (*first, *second))
 
 
+def test_the_third_set_repeats_no_run_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    first, second, third = ([quality.Quality(Path("x"), 1, []).config(options) for options in each.rows.values()]
+                            for each in choice.SETS.values())  # fmt: skip
+    seeds = [{config.train.seed for config in each} for each in (first + second, third)]
+    assert len(third) == len(seeds[1]) == 7 and not seeds[0] & seeds[1]
+    plans = [{(config.adapter.model_dump_json(), config.data.place, config.optimizer.lr) for config in each}
+             for each in (first + second, third)]  # fmt: skip
+    assert len(plans[1]) == 7 and not plans[0] & plans[1]
+    assert all(config.train.steps and config.train.steps % choice.PARTS == 0 for config in third)
+
+
 def test_a_set_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     rows = json.loads((RESULTS / "choice_second.json").read_text())["rows"]

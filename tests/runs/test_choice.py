@@ -29,6 +29,7 @@ from simpletune.runs.best_checkpoint import (
     paired_difference,
     put_choice,
     since_best,
+    step_to_keep,
 )
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DRIFT, read_rows
@@ -60,27 +61,54 @@ def test_lower_means_lower_by_more_than_the_paired_error() -> None:
     assert is_lower([1.0], [1.5]) and not is_lower([1.0], [1.0])
 
 
-def test_the_first_of_equals_is_chosen_and_a_worse_last_is_not(tmp_path: Path) -> None:
+def test_the_last_is_taken_and_the_lowest_loss_is_told(tmp_path: Path) -> None:
+    """The first of equals is the lowest."""
     losses = {0: [3.0, 5.0, 4.0], 100: [2.0, 4.0, 3.1], 200: [1.9, 4.1, 3.1], 300: [2.5, 4.6, 3.5]}
     run = run_of(tmp_path, losses)
     found = choose_best(run)
-    assert found is not None and (found.step, found.by) == (100, HELD_OUT)
-    for words in ("3 held-out samples", "against the base, lower", "the last, step 300, is higher"):
+    assert found is not None and (found.step, found.by, step_to_keep(run)) == (300, LAST, 100)
+    for words in (
+        "a loss of 3.5333 on 3 held-out samples, -0.4667 ± 0.0333 against the base",
+        "lowest at step 100, -0.5",
+    ):
         assert words in found.why, found.why
+    assert found.in_words("runs/a").startswith("runs/a@300, the last: a loss of")
     (run / "checkpoints/step-000100").rmdir()  # by hand
     found = choose_best(run)
-    assert found is not None and found.step == 200
+    assert found is not None and found.step == 300 and "lowest at step 200" in found.why
     (tmp_path / "later").mkdir()
     found = choose_best(run_of(tmp_path / "later", {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [1.0, 3.1]}))
-    assert found is not None and found.step == 200 and "the last" not in found.why
+    assert found is not None and found.step == 200 and found.why.endswith("it is the lowest")
+
+
+def test_a_last_one_that_is_worse_than_the_base_is_no_choice(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [2.9, 4.9], 300: [3.2, 5.4]})
+    found = choose_best(run)
+    assert found is not None and (found.step, found.by) == (100, HELD_OUT)
+    assert "the last, step 300, is worse than the base: +0.3000 ± 0.1000 against the base" in found.why
+    (tmp_path / "equal").mkdir()
+    found = choose_best(run_of(tmp_path / "equal", {0: [3.0, 5.0], 100: [2.0, 4.0], 200: [3.4, 4.8]}))  # +0.1 ± 0.3
+    assert found is not None and (found.step, found.by) == (200, LAST)
+    (tmp_path / "alone").mkdir()
+    found = choose_best(run_of(tmp_path / "alone", {0: [3.0, 5.0], 100: [4.0, 6.0]}))  # there is no other
+    assert found is not None and (found.step, found.by) == (100, LAST) and "+1.0000 ± 0.0000" in found.why
+    (tmp_path / "ruined").mkdir()
+    found = choose_best(run_of(tmp_path / "ruined", {0: [3.0, 5.0], 100: [4.0, 6.0], 200: [9.0, 9.0]}))
+    assert found is not None and (found.step, found.by) == (200, LAST)
+    assert "every checkpoint is worse than it; lowest at step 100" in found.why
 
 
 def test_steps_that_were_not_saved_and_the_base_are_no_choice(tmp_path: Path) -> None:
     run = run_of(tmp_path, {0: [0.1, 0.2], 50: [0.2, 0.3], 100: [1.0, 2.0], 150: [0.4, 0.5]}, saved=[100])
     found = choose_best(run)
-    assert found is not None and found.step == 100
-    assert "against the base, not lower" in found.why and "150" not in found.why
+    assert found is not None and (found.step, step_to_keep(run)) == (100, 100) and "150" not in found.why
     assert since_best(run) == 3  # the base is the best, of saved steps or not
+
+
+def test_a_last_one_that_was_not_evaluated_is_taken(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [2.0, 4.0]}, saved=[100, 200])
+    found = choose_best(run)
+    assert found is not None and (found.step, found.by) == (200, LAST) and "lowest at step 100" in found.why
 
 
 def test_without_held_out_pictures_the_last_is_taken_and_that_is_said(tmp_path: Path) -> None:
@@ -91,23 +119,23 @@ def test_without_held_out_pictures_the_last_is_taken_and_that_is_said(tmp_path: 
 
 
 def test_the_user_s_choice_comes_first(tmp_path: Path) -> None:
-    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
+    run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0], 300: [2.0, 3.0]})
     put_choice(run, 200)
     found = choose_best(run)
-    assert found is not None and (found.step, found.by) == (200, USER)
-    with pytest.raises(UserError, match="--choose 150: .* no checkpoint of this step. It has 100, 200"):
+    assert found is not None and (found.step, found.by, step_to_keep(run)) == (200, USER, 200)
+    with pytest.raises(UserError, match="--choose 150: .* no checkpoint of this step. It has 100, 200, 300"):
         put_choice(run, 150)
     put_choice(run, None)
     found = choose_best(run)
-    assert found is not None and found.step == 100
+    assert found is not None and found.step == 300
 
 
 def test_the_command_chooses_a_step_and_takes_it_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path, {0: [3.0, 5.0], 100: [1.0, 2.0], 200: [2.0, 3.0]})
     (run / "config.json").touch()
     chosen = lambda step: main(["evaluate", str(run), "--choose", step])  # noqa: E731
-    assert chosen("200") == 0 and "@200 by" in capsys.readouterr().out
-    assert chosen("auto") == 0 and "@100 by" in capsys.readouterr().out
+    assert chosen("100") == 0 and "@100, by user" in capsys.readouterr().out
+    assert chosen("auto") == 0 and "@200, the last: a loss of" in capsys.readouterr().out
     assert chosen("last") == 2 and "--choose last: this is not a step" in capsys.readouterr().err
 
 
@@ -211,7 +239,7 @@ def test_drift_is_the_change_of_the_prediction(method: str, tiny_config: dict, m
         assert rows[step]["drift"]["training"] > 0
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["drift_after"] == rows[6]["drift"] and summary["eval_loss_after"] == rows[6]["eval_loss"]
-    assert summary["best"]["by"] == HELD_OUT
+    assert summary["best"]["by"] == LAST and summary["lowest_held_out"].keys() == {"step", "eval_loss"}
 
 
 def test_evaluating_changes_no_weight_and_a_resumed_run_repeats_it(tiny_config: dict) -> None:
@@ -263,18 +291,26 @@ def test_a_base_that_predicts_zeros_has_no_drift_to_divide_by(
     assert all(len(row["eval_losses"]) == 3 for row in rows)
 
 
-def test_the_best_is_never_pruned_and_has_a_name(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_loss_is_never_pruned_and_can_be_chosen(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     losses = {0: 3.0, 2: 2.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.6}
     given = lambda self, transformer, step: ValidationFigures(losses[step], [losses[step], losses[step] + 1])  # noqa: E731
     monkeypatch.setattr(LossEvaluator, "evaluate", given)
+    tiny_config["output"]["report"] = True
     folder = train(validate(evaluated_config(tiny_config) | {"train": {"steps": 10}}, "test"))
     assert [step for step, _ in list_checkpoints(folder)] == [4, 10]  # keep_last is 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["best"]["step"], summary["lowest_held_out"]) == (10, {"step": 4, "eval_loss": 1.0})
+    assert "lowest at step 4, -1.6000 ± 0.0000 against the last" in summary["best"]["why"]
+    assert f"{folder}@10, the last: a loss of 2.6000" in capsys.readouterr().out
+    assert "the last, step 10; held-out loss is lowest at step 4" in (folder / "README.md").read_text()
+    report = (folder / "report.md").read_text()
+    assert "step 10, counts as the best: a loss of 2.6000" in report and "4 (lowest loss)" in report
+    assert find_named(f"{folder}@best").step == 10
+    put_choice(folder, 4)
     named = find_named(f"{folder}@best")
     assert named.step == 4 and named.lora is not None and "step-000004" in str(named.lora)
-    best = json.loads((folder / "summary.json").read_text())["best"]
-    assert best["step"] == 4 and "the last, step 10, is higher" in best["why"]
-    put_choice(folder, 10)
-    assert find_named(f"{folder}@best").step == 10
 
 
 def test_training_ends_early_and_is_finished(
@@ -295,7 +331,8 @@ def test_training_ends_early_and_is_finished(
     assert asked == [0, 2, 4, 6, 8, 8]  # the last one once more, with its result
     assert (summary["steps"], summary["steps_asked"], summary["stopped_early"]) == (8, 40, True)
     assert "stopped early at step 8 of 40: no lower validation loss in 2 evaluations" in capsys.readouterr().out
-    assert [step for step, _ in list_checkpoints(folder)] == [4, 8] and summary["best"]["step"] == 4
+    assert [step for step, _ in list_checkpoints(folder)] == [4, 8]
+    assert (summary["best"]["step"], summary["lowest_held_out"]["step"]) == (8, 4)
     asked.clear()
     assert train(config, resume="auto") == folder and not asked  # finished
     train(config, resume="latest")  # asked for: it goes on
@@ -346,4 +383,4 @@ def test_the_report_shows_fidelity_with_intervals_and_pictures(tmp_path: Path) -
     assert section.tables[1].rows[0] == ("base", "0.300")
     (chosen,) = choice_sections(record)
     assert "step 100 (one@100), by fidelity" in chosen.notes[0] and chosen.charts[0].name == "drift"
-    assert chosen.tables[0].rows[1][:3] == ("100 (best)", "1.5000", "-2.5000 ± 0.5000")
+    assert chosen.tables[0].rows[1][:3] == ("100 (best) (lowest loss)", "1.5000", "-2.5000 ± 0.5000")

@@ -17,7 +17,7 @@ from tiny_runs import TrainOnce, run_with, saved_weights
 
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
-from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.folder import RunFile, append_metrics, clear_unsaved, newest_run, open_again, read_metrics
 from simpletune.stages.png import generation_parameters
 from simpletune.stages.step.train_step import TrainStep
@@ -207,13 +207,13 @@ def test_no_silent_cpu(tiny_config: dict) -> None:
 def test_going_on_with_a_run_that_is_gone_or_left_things_lying(tiny_config: dict) -> None:
     config = validate(tiny_config, "test")
     with pytest.raises(UserError, match="--resume: .*tiny does not exist. Check name"):
-        open_again(config, 2, best_step)
+        open_again(config, 2, step_to_keep)
     run = Path(tiny_config["output"]["runs"]) / "tiny"
     for step in (1, 2):
         (run / "samples" / f"step-{step:06d}").mkdir(parents=True)
         append_metrics(run, {"step": step, "loss": 0.5})
     (run / ".metrics.jsonl.part").write_text("half")
-    open_again(config, 1, best_step)
+    open_again(config, 1, step_to_keep)
     assert [entry.name for entry in (run / "samples").glob("step-*")] == ["step-000001"]
     assert not list(run.glob(".*.part")) and [row["step"] for row in read_metrics(run)] == [1]
 
@@ -259,7 +259,7 @@ def test_a_run_that_was_killed_before_it_removed_the_oldest_checkpoint_does_so_w
         checkpoint.checkpoint_folder(run, step).mkdir(parents=True)
         (checkpoint.checkpoint_folder(run, step) / checkpoint.STATE).write_text("{}")
     append_metrics(run, {"step": 1, "loss": 0.5})
-    open_again(config, 3, best_step)
+    open_again(config, 3, step_to_keep)
     assert [step for step, _ in checkpoint.list_checkpoints(run)] == [2, 3]
     assert (run / "checkpoints" / "step-000004.superseded").is_dir()
 

@@ -72,7 +72,7 @@ def evaluate(args: argparse.Namespace) -> Path:
     say(f"{args.run / SCORES}: every score with its interval{memory}")
     best = choose_best(args.run)
     if best is not None:
-        say(f"best    {args.run}{best.suffix} by {best.by}: {best.why}")
+        say(f"best    {best.in_words(args.run)}")
     return args.run / SCORES
 
 

@@ -20,7 +20,7 @@ from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder, close_killed
-from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.figure_sums import require_figures
 from simpletune.runs.folder import (
     CONFIG,
@@ -192,7 +192,7 @@ def open_folder(config: TrainConfig, prepared: PreparedData, saved: checkpoint.S
         clear_unsaved(config)
     if saved:
         require_figures(run_folder(config), saved.figures)
-    folder = open_again(config, saved.step, best_step) if saved else open_fresh(config)
+    folder = open_again(config, saved.step, step_to_keep) if saved else open_fresh(config)
     write_config(config)
     write_json(folder / ENVIRONMENT, describe_machine())
     write_json(folder / DATA, prepared.data())

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from simpletune.config.schema import Checkpoint
-from simpletune.runs.best_checkpoint import best_step
+from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints, read_state
 from simpletune.runs.folder import REMOTE
 from simpletune.runs.remote.index import (
@@ -201,7 +201,7 @@ class Uploader:
             }
             if job.step not in checkpoints:
                 checkpoints[job.step] = self._upload_checkpoint(job.step, job.staged)
-        best = best_step(self.folder)
+        best = step_to_keep(self.folder)
         stay = {*self.keeps.kept(sorted(checkpoints)), best}
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
         self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={})

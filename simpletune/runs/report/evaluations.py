@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.config.validation_schedule import UNRELATED, drift_group
-from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, paired_difference
+from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, lowest_held_out, paired_difference
 from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
 from simpletune.runs.report import charts
 from simpletune.runs.report.content import ReportSection, ReportTable
@@ -33,7 +33,7 @@ def choice_sections(run: RunData) -> Iterator[ReportSection]:
     """Show what each evaluated step measured, and the best checkpoint; nothing without evaluations."""
     try:
         rows = sorted(read_rows(run.folder / EVALUATIONS), key=lambda row: row["step"])
-        best = choose_best(run.folder)
+        best, lowest = choose_best(run.folder), lowest_held_out(run.folder)
     except UserError:  # another note of the page names the damaged file
         return
     rows = [row for row in rows if row.get("eval_losses")]
@@ -54,17 +54,18 @@ def choice_sections(run: RunData) -> Iterator[ReportSection]:
         last = ", ".join(f"{drift_group(group)} {value:.2%}" for group, value in drifted[-1]["drift"].items())
         section.charts.append(charts.drift(points, f"Drift from the base over the steps; at the last: {last}"))
         section.notes.append(ABOUT_DRIFT)
-    section.tables.append(_evaluation_table(rows, run.loss_is, best))
+    section.tables.append(_evaluation_table(rows, run.loss_is, best, lowest))
     yield section
 
 
-def _evaluation_table(rows: list[Json], loss_is: str, best: BestCheckpoint | None) -> ReportTable:
+def _evaluation_table(rows: list[Json], loss_is: str, best: BestCheckpoint | None, lowest: Json | None) -> ReportTable:
     """Tabulate every evaluation: the loss, its paired difference to the first one, and the drifts."""
     groups = list(dict.fromkeys(group for row in rows for group in row.get("drift", {})))
     cells = []
     for row in rows:
         step = "before training" if row["step"] == 0 else f"{row['step']:,}"
         mark = " (best)" if best is not None and best.by != LAST and best.step == row["step"] else ""
+        mark += " (lowest loss)" if lowest is not None and lowest["step"] == row["step"] else ""
         change = ""
         if row is not rows[0] and len(row["eval_losses"]) == len(rows[0]["eval_losses"]):
             change = "{:+.4f} ± {:.4f}".format(*paired_difference(row["eval_losses"], rows[0]["eval_losses"]))
