@@ -183,22 +183,22 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """
     if chosen == PICTURES:
         quality, file = Quality(folder, count, overrides), folder / "choice_loss_or_score.png"
-        runs = {name: train(quality.config(with_checkpoints(SECOND[name]), f"choice-{number}"))
-                for number, name in enumerate(PICTURED)}  # fmt: skip
-        rows = Results(folder / SETS["second"].stem, COLUMNS).rows
-        draw_loss_or_score(quality, runs, rows, count).save(file, optimize=True)
+        runs = {row: train(quality.config(with_checkpoints(SECOND[row]), f"choice-{number}"))
+                for number, row in enumerate(PICTURED)}  # fmt: skip
+        known = Results(folder / SETS["second"].stem, COLUMNS).rows
+        draw_loss_or_score(quality, runs, known, count).save(file, optimize=True)
         return file
     wanted = SETS[chosen]
     columns = COLUMNS if chosen == "third" else {key: title for key, title in COLUMNS.items() if key not in RULE}
     results = Results(folder / wanted.stem, columns)
     quality = Quality(folder, count, overrides)
     for name, options in results.missing(wanted.rows, minutes, only):
-        row = measure(quality, options, count)
-        say(f"bench   {name}: last {row['last']:.3f}, chosen {row['chosen']:.3f} by {row['by']}")
-        results.add(name, {**row})
+        found = measure(quality, options, count)
+        say(f"bench   {name}: last {found['last']:.3f}, chosen {found['chosen']:.3f} by {found['by']}")
+        results.add(name, {**found})
     rows: list[Json] = [row for name, row in results.rows.items() if name in wanted.rows]
-    for row in rows:
-        row |= rises(row)
+    for each in rows:
+        each |= rises(each)
     count_of = {key: sum(row[key] >= row["last"] for row in rows) for key in ("chosen", "held_out", "training")}
     new = f" Without evaluate in {sum(row['default'] >= row['last'] for row in rows)}." if chosen == "third" else ""
     told = (
@@ -308,7 +308,7 @@ def draw_loss_or_score(quality: Quality, runs: dict[str, Path], rows: Json, coun
             at = f", step {step}" if step else ""
             images = quality.easel(options, weights).draw([*asked, *unrelated(2)[:1]])
             drawn.append((f"{title}{at}: loss {losses[step]:.3f}, {told}", images))
-        sheets.append(grid(drawn, [name, "", "without the word"]))
+        sheets.append(grid(drawn, [f"{name.partition(':')[0]}, with its word", "", "without it"]))
     whole = Image.new("RGB", (sum(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)), "white")
     for number, sheet in enumerate(sheets):
         whole.paste(sheet, (sum(each.width for each in sheets[:number]), 0))
