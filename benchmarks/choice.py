@@ -183,10 +183,10 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     """
     if chosen == PICTURES:
         quality, file = Quality(folder, count, overrides), folder / "choice_loss_or_score.png"
-        runs = {name: train(quality.config(with_checkpoints(SECOND[name]), f"choice-{number}"))
-                for number, name in enumerate(PICTURED)}  # fmt: skip
-        rows = Results(folder / SETS["second"].stem, COLUMNS).rows
-        draw_loss_or_score(quality, runs, rows, count).save(file, optimize=True)
+        runs = {row: train(quality.config(with_checkpoints(SECOND[row]), f"choice-{number}"))
+                for number, row in enumerate(PICTURED)}  # fmt: skip
+        known = Results(folder / SETS["second"].stem, COLUMNS).rows
+        draw_loss_or_score(quality, runs, known, count).save(file, optimize=True)
         return file
     wanted = SETS[chosen]
     columns = COLUMNS if chosen == "third" else {key: title for key, title in COLUMNS.items() if key not in RULE}
@@ -197,8 +197,8 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         say(f"bench   {name}: last {found['last']:.3f}, chosen {found['chosen']:.3f} by {found['by']}")
         results.add(name, {**found})
     rows: list[Json] = [row for name, row in results.rows.items() if name in wanted.rows]
-    for row in rows:
-        row |= rises(row)
+    for each in rows:
+        each |= rises(each)
     count_of = {key: sum(row[key] >= row["last"] for row in rows) for key in ("chosen", "held_out", "training")}
     new = f" Without evaluate in {sum(row['default'] >= row['last'] for row in rows)}." if chosen == "third" else ""
     told = (

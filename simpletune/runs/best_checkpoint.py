@@ -67,9 +67,9 @@ def choose_best(run: Path) -> BestCheckpoint | None:
     return BestCheckpoint(steps[-1], LAST, why)
 
 
-def _by_user_or_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
+def _by_user_or_fidelity(run: Path, steps: list[int]) -> BestCheckpoint | None:
     taken = (read_json_or_none(run / BEST) or {}).get("step")
-    if taken in steps:
+    if taken is not None and taken in steps:
         return BestCheckpoint(taken, USER, "chosen with simpletune evaluate --choose")
     return by_fidelity(run, steps)
 
