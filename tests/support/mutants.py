@@ -37,7 +37,7 @@ from coverage.numbits import numbits_to_nums
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / ".mutants"
 LIMIT = 45.0  # seconds of tests for a mutant, by their times in the run that maps them
-LONGEST = 180  # seconds until a mutant's tests count as hanging, which kills it
+LONGEST = 600  # seconds until tests are given up, and the mutant survives; a test that hangs fails after 60
 FOLDERS = ("simpletune", "tests", "benchmarks", "configs", "docs", "inference", "profiles", ".ci")
 SKIPPED = ("core/NoOp", "core/VariableReplacer", "core/VariableInserter", "core/RemoveDecorator")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -187,7 +187,7 @@ def run(mutant: Mutant, tree: Path) -> None:
             named = [test for test in mutant.tests if any(line.split(" ", 1)[1].startswith(test) for line in failed)]
             mutant.killed_by = max(named, key=len) if named else " ".join(failed)[:300] or f"exit {done.returncode}"
     except subprocess.TimeoutExpired:
-        mutant.killed_by = f"no end within {LONGEST} s"
+        pass  # a busy machine
     finally:
         file.write_text(before)
         mutant.seconds = time.monotonic() - began
