@@ -148,11 +148,11 @@ class Merger:
             for part in beside:
                 for original, pieces in part.groups.items():
                     writer.write(part.prefix + original, _original_tensor(pieces, partial(self._of_part, part, text)))
+            whole = WeightReader([base.file] if base.file is not None else [])
             for name, entry in others.items():
                 assert base.file is not None
                 if name in text:
-                    weight = WeightReader([base.file]).get(name)
-                    writer.write(name, self._merged_text(text[name], entry["dtype"], weight))
+                    writer.write(name, self._merged_text(text[name], entry["dtype"], whole.get(name)))
                 else:
                     writer.write_bytes(name, tensor_bytes(base.file, entry))
 
