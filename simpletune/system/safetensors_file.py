@@ -202,8 +202,7 @@ def write_safetensors(
     size = sum(tensor.numel() * tensor.element_size() for tensor in host.values())
     with atomic_file(file, size, shared=True) as part:
         save_file(host, part, {"format": "pt", **metadata, **({hashed: NO_HASH} if hashed else {})})
-        if hashed:
-            _write_hash(part, hashed)
+        _sort_metadata(part, {hashed: content_hash(part)} if hashed else {})
     return file
 
 
@@ -217,16 +216,15 @@ def content_hash(file: Path) -> str:
     return f"0x{digest.hexdigest()}"
 
 
-def _write_hash(file: Path, name: str) -> None:
-    """Replace the header's placeholder by the hash, which has the same length, and sort the header's strings.
+def _sort_metadata(file: Path, changes: Mapping[str, str]) -> None:
+    """Sort the header's strings, with ``changes`` that are no longer than what they replace.
 
     The library writes them in a different order each time; sorting them makes files with equal content equal.
     """
-    found = content_hash(file)
     with open(file, "r+b") as handle:
         length = int.from_bytes(handle.read(8), "little")
         header = json.loads(handle.read(length))
-        header["__metadata__"] = dict(sorted({**header["__metadata__"], name: found}.items()))
+        header["__metadata__"] = dict(sorted({**header["__metadata__"], **changes}.items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         if len(text) > length:
             raise ValueError(f"{file}: the header has {len(text)} bytes, but room for {length}")

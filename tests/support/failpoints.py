@@ -59,7 +59,7 @@ NAMES = {
     "latents.encoded": Moment("a picture is in the cache",
         "stages.latent_cache:LatentCache.fill", "before poll()"),
     "file.before-rename": Moment("a weight file is written and flushed, but not renamed",
-        "system.safetensors_file:write_safetensors", "after if hashed:"),
+        "system.safetensors_file:write_safetensors", "after _sort_metadata("),
     "file.after-rename": Moment("a weight file is renamed",
         "system.safetensors_file:write_safetensors", "after with atomic_file("),
     "quantised.before-rename": Moment("a quantised base is written, but not renamed",
