@@ -251,6 +251,9 @@ def view_of(request: Request) -> RunView:
     return RunView(roots, folder)
 
 
+with_run_form = partial(with_form, require=view_of)
+
+
 def page(request: Request) -> Response:
     """GET /run/NAME: the page with all of its parts."""
     view, all_values = view_of(request), Json()
@@ -268,7 +271,7 @@ def part(template: str, values: Callable[[RunView], Json], request: Request) -> 
 # What can be asked of a run
 
 
-@with_form
+@with_run_form
 def ask_run(request: Request, form: Form) -> Response:
     """POST /run/NAME/ask: put a request into the control file."""
     view, what = view_of(request), form.get("ask", "")
@@ -305,7 +308,7 @@ def _draw_request(form: Form) -> DrawRequest:
 # What can be done with a run
 
 
-@with_form
+@with_run_form
 def compare(request: Request, form: Form) -> Response:
     """POST /run/NAME/compare: draw the base and a checkpoint at several strengths."""
     view = view_of(request)
@@ -321,7 +324,7 @@ def compare(request: Request, form: Form) -> Response:
     return _begin(request, view, COMPARE, words)
 
 
-@with_form
+@with_run_form
 def choose_step(request: Request, form: Form) -> Response:
     """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
     view, step = view_of(request), form.get("step", "auto")
@@ -329,7 +332,7 @@ def choose_step(request: Request, form: Form) -> Response:
     return _begin(request, view, "choose", ["evaluate", str(view.folder), "--choose", chosen])
 
 
-@with_form
+@with_run_form
 def export(request: Request, form: Form) -> Response:
     """POST /run/NAME/export: convert a checkpoint for other tools."""
     view, layout, step = view_of(request), form.get("format", ""), form.get("step", "")
@@ -348,7 +351,7 @@ def report(request: Request) -> Response:
     return _begin(request, view, "report", ["report", str(view.folder)])
 
 
-@with_form
+@with_run_form
 def finish(request: Request, form: Form) -> Response:
     """POST /run/NAME/finish: make a stopped run's checkpoint its result."""
     view = view_of(request)
@@ -361,7 +364,7 @@ def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Resp
     return render(request, "run_begun.html", kind=kind)
 
 
-@with_form
+@with_run_form
 def go_on(request: Request, form: Form) -> Response:
     """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
     view = view_of(request)

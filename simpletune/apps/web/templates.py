@@ -56,12 +56,16 @@ async def read_form(request: Request) -> Form:
     return {name: values[-1] for name, values in fields.items()}
 
 
-def with_form(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
+def with_form(
+    handle: Callable[[Request, Form], Response], require: Callable[[Request], object] | None = None
+) -> Callable[[Request], Awaitable[Response]]:
     """Make a route's endpoint of a function that answers a form; it runs in a thread, because it reads and writes
-    files."""
+    files. So does ``require``, which raises before the form is read if there is nothing to answer for."""
 
     @functools.wraps(handle)
     async def endpoint(request: Request) -> Response:
+        if require is not None:
+            await run_in_threadpool(require, request)
         return await run_in_threadpool(handle, request, await read_form(request))
 
     return endpoint

@@ -226,6 +226,9 @@ def test_only_files_of_the_run_of_known_kinds_are_sent(client: TestClient, tmp_p
         assert client.get(f"/run/one/file/{path}").status_code == 404, path
         assert client.get(f"/run/one/small/{path}").status_code == 404, path
     assert client.get("/run/none").status_code == client.get("/run/../now").status_code == 404
+    for verb in ("ask", "compare", "choose", "export", "finish", "continue"):  # whatever is sent
+        for name, status in (("none", 404), ("one", 415)):
+            assert client.post(f"/run/{name}/{verb}", json={}).status_code == status, (name, verb)
 
 
 def test_buttons_write_the_control_file_and_nothing_else(client: TestClient, tmp_path: Path) -> None:
