@@ -107,7 +107,10 @@ def problems_of(error: ValidationError, data: Json, root: type[Option], most: in
 def find_field(
     loc: tuple[int | str, ...], data: object, root: type[Option]
 ) -> tuple[str, type[Option], FieldInfo | None]:
-    """Convert Pydantic's location to a dotted path of JSON keys, and find the option that owns the last key."""
+    """Convert Pydantic's location to a dotted path of JSON keys, and find the option that owns the last key.
+
+    Below a value that is no option, a string is a key if the JSON has it there, else the tag of a union's member.
+    """
     owner: type[Option] = root
     option: type[Option] | None = root
     path: list[str] = []
@@ -127,6 +130,9 @@ def find_field(
             path.append(str(key))
             data = data[key] if isinstance(data, list) and key < len(data) else None
             inner = item_of(field)
+        elif isinstance(data, Mapping) and key in data:
+            path.append(key)
+            data, inner = data[key], None
         else:
             continue
         union, option = (None, None) if inner is None else (union_of(inner), member_for(inner, data))

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from simpletune.apps.cli import main as cli_main
 from simpletune.apps.cli.main import main
+from simpletune.config.error_text import problems_of
 from simpletune.config.load import read_config, read_saved, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
@@ -38,6 +39,18 @@ def merged(changes: dict) -> dict:
     for key, value in changes.items():
         result[key] = {**result[key], **value} if isinstance(result.get(key), dict) else value
     return result
+
+
+class Weights(Option):
+    by_name: dict[str, int | list[bool]]
+
+
+def test_a_path_has_every_key_of_the_json_and_no_tag() -> None:
+    data = {"by_name": {"a": [True, "x"], "b": 3, "c": {}}}
+    with pytest.raises(ValidationError) as caught:
+        Weights.model_validate(data)
+    found = [problem.path for problem in problems_of(caught.value, data, Weights)]
+    assert found == ["by_name.a", "by_name.a.1", "by_name.c"]
 
 
 @pytest.mark.parametrize(
