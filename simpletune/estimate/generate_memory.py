@@ -8,7 +8,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors
-from simpletune.estimate.job_estimate import MIB, Estimate, estimate, needed
+from simpletune.estimate.job_estimate import Estimate, estimate, shortage
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate_stages import (
     SIMULATED,
@@ -45,11 +45,10 @@ def require_memory(
         peaks["encoding its prompt"] = prediction.stages["text"].bytes + prediction.job.train.steady.bytes
     width, height = config.picture_size()
     for what, peak in peaks.items():
-        if needed(peak) + held > card.bytes:
+        if short := shortage(f"{what} at {width}x{height} beside training", peak, card, held):
             raise UserError(
-                f"{what} at {width}x{height} beside training needs {needed(peak) / MIB:,.0f} MiB (predicted), and "
-                f"{card.name} has {card.bytes / MIB:,.0f}, {held / MIB:,.0f} of them in use by other programs. Draw a "
-                "smaller picture, a prompt of the run's validation, or with simpletune generate after the run"
+                f"{short}. Draw a smaller picture, a prompt of the run's validation, or with simpletune generate after "
+                "the run"
             )
 
 

@@ -124,6 +124,14 @@ def needed(peak: int) -> int:
     return peak + fragmentation(peak) + CONTEXT
 
 
+def shortage(what: str, peak: int, card: Card, held: int) -> str:
+    """Say that ``peak`` bytes do not fit on a card of which other programs use ``held``; empty if they do."""
+    if needed(peak) + held <= card.bytes:
+        return ""
+    others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
+    return f"{what} needs {needed(peak) / MIB:,.0f} MiB (predicted) and {card.name} has {card.bytes / MIB:,.0f}{others}"
+
+
 def fragmentation(peak: int) -> int:
     """Return an allowance in bytes for what torch's allocator has reserved but cannot use at a peak."""
     return max(int(FRAGMENTED * peak), LEAST_FRAGMENTED)

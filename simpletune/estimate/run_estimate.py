@@ -10,7 +10,7 @@ import torch
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, snapshot_json
+from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, shortage, snapshot_json
 from simpletune.estimate.job_time import CALIBRATED, JobTime, job_time
 from simpletune.estimate.levers import LEVERS, changed, differing
 from simpletune.estimate.planning import Search
@@ -43,14 +43,13 @@ def estimate_run(config: TrainConfig, device: torch.device, size: Size, force: b
     needed, peak = prediction.needed(), prediction.peak
     on = "" if card is None else f", {needed / MIB:,.0f} with allowances, of {card.bytes / MIB:,.0f} MiB"
     say(f"memory  predicted peak {peak.bytes / MIB:,.0f} MiB ({prediction.peak_stage}: {place(peak)}){on}")
-    if card is None or prediction.fits(card, held):
+    if card is None or not (short := shortage("memory: this run", peak.bytes, card, held)):
         return prediction
     if force:
         missing = needed + held - card.bytes
         say(f"memory  {missing / MIB:,.0f} MiB are missing: the run may run out of memory (--force)")
         return prediction
-    others = f", {held / MIB:,.0f} of them in use by other programs" if held else ""
-    lines = [f"memory: this run needs {needed / MIB:,.0f} MiB and {card.name} has {card.bytes / MIB:,.0f}{others}"]
+    lines = [short]
     change = cheapest_change(config, card, held, size)
     if change is not None:
         overrides, costs, less = change

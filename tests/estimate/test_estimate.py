@@ -301,7 +301,7 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     card = at_hand(whole - 1)
     with pytest.raises(UserError, match="the cheapest change that fits: ") as refused:
         estimate_run(config, CUDA, SIZE)
-    assert f"needs {whole:,.0f} MiB and Test 1 has {whole - 1:,.0f}" in str(refused.value)
+    assert f"needs {whole:,.0f} MiB (predicted) and Test 1 has {whole - 1:,.0f}" in str(refused.value)
     change = cheapest_change(config, card, 0, SIZE)
     assert change is not None and change[2] <= (whole - 1) * MIB and " ".join(change[0]) in str(refused.value)
     assert estimate_run(config, CUDA, SIZE, force=True).needed() / MIB == whole

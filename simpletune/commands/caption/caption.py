@@ -25,7 +25,7 @@ from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import printable_name, read_regular
 from simpletune.engine.quant.precision import WeightPrecision
-from simpletune.estimate.job_estimate import MIB, needed
+from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
@@ -121,13 +121,10 @@ def _require_room(request: CaptionRequest, weights: int, working: int, device: t
     if device.type != "cuda":
         return
     card, held = card_at_hand(device)
-    if needed(total) + held > card.bytes:
+    if short := shortage("memory: captioning", total, card, held):
         cheaper = [] if request.precision == "int8" else ["--precision int8"]
         cheaper += ["--batch-size 1"] if request.batch > 1 else []
-        raise UserError(
-            f"memory: captioning needs {needed(total) / MIB:,.0f} MiB and {card.name} has "
-            f"{(card.bytes - held) / MIB:,.0f} free. Use {' or '.join([*cheaper, 'a smaller model'])}"
-        )
+        raise UserError(f"{short}. Use {' or '.join([*cheaper, 'a smaller model'])}")
 
 
 def _caption_all(

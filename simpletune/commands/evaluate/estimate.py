@@ -18,7 +18,7 @@ from simpletune.commands.evaluate.plan import EvaluationPlan
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
-from simpletune.estimate.job_estimate import MIB, needed
+from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, Recorders, accounting_of, simulate_stage
@@ -77,15 +77,10 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undra
     for name, stage in stages.items():
         say(f"predict {name}: {stage.bytes / MIB:,.0f} MiB, {duration(stage.seconds)}")
     if card is not None:
-        free = card[0].bytes - card[1]
         for name, stage in stages.items():
-            if needed(stage.bytes) <= free:
-                continue
             remedy = "--resident-blocks 0 or --vae-tile 512" if name in ("draw", "decode", "text") else "--device cpu"
-            raise UserError(
-                f"evaluate: {name} needs {needed(stage.bytes) / MIB:,.0f} MiB and {card[0].name} has "
-                f"{free / MIB:,.0f} free. Try {remedy}"
-            )
+            if short := shortage(f"evaluate: {name}", stage.bytes, *card):
+                raise UserError(f"{short}. Use {remedy}")
     return stages
 
 

@@ -24,7 +24,7 @@ from simpletune.commands.generate.generate import (
 )
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
-from simpletune.estimate.job_estimate import MIB, needed
+from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.run_estimate import WITHOUT_GPU, card_at_hand
 from simpletune.estimate.simulate.simulate_stages import simulate_stage
 from simpletune.runs.checkpoint_folders import list_checkpoints
@@ -214,11 +214,8 @@ def require_memory(session: GenerationSession, models: Sequence[Weights], reques
     }
     for name, size in stages.items():
         say(f"predict {name}: {size / MIB:,.0f} MiB")
-        if card is not None and needed(size) + held > card.bytes:
-            raise UserError(
-                f"{name} needs {needed(size) / MIB:,.0f} MiB (predicted) and {card.name} has "
-                f"{(card.bytes - held) / MIB:,.0f} free. Draw smaller pictures, or end what uses the card"
-            )
+        if card is not None and (short := shortage(name, size, card, held)):
+            raise UserError(f"{short}. Draw smaller pictures, or end what uses the card")
 
 
 def pixel_difference(a: Image.Image, b: Image.Image) -> float:

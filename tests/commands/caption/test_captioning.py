@@ -442,5 +442,5 @@ def test_a_card_that_is_missing_too_small_or_too_old_is_said(
     monkeypatch.setattr(captioning, "card_at_hand", lambda _: (card, 0))
     with pytest.raises(UserError, match="--precision bf16 needs a card with bf16, and this is tiny"):
         run(request(pictures, folders["blip"], precision="bf16"))
-    with pytest.raises(UserError, match="tiny has 16 free. Use --precision int8 or --batch-size 1 or a smaller"):
+    with pytest.raises(UserError, match="tiny has 16. Use --precision int8 or --batch-size 1 or a smaller"):
         run(request(pictures, folders["blip"], precision="fp32", batch=2))

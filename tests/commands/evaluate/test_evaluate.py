@@ -297,7 +297,7 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
     session.device = torch.device("cuda")
     monkeypatch.setattr(module, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
-    with pytest.raises(UserError, match="evaluate: text needs .* MiB and tiny has 512 free. Try --resident-blocks 0"):
+    with pytest.raises(UserError, match=r"text needs .* MiB \(predicted\) and tiny has 512. Use --resident-blocks 0"):
         estimate_stages(plan, command.encoders_of(False, encoders), 5)
 
 

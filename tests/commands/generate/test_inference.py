@@ -28,6 +28,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
+from simpletune.estimate import job_estimate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
@@ -315,7 +316,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
     monkeypatch.setattr(module, "generation_bytes", drawing_bytes)
     monkeypatch.setattr(module, "decoding_bytes", lambda config, request: request.width * mib)
     monkeypatch.setattr(module, "precision_of", lambda config, weights: SimpleNamespace(weights=weights))
-    monkeypatch.setattr(module, "needed", lambda size: size)
+    monkeypatch.setattr(job_estimate, "needed", lambda size: size)
     asked = [SimpleNamespace(width=side, height=side, guidance=4.0) for side in (64, 3996, 32)]
 
     def require(kind: str) -> None:
@@ -327,6 +328,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
     said = capsys.readouterr().out.splitlines()
     assert said == ["predict text: 500 MiB", "predict draw: 2,000 MiB", "predict decode: 3,996 MiB"]
     asked[1].width = 3997
-    with pytest.raises(UserError, match=r"decode needs 3,997 MiB \(predicted\) and Test has 3,996 free. Draw smaller"):
+    beside_others = r"needs 3,997 MiB \(predicted\) and Test has 4,096, 100 of them in use by other programs"
+    with pytest.raises(UserError, match=f"decode {beside_others}. Draw smaller"):
         require("cuda")
     require("cpu")  # refuses nothing
