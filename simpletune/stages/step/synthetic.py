@@ -46,8 +46,9 @@ class SyntheticBatches:
     def step(self, step: int) -> list[Batch]:
         """Make the micro-batches of one step."""
         batches = [replace(self.batch(), parts=self.accumulation) for _ in range(self.accumulation)]
-        if self.config.prior.predicts:  # the base's predictions are targets, too
-            batches = [replace(batch, prior=torch.ones_like(batch.level).view(-1, 1, 1, 1)) for batch in batches]
+        if self.config.prior.predicts:  # the base's predictions are targets, too; masks weight positions
+            one = batches[0].level.view(-1, 1, 1, 1) if batches[0].weight is None else batches[0].weight
+            batches = [replace(batch, prior=torch.ones_like(one)) for batch in batches]
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)
@@ -92,9 +93,9 @@ class SyntheticBatches:
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
-    weight = () if batch.weight is None else (batch.weight,)
+    weights = (weight for weight in (batch.weight, batch.prior) if weight is not None)
     text = () if batch.text is None else batch.text.tensors()
-    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weight, *text
+    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weights, *text
 
 
 class SingleProcess:

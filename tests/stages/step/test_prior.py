@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
 from simpletune.stages.step.batch_loader import Batch, BatchLoader, TrainingPasses
-from simpletune.stages.step.synthetic import SingleProcess
+from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
@@ -190,6 +191,15 @@ def test_it_is_predicted_because_it_runs(tiny_config: dict) -> None:
     without = simulate(config_of(tiny_config, prior={"method": "none"}, **accumulating))
     assert "prior" in with_prior.phases and "prior" not in without.phases
     assert without.peak.bytes < with_prior.peak.bytes < without.peak.bytes + 16 * LATENT
+
+
+def test_its_weights_are_predicted_a_number_a_position_where_a_mask_is(tiny_config: dict) -> None:
+    core: Any = SimpleNamespace(modulation=None)
+    for mask, shape in (({}, (1, 1, 1, 1)), ({"mask": "alpha"}, (1, 1, 4, 4))):
+        config = config_of(tiny_config, data=tiny_config["data"] | {"resolution": 32} | mask)
+        for batch in SyntheticBatches(config, core).step(0):
+            assert batch.prior is not None and batch.prior.shape == shape
+            assert any(tensor is batch.prior for tensor in batch_tensors(batch))
 
 
 IN_BACKWARD = {"memory": {"optimizer_in_backward": True}, "train": {"steps": 4, "clip_norm": None}}
