@@ -189,24 +189,26 @@ def _by_held_out_loss(lowest: Json, rows: Sequence[Json], last_step: int) -> Bes
     on, base, last = plural(len(lowest["eval_losses"]), "held-out sample"), rows[0], rows[-1]
     if last["step"] != last_step:  # not evaluated, or on other samples
         return BestCheckpoint(last_step, LAST, f"the loss on {on} is lowest at step {lowest['step']}")
-    told = f"a loss of {last['eval_loss']:.4f} on {on}"
+    own = f"a loss of {last['eval_loss']:.4f} on {on}"
     if base["step"] == 0:
-        change = "{:+.4f} ± {:.4f} against the base".format(
-            *paired_difference(last["eval_losses"], base["eval_losses"])
-        )
-        if is_lower(base["eval_losses"], last["eval_losses"]):
-            if not is_lower(base["eval_losses"], lowest["eval_losses"]):
-                why = (
-                    f"the lowest, {lowest['eval_loss']:.4f} on {on}; the last, step {last_step}, is worse than the base"
-                )
-                return BestCheckpoint(lowest["step"], HELD_OUT, f"{why}: {change}")
-            change += ": every checkpoint is worse than it"
-        told += f", {change}"
+        beside = f"{_difference(last, base)} against the base"
+        if not is_lower(base["eval_losses"], last["eval_losses"]):
+            own = f"{own}, {beside}"
+        elif is_lower(base["eval_losses"], lowest["eval_losses"]):
+            own = f"{own}, {beside}: every checkpoint is worse than it"
+        else:
+            least = f"the lowest, {lowest['eval_loss']:.4f} on {on}"
+            why = f"{least}; the last, step {last_step}, is worse than the base: {beside}"
+            return BestCheckpoint(lowest["step"], HELD_OUT, why)
     if lowest["step"] == last_step:
-        return BestCheckpoint(last_step, LAST, f"{told}; it is the lowest")
-    below = "{:+.4f} ± {:.4f}".format(*paired_difference(lowest["eval_losses"], last["eval_losses"]))
-    told += f"; lowest at step {lowest['step']}, {below} against the last: run simpletune evaluate to compare pictures"
-    return BestCheckpoint(last_step, LAST, told)
+        return BestCheckpoint(last_step, LAST, f"{own}; it is the lowest")
+    least = f"lowest at step {lowest['step']}, {_difference(lowest, last)} against the last"
+    return BestCheckpoint(last_step, LAST, f"{own}; {least}: run simpletune evaluate to compare pictures")
+
+
+def _difference(row: Json, than: Json) -> str:
+    """The difference of two evaluations' losses, with its standard error."""
+    return "{:+.4f} ± {:.4f}".format(*paired_difference(row["eval_losses"], than["eval_losses"]))
 
 
 def put_choice(run: Path, step: int | None) -> None:
