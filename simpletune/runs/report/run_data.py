@@ -59,6 +59,11 @@ class RunData:
         return self.metrics[-1]["step"] if self.metrics else 0
 
     @property
+    def steps_of_result(self) -> int:
+        """The steps that the result has seen: metrics go on beyond the checkpoint of a run that was finished early."""
+        return int(self.summary.get("steps", self.steps_done))
+
+    @property
     def seconds_per_step(self) -> float | None:
         """Median seconds per step, without the warm-up."""
         if "seconds_per_step" in self.summary:

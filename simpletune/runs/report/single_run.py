@@ -70,7 +70,7 @@ def summary_sentence(run: RunData) -> str:
     """Describe the run in a sentence."""
     config = run.config
     if config is None:
-        return plural(run.steps_done, "step")
+        return plural(run.steps_of_result, "step")
     base = config.model.weights_from
     base = base if not os.path.isabs(base) else os.path.basename(base)
     rank = getattr(config.adapter, "rank", None)
@@ -79,7 +79,7 @@ def summary_sentence(run: RunData) -> str:
         f"{method} on {base}, {config.precision.weights} weights, "
         f"{config.data.resolution} px, batch {config.train.micro_batch}"
         + (f" × {config.train.accumulation}" if config.train.accumulation > 1 else "")
-        + f", {config.optimizer.name}, {plural(run.steps_done, 'step')}"
+        + f", {config.optimizer.name}, {plural(run.steps_of_result, 'step')}"
     )
 
 

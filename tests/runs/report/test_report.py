@@ -20,7 +20,9 @@ from simpletune.runs.report import charts, make_report, write_report
 from simpletune.runs.report.losses import mean_by_group
 from simpletune.runs.report.markdown import _bars
 from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
+from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.settings import settings_of
+from simpletune.runs.report.single_run import summary_sentence
 from simpletune.system.options import UserError
 
 VOID = {"meta", "link", "img", "input", "br"}
@@ -312,6 +314,17 @@ def test_a_run_ends_with_its_report(
     assert steps == [0, 2, 4]
     twin = (folder / "report.md").read_text().replace("\\", "")
     assert "torch" in twin and "resident, the whole process" in twin and "samples/grid.png" in twin
+
+
+def test_the_subtitle_counts_the_steps_that_the_result_has_seen(tmp_path: Path) -> None:
+    """A run that stopped after 40 steps, finished from its checkpoint of step 36."""
+    folder = write_run(tmp_path / "early")
+    summary = json.loads((folder / "summary.json").read_text())
+    early = {"steps": 36, "status": "finished early at step 36 of 40"}
+    (folder / "summary.json").write_text(json.dumps(summary | early))
+    assert summary_sentence(read_run(folder)).endswith(", 36 steps")
+    (folder / "summary.json").unlink()
+    assert summary_sentence(read_run(folder)).endswith(", 40 steps")
 
 
 @pytest.mark.parametrize("which", ["one", "several"])
