@@ -27,6 +27,7 @@ from simpletune.runs.folder import read_metrics
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+CONTINUE = ROOT / "docs" / "how-to" / "continue-a-run.md"
 
 
 @pytest.fixture(scope="module")
@@ -320,14 +321,23 @@ def test_a_folder_in_a_file_s_place_is_answered_in_words(
     assert tries and not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("code", [1, 2, 6, 130, 137, 143])
-def test_the_loop_of_the_documentation_goes_on_only_where_a_run_was_killed(code: int) -> None:
-    page = (ROOT / "docs" / "how-to" / "continue-a-run.md").read_text()
+STARTED_AGAIN, NEEDS_A_PERSON = [7, 137, 143], [1, 2, 3, 4, 5, 6, 130]
+
+
+@pytest.mark.parametrize("code", STARTED_AGAIN + NEEDS_A_PERSON)
+def test_the_loop_of_the_documentation_goes_on_only_where_a_run_was_killed_or_lost_a_process(code: int) -> None:
+    page = CONTINUE.read_text()
     loop = page[page.index("    until simpletune") :].partition("done\n")[0] + "done"
     script = f"simpletune() {{ n=$((n+1)); echo start; test $n -gt 3 && return 0; return {code}; }}; n=0\n{loop}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
-    goes_on = code in (137, 143)
+    goes_on = code in STARTED_AGAIN
     assert (done.returncode, done.stdout.count("start")) == ((0, 4) if goes_on else (code, 1))
+
+
+@pytest.mark.parametrize("setting", [r"RestartPreventExitStatus=([\d ]+)\n", r"onExitCodes: .*values: \[([\d, ]+)\]"])
+def test_the_unit_and_the_job_of_the_documentation_stop_where_the_loop_does(setting: str) -> None:
+    (found,) = re.findall(setting, CONTINUE.read_text())
+    assert [int(code) for code in re.findall(r"\d+", found)] == NEEDS_A_PERSON
 
 
 def test_a_damaged_picture_and_what_is_no_figure_are_left_out_of_the_report(place: Place) -> None:
