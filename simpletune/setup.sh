@@ -134,14 +134,16 @@ _setup_is_environment() {
 
 # Marks folder $1 as being installed into: until the marker goes, it counts as half-made.
 _setup_mark() {
-    _setup_is_environment "$1" || : >>"$1/.simpletune-keep"
-    : >>"$1/.simpletune-installing"
+    { { _setup_is_environment "$1" || : >>"$1/.simpletune-keep"; } && : >>"$1/.simpletune-installing"; } 2>/dev/null ||
+        _setup_cannot_write "$1"
 }
+
+_setup_cannot_write() { _setup_stop 3 "$1 cannot be written." "Make it writable, or copy the project to a folder that is."; }
 
 # Empties folder $1, or makes it, and marks it; the caller has called _setup_check_disposable before.
 _setup_empty() {
-    mkdir -p "$1"
-    : >>"$1/.simpletune-installing" # first, so that after a kill the rest is known to be an environment's
+    # The mark comes first, so that after a kill the rest is known to be an environment's.
+    { mkdir -p "$1" && : >>"$1/.simpletune-installing"; } 2>/dev/null || _setup_cannot_write "$1"
     find -P "$1" -mindepth 1 ! -name .simpletune-installing -delete
 }
 
