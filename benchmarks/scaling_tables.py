@@ -133,7 +133,8 @@ def about(plan: Plan) -> str:
     source = f" Published by {plan.source}." if plan.source else " No published figure."
     return (
         f"{pictures}, {price}. Efficiency is that of a card, against {MACHINE} cards; update sharded: if each card "
-        f"updated its part of the weights alone, by arithmetic, as the source does and ours does not.{source} "
+        "updated its part of the weights alone, by arithmetic; of our trainings train.fsdp=full does so, which these "
+        f"rows do not use.{source} "
         f"Gradients: {FABRICS[plan.card].source}. Samples are read at {DATA / 1e9:g} GB/s a machine (assumed)."
     )
 

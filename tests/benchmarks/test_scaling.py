@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks import cluster, measured_scaling, scaling, scaling_plans
 from benchmarks.cluster import Compute, Fabric, Job, divided, exchange_seconds, predict
-from benchmarks.scaling_tables import efficiency, key, predicted_cells, update_of
+from benchmarks.scaling_tables import about, efficiency, key, predicted_cells, update_of
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.runs.report.markdown import escape_markdown
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
@@ -109,8 +110,10 @@ def test_the_page_of_the_docs_repeats_the_results() -> None:
     root = Path(__file__).resolve().parents[2]
     rows = json.loads((root / "benchmarks/results/cpu/scaling.json").read_text())["rows"]
     assert set(rows) <= set(scaling.jobs())
+    results = (root / "benchmarks/results/cpu/scaling.md").read_text()
     lines = {re.sub(" +", " ", line) for line in (root / "docs/explanation/scaling.md").read_text().splitlines()}
     for name, plan in scaling_plans.PLANS.items():
+        assert escape_markdown(about(plan)) in results
         found = {cards: rows[key(name, plan, cards)] for cards in scaling.CARDS}
         for cards in scaling.CARDS[1:]:
             cells = predicted_cells(cards, found, plan)
