@@ -179,7 +179,7 @@ def pixels(text: str) -> bytes:
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait for a condition."""
+    """Wait for a condition; an AssertionError if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

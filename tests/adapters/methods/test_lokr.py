@@ -67,7 +67,7 @@ def reference(layer: Any) -> Tensor:  # fp64 [o, i]
     return lycoris.loha(factors) if "hada_w1_a" in factors else lycoris.lokr(factors)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     """fp32, 1e-5 of the largest value."""
     expected = expected.float()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * max(expected.abs().max().item(), 1e-3))
@@ -87,14 +87,14 @@ def test_outputs_gradients_and_merged_weights_are_those_of_the_definition(method
         product = nn.functional.linear if name in SIDES else nn.functional.conv2d
         expected = product(x64, whole, frozen.bias.double())
         y = layer(x)
-        close(y, expected)
+        assert_close(y, expected)
         pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(4))
         y.backward(pull)
         expected.backward(pull.double())
-        close(x.grad, x64.grad)
+        assert_close(x.grad, x64.grad)
         for factor, tensor in layer.factors.items():
-            close(tensor.grad, factors[factor].grad)
-        close(layer.merged(frozen.weight.detach()), whole.detach())
+            assert_close(tensor.grad, factors[factor].grad)
+        assert_close(layer.merged(frozen.weight.detach()), whole.detach())
 
 
 @pytest.mark.parametrize("input_trains", [True, False])
@@ -247,7 +247,7 @@ def test_compiled_without_a_break_it_computes_the_same(method: str) -> None:
         y = call(x)
         results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.factors.values()])))
     for ours, theirs in zip(*results, strict=True):
-        close(theirs, ours)
+        assert_close(theirs, ours)
     torch.compiler.reset()
 
 

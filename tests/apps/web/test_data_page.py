@@ -269,7 +269,7 @@ def test_clips_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     from transformers import CLIPTokenizer
 
     vocabulary.write_clip(tmp_path / "clip", ["red", "dog", "a"])
-    same_as_transformers(CLIPTokenizer.from_pretrained(tmp_path / "clip", local_files_only=True), tmp_path / "clip")
+    assert_same_tokens(CLIPTokenizer.from_pretrained(tmp_path / "clip", local_files_only=True), tmp_path / "clip")
 
 
 @pytest.mark.data
@@ -277,11 +277,11 @@ def test_sd3s_tokens_are_those_of_transformers(real_data: Path) -> None:
     from transformers import CLIPTokenizer, T5TokenizerFast
 
     folder = real_data / "sd3_medium_config"
-    same_as_transformers(CLIPTokenizer.from_pretrained(folder / "tokenizer"), folder / "tokenizer")
-    same_as_transformers(T5TokenizerFast.from_pretrained(folder / "tokenizer_3"), folder / "tokenizer_3")
+    assert_same_tokens(CLIPTokenizer.from_pretrained(folder / "tokenizer"), folder / "tokenizer")
+    assert_same_tokens(T5TokenizerFast.from_pretrained(folder / "tokenizer_3"), folder / "tokenizer_3")
 
 
-def same_as_transformers(theirs, folder: Path) -> None:
+def assert_same_tokens(theirs, folder: Path) -> None:
     ours = read_fast_tokenizer(folder)
     for text in TEXTS:
         assert ours.encode(text).ids == theirs(text, verbose=False).input_ids, text

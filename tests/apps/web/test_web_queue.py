@@ -66,7 +66,9 @@ def states(roots: Roots) -> list[tuple[str, str]]:
     return [(each.name, each.state) for each in queue.read_queue(roots)]
 
 
-def step_until(roots: Roots, expected: list[tuple[str, str]]) -> None:
+def assert_states_become(roots: Roots, expected: list[tuple[str, str]]) -> None:
+    """Within 30 s, while the queue's runner steps."""
+
     def look() -> bool:
         queue_runner.step(roots)
         return states(roots) == expected
@@ -77,18 +79,18 @@ def step_until(roots: Roots, expected: list[tuple[str, str]]) -> None:
 def test_one_at_a_time_a_device_and_a_failure_does_not_stop_the_rest(tmp_path: Path, roots: Roots) -> None:
     put(roots, "bad", "one", "two")
     put(roots, "card", device="gpu")
-    step_until(roots, [("bad", "failed"), ("one", "running"), ("two", "waiting"), ("card", "running")])
+    assert_states_become(roots, [("bad", "failed"), ("one", "running"), ("two", "waiting"), ("card", "running")])
     assert queue.read_queue(roots)[0].reason == "data.path: nothing is there. Add pictures"
     for _ in range(3):
         queue_runner.step(roots)
     assert states(roots)[2] == ("two", "waiting")
     (tmp_path / "go-one").touch()
-    step_until(roots, [("bad", "failed"), ("one", "finished"), ("two", "running"), ("card", "running")])
+    assert_states_become(roots, [("bad", "failed"), ("one", "finished"), ("two", "running"), ("card", "running")])
     two = queue.read_queue(roots)[2].id
     queue.remove(roots, two)  # a running one stays
     until(lambda: processes.find_process(roots, "run-two") is not None)
     queue.stop(roots, two)
-    step_until(roots, [("bad", "failed"), ("one", "finished"), ("two", "killed"), ("card", "running")])
+    assert_states_become(roots, [("bad", "failed"), ("one", "finished"), ("two", "killed"), ("card", "running")])
     queue.remove(roots, two)
     assert ("two", "killed") not in states(roots)
 
@@ -110,8 +112,8 @@ def test_a_run_of_the_terminal_counts(tmp_path: Path, roots: Roots) -> None:
     put(roots, "one")
     put(roots, "card", device="gpu")
     with exclusive(run):
-        step_until(roots, [("one", "waiting"), ("card", "running")])
-    step_until(roots, [("one", "running"), ("card", "running")])
+        assert_states_become(roots, [("one", "waiting"), ("card", "running")])
+    assert_states_become(roots, [("one", "running"), ("card", "running")])
 
 
 def test_a_killed_runner_loses_nothing_and_starts_nothing_twice(tmp_path: Path, roots: Roots) -> None:
@@ -130,12 +132,12 @@ queue_runner.step(make_roots(Path({str(roots.runs)!r}), [Path({str(tmp_path)!r})
     child = subprocess.run([sys.executable, "-c", killed], env={**os.environ, "PYTHONPATH": paths}, check=False)
     assert child.returncode == 9
     assert states(roots) == [("one", "waiting"), ("two", "waiting")]
-    step_until(roots, [("one", "running"), ("two", "waiting")])
+    assert_states_become(roots, [("one", "running"), ("two", "waiting")])
     until((tmp_path / "began").exists)
     (tmp_path / "go-one").touch()
     (tmp_path / "runs" / "one" / "config.json").write_text("{}")
     (tmp_path / "runs" / "one" / "summary.json").write_text('{"steps": 3}')
-    step_until(roots, [("one", "finished"), ("two", "running")])
+    assert_states_become(roots, [("one", "finished"), ("two", "running")])
     until(lambda: (tmp_path / "began").read_text().split() == ["one", "two"])
 
 

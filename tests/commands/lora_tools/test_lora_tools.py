@@ -91,7 +91,7 @@ def velocity(model: nn.Module) -> torch.Tensor:
     )
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """fp32, 1e-5 of the largest value."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
@@ -111,10 +111,10 @@ def test_the_layouts_do_the_same_live_and_the_same_as_in_diffusers(pipeline: Pat
     base = velocity(base_model(pipeline))
     assert (expected - base).abs().max() > 0.1 * base.abs().max()
     for layout in ("kohya", "comfy"):
-        close(live(pipeline, (files[layout], 1.0)), expected)
+        assert_close(live(pipeline, (files[layout], 1.0)), expected)
     theirs = StableDiffusion3Pipeline.from_pretrained(pipeline, dtype=torch.float32)
     theirs.load_lora_weights(files["diffusers"])
-    close(velocity(theirs.transformer), expected)
+    assert_close(velocity(theirs.transformer), expected)
 
 
 def test_what_diffusers_makes_of_the_other_layouts(pipeline: Path, files: dict[str, Path], caplog, tmp_path) -> None:
@@ -132,7 +132,7 @@ def test_what_diffusers_makes_of_the_other_layouts(pipeline: Path, files: dict[s
             updates[name] = resize_update(updates[name], 2, None)[0]
     file = write_lora(updates, tmp_path / "ranks.safetensors")
     theirs.load_lora_weights(file)
-    close(velocity(theirs.transformer), live(pipeline, (file, 1.0)))
+    assert_close(velocity(theirs.transformer), live(pipeline, (file, 1.0)))
 
 
 def test_two_loras_at_once_are_the_sum_of_their_deltas(pipeline: Path, files: dict[str, Path]) -> None:
@@ -145,16 +145,16 @@ def test_two_loras_at_once_are_the_sum_of_their_deltas(pipeline: Path, files: di
     weights = [(files["diffusers"], 0.7), (files["other"], -0.5)]
     model = base_model(pipeline)
     names = load_loras(model, weights)
-    close(velocity(model), velocity(expected))
+    assert_close(velocity(model), velocity(expected))
     for strengths, velocities in (
         ((1.0, 0.0), live(pipeline, (files["diffusers"], 1.0))),
         ((0.7, -0.5), velocity(expected)),
     ):
         for _, layer in all_layers(model):
             layer.scaling.update({n: s for n, s in zip(names, strengths, strict=True) if n in layer.scaling})
-        close(velocity(model), velocities)
+        assert_close(velocity(model), velocities)
     fold_lora(model)
-    close(velocity(model), velocity(expected))
+    assert_close(velocity(model), velocity(expected))
     assert not any("lora" in name for name, _ in model.named_modules())
 
 
@@ -177,7 +177,7 @@ def test_a_merged_folder_is_the_base_with_the_lora(source, layout, pipeline, sin
     base = {"pipeline": pipeline, "transformer": pipeline / "transformer", "single": single}[source]
     run("merge", files[layout], "--scale", "0.8", "--base", base, "--out", tmp_path / "merged")
     merged = SD3Transformer2DModel.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    close(velocity(merged), live(pipeline, (files[layout], 0.8)))
+    assert_close(velocity(merged), live(pipeline, (files[layout], 0.8)))
     assert "written in F32; rounding lost 0.00% of the update" in capsys.readouterr().out
 
 
@@ -193,7 +193,7 @@ def test_a_merged_single_file_is_the_base_with_the_loras(source, pipeline, singl
     inner = {k.removeprefix("model.diffusion_model."): v for k, v in state.items() if k.startswith("model.")}
     theirs = SD3Transformer2DModel.from_config(BaseReader(str(pipeline)).config)
     theirs.load_state_dict(convert_sd3_transformer_checkpoint_to_diffusers(inner))
-    close(velocity(theirs.eval()), live(pipeline, (files["comfy"], 0.7), (files["other"], 0.5)))
+    assert_close(velocity(theirs.eval()), live(pipeline, (files["comfy"], 0.7), (files["other"], 0.5)))
     with safe_open(out, framework="pt") as handle:
         made = json.loads(handle.metadata()["simpletune_made_from"])
     assert made == {"base": base.name, "loras": [["comfy.safetensors", 0.7], ["other.safetensors", 0.5]]}
@@ -229,7 +229,7 @@ def test_a_kept_quantised_base_is_dequantised(precision, pipeline, files, tmp_pa
     run("merge", files["kohya"], "--base", kept, "--out", tmp_path / "merged")
     load_loras(quantised, [(files["kohya"], 1.0)])
     merged = SD3Transformer2DModel.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    close(velocity(merged), velocity(quantised))
+    assert_close(velocity(merged), velocity(quantised))
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_mix_by_cat_is_the_sum_of_the_deltas(pipeline, files, tmp_path) -> None:
         expected = 0.7 * first[name].delta() - 0.5 * second[name].delta()
         torch.testing.assert_close(update.delta(), expected, rtol=0, atol=1e-5)
     both = live(pipeline, (files["kohya"], 0.7), (files["other"], -0.5))
-    close(live(pipeline, (tmp_path / "x.safetensors", 1.0)), both)
+    assert_close(live(pipeline, (tmp_path / "x.safetensors", 1.0)), both)
 
 
 def test_mix_by_svd_at_enough_rank_is_the_sum_too() -> None:

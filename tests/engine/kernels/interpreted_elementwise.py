@@ -26,7 +26,7 @@ shapes = st.tuples(
 seeds = st.integers(0, 2**31)
 
 
-def close(found: Tensor, exact: Tensor, sizes: Tensor | float = 0.0) -> None:
+def assert_close(found: Tensor, exact: Tensor, sizes: Tensor | float = 0.0) -> None:
     """Within one rounding of the exact result, and fp32's errors of what it is the difference of."""
     relative = TYPES[found.dtype]
     allowed = exact.abs() * relative * 1.01 + sizes * 2.0**-19 + 1e-7
@@ -57,14 +57,14 @@ def test_modulated_norms_are_within_one_rounding_of_float64(
     total = x
     if adds:
         total = outs.pop()
-        close(total, gated_sum(x.double(), y.double(), gate.double()), x.double().abs() + 4)
+        assert_close(total, gated_sum(x.double(), y.double(), gate.double()), x.double().abs() + 4)
     wide = total.double()
-    close(mean, wide.mean(-1), 4.0)
+    assert_close(mean, wide.mean(-1), 4.0)
     spread = rstd.double()[:, :, None]  # cancelling digits weigh more where a row is nearly constant
-    close(rstd, (wide.var(-1, unbiased=False) + EPS).rsqrt(), rstd.double() ** 3 * 20 + rstd.double())
+    assert_close(rstd, (wide.var(-1, unbiased=False) + EPS).rsqrt(), rstd.double() ** 3 * 20 + rstd.double())
     for out, scale, shift in zip(outs, scales, shifts, strict=True):
         exact = modulated_norm(wide, scale.double(), shift.double(), EPS)
-        close(out, exact, (wide.abs() + 1) * spread * (2 + scale.double().abs()[:, None]) + 10)
+        assert_close(out, exact, (wide.abs() + 1) * spread * (2 + scale.double().abs()[:, None]) + 10)
 
 
 @examples(10)
@@ -92,16 +92,16 @@ def test_their_gradients_are_within_one_rounding_of_float64(
     steep = (variance + EPS).rsqrt()[:, :, None]
     sizes = 40 * steep * (1 + steep * x.double().abs())
     exact = wide.grad + (grad_total.double() if joined else 0)
-    close(found[0], exact, sizes)
+    assert_close(found[0], exact, sizes)
     if adds:
-        close(found[1], found[0].double() * gate.double()[:, None], 1.0)
+        assert_close(found[1], found[0].double() * gate.double()[:, None], 1.0)
     if trains:
         sums = []
         for scale, grad in zip(wide_scales, grads, strict=True):
             assert scale.grad is not None
             sums += [scale.grad, grad.double().sum(1)]
         sums += [(found[0].double() * y.double()).sum(1)] if adds else []
-        close(found[-1], torch.stack(sums), 200 * (1 + float(sizes.max())) * shape[1] ** 0.5)
+        assert_close(found[-1], torch.stack(sums), 200 * (1 + float(sizes.max())) * shape[1] ** 0.5)
     else:
         assert len(found) == 1 + adds
 
@@ -114,12 +114,12 @@ def test_gated_sums_and_their_gradients_are_within_one_rounding_of_float64(
     x, y, grad = tokens(shape, dtype, seed, 3)
     gate = views(shape[0], shape[2], dtype, seed, 3)[1]
     exact = gated_sum(x.double(), y.double(), gate.double())
-    close(adaln_kernels.add_gated(x, y, gate), exact, x.double().abs() + 4)
+    assert_close(adaln_kernels.add_gated(x, y, gate), exact, x.double().abs() + 4)
     grad_y, *sums = adaln_kernels.gate_backward(grad, y if trains else None, gate)
-    close(grad_y, grad.double() * gate.double()[:, None], 1.0)
+    assert_close(grad_y, grad.double() * gate.double()[:, None], 1.0)
     assert len(sums) == trains
     if trains:
-        close(sums[0], (grad.double() * y.double()).sum(1).unsqueeze(0), 100.0 * shape[1])
+        assert_close(sums[0], (grad.double() * y.double()).sum(1).unsqueeze(0), 100.0 * shape[1])
 
 
 @examples(8)
@@ -135,13 +135,13 @@ def test_norms_of_queries_are_within_one_rounding_of_float64(
     wide, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     exact = rms_norm(wide, wide_weight, EPS)
     exact.backward(grad.double())
-    close(rms_kernels.rms_norm(x, weight, EPS), exact.detach(), exact.detach().abs() + 1)
+    assert_close(rms_kernels.rms_norm(x, weight, EPS), exact.detach(), exact.detach().abs() + 1)
     grad_x, *sums = rms_kernels.rms_norm_backward(grad, x, weight, EPS, trains)
     assert wide.grad is not None and wide_weight.grad is not None and len(sums) == trains
     steep = (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
-    close(grad_x, wide.grad, 40 * steep)
+    assert_close(grad_x, wide.grad, 40 * steep)
     if trains:
-        close(sums[0], wide_weight.grad, 100.0 * shape[0] * shape[1] * shape[2])
+        assert_close(sums[0], wide_weight.grad, 100.0 * shape[0] * shape[1] * shape[2])
 
 
 def test_sums_over_tokens_are_repeated_bit_for_bit() -> None:

@@ -16,7 +16,7 @@ FILES = ["interpreted_elementwise.py", "interpreted_kernel.py", "interpreted_upd
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def run(files: list[str], **environment: str) -> None:
+def assert_passes(files: list[str], **environment: str) -> None:
     """Run the tests of ``files`` in a process of their own: TRITON_INTERPRET must be set before Triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **environment}
     words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
@@ -25,10 +25,10 @@ def run(files: list[str], **environment: str) -> None:
 
 
 def test_few_examples() -> None:
-    run(FILES, **{FEW: "6"})
+    assert_passes(FILES, **{FEW: "6"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_all_examples(file: str) -> None:
-    run([file])
+    assert_passes([file])
