@@ -115,6 +115,31 @@ def test_which_attention_pytorch_chooses(capability: int) -> None:
     assert printed(CHOICE, DRY_CC=capability).split() == CHOSEN[capability]
 
 
+FULL = """
+import os, torch
+from simpletune.engine.kernels.rms_norm import FALLBACK
+norm, empty_cache = torch.ops.simpletune.rms_norm, torch.cuda.empty_cache
+given = torch.ones(2, 8, 64, device="cuda", dtype=torch.bfloat16), torch.ones(64, device="cuda"), 1e-6
+os.environ["DRY_FAIL"] = "cuModuleLoadData=2"
+try:
+    norm(*given)
+except torch.OutOfMemoryError as error:
+    print(error)
+
+def make_room():
+    del os.environ["DRY_FAIL"]
+    empty_cache()
+
+torch.cuda.empty_cache = make_room
+norm(*given)
+assert not FALLBACK.failed
+"""
+
+
+def test_a_card_without_memory_for_a_kernel_is_full_and_the_kernel_is_not_broken() -> None:
+    assert printed(FULL) == "Triton Error [CUDA]: out of memory\n"
+
+
 MEMORY = {"resident": {"modulation": "resident"}, "plan": {"modulation": "plan"},
           "streamed": {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}}  # fmt: skip
 
