@@ -87,8 +87,8 @@ def pinned_memory(machine: Machine) -> Iterator[Finding]:
         return
     answer = machine.ask("pinned memory")
     if "error" in answer:
-        yield Finding("pinned memory", PROBLEM, f"{answer['error']}; {shown}",
-                      "Blocks in host memory are copied from pinned memory while the card computes",
+        yield Finding("pinned memory", WARNING, f"{answer['error']}; {shown}",
+                      "Only from pinned memory are blocks in host memory copied while the card computes",
                       "Raise the limit (`ulimit -l unlimited`, in a container --ulimit memlock=-1) or free host memory",
                       )  # fmt: skip
     else:

@@ -163,6 +163,14 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
 
 
+def test_memory_that_cannot_be_pinned_is_pageable(three_blocks: dict, tmp_path: Path) -> None:
+    config = three_blocks | {"device": "cuda", "precision": {"weights": "bf16"}, "memory": MEMORY["streamed"]}
+    done = program(config, tmp_path / "config.json", DRY_FAIL="cudaHostRegister=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("copies no longer overlap with the computation (out of memory") == 1
+    whole(Path(config["output"]["runs"]) / "tiny")
+
+
 TAKEN = """
 import ctypes, sys, torch
 sys.path.insert(0, "tests/support")
