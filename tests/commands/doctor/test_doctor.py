@@ -169,6 +169,9 @@ WRONG = {
         checks.environment, variable(PYTORCH_ALLOC_CONF="expandable_segments:False"), WARNING,
         "expandable_segments:True",
     ),
+    "segments that fail": (
+        checks.environment, torch_is(allocator="expandable_segments:False"), WARNING, "driver in Windows",
+    ),
     "hidden cards": (checks.environment, variable(CUDA_VISIBLE_DEVICES=""), PROBLEM, "hides"),
     "waiting launches": (checks.environment, variable(CUDA_LAUNCH_BLOCKING="1"), WARNING, "waits"),
     "a taken port": (checks.port, {"taken": True}, WARNING, "8000: Address already in use"),

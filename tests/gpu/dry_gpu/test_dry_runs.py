@@ -140,6 +140,7 @@ def test_a_card_without_memory_for_a_kernel_is_full_and_the_kernel_is_not_broken
     assert printed(FULL) == "Triton Error [CUDA]: out of memory\n"
 
 
+UNDER_WSL = "import platform; platform.release = lambda: '5.15.1-microsoft-standard-WSL2'"
 MEMORY = {"resident": {"modulation": "resident"}, "plan": {"modulation": "plan"},
           "streamed": {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}}  # fmt: skip
 
@@ -161,6 +162,14 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
         "train": {"steps": 4, "clip": "per_parameter"}, "memory": memory | {"optimizer_in_backward": True},
     }  # fmt: skip
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
+
+
+def test_expandable_segments_that_fail_under_wsl_are_given_up(tiny_config: dict, tmp_path: Path) -> None:
+    file, config = tmp_path / "config.json", tiny_config | {"device": "cuda"}
+    done = program(config, file, UNDER_WSL, DRY_FAIL="cuMemSetAccess=999")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("expandable segments fail here (WSL)") == 1
+    whole(Path(config["output"]["runs"]) / "tiny")
 
 
 def test_memory_that_cannot_be_pinned_is_pageable(three_blocks: dict, tmp_path: Path) -> None:
