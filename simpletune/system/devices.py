@@ -100,6 +100,9 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
                 f"precision.compute: bf16 needs a card of sm_80 or newer, but {torch.cuda.get_device_name()} is "
                 f"{sm((major, minor))}. Use precision.compute=auto or fp16"
             )
+        # torch would prefer cuDNN's attention on Hopper and datacenter Blackwell. Its backward pass has given NaN and
+        # wrong gradients (pytorch issue 196678, cudnn-frontend issue 160), so it runs only if asked for by name.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         give_up_expandable_segments()
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         return torch.device("cuda", torch.cuda.current_device()), (

@@ -72,6 +72,14 @@ def test_cards_that_a_build_runs_on(capability: tuple[int, int], card) -> None:
     assert choose_device("cuda", "bf16", False)[0].type == "cuda"
 
 
+def test_cudnn_leaves_the_choice_of_attention(card, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
+    card("card", (9, 0), CUDA_13)
+    choose_device("cuda", "bf16", False)
+    assert enabled == [False]
+
+
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("release", ["6.8.0-generic", "5.15.1-microsoft-standard-WSL2"])
 def test_expandable_segments_are_tried_under_wsl_and_given_up_where_they_fail(

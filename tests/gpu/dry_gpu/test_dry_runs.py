@@ -92,6 +92,8 @@ def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict
 
 CHOICE = """
 import torch
+from simpletune.system.devices import choose_device
+choose_device("cuda", "auto", True)
 names = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 for heads, tokens, width in ((24, 4096 + 333, 64), (1, 4096, 512)):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -104,7 +106,7 @@ CHOSEN = {  # the transformer's attention in bf16, fp16 and fp32, then the autoe
     80: NEWER,
     86: NEWER,
     89: NEWER,
-    90: ["cudnn", "cudnn", *NEWER[2:]],
+    90: NEWER,
     120: NEWER,
 }
 
@@ -113,6 +115,15 @@ CHOSEN = {  # the transformer's attention in bf16, fp16 and fp32, then the autoe
 def test_which_attention_pytorch_chooses(capability: int) -> None:
     """By the compute capability, as the real build does; the memory that a run needs follows from it."""
     assert printed(CHOICE, DRY_CC=capability).split() == CHOSEN[capability]
+
+
+def test_a_run_on_hopper_leaves_cudnn_out_of_attention(tiny_config: dict, tmp_path: Path) -> None:
+    """Of the text encoders' and the autoencoder's, too: cuDNN's ends the process under the stub."""
+    config = tiny_config | {"device": "cuda", "precision": {"weights": "bf16"}}
+    config["validation"] = tiny_config["validation"] | DRAWN
+    done = program(config, tmp_path / "config.json", DRY_CC=90)
+    assert done.returncode == 0, done.stderr
+    assert whole(Path(config["output"]["runs"]) / "tiny")["attention"] == "flash"
 
 
 FULL = """
