@@ -43,10 +43,9 @@ kernel that torch chose for the stage. SD3 Medium at 1024 px, batch 1, gradient 
 attention with an fp32 adapter and AdamW, unless a row says otherwise.
 
 Stated, not executed: cuDNN cannot run here, so a convolution is its output and the tool's allowance for cuDNN's
-workspace (input, weight and output once more), in both columns{cudnn}. Not real either: time, values, the CUDA context.
+workspace (input, weight and output once more), in both columns. Not real either: time, values, the CUDA context.
 
 {summary}"""
-CUDNN = "; so is cuDNN's attention, with fp32 sums of grad q as its workspace"
 
 
 def run(folder: Path, minutes: float, only: str, cards: list[str], again: bool) -> str:
@@ -89,9 +88,7 @@ def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) ->
     for name in rows:
         if name in known:
             results.add(name, compared(known[name]))
-    about = ABOUT.format(
-        card=card.name, cudnn=CUDNN if card.capability[0] in (9, 10) else "", summary=summary(results.rows)
-    )
+    about = ABOUT.format(card=card.name, summary=summary(results.rows))
     return results.write_table(f"Memory on a simulated {card.name}", about, machine(card, results.rows))
 
 

@@ -100,9 +100,10 @@ class Speed(Option):
     """Make steps faster without using device memory."""
 
     attention: Kernel = "auto"
-    """PyTorch kernel for the transformer's attention in training and validation. auto: PyTorch chooses; the run prints
-    its choice. Any other value forces that kernel, and is tried with all shapes of the run before it starts. math needs
-    memory quadratic in the number of tokens. Autoencoder and text encoders always use PyTorch's choice."""
+    """PyTorch kernel for the transformer's attention in training and validation. auto: PyTorch chooses among flash,
+    efficient and math; the run prints its choice. Any other value forces that kernel, and is tried with all shapes of
+    the run before it starts. cudnn runs only by name: its gradients have been wrong on Hopper. math needs memory
+    quadratic in the number of tokens. Autoencoder and text encoders always use PyTorch's choice, without cudnn."""
     compile: bool = False
     """Compile the transformer blocks for training with torch.compile, which fuses element-wise operations. Delays the
     first step by half a minute or more and speeds up the others, so it suits long runs. Results differ only by

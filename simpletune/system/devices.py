@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.threads import prepare_threads
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
+EXPANDABLE, FIXED = "expandable_segments:True", "expandable_segments:False"
 BF16_FROM = (8, 0)  # the lowest CUDA compute capability whose tensor cores multiply bf16
 CUDA_13_FROM = (7, 5)  # the lowest that torch's CUDA 13 builds support
 CUDA_12_6 = "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126"  # the builds for older cards
@@ -28,7 +32,7 @@ def prepare_environment() -> None:
     """
     prepare_threads()
     if ALLOCATOR not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ[ALLOCATOR] = "expandable_segments:True"
+        os.environ[ALLOCATOR] = EXPANDABLE
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # suppresses the profiler's messages
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -36,6 +40,31 @@ def prepare_environment() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns about hub kernels
     # Pillow warns above 89 million pixels and refuses twice as many, which is reported by the picture's name.
     warnings.filterwarnings("ignore", r"Image size \(\d+ pixels\) exceeds limit", RuntimeWarning)
+
+
+def under_wsl() -> bool:
+    """Whether this Linux runs inside Windows, whose driver model manages the card's memory."""
+    return "microsoft" in platform.release().lower()
+
+
+def give_up_expandable_segments() -> None:
+    """Allocate fixed segments in this process and its children, if torch's first allocation in expandable ones fails.
+
+    Only tried under WSL, where some drivers refuse it (pytorch issue 192330), and in a child process, because the
+    failure may leave the device unusable.
+    """
+    import torch
+
+    given = os.environ.get(ALLOCATOR, "")
+    if EXPANDABLE not in given or not under_wsl():
+        return
+    trial = [sys.executable, "-c", "import torch; torch.empty(2**21, dtype=torch.uint8, device='cuda')"]
+    try:
+        subprocess.run(trial, check=True, capture_output=True, timeout=120)
+    except (OSError, subprocess.SubprocessError):
+        os.environ[ALLOCATOR] = given.replace(EXPANDABLE, FIXED)
+        torch.cuda.memory._set_allocator_settings(os.environ[ALLOCATOR])
+        say("memory  expandable segments fail here (WSL): fixed ones, which fragment when picture shapes alternate")
 
 
 def driver_version() -> str | None:
@@ -71,6 +100,10 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
                 f"precision.compute: bf16 needs a card of sm_80 or newer, but {torch.cuda.get_device_name()} is "
                 f"{sm((major, minor))}. Use precision.compute=auto or fp16"
             )
+        # torch would prefer cuDNN's attention on Hopper and datacenter Blackwell. Its backward pass has given NaN and
+        # wrong gradients (pytorch issue 196678, cudnn-frontend issue 160), so it runs only if asked for by name.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        give_up_expandable_segments()
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         return torch.device("cuda", torch.cuda.current_device()), (
             f"{torch.cuda.get_device_name()} ({sm((major, minor))}, {gib:.1f} GiB)"

@@ -6,12 +6,13 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
-from simpletune.system.devices import BF16_FROM
+from simpletune.system.devices import BF16_FROM, under_wsl
 from simpletune.system.options import UserError
 
 GIB = 2**30
 FOUND = 0.965  # usable share on a consumer card: torch reports 11.75 GiB of 12, 5.80 of 6, 23.68 of 24
 FOUND_WITH_ECC = 0.9175  # usable share of GDDR6 with ECC: 14.75 GiB of a T4's 16, 22.03 of an L4's 24
+FOUND_UNDER_WSL = 0.9  # of what torch reports: Windows moves a program's memory to the host earlier (WSL issue 41176)
 LINK_3, LINK_4, LINK_5 = 12.0, 24.0, 48.0  # GB/s in one direction over 16 lanes of PCI Express 3, 4, 5
 
 
@@ -96,12 +97,13 @@ def find_card(text: str) -> Card:
 
 def card_named_by_driver(name: str, total: int, capability: tuple[int, int]) -> Card:
     """Describe the device in use by CUDA's name (``NVIDIA GeForce RTX 4090``) and the bytes of memory that torch
-    reports, with figures from the table if the card is known."""
+    reports, with figures from the table if the card is known. Under WSL, a tenth of its memory is left to Windows."""
+    found = FOUND_UNDER_WSL if under_wsl() else 1.0
     like = min(cards_like(name), key=lambda card: abs(card.bytes - total), default=None)
     gib = total / GIB
     if like is None:
-        return Card(name, gib, capability, found=1.0)
-    return replace(like, name=name, gib=gib, capability=capability, found=1.0)
+        return Card(name, gib, capability, found=found)
+    return replace(like, name=name, gib=gib, capability=capability, found=found)
 
 
 def cards_like(name: str) -> list[Card]:

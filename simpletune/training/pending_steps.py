@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simpletune.engine.memory.copy_stream import pinned
 from simpletune.system.processes import progressed
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class PendingStep:
     ) -> PendingStep:
         """Wrap the last step that ``core`` launched, and start copying its figures (``global_figures``, on the device)
         to the host, without waiting."""
-        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=figures.device.type == "cuda")
+        host = torch.empty(figures.shape, dtype=figures.dtype)
+        host = pinned(host) if figures.device.type == "cuda" else host
         host.copy_(figures, non_blocking=True)  # complete once the next event is reached
         ended = DeviceEvent(figures.device)
         return cls(step, core.lr, began, ended, host, core.losses, core.normed, core.norms, waited)

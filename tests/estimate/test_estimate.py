@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -58,6 +59,12 @@ def test_the_card_at_hand_takes_its_speed_from_the_table_and_its_memory_from_the
     assert (card.bytes, card.tflops) == (24 * GIB - 7, find_card("RTX4090").tflops)
     card = card_named_by_driver("NVIDIA GB10", 120 * GIB, (12, 1))
     assert card.bytes == 120 * GIB and card.tflops is None  # not in the table: nothing is guessed
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GB10"])
+def test_under_wsl_a_tenth_of_the_card_stays_with_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "5.15.1-microsoft-standard-WSL2")
+    assert card_named_by_driver(name, 20 * GIB, (8, 9)).bytes == 18 * GIB
 
 
 def test_a_device_by_its_name() -> None:

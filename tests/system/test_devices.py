@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
 import warnings
 from collections.abc import Iterator
 
@@ -67,6 +70,41 @@ def test_a_build_without_the_card(capability: tuple[int, int], built_for: list[s
 def test_cards_that_a_build_runs_on(capability: tuple[int, int], card) -> None:
     card("card", capability, CUDA_13)
     assert choose_device("cuda", "bf16", False)[0].type == "cuda"
+
+
+def test_cudnn_leaves_the_choice_of_attention(card, monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
+    card("card", (9, 0), CUDA_13)
+    choose_device("cuda", "bf16", False)
+    assert enabled == [False]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("release", ["6.8.0-generic", "5.15.1-microsoft-standard-WSL2"])
+def test_expandable_segments_are_tried_under_wsl_and_given_up_where_they_fail(
+    release: str, fails: bool, card, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[object] = []
+    settings: list[str] = []
+
+    def run(command: list[str], **options: object) -> None:
+        tried.append(command)
+        if fails:
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(platform, "release", lambda: release)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    card("card", (8, 9), CUDA_13)
+    choose_device("cuda", "bf16", False)
+    choose_device("cuda", "bf16", False)
+    wsl = "microsoft" in release
+    assert len(tried) == (0 if not wsl else 1 if fails else 2)
+    assert settings == (["expandable_segments:False"] if wsl and fails else [])
+    assert os.environ["PYTORCH_ALLOC_CONF"] == (settings or ["expandable_segments:True"])[0]
+    assert capsys.readouterr().out.count("expandable segments fail here (WSL)") == len(settings)
 
 
 def test_check_says_what_happens_on_such_cards(tiny_config) -> None:

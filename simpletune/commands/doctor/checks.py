@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
-from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, sm
+from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, sm
 from simpletune.system.disk import format_bytes
 from simpletune.system.options import plural
 
@@ -87,8 +87,8 @@ def pinned_memory(machine: Machine) -> Iterator[Finding]:
         return
     answer = machine.ask("pinned memory")
     if "error" in answer:
-        yield Finding("pinned memory", PROBLEM, f"{answer['error']}; {shown}",
-                      "Blocks in host memory are copied from pinned memory while the card computes",
+        yield Finding("pinned memory", WARNING, f"{answer['error']}; {shown}",
+                      "Only from pinned memory are blocks in host memory copied while the card computes",
                       "Raise the limit (`ulimit -l unlimited`, in a container --ulimit memlock=-1) or free host memory",
                       )  # fmt: skip
     else:
@@ -137,7 +137,11 @@ def environment(machine: Machine) -> Iterator[Finding]:
         if name in given and "expandable_segments:true" not in given[name].lower().replace(" ", ""):
             yield Finding("allocator", WARNING, f"{name}={given[name]}",
                           "Without expandable segments, memory fragments when picture shapes alternate",
-                          f"Unset {name}, or add expandable_segments:True to it")  # fmt: skip
+                          f"Unset {name}, or add {EXPANDABLE} to it")  # fmt: skip
+    if EXPANDABLE in given.get(ALLOCATOR, "") and FIXED in machine.ask("torch").get("allocator", ""):
+        yield Finding("allocator", WARNING, "expandable segments fail, so runs allocate fixed ones",
+                      "Without expandable segments, memory fragments when picture shapes alternate",
+                      "Update the NVIDIA driver in Windows")  # fmt: skip
     visible = given.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and (not visible.strip() or visible.strip() == "-1"):
         yield Finding("visible cards", PROBLEM, f"CUDA_VISIBLE_DEVICES={visible}", "It hides every card from torch",

@@ -91,7 +91,7 @@ def torch_facts() -> Json:
     """Torch's version and the devices that it sees."""
     import torch
 
-    from simpletune.system.devices import choose_device
+    from simpletune.system.devices import ALLOCATOR, choose_device
     from simpletune.system.options import UserError
 
     refused, devices = "", []
@@ -107,6 +107,7 @@ def torch_facts() -> Json:
     cuda, built = torch.version.cuda, torch.cuda.get_arch_list()
     return {
         "version": torch.__version__, "cuda": cuda, "architectures": built, "devices": devices, "refused": refused,
+        "allocator": os.environ.get(ALLOCATOR, ""),  # choose_device may have changed it
     }  # fmt: skip
 
 

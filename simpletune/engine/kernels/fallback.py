@@ -17,7 +17,32 @@ T = TypeVar("T")
 
 def is_of_the_kernel(error: Exception) -> bool:
     """Whether an error may come from compiling or launching a kernel, not from the device or its memory."""
-    return not isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+    return not (isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or _is_full(error))
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether Triton found no memory on the device for a kernel, which it reports as a plain RuntimeError."""
+    return "Triton Error" in str(error) and "out of memory" in str(error)
+
+
+def with_room(kernel: Callable[[], T]) -> T:
+    """Run a kernel, once more without the memory that torch caches if Triton finds none for it.
+
+    Raises:
+        torch.OutOfMemoryError: there is still none.
+    """
+    try:
+        return kernel()
+    except RuntimeError as error:
+        if not _is_full(error):
+            raise
+    torch.cuda.empty_cache()
+    try:
+        return kernel()
+    except RuntimeError as error:
+        if not _is_full(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from error
 
 
 class Fallback:
@@ -41,7 +66,7 @@ class Fallback:
         """
         if device not in self.failed:
             try:
-                return kernel()
+                return with_room(kernel)
             except Exception as error:
                 if not is_of_the_kernel(error):
                     raise

@@ -9,6 +9,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from weakref import finalize
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.snapshot import HOST
+from simpletune.system.console import say
 
 CopyEvent = torch.cuda.Event | None
 """A CUDA event; None for completed work."""
@@ -111,7 +113,11 @@ class PinnedPages(mmap.mmap):
     def pin(self, address: int, count: int) -> None:
         """Pin the first ``count`` bytes of the pages, which begin at ``address``; a RuntimeError if the system or the
         driver does not allow it."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, count, 0))
+        code = torch.cuda.cudart().cudaHostRegister(address, count, 0)
+        if int(code):  # an enumeration's member, which is true in any case
+            with suppress(torch.AcceleratorError):  # the runtime keeps the error until the next launch reports it
+                torch.ones(1, device="cuda")
+        torch.cuda.check_error(code)
         self.pinned_at = address
 
     def __del__(self) -> None:
@@ -120,7 +126,8 @@ class PinnedPages(mmap.mmap):
 
 
 def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
-    """Allocate uninitialised host memory, pinned for a CUDA device so that copies overlap with the computation.
+    """Allocate uninitialised host memory, pinned for a CUDA device so that copies overlap with the computation; where
+    it cannot be pinned, pageable.
 
     Pins the pages in place, because PyTorch's pinned allocator rounds up to a power of two and may waste half.
     """
@@ -129,9 +136,30 @@ def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
         accounting.register([buffer], HOST)
         return buffer
     pages = PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork, a write of this process would go to a new page, while the device reads the pinned one.
+    pages.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel may be built without them; they make pinning faster
+        pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    pages.pin(buffer.data_ptr(), count)
+    try:
+        pages.pin(buffer.data_ptr(), count)
+    except RuntimeError as error:
+        _say_not_pinned(str(error).partition("\n")[0])
     return buffer
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Copy a small tensor into memory that PyTorch pins and reuses; where it cannot be pinned, return the tensor."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        _say_not_pinned(str(error).partition("\n")[0])
+        return tensor
+
+
+@cache
+def _say_not_pinned(reason: str) -> None:
+    say(f"warning host memory cannot be pinned, so copies no longer overlap with the computation ({reason})")
 
 
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -36,17 +36,15 @@ WIDEST_IN_FLASH = 256  # flash and cuDNN take no wider heads
 def attention_kernel(capability: tuple[int, int], dtype: torch.dtype, asked: str = "auto") -> str:
     """Name the kernel that computes SD3's attention, which has no mask and no dropout.
 
-    Source: the order of torch 2.13's ``_fused_sdp_choice_cuda`` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
-    cuDNN first on Hopper and datacenter Blackwell, otherwise flash from Ampere on; both take 16-bit types only.
+    Source: the order of torch 2.13's ``_fused_sdp_choice_cuda`` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
+    without cuDNN, which ``choose_device`` leaves out: flash from Ampere on, which takes 16-bit types only.
 
     Returns:
         ``flash``, ``cudnn``, ``efficient`` or ``math``; with ``asked``, ``speed.attention``, other than auto that one.
     """
     if asked != "auto":
         return asked
-    if dtype == torch.float32 or capability < (8, 0):
-        return "efficient"
-    return "cudnn" if capability[0] in (9, 10) else "flash"
+    return "efficient" if dtype == torch.float32 or capability < (8, 0) else "flash"
 
 
 def flash_backward(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simpletune.engine.kernels.fallback import Fallback
+from simpletune.engine.kernels.fallback import Fallback, with_room
 from simpletune.engine.quant.rotation import SIZES, hadamard, rotate_rows, rotates_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
@@ -239,7 +239,9 @@ def failure_of(trial: Callable[[torch.device], str | None], device: torch.device
     """What a trial of a kernel finds wrong, or why it fails, logged once; None if nothing is wrong."""
     with _disable_current_modes(), torch.no_grad():  # use real tensors, and hide them from the accounting
         try:
-            reason = trial(device)
+            reason = with_room(partial(trial, device))
+        except torch.OutOfMemoryError:
+            raise
         except ImportError as error:
             reason = f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler or headers, or it fails

@@ -24,6 +24,7 @@ from simpletune.estimate.timing.host_probes import beside_each_other, host_secon
 from simpletune.estimate.timing.probes import TimingProbe, probes_of
 from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch
 from simpletune.system.console import say
+from simpletune.system.devices import choose_device
 from simpletune.system.environment import cpu_name, describe_machine
 from simpletune.system.options import UserError
 from simpletune.system.printable import describe_exception
@@ -42,7 +43,7 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: torch finds no CUDA device. Use --device cpu")
-    here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    here = choose_device(device, "auto", is_demo=True)[0]
     clock = time.perf_counter()
     with torch.no_grad():
         watch = CudaStopwatch(here) if device == "cuda" else CpuStopwatch()

@@ -28,7 +28,8 @@ BACKENDS = {
 
 @contextmanager
 def attention_by(kernel: Kernel) -> Iterator[None]:
-    """Restrict PyTorch's attention to this kernel within the context; auto leaves the choice to PyTorch."""
+    """Restrict PyTorch's attention to this kernel within the context; auto leaves the choice to PyTorch, which
+    ``choose_device`` keeps from choosing cuDNN."""
     if kernel == "auto":
         yield
         return

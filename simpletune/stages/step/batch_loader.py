@@ -24,6 +24,7 @@ from simpletune.config.prior import NoPrior, PriorOption
 from simpletune.data.plan import Plan
 from simpletune.data.samples import SampleDraw
 from simpletune.data.storage.cache import Cache, crop_key
+from simpletune.engine.memory.copy_stream import pinned
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
@@ -253,7 +254,7 @@ class BatchLoader:
                 text=self.text.inputs(own),
             )
             # PyTorch's allocator reuses a step's pinned memory in later ones, once the copies to the device are done.
-            found.append(batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch)
+            found.append(batch.map(pinned) if self.device.type == "cuda" else batch)
         return found
 
     def _weights(self, each: Pass, masks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -154,7 +154,7 @@ WRONG = {
         checks.memory, meminfo(32, 1, **{checks.LIMITS[0]: f"{2 * GIB}\n"}), PROBLEM, "may use 2.0 GiB",
     ),
     "memory that cannot be pinned": (
-        checks.pinned_memory, answer("pinned memory", error="RuntimeError: CUDA error"), PROBLEM,
+        checks.pinned_memory, answer("pinned memory", error="RuntimeError: CUDA error"), WARNING,
         "CUDA error; ulimit -l 8.0 MiB",
     ),
     "a full disk": (checks.disks, {"room": {"runs": GIB // 2}}, PROBLEM, "512 MiB free for runs"),
@@ -168,6 +168,9 @@ WRONG = {
     "segments off": (
         checks.environment, variable(PYTORCH_ALLOC_CONF="expandable_segments:False"), WARNING,
         "expandable_segments:True",
+    ),
+    "segments that fail": (
+        checks.environment, torch_is(allocator="expandable_segments:False"), WARNING, "driver in Windows",
     ),
     "hidden cards": (checks.environment, variable(CUDA_VISIBLE_DEVICES=""), PROBLEM, "hides"),
     "waiting launches": (checks.environment, variable(CUDA_LAUNCH_BLOCKING="1"), WARNING, "waits"),

@@ -269,6 +269,10 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
     fails: Exception = torch.OutOfMemoryError("full")
     with pytest.raises(torch.OutOfMemoryError):
         on_cuda(operator, *given)
+    fails = RuntimeError("Triton Error [CUDA]: out of memory")  # tried once more
+    with pytest.raises(torch.OutOfMemoryError, match="Triton Error"):
+        on_cuda(operator, *given)
+    assert len(calls) == 3 and not owner.FALLBACK.failed
     fails = RuntimeError("no compiler\nmore")
     first = given[0].clone()
     expected = getattr(torch.ops.simpletune, operator)(first, *given[1:]), first
@@ -276,7 +280,7 @@ def test_a_kernel_that_fails_is_replaced_once_for_all(
         changed = given[0].clone()
         found = on_cuda(operator, changed, *given[1:]), changed
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert len(calls) == 2
+    assert len(calls) == 4
     out = capsys.readouterr().out
     assert out.count(words) == out.count("RuntimeError: no compiler") == 1
 

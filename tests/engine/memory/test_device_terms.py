@@ -66,7 +66,7 @@ def test_kernels_of_attention_by_hand() -> None:
 def test_the_kernel_depends_on_the_card_the_type_and_the_option(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, dtype, kernel in (
         ((7, 5), torch.float16, "efficient"), ((8, 0), torch.bfloat16, "flash"), ((8, 9), torch.float32, "efficient"),
-        ((9, 0), torch.bfloat16, "cudnn"), ((12, 0), torch.bfloat16, "flash"),
+        ((9, 0), torch.bfloat16, "flash"), ((12, 0), torch.bfloat16, "flash"),
     ):  # fmt: skip
         assert attention_kernel(capability, dtype) == kernel
         assert attention_kernel(capability, dtype, "math") == "math"
@@ -81,7 +81,7 @@ def test_the_kernel_depends_on_the_card_the_type_and_the_option(config_of, monke
     ):  # fmt: skip
         with accounting_like_cuda(changed, capability):
             pass
-    assert counted == ["flash", "cudnn", "flash", "efficient", "efficient"]
+    assert counted == ["flash", "flash", "flash", "efficient", "efficient"]
 
 
 @pytest.mark.parametrize(("kernel", "out_rows_first"), [("flash", False), ("cudnn", False), ("efficient", True)])

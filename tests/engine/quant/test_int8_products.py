@@ -358,6 +358,25 @@ def test_a_full_or_broken_device_is_no_fault_of_a_tile(error: Exception, kernel:
     assert said == []
 
 
+@needs_triton
+@pytest.mark.parametrize("room", [True, False])
+def test_a_tuning_that_finds_no_memory_begins_again_once_and_keeps_no_timing(
+    room: bool, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simpletune.engine.quant import int8_kernel
+
+    fake, said = kernel({64}, RuntimeError("Triton Error [CUDA]: out of memory"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", fake.fails.clear if room else lambda: None)
+    if room:
+        product_on_cuda()
+        assert {256, 128, 64, 32} <= set(fake.ran) and len(int8_kernel._tuned.cache) == 1
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="Triton Error"):
+            product_on_cuda()
+        assert not int8_kernel._tuned.cache
+    assert said == [] and not int8_products.FALLBACK.failed and not int8_kernel._untunable
+
+
 def test_compiled_blocks_have_no_break_and_quantise_once() -> None:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

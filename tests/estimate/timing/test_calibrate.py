@@ -263,7 +263,7 @@ def test_each_device_is_timed_by_its_own_stopwatch(
         raise UserError(type(watch).__name__)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(calibrate, "choose_device", lambda device, *_, **__: (torch.device(device), ""))
     monkeypatch.setattr(calibrate, "measure", timed_by)
     monkeypatch.setattr(calibrate, "probes_of", lambda device: [])
     for device, expected in {"cuda": "CudaStopwatch", "cpu": "CpuStopwatch"}.items():

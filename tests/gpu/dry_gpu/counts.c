@@ -65,6 +65,13 @@ void dry_reset(void) {
     pthread_mutex_unlock(&lock);
 }
 
+/* DRY_FAIL="cuMemSetAccess=999": calls that say MAY_FAIL return that code. Read at each call, so a test may change it. */
+int dry_fails(const char *call) {
+    const char *wanted = getenv("DRY_FAIL");
+    size_t length = strlen(call);
+    return wanted && strncmp(wanted, call, length) == 0 && wanted[length] == '=' ? atoi(wanted + length + 1) : 0;
+}
+
 static void say(const char *format, va_list values) {
     char text[512];
     vsnprintf(text, sizeof text, format, values);

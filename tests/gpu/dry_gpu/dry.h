@@ -33,6 +33,7 @@ struct counter;
 struct counter *dry_counter(const char *name);
 void dry_add(struct counter *counter, long long amount);
 void dry_trace(const char *format, ...) __attribute__((format(printf, 1, 2)));
+int dry_fails(const char *call); /* the code that DRY_FAIL names for a call, or 0 */
 void dry_misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void dry_misused_at(const char *call, const void *address, const char *why);
 
@@ -44,6 +45,12 @@ void dry_misused_at(const char *call, const void *address, const char *why);
         dry_add(counter_, amount);                \
     } while (0)
 #define COUNT() TALLY(__func__, 1)
+#define MAY_FAIL()                                \
+    do {                                          \
+        int code_ = dry_fails(__func__);          \
+        if (code_)                                \
+            return code_;                         \
+    } while (0)
 #define SYNCHRONISES() TALLY("synchronisations", 1)
 
 /* ranges.c: address ranges by address. */

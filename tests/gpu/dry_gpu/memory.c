@@ -148,6 +148,9 @@ cudaError_t cudaFreeHost(void *pointer) {
 cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned int flags) {
     COUNT();
     (void)flags;
+    int code = dry_fails(__func__);
+    if (code)
+        return dry_error(code);
     if (!pointer || !bytes)
         return dry_error(cudaErrorInvalidValue);
     if (!dry_range_add(pointer, bytes, REGISTERED, dry_current_device())) {

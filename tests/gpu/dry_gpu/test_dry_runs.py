@@ -92,6 +92,8 @@ def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict
 
 CHOICE = """
 import torch
+from simpletune.system.devices import choose_device
+choose_device("cuda", "auto", True)
 names = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 for heads, tokens, width in ((24, 4096 + 333, 64), (1, 4096, 512)):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -104,7 +106,7 @@ CHOSEN = {  # the transformer's attention in bf16, fp16 and fp32, then the autoe
     80: NEWER,
     86: NEWER,
     89: NEWER,
-    90: ["cudnn", "cudnn", *NEWER[2:]],
+    90: NEWER,
     120: NEWER,
 }
 
@@ -115,6 +117,41 @@ def test_which_attention_pytorch_chooses(capability: int) -> None:
     assert printed(CHOICE, DRY_CC=capability).split() == CHOSEN[capability]
 
 
+def test_a_run_on_hopper_leaves_cudnn_out_of_attention(tiny_config: dict, tmp_path: Path) -> None:
+    """Of the text encoders' and the autoencoder's, too: cuDNN's ends the process under the stub."""
+    config = tiny_config | {"device": "cuda", "precision": {"weights": "bf16"}}
+    config["validation"] = tiny_config["validation"] | DRAWN
+    done = program(config, tmp_path / "config.json", DRY_CC=90)
+    assert done.returncode == 0, done.stderr
+    assert whole(Path(config["output"]["runs"]) / "tiny")["attention"] == "flash"
+
+
+FULL = """
+import os, torch
+from simpletune.engine.kernels.rms_norm import FALLBACK
+norm, empty_cache = torch.ops.simpletune.rms_norm, torch.cuda.empty_cache
+given = torch.ones(2, 8, 64, device="cuda", dtype=torch.bfloat16), torch.ones(64, device="cuda"), 1e-6
+os.environ["DRY_FAIL"] = "cuModuleLoadData=2"
+try:
+    norm(*given)
+except torch.OutOfMemoryError as error:
+    print(error)
+
+def make_room():
+    del os.environ["DRY_FAIL"]
+    empty_cache()
+
+torch.cuda.empty_cache = make_room
+norm(*given)
+assert not FALLBACK.failed
+"""
+
+
+def test_a_card_without_memory_for_a_kernel_is_full_and_the_kernel_is_not_broken() -> None:
+    assert printed(FULL) == "Triton Error [CUDA]: out of memory\n"
+
+
+UNDER_WSL = "import platform; platform.release = lambda: '5.15.1-microsoft-standard-WSL2'"
 MEMORY = {"resident": {"modulation": "resident"}, "plan": {"modulation": "plan"},
           "streamed": {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}}  # fmt: skip
 
@@ -136,6 +173,22 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
         "train": {"steps": 4, "clip": "per_parameter"}, "memory": memory | {"optimizer_in_backward": True},
     }  # fmt: skip
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
+
+
+def test_expandable_segments_that_fail_under_wsl_are_given_up(tiny_config: dict, tmp_path: Path) -> None:
+    file, config = tmp_path / "config.json", tiny_config | {"device": "cuda"}
+    done = program(config, file, UNDER_WSL, DRY_FAIL="cuMemSetAccess=999")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("expandable segments fail here (WSL)") == 1
+    whole(Path(config["output"]["runs"]) / "tiny")
+
+
+def test_memory_that_cannot_be_pinned_is_pageable(three_blocks: dict, tmp_path: Path) -> None:
+    config = three_blocks | {"device": "cuda", "precision": {"weights": "bf16"}, "memory": MEMORY["streamed"]}
+    done = program(config, tmp_path / "config.json", DRY_FAIL="cudaHostRegister=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("copies no longer overlap with the computation (out of memory") == 1
+    whole(Path(config["output"]["runs"]) / "tiny")
 
 
 TAKEN = """
