@@ -74,11 +74,11 @@ def table(
     lines = ["| library | bound | newest | result |", "|---|---|---|---|"]
     for name, requirement in wanted.items():
         version = versions.get(name, "none")
-        words = [] if requirement.specifier.contains(version, prereleases=True) else ["beyond the bound"]
+        words = [f"{'within' if requirement.specifier.contains(version, prereleases=True) else 'beyond'} the bound"]
         if name in LIBRARIES and counted[name]:
             lost = [each for each in lacking if each.startswith(f"{name}.")]
             words.append(f"lacks {'; '.join(lost)}" if lost else f"has our {counted[name]} private names")
-        lines.append(f"| {name} | {requirement.specifier} | {version} | {', '.join(words) or 'within the bound'} |")
+        lines.append(f"| {name} | {requirement.specifier} | {version} | {', '.join(words)} |")
     numbers = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
     lines += ["", f"Tests: {numbers}.", ""]
     if failures:
