@@ -21,7 +21,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /simpletune
-ARG SIMPLETUNE_TORCH_INDEX=
+# No card is seen while an image is built: without an index, set-up would take a torch without CUDA.
+ARG SIMPLETUNE_TORCH_INDEX=https://pypi.org/simple
 ENV HF_HOME=/simpletune/hub PYTHONUNBUFFERED=1
 
 # The packages first: a change of the code alone does not install them again.

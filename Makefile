@@ -6,7 +6,7 @@ BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py test
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare docs mutants tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare docs mutants canary tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -86,6 +86,9 @@ docs: setup  ## write the pages of docs/reference that the code defines, and bui
 mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; the first run maps the tests
 	$(PY) -c "import cosmic_ray" 2>/dev/null || $(PY) -m pip install --quiet "cosmic-ray>=8.7,<9"
 	$(PY) tests/support/mutants.py --seed $(or $(SEED),1) --out benchmarks/results/mutants-seed-$(or $(SEED),1).md
+
+canary: setup  ## run the fast suite with the newest of every library, upper bounds ignored, in .venv-canary (torch with CUDA unless SIMPLETUNE_TORCH_INDEX says otherwise); time not measured
+	$(PY) tests/support/canary.py --out benchmarks/results/canary.md
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3

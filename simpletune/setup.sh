@@ -7,7 +7,8 @@
 # once: a stamp in .venv records what it was made from, and pip runs again only if that has changed.
 #
 # Environment: PYTHON                  the Python to make .venv with (default: the newest found, 3.13 to 3.11)
-#              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings)
+#              SIMPLETUNE_TORCH_INDEX  URL of the package index for torch (default: pip's own settings; where there is no
+#                                      nvidia-smi, a torch without CUDA from there, else from PyTorch's CPU index)
 # Exit codes:  3  this machine lacks something (Python, venv, NVIDIA driver), or .venv would have to be emptied and may hold
 #                 somebody's files; nothing was installed, and nothing deleted
 #              4  the install failed; its log is .venv/install.log
@@ -15,6 +16,7 @@
 set -euo pipefail
 
 _SIMPLETUNE_MIN_DRIVER=580 # CUDA 13, for which the package index's torch wheels are built from 2.11 on
+_SIMPLETUNE_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 _setup_say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -116,6 +118,7 @@ _setup_is_current() {
     [[ ! -e $venv/.simpletune-installing ]] || return 1
     stamp=$(_setup_fingerprint) || return 1
     [[ -z ${SIMPLETUNE_TORCH_INDEX:-} || $SIMPLETUNE_TORCH_INDEX == "$(_setup_recorded_index)" ]] || return 1
+    [[ ! -e $venv/.simpletune-torch-cpu ]] || ! command -v nvidia-smi >/dev/null || return 1 # a card came
     for file in "$venv/.simpletune-installed-dev" "$venv/.simpletune-installed-$1"; do
         [[ -f $file && $(<"$file") == "$stamp" ]] && return 0
     done
@@ -198,6 +201,35 @@ _setup_pip() {
     PIP_USER=0 "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$log" 2>&1
 }
 
+# Finds a torch without CUDA, several GB less, for a machine without a card: sets `chosen` to it, or installs it from
+# PyTorch's CPU index. Does nothing where a torch that fits is installed. Reads `torch`, `venv` and `log`.
+_setup_torch_without_cuda() {
+    local wanted=$torch report=$venv/.simpletune-torch.json answer probe='
+import json, sys
+from pip._vendor.packaging.requirements import Requirement
+for found in json.load(open(sys.argv[1]))["install"]:
+    needs = map(Requirement, found["metadata"].get("requires_dist", ()))
+    needs = (each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""}))
+    print(found["metadata"]["version"], *{"cuda" for name in needs if name.startswith(("nvidia-", "cuda-"))})'
+    _setup_pip install --retries 1 "pip>=23.3" || true # older ones download a package to learn what it needs
+    # Where the index does not serve metadata apart, pip starts to download the package: the limit (MiB) stops it.
+    while (ulimit -f $((16 * 1024)) && _setup_pip install --dry-run --no-deps --quiet --report "$report" "$wanted"); do
+        answer=$("$venv/bin/python" -c "$probe" "$report" 2>>"$log") || break
+        case $answer in
+            '') return 0 ;; # installed
+            *' cuda') wanted+=",!=${answer% cuda}" ;;
+            *) chosen="torch==$answer" && : >"$venv/.simpletune-torch-cpu" && return 0 ;;
+        esac
+    done
+    _setup_say "without nvidia-smi: torch without CUDA comes from $_SIMPLETUNE_CPU_INDEX, because pip's index shows none."
+    if _setup_pip install --retries 1 --index-url "$_SIMPLETUNE_CPU_INDEX" "$torch"; then
+        : >"$venv/.simpletune-torch-cpu"
+    else
+        _setup_say "that index has none or cannot be reached: torch comes with CUDA, which this machine cannot use. .venv will take" \
+            "about 6 GB. To choose another index, press Ctrl-C and set SIMPLETUNE_TORCH_INDEX."
+    fi
+}
+
 # Shows the end of the log, the likely cause and the remedy; exits with 4. $1: what was being done, $2: its exit status.
 _setup_install_failed() {
     local cause="See the lines above; then run the same command again."
@@ -219,7 +251,7 @@ _setup_install_failed() {
 
 # Makes or repairs .venv and installs the project with extra $1. Reads `root` and `venv`; the caller holds the lock.
 _setup_install() {
-    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch status
+    local extra=$1 began=$SECONDS log=$venv/install.log target=. what=training index torch chosen='' status
     local defect='' made='' python='' python_version=''
     [[ $extra == run ]] || target=".[$extra]" what="training and the tests"
     index=${SIMPLETUNE_TORCH_INDEX:-$(_setup_recorded_index)}
@@ -240,15 +272,21 @@ _setup_install() {
             _setup_install_failed "$python -m venv (if it lacks a module: sudo apt install python${python_version%.*}-venv)" $?
     fi
     rm -f "$log" "$venv"/.simpletune-installed-*
+    torch=$(sed -nE 's/^ *"(torch[<>=][^"]*)".*/\1/p' "$root/pyproject.toml")
     if [[ -n $index ]]; then
-        torch=$(sed -nE 's/^ *"(torch[<>=][^"]*)".*/\1/p' "$root/pyproject.toml")
         # A torch from elsewhere would count as "already satisfied".
         [[ $index == "$(_setup_recorded_index)" ]] || _setup_pip uninstall -y torch || true
         _setup_pip install --index-url "$index" "$torch" || _setup_install_failed "Installing $torch from SIMPLETUNE_TORCH_INDEX" $?
         printf '%s\n' "$index" >"$venv/.simpletune-torch-index"
+        rm -f "$venv/.simpletune-torch-cpu"
+    elif ! command -v nvidia-smi >/dev/null; then
+        _setup_torch_without_cuda
+    elif [[ -e $venv/.simpletune-torch-cpu ]]; then
+        _setup_pip uninstall -y torch || true
+        rm -f "$venv/.simpletune-torch-cpu"
     fi
     status=0
-    (cd "$root" && _setup_pip install -e "$target") || status=$?
+    (cd "$root" && _setup_pip install -e "$target" ${chosen:+"$chosen"}) || status=$?
     ((status == 0)) || _setup_install_failed "Installing simpletune" "$status"
     _setup_fingerprint >"$venv/.simpletune-installed-$extra.new"
     mv "$venv/.simpletune-installed-$extra.new" "$venv/.simpletune-installed-$extra"

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 from simpletune import __version__
@@ -30,7 +29,7 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.atomic import write_json
-from simpletune.system.environment import LIBRARIES
+from simpletune.system.environment import LIBRARIES, version_or_none
 from simpletune.system.gpus import Card
 from simpletune.system.hub import in_cache
 from simpletune.system.options import Json, UserError
@@ -271,7 +270,7 @@ def cache_file(config: TrainConfig, capability: tuple[int, int], size: Size, kin
     options = config.model_dump(mode="json", by_alias=True, exclude=set(IRRELEVANT))
     if config.train.uses_fsdp(simulated_processes()):
         options["processes"] = simulated_processes()
-    versions = [VERSION, __version__, *map(version, LIBRARIES)]
+    versions = [VERSION, __version__, *map(version_or_none, LIBRARIES)]
     attention = attention_of(config, capability)
     about = json.dumps([options, attention, size, versions], sort_keys=True)
     key = hashlib.sha256(about.encode()).hexdigest()[:24]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from simpletune.system.options import plural
@@ -19,8 +19,18 @@ def describe_machine() -> dict[str, str]:
     else:
         threads = torch.get_num_threads()
         device = f"{plural(threads, 'CPU thread')} ({cpu_name()})"
-    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    return {"device": device, "python": platform.python_version(), "versions": versions}
+    return {
+        "device": device,
+        "python": platform.python_version(),
+        "versions": ", ".join(f"{name} {version_or_none(name)}" for name in LIBRARIES),
+    }
+
+
+def version_or_none(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # only int8-quanto needs optimum-quanto
+        return None
 
 
 def cpu_name() -> str:

@@ -4,13 +4,21 @@ The scripts are copied to a folder whose path has a space, and see a PATH of fak
 tests/gpu/dry_gpu/setup.sh, which makes another environment by the same rules, is tested here, too.
 """
 
+import ensurepip
+import hashlib
+import http.server
 import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
+import venv
+import zipfile
 from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
 
 import pytest
 
@@ -26,6 +34,8 @@ FAKE_PYTHON = """#!/bin/bash
 version={version}
 case "$*" in
     *ensurepip*) echo "$version {venv}" ;;
+    *requires_dist*) echo "${{FAKE_TORCH:-}}" ;;
+    *--dry-run*|*"pip>="*) ;;
     *sysconfig*) echo "${{FAKE_INCLUDE:-/no/such/folder}}" ;;
     "-c "*) echo "${{version%.*}}" ;;
     "-m venv "*)
@@ -208,6 +218,114 @@ def test_an_old_driver_stops_before_the_install_unless_torch_comes_from_another_
     machine.run("train.sh", SIMPLETUNE_TORCH_INDEX="https://wheels.invalid/cpu")
     uninstalled = "-y torch"
     assert machine.installs() == [uninstalled, f"--index-url https://wheels.invalid/cpu {torch}", "-e ."]
+
+
+def test_without_a_card_torch_is_one_without_cuda_until_a_card_comes(machine: Machine) -> None:
+    machine.python()
+    machine.run("train.sh", FAKE_TORCH="2.13.0+cpu")
+    assert machine.installs() == ["-e . torch==2.13.0+cpu"]
+    assert machine.run("train.sh") == ""
+    machine.driver("580.65.06")
+    machine.run("train.sh")
+    assert machine.installs() == ["-y torch", "-e ."]
+    assert machine.run("train.sh") == ""
+
+
+class PackageIndex(http.server.SimpleHTTPRequestHandler):
+    """A folder of an index, each package's list with the hashes of the metadata that lie beside its wheels."""
+
+    folder: ClassVar[Path]
+    asked: ClassVar[list[str]]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, directory=str(self.folder))
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        super().do_GET()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def publish(folder: Path, version: str, needs: str = "", metadata: bool = True, mib: int = 0) -> None:
+    """Put a made-up torch into an index: one that needs something, of some size, with or without metadata apart."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"torch-{version}.dist-info"
+    about = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n" + (f"Requires-Dist: {needs}\n" if needs else "")
+    wheel = folder / f"torch-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("torch_filling", b"0" * (mib << 20))
+        archive.writestr(f"{info}/METADATA", about)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    shown = ""
+    if metadata:
+        wheel.with_name(f"{wheel.name}.metadata").write_text(about)
+        shown = f' data-core-metadata="sha256={hashlib.sha256(about.encode()).hexdigest()}"'
+    with (folder / "index.html").open("a") as page:
+        page.write(f'<a href="{quote(wheel.name)}"{shown}>{wheel.name}</a>\n')
+
+
+@pytest.fixture(scope="module")
+def own_pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pip that this Python brings, unpacked."""
+    wheel = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)
+    if wheel is None:
+        pytest.skip("this Python comes without pip's wheel")
+    folder = tmp_path_factory.mktemp("pip") / wheel.stem
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+CUDA = 'nvidia-cublas==13.1; platform_system == "Linux"'
+ELSEWHERE = 'nvidia-cublas==13.1; platform_system == "Windows"'
+
+
+@pytest.mark.parametrize(
+    ("wheels", "cpu", "chosen", "installed"),
+    [
+        pytest.param([("2.13.0+cpu", ""), ("2.13.0", CUDA), ("2.15.0", "")], "", "torch==2.13.0+cpu", "",
+                     id="cpu build"),
+        pytest.param([("2.13.0", CUDA), ("2.12.0", ELSEWHERE), ("2.11.0", "")], "", "torch==2.12.0", "", id="older",
+                     marks=pytest.mark.slow),
+        pytest.param([("2.13.0", CUDA), ("2.10.0", "")], "", "", "", id="only cuda", marks=pytest.mark.slow),
+        # what it needs stands in its wheel alone, of which pip would download the whole
+        pytest.param([("2.13.0", "", False, 20)], "2.12.0+cpu", "", "2.12.0+cpu", id="no metadata",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_torch_without_cuda_is_found_by_its_metadata(
+    tmp_path: Path, own_pip: Path, wheels: list[tuple], cpu: str, chosen: str, installed: str
+) -> None:
+    """By the Python's own pip from an index of made-up packages."""
+    for wheel in wheels:
+        publish(tmp_path / "index" / "torch", *wheel)
+    (tmp_path / "cpu" / "torch").mkdir(parents=True)
+    if cpu:
+        publish(tmp_path / "cpu" / "torch", cpu)
+    venv.create(tmp_path / "venv", symlinks=True)
+    Index = type("Index", (PackageIndex,), {"folder": tmp_path, "asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        script = f"""source simpletune/setup.sh
+            _SIMPLETUNE_CPU_INDEX={url}/cpu venv={tmp_path}/venv log=$venv/log torch="torch>=2.11,<2.14" chosen=
+            _setup_torch_without_cuda
+            echo "$chosen" """
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(own_pip),
+                       "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{url}/index"}  # fmt: skip
+        done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+        server.shutdown()
+    log = (tmp_path / "venv" / "log").read_text()
+    assert (done.returncode, done.stdout.strip()) == (0, chosen), done.stderr + log
+    assert ("about 6 GB" in done.stderr) == (not chosen and not installed)
+    found = [path.name for path in (tmp_path / "venv").glob("lib/*/site-packages/torch-*.dist-info")]
+    assert found == ([f"torch-{installed}.dist-info"] if installed else [])
+    assert (tmp_path / "venv" / ".simpletune-torch-cpu").exists() == bool(chosen or installed)
+    if wheels[0][2:] == () and tuple(map(int, own_pip.name.split("-")[1].split(".")[:2])) >= (23, 3):
+        assert [path for path in Index.asked if path.startswith("/index/") and path.endswith(".whl")] == []
 
 
 def test_a_new_or_unknown_driver_does_not_stop_the_install(machine: Machine) -> None:

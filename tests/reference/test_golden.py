@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_runs import losses_of
+from tiny_runs import losses_of, merged
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_losses.json").read_text())
 CASES = [
@@ -37,3 +37,10 @@ def test_losses_are_those_recorded(case: tuple[str, str, str], tiny_config: dict
     losses = losses_of(tiny_config, *case)
     print(f'GOLDEN "{"-".join(case)}": {json.dumps(losses)}')
     assert losses == pytest.approx(GOLDEN["-".join(case)], rel=1e-5 if case[2] == "fp32" else 5e-3)
+
+
+def test_lion_with_decay_has_the_losses_recorded(tiny_config: dict) -> None:
+    data = merged(tiny_config, optimizer={"name": "lion8bit", "lr": 1e-3, "weight_decay": 0.1})
+    losses = losses_of(data, "full", "fp32", "fp32")
+    print(f'GOLDEN "full-lion8bit": {json.dumps(losses)}')
+    assert losses == pytest.approx(GOLDEN["full-lion8bit"], rel=1e-5)

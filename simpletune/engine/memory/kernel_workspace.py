@@ -236,11 +236,8 @@ def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor,
 
 def temporaries(attention: str = "flash") -> Temporaries:
     """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``."""
-    from optimum.quanto import qint8  # noqa: F401 registers quanto's operations
-
     terms: dict = {
         FORWARD: efficient_forward,
-        torch.ops.quanto.qbytes_mm.default: quanto_product,
         torch.ops.aten.sum.dim_IntList: reduction,
         torch.ops.aten.mean.dim: reduction,
         torch.ops.simpletune.modulate_backward.default: modulate_backward,
@@ -249,6 +246,8 @@ def temporaries(attention: str = "flash") -> Temporaries:
         torch.ops.aten.convolution.default: convolution_workspace,
         torch.ops.aten.convolution_backward.default: convolution_backward_workspace,
     }
+    if hasattr(torch.ops.quanto, "qbytes_mm"):  # registered where a base in int8-quanto was made
+        terms[torch.ops.quanto.qbytes_mm.default] = quanto_product
     return terms | ({BACKWARD: BACKWARDS[attention]} if attention in BACKWARDS else {})
 
 

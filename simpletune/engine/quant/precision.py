@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from simpletune.system.options import Option, Problem
+from simpletune.system.options import Option, Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -272,8 +272,13 @@ class Int8Quanto(QuantisedPrecision):
         return isinstance(layer, nn.Linear)
 
     def convert(self, name: str, layer: nn.Module) -> nn.Module:
-        from optimum.quanto import QLinear, qint8
-
+        try:
+            from optimum.quanto import QLinear, qint8
+        except Exception as error:  # also those of a library that torch has outgrown
+            raise UserError(
+                f"precision.weights=int8-quanto needs optimum-quanto, which cannot be imported: {error}. "
+                "Use precision.weights=int8, which does not need it."
+            ) from error
         twin = QLinear.from_module(layer.to(self.compute_dtype()), weights=qint8)
         twin.freeze()  # leaves only the int8 weight and its scales
         # quanto's CPU kernel crashes or refuses otherwise: a UNet's tokens are a transposed view of its features

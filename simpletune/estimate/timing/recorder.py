@@ -108,7 +108,7 @@ class Recorder:
             self._host("function")
             if accounting.phases.name not in BACKWARD and torch.is_grad_enabled():
                 self._host("function_backward")
-            return original.__func__(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)  # in C from torch 2.15 on, without __func__
 
         with ExitStack() as stack:
             stack.enter_context(replaced(accounting, "observer", self))

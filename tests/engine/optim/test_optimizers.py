@@ -8,6 +8,7 @@ import bitsandbytes.optim
 import pytest
 import torch
 from optimizers import LR, NAMES, STEPS, option_of
+from reference.lion import lion_step
 from safetensors.torch import load, save
 from torch import nn
 
@@ -156,6 +157,22 @@ def test_queued_updates_are_those_of_bitsandbytes(kind: str, waits: list[str]) -
         numbers.append(len(waits))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
     assert numbers[0] == numbers[1] >= 17  # of bitsandbytes' own steps, and none of ours
+
+
+@pytest.mark.parametrize("size", [5, 8192])  # with state of 32 and of 8 bits
+def test_lion_decays_weights_apart_from_the_gradient(size: int) -> None:
+    """bitsandbytes added the decay to the gradient of 32-bit states on a card until its #1993 and #2001."""
+    generator = torch.Generator().manual_seed(0)
+    exact = 40 * torch.randn(size, generator=generator, dtype=torch.float64)  # a decay that outweighs the gradient
+    weight = nn.Parameter(exact.float())
+    optimizer = option_of("lion8bit", lr=0.01, weight_decay=0.1).build([weight])
+    mean, signs = torch.zeros_like(exact), torch.empty_like(exact).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    for step in range(6):  # the first gradient outweighs the others, which change their signs: rounding turns no update
+        weight.grad = (signs * (-1) ** step * (30 if step == 0 else 1)).float()
+        optimizer.step()
+        exact, mean = lion_step(exact, weight.grad.double(), mean, 0.01, (0.9, 0.99), 0.1)
+    torch.testing.assert_close(weight.detach().double(), exact, rtol=1e-5, atol=1e-6)
+    assert optimizer.state[weight]["state1"].dtype == (torch.uint8 if size == 8192 else torch.float32)
 
 
 def test_paged_state_is_read_when_the_device_has_written_it(waits: list[str]) -> None:
