@@ -72,6 +72,10 @@ def merged(changes: dict) -> dict:
         ({"version": 2}, "version: 2 does not fit. It must be 1"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1: is required"),
         ({"train": None}, "train: null does not fit. It must be an object"),
+        (
+            {"speed": {"deterministic": True, "attention": "cudnn"}},
+            "speed.attention: cudnn adds up gradients in any order",
+        ),
     ],
     ids=str,
 )
