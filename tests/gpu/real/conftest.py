@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def fp32_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def fp32_is_fp32() -> Iterator[None]:
     """Products of fp32 in fp32. TF32, which torch lets cuDNN use, rounds them to 10 bits: too coarse to compare with
     the CPU's."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    flags = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [each.allow_tf32 for each in flags]
+    for each in flags:
+        each.allow_tf32 = False
+    yield
+    for each, allowed in zip(flags, before, strict=True):
+        each.allow_tf32 = allowed
