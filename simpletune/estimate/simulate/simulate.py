@@ -216,10 +216,13 @@ def take_steps(
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, denoiser, core.optimizer)
-    accounting.limit = limit  # only from here on: creating the states takes more than any step
-    accounting.forget_peak()
     denoiser.train()
     batches = SyntheticBatches(config, core, size)
+    if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.offloading is not None:
+        with recorder.watching(accounting) if recorder else nullcontext():
+            take_step(accounting, core, batches, recorder)  # from then on it knows which state to fetch ahead
+    accounting.limit = limit  # only from here on: creating the states takes more than any step
+    accounting.forget_peak()
     hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(reported_modules(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if core.fsdp is None else counting_gathered():
