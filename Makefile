@@ -35,7 +35,7 @@ slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combin
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
 	CASES_SEED=$(SLOW_SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 1800
 
-gpu: setup  ## test and measure on a card: 12 stages within 30 minutes, the most informative first; continues where it stopped
+gpu: setup  ## test and measure on a card: 13 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour
 
 dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 5 min on 2 cores beside other work (AMD EPYC, 23 November 2026)

@@ -44,6 +44,7 @@ def config_rules(config: TrainConfig) -> Iterator[Problem]:
     yield from batch_rules(config)
     yield from _stream_rules(config)
     yield from _fsdp_rules(config)
+    yield from config.speed.rules()
     yield from config.checkpoint.rules()
     yield from config.output.rules()
     if config.train.steps is not None and config.train.epochs is not None:

@@ -47,7 +47,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "weights", f"{config.precision.weights}, {config.precision.describe_matmul()}"
     yield "memory", ", ".join(_memory(config))
     ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"
-    yield "speed", f"attention {config.speed.attention}, {ahead}{', compiles blocks' * config.speed.compile}"
+    more = ", compiles blocks" * config.speed.compile + ", deterministic" * config.speed.deterministic
+    yield "speed", f"attention {config.speed.attention}, {ahead}{more}"
     steps = plural(train.epochs, "epoch") if train.epochs else plural(config.steps(1), "step")
     batch = train.micro_batch * train.accumulation
     portion = f"up to {plural(batch, 'picture')}" if batch > 1 else "1 picture"

@@ -63,8 +63,8 @@ class Train(Option):
     reduce: Literal["fast", "exact"] = "fast"
     """Sum of the gradients of a step's micro-batches. fast: each process adds up its own, and all exchange the sums;
     the last bits depend on the number of processes. exact: by a fixed tree in fp32, so that 1, 2, 4 and 8 processes
-    give the same bits, and their number may change during a run without changing its results; takes memory for one more
-    sum of gradients for each doubling of a process's micro-batches."""
+    give the same bits (on GPUs with speed.deterministic), and their number may change during a run without changing its
+    results; takes memory for one more sum of gradients for each doubling of a process's micro-batches."""
     fsdp: Literal["none", "full"] = "none"
     """How processes divide the weights in full fine-tuning. none: each holds all, with their gradients and optimizer
     state; full: each holds a part (FSDP2), and a block's whole weights only while it computes. One alone holds all."""
@@ -109,6 +109,11 @@ class Speed(Option):
     first step by half a minute or more and speeds up the others, so it suits long runs. Results differ only by
     rounding. Memory predictions assume the uncompiled model. Needs a C compiler, and Triton on a GPU; without them the
     run prints a note and continues uncompiled."""
+    deterministic: bool = False
+    """On a GPU, use only algorithms that sum in a fixed order, so that the same run on the same card gives the same
+    bits. Otherwise attention and convolutions add up gradients in any order. Takes memory, which predictions count, and
+    time, which they do not. An operation without such an algorithm ends the run. The CPU always sums in a fixed
+    order."""
     prefetch: bool = True
     """Load the next step's latents and embeddings and draw its noise in a background thread. Does not change results.
     Ignored on the CPU, where the thread would compete with the step for cores."""
@@ -116,6 +121,14 @@ class Speed(Option):
     """Number of CPU threads. auto: OMP_NUM_THREADS if set; otherwise one per core with a GPU, and on the CPU one per 50
     million parameters of the transformer, at most one per core. A resumed run keeps its number, because another number
     changes rounding."""
+
+    def rules(self) -> Iterator[Problem]:
+        """Refuse a kernel without a fixed order."""
+        if self.deterministic and self.attention == "cudnn":
+            yield Problem(
+                "speed.attention",
+                "cudnn adds up gradients in any order. Use auto or flash, or speed.deterministic=false",
+            )
 
 
 class Checkpoint(Option):

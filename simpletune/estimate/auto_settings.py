@@ -70,7 +70,7 @@ def budget_of(config: TrainConfig, card: Card | torch.device | None, reserved: i
             f"{setting}: auto depends on the card's memory, and there is no card here. Name one "
             f"(estimate CONFIG --device L4), set memory.budget_gib, or {instead}"
         )
-    return largest_peak(card, reserved) - cublas_workspace(card.capability)
+    return largest_peak(card, reserved) - cublas_workspace(card.capability, deterministic=config.speed.deterministic)
 
 
 def choose_batch(

@@ -16,7 +16,7 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
-from simpletune.engine.memory.kernel_workspace import attention_kernel
+from simpletune.engine.memory.kernel_workspace import attention_kernel, most_multiprocessors
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
@@ -34,7 +34,7 @@ from simpletune.system.gpus import Card
 from simpletune.system.hub import in_cache
 from simpletune.system.options import Json, UserError
 
-VERSION = 6  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
+VERSION = 7  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beyond the peak. Compared with the real allocator by
@@ -185,7 +185,9 @@ def estimate(
         write_json(file, job.as_json(), shared=True)
     else:
         job = JobReport.from_json(cached)
-    return needs_of(config, with_workspaces(job, capability), size)  # the file serves all cards of an attention kernel
+    # The file serves all cards of an attention kernel.
+    job = with_workspaces(job, capability, config.speed.deterministic)
+    return needs_of(config, job, size)
 
 
 def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
@@ -260,8 +262,10 @@ def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit:
 
 
 def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
-    """Return the attention kernel of a device, all that a prediction without workspaces depends on."""
-    return attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
+    """Return the attention kernel of a device, all that a prediction without workspaces depends on, with what it does
+    in the deterministic mode."""
+    kernel = attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
+    return f"{kernel}, {most_multiprocessors(capability)}" if config.speed.deterministic else kernel
 
 
 def cache_file(config: TrainConfig, capability: tuple[int, int], size: Size, kind: str = "") -> Path:

@@ -92,7 +92,8 @@ class Search:
     ):
         self.config, self.card, self.reserved, self.count = config, card, reserved, count
         self.speeds = speeds_of(card, config.output.cache_folder)[0]
-        self._limit = largest_peak(card, reserved) - cublas_workspace(card.capability) + MIB  # nothing above it fits
+        self._workspace = cublas_workspace(card.capability, deterministic=config.speed.deterministic)
+        self._limit = largest_peak(card, reserved) - self._workspace + MIB  # nothing above it fits
         self._known: dict[str, StepReport] = {}
         self._too_large: set[str] = set()
         self._trained: dict[str, SimulatedTraining] = {}  # stages that fit, for predictions of the whole job
@@ -197,7 +198,7 @@ class Search:
             return False
 
     def _has_room(self, report: StepReport) -> bool:
-        peak = report.peak.bytes + cublas_workspace(self.card.capability)
+        peak = report.peak.bytes + self._workspace
         return needed(peak) + self.reserved <= self.card.bytes
 
     def step_time(self, config: TrainConfig) -> StepSeconds:
@@ -391,6 +392,6 @@ def batch_table(config: TrainConfig, cards: Sequence[Card], resolutions: Sequenc
             peaks.append(simulate(new).peak.bytes)
         each = peaks[1] - peaks[0]
         for card in cards:
-            room = largest_peak(card) - cublas_workspace(card.capability)
+            room = largest_peak(card) - cublas_workspace(card.capability, deterministic=config.speed.deterministic)
             table[card.name].append(max(0, 1 + (room - peaks[0]) // each) if room >= peaks[0] else 0)
     return table

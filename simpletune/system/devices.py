@@ -125,6 +125,19 @@ def choose_device(asked: str, compute: str, is_demo: bool) -> tuple[torch.device
     )
 
 
+def use_deterministic(on: bool) -> None:
+    """Make torch use only algorithms that sum in a fixed order, or any; a RuntimeError then names an operation that has
+    none. Not only warned of, because attention would then stay as it is."""
+    import torch
+
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products without it
+        # Filled, unread memory would show errors, at the price of time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+
+
 def sm(capability: Sequence[int]) -> str:
     """Name a CUDA compute capability: (8, 9) is sm_89."""
     return "sm_" + "".join(map(str, capability))

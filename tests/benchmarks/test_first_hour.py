@@ -138,7 +138,7 @@ def test_a_signal_ends_the_stage_and_the_hour(tmp_path: Path) -> None:
 def test_the_order_and_every_stage_s_command(tmp_path: Path) -> None:
     stages = first_hour.hour(tmp_path)
     names = [each.name for each in stages]
-    order = ["doctor", "smoke", "smoke again", "memory targets", "speed 1024 px", "full and streamed",
+    order = ["doctor", "smoke", "smoke again", "memory targets", "tune kernels", "speed 1024 px", "full and streamed",
              "tests int8 and streaming", "tests", "memory", "speed"]  # fmt: skip
     assert [names.index(name) for name in order] == sorted(names.index(name) for name in order)
     assert sum(each.seconds for each in stages if not each.fills) <= 30 * 60
@@ -151,7 +151,7 @@ def test_the_order_and_every_stage_s_command(tmp_path: Path) -> None:
         module, words = each.command[2], list(each.command[3:])
         if module == "simpletune":
             args = parse(words)
-            if words[0] == "train":
+            if words[0] in ("train", "calibrate"):
                 read_config(args.config, args.overrides, needs_data=False)
         elif module == "benchmarks":
             assert grids_parser().parse_args(words).minutes * 60 < each.seconds, each.name  # ends by itself

@@ -85,6 +85,10 @@ def test_a_path_has_every_key_of_the_json_and_no_tag() -> None:
         ({"version": 2}, "version: 2 does not fit. It must be 1"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas.1: is required"),
         ({"train": None}, "train: null does not fit. It must be an object"),
+        (
+            {"speed": {"deterministic": True, "attention": "cudnn"}},
+            "speed.attention: cudnn adds up gradients in any order",
+        ),
     ],
     ids=str,
 )

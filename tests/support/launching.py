@@ -133,15 +133,20 @@ def serve() -> None:
         print(json.dumps(launch(json.loads(line))), flush=True)
 
 
+def free_port() -> str:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def launch(job: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Start a job's processes and wait; when one fails the others are ended, as a launcher does.
 
     Returns:
         The exit code of each, and how many seconds after the first one it ended.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = int(free_port())
     ranks = {start(job, rank, port): rank for rank in range(job["processes"])}
     began = time.monotonic()
     codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + PATIENCE

@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
 from simpletune.config.schema import TrainConfig
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import choose_device, use_deterministic
 from simpletune.system.options import UserError
 from simpletune.training.heartbeats import MEETING
 
@@ -20,6 +20,7 @@ def make_accelerator(config: TrainConfig) -> tuple[Accelerator, str]:
     """Create accelerate's ``Accelerator``, and describe the device and why it was chosen; a ``UserError`` if accelerate
     uses another device, or if a setting needs a single process."""
     device, reason = choose_device(config.device, config.precision.compute, config.is_demo)
+    use_deterministic(config.speed.deterministic and device.type == "cuda")
     # accelerate keeps the device of a process's first run and would silently train a later one there, so its state is
     # reset; not in one of several processes, which would leave their group.
     known = PartialState._shared_state

@@ -9,6 +9,9 @@ block's weights are fetched again for its recomputation, and stay until the prev
 then all of the block's gradients exist, because autograd processes later nodes first. Without checkpointing nothing
 would fetch the weights again, and a weight still pointing at a slot would silently read another block's values
 (bitsandbytes issue 2034).
+
+Optimizer states of trained weights have two slots as well, each for one parameter's: the next one is fetched while one
+is updated. The order of updates is that of the previous backward pass.
 """
 
 from __future__ import annotations
@@ -111,6 +114,22 @@ class Slot:
         self.filled: CopyEvent = None
 
 
+def _size_of(homes: Mapping[str, Tensor]) -> int:
+    """The bytes of a parameter's optimizer state in a slot."""
+    return sum(round_to_block(home.nbytes) for home in homes.values())
+
+
+class StateSlot:
+    """A device buffer for one parameter's optimizer state at a time."""
+
+    def __init__(self, device: torch.device):
+        self.flat = torch.empty(0, dtype=torch.uint8, device=device)
+        self.views: dict[str, Tensor] = {}
+        self.holds: int | None = None  # the parameter's id
+        self.filled: CopyEvent = None
+        self.written: CopyEvent = None  # its last state is back on the host
+
+
 class BlockOffload:
     """Offloads blocks' weights. Run every block's passes, offloaded or resident, in the contexts ``forward`` and
     ``recomputation`` (see ``checkpointing.set_passes``).
@@ -152,7 +171,8 @@ class BlockOffload:
                 if id(parameter) in shared or (parameter.requires_grad and not trained):
                     parameter.data = parameter.data.to(device)  # the adapter's, created next to weights on the host
         self._slots = [Slot(self.homes, device) for _ in range(SLOTS)]
-        finish_before_freed(self, (self._in, self._out), self._slots)
+        self._state_slots = [StateSlot(device) for _ in range(SLOTS)]
+        finish_before_freed(self, (self._in, self._out), [*self._slots, *self._state_slots])
         accounting.register([slot.flat for slot in self._slots], "weights")
         self._streams = {id(tensor): index for index, home in self.homes.items() for tensor in home.tensors}
         self._current: int | None = None
@@ -160,7 +180,10 @@ class BlockOffload:
         self._last = -1
         self._in_backward = False
         self._written: CopyEvent = None
-        self._state_homes: dict[tuple[int, str], Tensor] = {}
+        self._state_homes: dict[int, dict[str, Tensor]] = {}
+        """Optimizer states in host memory, by the parameters' ids."""
+        self._updated: list[int] = []  # those with such a state, in this backward pass
+        self._updated_next: dict[int, int] = {}
         for slot in self._slots:
             self._give_up(slot)
 
@@ -193,8 +216,9 @@ class BlockOffload:
     def updating(self, parameter: nn.Parameter, state: dict[str, object]) -> Iterator[None]:
         """The context for one parameter's update in the backward pass, once its gradient is ready.
 
-        Brings its optimizer state from host memory and sends it back; copies its new value to host memory while the
-        computation continues. Does nothing for a parameter that is not offloaded.
+        Brings its optimizer state from host memory, unless it was fetched ahead, and fetches the next one's; copies new
+        value and state to host memory while the computation continues. Does nothing for a parameter that is not
+        offloaded.
 
         Args:
             parameter: the parameter, on the device in its block's slot.
@@ -206,13 +230,35 @@ class BlockOffload:
             return
         if index != self._current or not self._in_backward:
             raise RuntimeError(f"a weight of block {index} was updated outside that block's backward pass")
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
-                state[name] = value.to(self.device, non_blocking=True, copy=True)
+        number = id(parameter)
+        homes = self._state_homes.get(number, {})
+        moved = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.nbytes >= SMALL_STATE}
+        at_home = moved and all(v is homes.get(n) for n, v in moved.items())
+        slot = self._fetch_state(number) if at_home else None
+        if slot is None:  # the state is new, or was loaded from a checkpoint
+            state |= {n: v.to(self.device, non_blocking=True, copy=True) for n, v in moved.items()}
+        else:
+            self._in.wait(slot.filled)
+            state |= slot.views
+        if number in self._updated_next:
+            self._fetch_state(self._updated_next[number], in_use=slot)
         yield
-        self.keep_state(parameter, state)
-        home, value = self.homes[index].at_home[id(parameter)], parameter.detach()
-        self._written = self._out.run(lambda: home.copy_(value, non_blocking=True), [self._out.mark()])
+        copies = [(self.homes[index].at_home[number], parameter.detach())]
+        for name, view in {} if slot is None else slot.views.items():
+            if state.get(name) is view:
+                state[name] = homes[name]
+                copies.append((homes[name], view))
+        self.keep_state(parameter, state)  # what the optimizer has created
+        if self._state_homes[number]:
+            self._updated.append(number)
+
+        def write() -> None:
+            for home, value in copies:
+                home.copy_(value, non_blocking=True)
+
+        self._written = self._out.run(write, [self._out.mark()])
+        if slot is not None:
+            slot.holds, slot.written = None, self._written
 
     @torch.no_grad()
     def keep_state(self, parameter: nn.Parameter, state: dict[str, object]) -> None:
@@ -220,12 +266,42 @@ class BlockOffload:
         nothing for one that is not offloaded."""
         if id(parameter) not in self._streams:
             return
+        homes = self._state_homes.setdefault(id(parameter), {})
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE:
-                key = (id(parameter), name)
-                if key not in self._state_homes:
-                    self._state_homes[key] = host_like(value, self.device)
-                state[name] = self._state_homes[key].copy_(value, non_blocking=True)
+            if isinstance(value, Tensor) and value.nbytes >= SMALL_STATE and value is not homes.get(name):
+                if name not in homes:
+                    homes[name] = host_like(value, self.device)
+                state[name] = homes[name].copy_(value, non_blocking=True)
+
+    def _fetch_state(self, number: int, in_use: StateSlot | None = None) -> StateSlot | None:
+        """Return the slot with the optimizer state of a parameter, by its id; if there is none, queue its copies into a
+        slot other than the one in use. None if there is no state in host memory yet."""
+        homes = self._state_homes.get(number)
+        if not homes:
+            return None
+        slots = [slot for slot in self._state_slots if slot is not in_use]
+        slot = next((each for each in slots if each.holds == number), None)
+        if slot is not None:
+            return slot
+        slot = next((each for each in slots if each.holds is None), slots[0])
+        if _size_of(homes) > slot.flat.numel():
+            for event in (slot.filled, slot.written):
+                self._in.join(event)
+            size = max(map(_size_of, self._state_homes.values()))
+            slot.flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+            accounting.register([slot.flat], "optimizer")
+            slot.written = self._in.mark()  # its memory was another tensor's
+        start, views = 0, {}
+        for name, home in homes.items():
+            views[name] = value_in(slot.flat, start, home)
+            start += round_to_block(home.nbytes)
+
+        def fill() -> None:
+            for name, view in views.items():
+                view.copy_(homes[name], non_blocking=True)
+
+        slot.holds, slot.views, slot.filled = number, views, self._in.run(fill, [slot.written])
+        return slot
 
     def _bring(self, index: int, ahead: list[int]) -> None:
         """Point a block's weights at the slot that contains them, and start to fill free slots for the offloaded blocks
@@ -274,7 +350,11 @@ class BlockOffload:
         """End the pass: point all weights at host memory, and wait until the updated ones have been copied there."""
         self._leave()
         self._in_backward, self._last = False, -1
+        if self._updated:
+            self._updated_next, self._updated = dict(zip(self._updated, self._updated[1:], strict=False)), []
+        for state_slot in self._state_slots:
+            state_slot.holds = None  # host memory may change before the next pass
         for slot in self._slots:
             self._give_up(slot)  # host weights may change before the next pass
         if self._written is not None:
-            self._out.join(self._written)  # and for the optimizer's states, whose copies precede it
+            self._out.join(self._written)  # and for the optimizer's states, whose copies precede it or are part of it

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._ops import OpOverload
 from simpletune.engine.kernels import adaln, rms_norm  # noqa: F401 define their operators
 from simpletune.engine.kernels.sizes import partial_bytes, rows_of
 from simpletune.engine.memory.accounting import Temporaries
+from simpletune.system.gpus import CARDS
 
 MIB = 2**20
 MULTIPROCESSORS, THREADS_PER_MULTIPROCESSOR = 58, 1536  # an L4's
@@ -47,19 +49,36 @@ def attention_kernel(capability: tuple[int, int], dtype: torch.dtype, asked: str
     return "efficient" if dtype == torch.float32 or capability < (8, 0) else "flash"
 
 
+def most_multiprocessors(capability: tuple[int, int]) -> int:
+    """The multiprocessors of the largest known card of a compute capability, or of any if none is known."""
+    known = {card.capability: 0 for card in CARDS}
+    for card in CARDS:
+        known[card.capability] = max(known[card.capability], card.multiprocessors or 0)
+    return known.get(capability, max(known.values()))
+
+
 def flash_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: object, **__: object
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    *_: object,
+    multiprocessors: int | None = None,
+    **__: object,
 ) -> int:
     """Bytes for flash attention's backward pass.
 
     They are fp32 sums of grad q, rounded up, one fp32 per row, and copies of ``grad_out`` and ``out`` where these are
-    not [b, S, h, d] in memory.
+    not [b, S, h, d] in memory. In the deterministic mode, each of a head's thread blocks has sums of grad q of its own;
+    their number depends on the card's multiprocessors.
 
-    Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum`` and ``softmax_d``,
-    in the non-deterministic mode; aten/src/ATen/native/transformers/cuda/attention_backward.cu: ``contiguous_out``.
+    Source: torch's third_party flash-attention, csrc/flash_attn/flash_api.cpp, mha_bwd: ``dq_accum``, ``nsplits`` and
+    ``softmax_d``; aten/src/ATen/native/transformers/cuda/attention_backward.cu: ``contiguous_out``.
     """
     copied = [tensor for tensor in (grad_out, out) if not tensor.transpose(1, 2).is_contiguous()]
-    return _flash_sums(query) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
+    splits = 1 if multiprocessors is None else -(-multiprocessors // (query.shape[0] * query.shape[1]))
+    return _flash_sums(query, splits) + sum(tensor.numel() * tensor.element_size() for tensor in copied)
 
 
 def cudnn_backward(
@@ -75,9 +94,9 @@ def cudnn_backward(
     return _flash_sums(query) + copied * grad_out.numel() * grad_out.element_size()
 
 
-def _flash_sums(query: Tensor) -> int:
+def _flash_sums(query: Tensor, splits: int = 1) -> int:
     b, heads, rows, width = query.shape
-    return 4 * b * heads * _up(rows, FLASH_ROWS) * (_up(width, FLASH_WIDTH) + 1)
+    return 4 * b * heads * _up(rows, FLASH_ROWS) * (splits * _up(width, FLASH_WIDTH) + 1)
 
 
 def efficient_forward(query: Tensor, *_: object, **__: object) -> int:
@@ -234,8 +253,9 @@ def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor,
     return (grad.numel() + pixels.numel() + weight.numel()) * pixels.element_size()
 
 
-def temporaries(attention: str = "flash") -> Temporaries:
-    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``."""
+def temporaries(attention: str = "flash", multiprocessors: int | None = None) -> Temporaries:
+    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``.
+    ``multiprocessors``: of the card, in the deterministic mode."""
     terms: dict = {
         FORWARD: efficient_forward,
         torch.ops.aten.sum.dim_IntList: reduction,
@@ -248,15 +268,17 @@ def temporaries(attention: str = "flash") -> Temporaries:
     }
     if hasattr(torch.ops.quanto, "qbytes_mm"):  # registered where a base in int8-quanto was made
         terms[torch.ops.quanto.qbytes_mm.default] = quanto_product
+    if attention == "flash":
+        return terms | {BACKWARD: partial(flash_backward, multiprocessors=multiprocessors)}
     return terms | ({BACKWARD: BACKWARDS[attention]} if attention in BACKWARDS else {})
 
 
-def cublas_workspace(capability: tuple[int, int], threads: int = 2) -> int:
+def cublas_workspace(capability: tuple[int, int], threads: int = 2, deterministic: bool = False) -> int:
     """Bytes of cuBLAS's permanent workspaces: one for each thread that multiplies matrices (forward's and autograd's).
 
     Source: torch's aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on Hopper and Blackwell, otherwise 2 x 4096 KiB +
     8 x 16 KiB; one handle per thread, one workspace per handle and stream. cuBLASLt shares them. ``threads`` is 1
-    before the first backward pass.
+    before the first backward pass. The deterministic mode takes 8 x 4096 KiB on every card.
     """
-    each = 32 * MIB if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
+    each = 32 * MIB if deterministic or capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * 1024
     return threads * each

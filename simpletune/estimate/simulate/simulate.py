@@ -17,7 +17,13 @@ from simpletune.config.schema import Kernel, TrainConfig
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
-from simpletune.engine.memory.kernel_workspace import attention_kernel, cublas_workspace, cuda_layouts, temporaries
+from simpletune.engine.memory.kernel_workspace import (
+    attention_kernel,
+    cublas_workspace,
+    cuda_layouts,
+    most_multiprocessors,
+    temporaries,
+)
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.rounding import RoundedOptimizer
@@ -122,7 +128,7 @@ def simulate(
     started = time.perf_counter()
     with fake_tensors(), without_collection():
         report = train(config, size, capability, recorder or Recorder(cuda=True)).report
-    extra = 0 if capability is None else cublas_workspace(capability)
+    extra = 0 if capability is None else cublas_workspace(capability, deterministic=config.speed.deterministic)
     return replace(
         report,
         peak=with_workspace(report.peak, extra),
@@ -181,7 +187,8 @@ def accounting_like_cuda(
     an L4."""
     kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
-    with autocast, Accounting(temporaries(kernel), keep, cuda_layouts(kernel)) as accounting:
+    multiprocessors = most_multiprocessors(capability or L4) if config.speed.deterministic else None
+    with autocast, Accounting(temporaries(kernel, multiprocessors), keep, cuda_layouts(kernel)) as accounting:
         yield accounting
 
 
@@ -209,10 +216,13 @@ def take_steps(
     make_states(accounting, core)
     with accounting.allocating("optimizer"):
         average = average_of(config, denoiser, core.optimizer)
-    accounting.limit = limit  # only from here on: creating the states takes more than any step
-    accounting.forget_peak()
     denoiser.train()
     batches = SyntheticBatches(config, core, size)
+    if isinstance(core.optimizer, RoundedOptimizer) and core.optimizer.offloading is not None:
+        with recorder.watching(accounting) if recorder else nullcontext():
+            take_step(accounting, core, batches, recorder)  # from then on it knows which state to fetch ahead
+    accounting.limit = limit  # only from here on: creating the states takes more than any step
+    accounting.forget_peak()
     hooks = accounting.watch_gradients(core.parameters) + accounting.phases.watch_modules(reported_modules(denoiser))
     watching = recorder.watching(accounting) if recorder else nullcontext()
     with watching, nullcontext() if core.fsdp is None else counting_gathered():

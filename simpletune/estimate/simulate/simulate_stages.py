@@ -131,9 +131,9 @@ def simulate_parts(
     return JobReport(snapshots, trained.report, parts, work | {name: each.sections for name, each in recorders.items()})
 
 
-def with_workspaces(job: JobReport, capability: tuple[int, int]) -> JobReport:
-    """Add the workspaces of a CUDA device's libraries to every stage."""
-    extra = {name: cublas_workspace(capability, STAGE_THREADS[name]) for name in job.stages}
+def with_workspaces(job: JobReport, capability: tuple[int, int], deterministic: bool = False) -> JobReport:
+    """Add the workspaces of a CUDA device's libraries to every stage; ``deterministic``: ``speed.deterministic``."""
+    extra = {name: cublas_workspace(capability, STAGE_THREADS[name], deterministic) for name in job.stages}
     return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
 
 
@@ -153,7 +153,7 @@ def simulate_stage(
             found = validation(config, train(config, capability=capability))
             assert found is not None, "the run draws nothing"
             snapshot = found
-    return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage]))
+    return with_workspace(snapshot, cublas_workspace(capability, STAGE_THREADS[stage], config.speed.deterministic))
 
 
 @contextmanager

@@ -9,13 +9,14 @@ sums, and each adds up a slice of all numbers by the top of the tree: as much tr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, distributed, nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.fsdp.fsdp_model import held_parameters
 from simpletune.engine.memory import accounting
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.variant import PlainStep
@@ -33,7 +34,7 @@ class ExactSums(PlainStep):
     ):
         super().__init__(config, model, optimizer, accelerator)
         processes = accelerator.num_processes
-        self.tree = TreeSum(self.parameters, processes, passes=2 if config.prior.second_pass else 1)
+        self.tree = TreeSum(held_parameters(model), processes, passes=2 if config.prior.second_pass else 1)
         for parameter in self.parameters if processes > 1 else ():
             distributed.broadcast(parameter.data, 0)
 
@@ -45,13 +46,16 @@ class TreeSum:
     """Sums losses and gradients over the micro-batches of a step.
 
     Args:
-        parameters: the trained parameters, equal in all processes.
+        parameters: the trained parameters by their names, equal in all processes.
         processes: the number of processes, a power of two.
         passes: the number of passes per micro-batch.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], processes: int = 1, passes: int = 1):
-        self.parameters, self.processes, self.passes = list(parameters), processes, passes
+    def __init__(self, parameters: Mapping[str, nn.Parameter], processes: int = 1, passes: int = 1):
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.processes, self.passes = processes, passes
+        self._exist: list[bool] | None = None
+        """Which parameters had a gradient in the last step, the same in all processes."""
 
     def over(self, batches: Sequence[Batch], compute: Callable[[Batch], Tensor]) -> Tensor:
         """Compute a step's micro-batches and leave the sum of all processes' gradients in ``grad``.
@@ -66,12 +70,30 @@ class TreeSum:
         micros = [batches[start : start + self.passes] for start in range(0, len(batches), self.passes)]
         total = self._subtree(iter(micros), 0, 1, len(micros), compute)
         if self.processes > 1:
+            self._require_alike([each is not None for each in total[1:]])
             exchange(total, self.processes)
         loss, *gradients = total
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         assert loss is not None
         return loss[0]
+
+    def _require_alike(self, exist: list[bool]) -> None:
+        """Check that the same parameters have a gradient in all processes; a RuntimeError names the others."""
+        # Otherwise the exchange aborts (gloo) or waits forever (NCCL). Asked only when the own answer is new: in the
+        # first step, and where all freeze the same parameters at once (text.embeddings.stop_at).
+        if exist == self._exist:
+            return
+        found: list[list[bool]] = [[] for _ in range(self.processes)]
+        distributed.all_gather_object(found, exist)
+        uneven = [
+            f"{name} has a gradient in {sum(have)} of {self.processes} processes"
+            for name, have in zip(self.names, zip(*found, strict=True), strict=True)
+            if len(set(have)) > 1
+        ]
+        if uneven:
+            raise RuntimeError(f"train.reduce exact: {', '.join(uneven)}")
+        self._exist = exist
 
     def _subtree(
         self, micros: Iterator[Sequence[Batch]], first: int, stride: int, count: int, compute: Callable[[Batch], Tensor]

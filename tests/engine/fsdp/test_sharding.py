@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launching import Launcher, Outcome
+from launching import Launcher, Outcome, free_port
 from PIL import Image
 from reference.adamw import adamw_step
 from safetensors.torch import load_file
@@ -85,12 +84,6 @@ def trained(launcher: Launcher, data: dict[str, Any], processes: int, **how: Any
     outcome = launcher.train(*[data] * processes, **how)
     assert outcome.codes == [0] * processes, outcome.said
     return outcome
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def killed(launcher: Launcher, data: dict[str, Any], processes: int, rank: int, moment: str) -> None:

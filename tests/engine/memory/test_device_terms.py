@@ -16,6 +16,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.fake import IN_FP32, autocast_like_cuda
 from simpletune.engine.memory.kernel_workspace import (
+    BACKWARD,
     attention_kernel,
     convolution_workspace,
     cuda_layouts,
@@ -57,6 +58,9 @@ def test_kernels_of_attention_by_hand() -> None:
     assert flash_backward(grad, q, q, q, heads_first()) == sums + q.nbytes
     assert flash_backward(heads_first(), q, q, q, heads_first()) == sums + 2 * q.nbytes
     assert cudnn_backward(grad, q, q, q, heads_first()) == sums + q.nbytes
+    copies = 3 * sums - 2 * 4 * 2 * 24 * 4480  # 108 multiprocessors for 48 heads
+    assert flash_backward(grad, q, q, q, rows_first(), multiprocessors=108) == copies
+    assert temporaries("flash", 108)[BACKWARD](grad, q, q, q, rows_first()) == copies
     assert efficient_backward(grad, q) == 4 * 2 * 24 * 4480 * 64 + rows
     assert efficient_backward(grad, heads_first(torch.float32)) == rows
     assert efficient_forward(q) == efficient_forward(heads_first(torch.float32, 512)) == 0
@@ -72,7 +76,7 @@ def test_the_kernel_depends_on_the_card_the_type_and_the_option(config_of, monke
         assert attention_kernel(capability, dtype, "math") == "math"
     counted: list[str] = []
     monkeypatch.setattr(
-        "simpletune.estimate.simulate.simulate.temporaries", lambda kernel: counted.append(kernel) or {}
+        "simpletune.estimate.simulate.simulate.temporaries", lambda kernel, *_: counted.append(kernel) or {}
     )
     config = config_of(precision={"weights": "bf16"})
     for changed, capability in (

@@ -285,6 +285,42 @@ def test_optimizer_state_of_streamed_weights_is_on_the_host_but_for_their_update
             pass
 
 
+def test_optimizer_state_is_fetched_one_parameter_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second pass on; a state that was loaded since is not mistaken for the one that was kept."""
+    model = transformer(PRECISIONS["fp32"])
+    Full().attach(model, 0)
+    streamed = prepare(model, Setting(RESIDENT["K=0"], trained=True))
+    hooks = UpdateInBackward(model, streamed, lambda p: torch.optim.AdamW(p, lr=1e-2))
+    events: list[str] = []
+    copies, update = streamed._in.run, hooks.update
+
+    def copied(work: Any, after: Any) -> Any:
+        if "_fetch_state" in work.__qualname__:
+            events.append("fetch")
+        return copies(work, after)
+
+    def updated(parameter: nn.Parameter, state: dict) -> None:
+        if streamed._state_homes.get(id(parameter)):
+            events.append("update")
+        update(parameter, state)
+
+    monkeypatch.setattr(streamed._in, "run", copied)
+    hooks.update = updated
+    for step in range(2):
+        events.clear()
+        loss_of(model, PRECISIONS["fp32"], step).backward()
+    count = len(streamed._state_homes) - list(streamed._state_homes.values()).count({})
+    assert count > 20 and events == ["fetch", *["fetch", "update"] * (count - 1), "update"]
+    largest = max(sum(home.nbytes for home in homes.values()) for homes in streamed._state_homes.values())
+    assert [slot.flat.numel() for slot in streamed._state_slots] == [largest] * streaming.SLOTS
+
+    own, seen = model.transformer_blocks[0].ff.net[0].proj.weight, []
+    hooks.state[own]["exp_avg"] = loaded = torch.full_like(own, 7.0)
+    hooks.update = lambda parameter, state: seen.append(state["exp_avg"].clone()) if parameter is own else None
+    loss_of(model, PRECISIONS["fp32"], 2).backward()
+    assert torch.equal(seen[0], loaded) and torch.equal(hooks.state[own]["exp_avg"], loaded)
+
+
 def test_resident_blocks_are_spread_and_streamed_ones_never_stand_on_the_device() -> None:
     spread = {None: [], 0: [0, 1, 2, 3], 1: [0, 1, 3], 2: [0, 2], 3: [1]}
     assert {resident: Memory(resident_blocks=resident).offloaded(BLOCKS) for resident in spread} == spread

@@ -90,6 +90,49 @@ def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict
         run_on(tiny_config, "cuda", precision={"weights": "bf16"}, speed={"attention": "cudnn"})
 
 
+DETERMINISTIC = """
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from simpletune.engine.memory.kernel_workspace import cublas_workspace, flash_backward, most_multiprocessors
+from simpletune.system.devices import use_deterministic
+
+capability = torch.cuda.get_device_capability()
+live = lambda moment: torch.cuda.memory_stats()[f"requested_bytes.all.{moment}"]
+
+def unexpected(on):
+    use_deterministic(on)
+    q, k, v = (torch.empty(1, 24, 4429, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    grad = torch.empty_like(out)
+    before = live("current")
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(grad)
+    units = most_multiprocessors(capability) if on else None
+    return live("peak") - before - flash_backward(grad, q, k, v, out, multiprocessors=units) - 3 * q.nbytes
+
+print(unexpected(False), unexpected(True))
+x, before = torch.empty(64, 64, device="cuda", dtype=torch.bfloat16), live("current")
+x @ x
+print(live("current") - before - cublas_workspace(capability, 1, deterministic=True))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_deterministic_attention_and_products_take_what_is_predicted(capability: int) -> None:
+    assert printed(DETERMINISTIC, DRY_CC=capability).split() == ["0", "0", "0"]
+
+
+def test_a_deterministic_run_ends_whole(tiny_config: dict, tmp_path: Path) -> None:
+    """No operation of training, validation or drawing lacks an algorithm with a fixed order."""
+    validation = tiny_config["validation"] | DRAWN
+    options = {"precision": {"weights": "int8"}, "speed": {"deterministic": True}, "validation": validation}
+    done = program(tiny_config | options | {"device": "cuda"}, tmp_path / "config.json")
+    assert done.returncode == 0, done.stderr
+    summary = whole(Path(tiny_config["output"]["runs"]) / "tiny")
+    assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.05)
+
+
 CHOICE = """
 import torch
 from simpletune.system.devices import choose_device

@@ -59,6 +59,10 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run)]
 
 
+def test_fp32_is_compared_without_tf32() -> None:
+    assert not (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+
+
 PRODUCTS = {"weights": "int8", "products": "int8"}
 
 

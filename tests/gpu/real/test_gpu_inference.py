@@ -50,7 +50,6 @@ def studio_on(device: str, pipeline: Path, cache: Path, speed: GenerationSpeed, 
 @pytest.mark.parametrize("memory", [{}, {"modulation": "plan"}, {"resident_blocks": 0}], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
     sessions = (
         studio_on(device, tiny_pipeline, tmp_path / device, GenerationSpeed(batch), **options)

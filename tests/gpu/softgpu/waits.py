@@ -28,6 +28,7 @@ FILES = ("simpletune.engine.memory.", "simpletune.training.pending_steps")
 """Where the wrappers are called; elsewhere these names mean something else."""
 ONLY_IN = {
     "BlockOffload.updating": "full",
+    "BlockOffload._fetch_state": "full",
     "BlockOffload._finish": "full",
     "BlockOffload._give_up": "full poisoned",
     "state_to_tensors": "paged",

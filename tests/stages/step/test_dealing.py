@@ -12,6 +12,7 @@ import reduction as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import Launcher, free_port
 
 from simpletune.config.batches import require_processes
 from simpletune.config.load import validate
@@ -85,7 +86,7 @@ def test_the_sum_is_the_reference_s_bit_for_bit(count: int, dtype: torch.dtype) 
     expected = torch.from_numpy(reference.tree_sum(rounded, areas))
     compute = Computed(gradients, dtype)
     order = RankMicroBatches(exact=True).of(areas)
-    loss = TreeSum([compute.used, compute.unused]).over([batch_of(place) for place in order], compute)
+    loss = TreeSum({"used": compute.used, "unused": compute.unused}).over([batch_of(place) for place in order], compute)
     assert compute.unused.grad is None and compute.used.grad is not None
     assert compute.used.grad.dtype == dtype
     assert torch.equal(compute.used.grad, expected.to(dtype))
@@ -103,7 +104,7 @@ def test_what_several_processes_add_up_is_what_one_does(areas: list[int], proces
         compute = Computed(gradients)
         places = RankMicroBatches(process, processes, exact=True).of(areas)
         given = [batch_of(place) for place in places] or [batch_of(0, parts=math.inf)]
-        TreeSum([compute.used]).over(given, compute)
+        TreeSum({"used": compute.used}).over(given, compute)
         assert compute.used.grad is not None
         rows.append(compute.used.grad.flatten())
     expected = torch.from_numpy(reference.tree_sum(list(gradients.values()), areas)).flatten()
@@ -117,7 +118,7 @@ def test_a_gradient_that_only_one_side_has_is_the_sum() -> None:
 
 def test_a_process_without_a_micro_batch_changes_nothing_not_even_the_sign_of_zero() -> None:
     compute = Computed({0: np.full((3, 7), np.nan, dtype="f4")})
-    loss = TreeSum([compute.used]).over([batch_of(0, parts=math.inf)], compute)
+    loss = TreeSum({"used": compute.used}).over([batch_of(0, parts=math.inf)], compute)
     nothing = compute.used.grad
     assert nothing is not None and loss.item() == 0
     for value in (-0.0, 0.0, 3.5):
@@ -128,7 +129,7 @@ def test_both_passes_of_a_micro_batch_make_one_leaf() -> None:
     numbers = np.random.default_rng(0)
     gradients = {n: numbers.standard_normal((3, 7)).astype("f4") for n in range(6)}
     compute = Computed(gradients)
-    TreeSum([compute.used], passes=2).over([batch_of(n) for n in (0, 1, 4, 5, 2, 3)], compute)
+    TreeSum({"used": compute.used}, passes=2).over([batch_of(n) for n in (0, 1, 4, 5, 2, 3)], compute)
     pairs = [gradients[2 * n] + gradients[2 * n + 1] for n in range(3)]
     expected = reference.tree_sum(pairs, [1, 1, 1])
     assert compute.used.grad is not None and np.array_equal(compute.used.grad.numpy(), expected)
@@ -155,6 +156,39 @@ def test_large_sums_are_exchanged_in_portions(monkeypatch: pytest.MonkeyPatch) -
     assert [each is None for each in sums] == [False, False, True, False, False]
     assert all(a is None or torch.equal(a, b) for a, b in zip(sums, expected, strict=True))
     assert [len(each) for each in kept] == [10, 10, 10, 4, 6]
+
+
+# Two processes freeze the same parameter, then one of them alone.
+UNEVEN = """
+import os, sys
+rank, port = sys.argv[1:]
+os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+import torch
+from torch import distributed
+from simpletune.stages.step.batch_loader import Batch
+from simpletune.stages.step.exact_sums import TreeSum
+distributed.init_process_group("gloo")
+parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("first", "second")}
+def compute(batch):
+    for name, parameter in parameters.items():
+        parameter.grad = None if name in frozen else torch.ones(3)
+    return torch.ones(())
+tree, batches = TreeSum(parameters, 2), [Batch(*[torch.zeros(1)] * 5, names=("x",), parts=1.0)]
+for frozen in ([], ["second"]):  # in both processes alike
+    tree.over(batches, compute)
+    assert parameters["first"].grad.tolist() == [2, 2, 2]
+    assert parameters["second"].grad is None or not frozen
+frozen = ["second"] if rank == "1" else []
+TreeSum(parameters, 2).over(batches, compute)
+"""
+
+
+def test_a_gradient_that_only_one_process_has_is_an_error_in_both(launcher: Launcher) -> None:
+    port = free_port()
+    outcome = launcher.programs(UNEVEN, ["0", port], ["1", port], limit=30)
+    assert outcome.codes == [1, 1], outcome.said
+    for said in outcome.said:
+        assert "RuntimeError: train.reduce exact: second has a gradient in 1 of 2 processes" in said
 
 
 @pytest.mark.parametrize(
