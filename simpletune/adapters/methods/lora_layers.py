@@ -150,8 +150,8 @@ class InPlaceLoraVariant(LoraVariant):
         cast = module.__dict__.get("cast")
         if cast is not None and cast[0].dtype == result.dtype:
             a, b = cast
-        dropout = own["lora_dropout"]._modules[active_adapter]  # type: ignore[union-attr]
-        dropped = x if type(dropout) is nn.Identity else dropout(x)  # type: ignore[misc]
+        dropout = own["lora_dropout"]._modules[active_adapter]
+        dropped = x if type(dropout) is nn.Identity else dropout(x)
         add = add_update
         if a.dim() > 2:
             add, a, b = add_pointwise_update, a.flatten(1), b.flatten(1)

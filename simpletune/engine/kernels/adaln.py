@@ -130,9 +130,7 @@ class _Modulated(torch.autograd.Function):
         total, y, gate, mean, rstd, *scales = ctx.saved_tensors
         grad_total, *grad_outs = grads
         given = [torch.zeros_like(total) if grad is None else grad for grad in grad_outs]
-        found = CALLS["modulate_backward"](
-            given, total, y, gate, grad_total, scales, [mean, rstd], ctx.eps, ctx.trains
-        )
+        found = CALLS["modulate_backward"](given, total, y, gate, grad_total, scales, [mean, rstd], ctx.eps, ctx.trains)
         own: list[Tensor | None] = [*found.pop().unbind()] if ctx.trains else [None] * (2 * len(scales) + 1)
         grad_x, grad_y = found if gate is not None else (found[0], None)
         grad_gate = own[-1] if gate is not None else None
@@ -164,7 +162,7 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-        return CALLS["add_gated"](x, y, gate)  # type: ignore[no-any-return]
+        return CALLS["add_gated"](x, y, gate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

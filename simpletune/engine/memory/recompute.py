@@ -43,7 +43,11 @@ class _Pass:
     """A pass of a function, whose saved tensors are slots until its second pass fills them."""
 
     def __init__(
-        self, function: Callable[..., object], args: Sequence[object], again: AbstractContextManager[object], random: bool
+        self,
+        function: Callable[..., object],
+        args: Sequence[object],
+        again: AbstractContextManager[object],
+        random: bool,
     ):
         self._function, self._again = function, again
         self._inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *_tensors(args))
