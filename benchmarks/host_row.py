@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from benchmarks import memory
 from benchmarks.diffusers_training import TARGETS
 from benchmarks.host import STEPS, Row, overrides_of
+from simpletune.adapters.methods.lora import Lora
 from simpletune.engine.memory.fake import replaced
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
@@ -61,12 +62,12 @@ def theirs(row: Row, wide: bool) -> Step:
     family, side = config.model, config.data.resolution
     is_unet = family.family == "sd15"
     with CUDA:
-        model: Any = (UNet2DConditionModel if is_unet else SD3Transformer2DModel).from_config(
-            dict(family.known_config())
-        )
+        kind: Any = UNet2DConditionModel if is_unet else SD3Transformer2DModel
+        model = kind.from_config(dict(family.known_config()))
     model.requires_grad_(False).to(torch.bfloat16)
     if row.checkpoints:
         model.enable_gradient_checkpointing()
+    assert isinstance(config.adapter, Lora)
     rank, targets = config.adapter.rank, ["to_q", "to_k", "to_v", "to_out.0"] if is_unet else TARGETS
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=targets))
     if wide:

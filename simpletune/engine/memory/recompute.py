@@ -1,9 +1,9 @@
 """Compute a function's saved tensors a second time, when the backward pass needs the first of them.
 
-This is what ``torch.utils.checkpoint`` does with ``use_reentrant=False``: the same tensors, sums and order, and the same
-end of the second pass as soon as it has saved the last tensor. torch's own keeps books for graphs that are used twice
-or in part, which takes the host longer than the operations themselves: per saved tensor about five times as long as
-here. Here a graph has one backward pass, by which all of its tensors are freed.
+``torch.utils.checkpoint`` does this with ``use_reentrant=False``: the same tensors, sums and order, and the same end of
+the second pass as soon as it has saved the last tensor. It also serves graphs that are used twice or in part, and its
+books for them are a large part of what a step costs the host. Here a graph has one backward pass, by which all of its
+tensors are freed.
 """
 
 from __future__ import annotations
