@@ -37,6 +37,13 @@ def dry(args: argparse.Namespace) -> object:
     return dry.run(args.out, args.minutes, args.rows, args.card or ["L4"], args.predict)
 
 
+def host(args: argparse.Namespace) -> object:
+    """processor seconds of a step on the host, by cause, beside diffusers and peft, on a simulated card"""
+    from benchmarks import host
+
+    return host.run(args.out, args.minutes, args.rows)
+
+
 def quality(args: argparse.Namespace) -> object:
     """what precisions, adapters and memory levers cost in quality, on the tiny SD3"""
     from benchmarks import quality
@@ -197,6 +204,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     memory: ("rows", "measure-only"),
     estimate: ("rows",),
     dry: ("rows", "card", "predict"),
+    host: ("rows",),
     quality: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),
     prior: ("rows", "prompts", "overrides"),

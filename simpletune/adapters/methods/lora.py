@@ -73,7 +73,13 @@ class Lora(TargetedMethod):
 
         from simpletune.adapters.methods.formulas import FLOATS
         from simpletune.adapters.methods.layers import freeze_for_updates
-        from simpletune.adapters.methods.lora_layers import UpdateDropout, compute_in_output_type, lora_layers
+        from simpletune.adapters.methods.lora_layers import (
+            UpdateDropout,
+            cast_together,
+            compute_in_output_type,
+            lora_layers,
+        )
+        from simpletune.models.shared.denoiser import model_units
 
         config = LoraConfig(
             r=self.rank,
@@ -86,6 +92,7 @@ class Lora(TargetedMethod):
         if self.rank_dropout or self.module_dropout:
             for _, layer in lora_layers(model):
                 layer.update_dropout = UpdateDropout(self.rank_dropout, self.module_dropout)
+        cast_together(model_units(model))
 
     def lr_ratio(self, name: str) -> float:
         return self.b_lr_ratio if ".lora_B." in name else 1.0

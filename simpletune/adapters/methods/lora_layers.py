@@ -11,12 +11,13 @@ Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora.layer import LoraLayer, LoraVariant
+from peft.tuners.lora.layer import Conv2d, Linear, LoraLayer, LoraVariant
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.layers import ADAPTER
@@ -26,15 +27,30 @@ Context = Any
 """Context of an autograd function, whose ``saved_tensors`` and ``needs_input_grad`` have no useful types."""
 
 
+def _add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Add an update to y in place; returns what its gradients need: x, x A^T [n, r], a and b, in the type of y."""
+    if not x.dtype == a.dtype == b.dtype == y.dtype:
+        x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
+    down = x.flatten(0, -2) @ a.t()  # [n, r]
+    y.detach().view(-1, y.shape[-1]).addmm_(down, b.t(), alpha=scale)
+    return x, down, a, b
+
+
+def _add_pointwise(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """Like ``_add``, with channels first; A x is [b, r, p]."""
+    x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
+    down = a @ x.flatten(2)
+    batch = b.expand(len(x), *b.shape)
+    y.detach().view(*y.shape[:2], -1).baddbmm_(batch, down, alpha=scale)
+    return x, down, a, b
+
+
 class _Added(torch.autograd.Function):
     """Compute y += scale (x A^T) B^T in the type of y and return y. The op that made y must not need y for backward."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
-        down = x.flatten(0, -2) @ a.t()  # [n, r]
-        y.detach().view(-1, y.shape[-1]).addmm_(down, b.t(), alpha=scale)
-        ctx.save_for_backward(x, down, a, b)
+        ctx.save_for_backward(*_add(y, x, a, b, scale))
         ctx.scale = scale
         return y.view_as(y)
 
@@ -60,11 +76,7 @@ class _AddedPointwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
-        down = a @ x.flatten(2)  # [b, r, p]
-        batch = b.expand(len(x), *b.shape)
-        y.detach().view(*y.shape[:2], -1).baddbmm_(batch, down, alpha=scale)
-        ctx.save_for_backward(x, down, a, b)
+        ctx.save_for_backward(*_add_pointwise(y, x, a, b, scale))
         ctx.scale = scale
         return y.view_as(y)
 
@@ -100,6 +112,9 @@ def add_update(
     if torch.compiler.is_compiling() or not y.is_contiguous():
         x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
         return y + scale * F.linear(F.linear(x, a), b)
+    if not torch.is_grad_enabled():
+        _add(y, x, a, b, scale)
+        return y
     added: Tensor = _Added.apply(y, x, a, b, scale)
     return added
 
@@ -116,6 +131,9 @@ def add_pointwise_update(
     Channels-last tensors go through ``add_update`` itself: their last dimension is the channels.
     """
     if y.is_contiguous() and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            _add_pointwise(y, x, a, b, scale)
+            return y
         added: Tensor = _AddedPointwise.apply(y, x, a, b, scale)
         return added
     return add_update(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1), a, b, scale).permute(0, 3, 1, 2)
@@ -127,13 +145,97 @@ class InPlaceLoraVariant(LoraVariant):
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
         """The output, [..., o] or [b, o, h, w] for a 1x1 convolution, with one adapter's update."""
-        a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
-        dropped = module.lora_dropout[active_adapter](x)
-        add = add_update if a.ndim == 2 else add_pointwise_update
-        b = b.flatten(1)
-        if (update_dropout := getattr(module, "update_dropout", None)) is not None:
+        own = module._modules
+        a, b = _factors(module, active_adapter)
+        cast = module.__dict__.get("cast")
+        if cast is not None and cast[0].dtype == result.dtype:
+            a, b = cast
+        dropout = own["lora_dropout"]._modules[active_adapter]
+        dropped = x if type(dropout) is nn.Identity else dropout(x)
+        add = add_update
+        if a.dim() > 2:
+            add, a, b = add_pointwise_update, a.flatten(1), b.flatten(1)
+        if (update_dropout := own.get("update_dropout")) is not None:
             b = update_dropout(b)
-        return add(result, dropped, a.flatten(1), b, module.scaling[active_adapter])
+        return add(result, dropped, a, b, module.scaling[active_adapter])
+
+
+class _OneUpdate:
+    """PEFT's layer with the same names and state, whose forward pass does not ask what a layer with one active update
+    need not ask: PEFT's takes the host more time than the products' launches."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own, (active, *others) = self.__dict__, self.active_adapters or [""]
+        if args or kwargs or others or own["_disable_adapters"] or own["merged_adapters"] or active not in self.scaling:
+            found: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return found
+        return InPlaceLoraVariant.forward(self, active, x, self._modules["base_layer"](x))
+
+
+class OneUpdateLinear(_OneUpdate, Linear):
+    """A linear layer with LoRA."""
+
+
+class OneUpdateConv2d(_OneUpdate, Conv2d):
+    """A convolution with LoRA."""
+
+
+ONE_UPDATE: dict[type, type] = {Linear: OneUpdateLinear, Conv2d: OneUpdateConv2d}
+
+
+def _factors(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
+    """A layer's A and B, without ``nn.Module``'s search of its parts, which takes as long as a small operation."""
+    own: Any = layer._modules
+    a, b = (own[name]._modules[adapter]._parameters["weight"] for name in ("lora_A", "lora_B"))
+    return a, b
+
+
+class _Cast(torch.autograd.Function):
+    """Convert tensors to another type by one operation, and their gradients back by another."""
+
+    @staticmethod
+    def forward(ctx: Context, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype = tensors[0].dtype
+        return tuple(_converted(tensors, dtype))
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = iter(_converted([grad for grad in grads if grad is not None], ctx.dtype))
+        return None, *(None if grad is None else next(found) for grad in grads)
+
+
+def _converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    found = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(found, list(tensors))
+    return found
+
+
+def cast_together(blocks: Iterable[nn.Module]) -> None:
+    """Let each block convert the factors of all its layers to the type of its activations together, once in a pass."""
+    for block in blocks:
+        layers = [layer for _, layer in lora_layers(block) if isinstance(layer, _OneUpdate)]
+        if layers:
+            block.forward = _casting(block.forward, layers)
+
+
+def _casting(plain: Callable[..., Any], layers: Sequence[LoraLayer]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        factors = [factor for layer in layers for factor in _factors(layer, ADAPTER)]
+        device = x.device.type
+        if x.dtype == factors[0].dtype or torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        cast = _Cast.apply(x.dtype, *factors)
+        for layer, a, b in zip(layers, cast[::2], cast[1::2], strict=True):
+            layer.__dict__["cast"] = a, b
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            for layer in layers:
+                del layer.__dict__["cast"]
+
+    return forward
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
@@ -148,6 +250,7 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
     """
     for _, layer in lora_layers(model):
         layer.cast_input_dtype_enabled = False
+        layer.__class__ = ONE_UPDATE.get(type(layer), type(layer))
         for adapter in layer.lora_A:
             layer.lora_variant[adapter] = InPlaceLoraVariant()
             for pair in (layer.lora_A, layer.lora_B):

@@ -69,7 +69,7 @@ def modulated(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         total, *outs = _Modulated.apply(x, y, gate, eps, *scales, *shifts)
         return (x if y is None and not x.requires_grad else total), outs
-    *outs, _, _ = torch.ops.simpletune.modulate(x, y, gate, scales, shifts, eps)
+    *outs, _, _ = CALLS["modulate"](x, y, gate, scales, shifts, eps)
     return (x if y is None else outs.pop()), outs
 
 
@@ -90,7 +90,7 @@ def add_gated(*pairs: tuple[Tensor, Gated]) -> list[Tensor]:  # [b, n, d] each
         if graph:
             sums.append(_Added.apply(x, y, added.gate))
         else:
-            sums.append((torch.ops.simpletune.add_gated if in_one else _sum_by_torch)(x, y, added.gate))
+            sums.append((CALLS["add_gated"] if in_one else _sum_by_torch)(x, y, added.gate))
     return sums
 
 
@@ -118,7 +118,7 @@ class _Modulated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         count = len(modulations) // 2
         scales, shifts = modulations[:count], modulations[count:]
-        *outs, mean, rstd = torch.ops.simpletune.modulate(x, y, gate, scales, shifts, eps)
+        *outs, mean, rstd = CALLS["modulate"](x, y, gate, scales, shifts, eps)
         total = x if y is None else outs.pop()
         ctx.trains = any(ctx.needs_input_grad[2:])
         ctx.save_for_backward(total, y if ctx.trains else None, gate, mean, rstd, *scales)
@@ -130,9 +130,7 @@ class _Modulated(torch.autograd.Function):
         total, y, gate, mean, rstd, *scales = ctx.saved_tensors
         grad_total, *grad_outs = grads
         given = [torch.zeros_like(total) if grad is None else grad for grad in grad_outs]
-        found = torch.ops.simpletune.modulate_backward(
-            given, total, y, gate, grad_total, scales, [mean, rstd], ctx.eps, ctx.trains
-        )
+        found = CALLS["modulate_backward"](given, total, y, gate, grad_total, scales, [mean, rstd], ctx.eps, ctx.trains)
         own: list[Tensor | None] = [*found.pop().unbind()] if ctx.trains else [None] * (2 * len(scales) + 1)
         grad_x, grad_y = found if gate is not None else (found[0], None)
         grad_gate = own[-1] if gate is not None else None
@@ -155,7 +153,7 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, gate = ctx.saved_tensors
-        grad_y, *own = torch.ops.simpletune.gate_backward(grads[0], y, gate)
+        grad_y, *own = CALLS["gate_backward"](grads[0], y, gate)
         return grad_y, own[0] if own else None
 
 
@@ -164,7 +162,7 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-        return torch.ops.simpletune.add_gated(x, y, gate)
+        return CALLS["add_gated"](x, y, gate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -227,8 +225,10 @@ _OPERATORS: dict[str, Callable[..., object]] = {
     "add_gated(Tensor x, Tensor y, Tensor gate) -> Tensor": _sum_by_torch,
     "gate_backward(Tensor grad, Tensor? y, Tensor gate) -> Tensor[]": _gate_backward_by_torch,
 }
-for _schema, _plain in _OPERATORS.items():
-    FALLBACK.define(_LIBRARY, _schema, _plain, "simpletune.engine.kernels.adaln_kernels")
+CALLS = {
+    schema.partition("(")[0]: FALLBACK.define(_LIBRARY, schema, plain, "simpletune.engine.kernels.adaln_kernels")
+    for schema, plain in _OPERATORS.items()
+}
 
 
 @torch.library.register_fake("simpletune::modulate", lib=_LIBRARY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Fallback:
         schema: str,
         plain: Callable[..., object],
         kernel: str | Callable[..., object],
-    ) -> None:
+    ) -> Callable[..., Any]:
         """Define an operator whose gradients an autograd function defines.
 
         Args:
@@ -89,15 +89,22 @@ class Fallback:
             plain: computes it by torch's operators, which is all that the CPU does.
             kernel: launches the kernel on CUDA, or the module whose function of the operator's name does. Triton is
                 imported only when it is called.
+
+        Returns:
+            Calls the operator: on CUDA without the dispatcher, which takes the host longer than the launch, unless
+            somebody watches.
         """
         name = schema.partition("(")[0]
+        loaded: list[Callable[..., object]] = [] if isinstance(kernel, str) else [kernel]
 
         def on_cuda(first: Tensor | Sequence[Tensor], *rest: object) -> object:
             device = (first if isinstance(first, Tensor) else first[0]).device
 
             def launch() -> object:
-                found = getattr(import_module(kernel), name) if isinstance(kernel, str) else kernel
-                return found(first, *rest)
+                if not loaded:
+                    assert isinstance(kernel, str)
+                    loaded.append(getattr(import_module(kernel), name))
+                return loaded[0](first, *rest)
 
             return self.run(device, launch, lambda: plain(first, *rest))
 
@@ -105,3 +112,19 @@ class Fallback:
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         library.impl(name, plain, "CPU")
         library.impl(name, on_cuda, "CUDA")
+        operator = getattr(torch.ops.simpletune, name).default
+
+        def call(first: Tensor | Sequence[Tensor], *rest: object) -> Any:
+            if torch.compiler.is_compiling():
+                return operator(first, *rest)
+            tensor = first if isinstance(first, Tensor) else first[0]
+            if type(tensor) is not Tensor or not tensor.is_cuda or _watched():
+                return operator(first, *rest)
+            return on_cuda(first, *rest)
+
+        return call
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode or a profiler must see operators."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()

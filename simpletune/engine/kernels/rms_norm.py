@@ -31,7 +31,7 @@ def normed(x: Tensor, norm: nn.Module) -> Tensor:  # [b, n, h, d]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         found = _Normed.apply(x, weight, norm.eps)
         return found
-    return torch.ops.simpletune.rms_norm(x, weight, norm.eps)
+    return CALLS["rms_norm"](x, weight, norm.eps)
 
 
 class _Normed(torch.autograd.Function):
@@ -41,13 +41,13 @@ class _Normed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return torch.ops.simpletune.rms_norm(x, weight, eps)
+        return CALLS["rms_norm"](x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         trains = ctx.needs_input_grad[1]
-        grad_x, *own = torch.ops.simpletune.rms_norm_backward(grads[0], x, weight, ctx.eps, trains)
+        grad_x, *own = CALLS["rms_norm_backward"](grads[0], x, weight, ctx.eps, trains)
         return grad_x, own[0] if trains else None, None
 
 
@@ -76,8 +76,10 @@ _OPERATORS: dict[str, Callable[..., object]] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": _by_torch,
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, bool trains) -> Tensor[]": _backward_by_torch,
 }
-for _schema, _plain in _OPERATORS.items():
-    FALLBACK.define(_LIBRARY, _schema, _plain, "simpletune.engine.kernels.rms_kernels")
+CALLS = {
+    schema.partition("(")[0]: FALLBACK.define(_LIBRARY, schema, plain, "simpletune.engine.kernels.rms_kernels")
+    for schema, plain in _OPERATORS.items()
+}
 
 
 @torch.library.register_fake("simpletune::rms_norm", lib=_LIBRARY)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
+from simpletune.engine.memory.recompute import recomputed
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -109,16 +109,10 @@ def _passes(
         if networks is not None:
             second.append(networks.recomputation(given))
         pair = _all_of(first), _all_of(second)
-        bound = signature.bind(*args, **kwargs)  # positional, because the offload's hooks see only those
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()  # all positional, because only those are kept as autograd keeps them
         with nullcontext() if inputs is None else inputs.offloading():
-            return checkpoint(
-                original,
-                *bound.args,
-                **bound.kwargs,
-                use_reentrant=False,
-                preserve_rng_state=random,
-                context_fn=lambda: pair,
-            )
+            return recomputed(original, bound.args, *pair, random)
 
     return forward
 

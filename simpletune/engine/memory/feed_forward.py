@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.fake import replaced
+from simpletune.engine.memory.recompute import recomputed
 from simpletune.engine.tensors import all_tensors, is_wrapper, plain_tensors
 
 CONDITIONING = 2
@@ -75,13 +75,7 @@ class FeedForwards:
                 return plain(x)
             omits = self._omits and x.requires_grad
             outputs: list[Tensor] = [
-                checkpoint(
-                    omitted if omits else run,
-                    part,
-                    use_reentrant=False,
-                    preserve_rng_state=self._random,
-                    context_fn=lambda: (nullcontext(), accounting.recomputing()),
-                )
+                recomputed(omitted if omits else run, (part,), None, accounting.recomputing(), self._random)
                 for part in tiles(x, self._rows)
             ]
             if omits:

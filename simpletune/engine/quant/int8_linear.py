@@ -54,6 +54,14 @@ def quantise_rows(
     return q, scale
 
 
+def frozen_product(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
+    """See ``_FrozenInt8Product``, without gradients."""
+    weight = dequantise_weight(q, scale, x.dtype)
+    if block:
+        weight = rotate_rows(weight, block)
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
 class _FrozenInt8Product(torch.autograd.Function):
     """y = x W^T + bias, W = q * scale; saves only references to q and scale for the backward pass.
 
@@ -68,10 +76,7 @@ class _FrozenInt8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
         ctx.save_for_backward(q, scale)
         ctx.block = block
-        weight = dequantise_weight(q, scale, x.dtype)
-        if block:
-            weight = rotate_rows(weight, block)
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        return frozen_product(x, q, scale, bias, block)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [..., o]
@@ -185,6 +190,8 @@ class Int8Linear(nn.Linear):
         own, block = (self.weight, self.scale, self.bias), self.block
         if self.int8_products and serves(x) and (not block or not why_not_rotated(x.device)):
             return Int8Product.apply(x, *shared_rows(x, block), *own, self.int8_gradient, block)
+        if not torch.is_grad_enabled() and not block:
+            return frozen_product(x, *own, 0)
         if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
             return _FrozenInt8Product.apply(Rotate.apply(x, block), *own, 0)
         return _FrozenInt8Product.apply(x, *own, block)

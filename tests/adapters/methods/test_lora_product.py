@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.methods.lora_layers import add_update, compute_in_output_type
+from simpletune.adapters.methods.lora_layers import add_update, cast_together, compute_in_output_type
 
 
 def factors() -> tuple[Tensor, ...]:
@@ -93,6 +94,69 @@ def test_every_layer_of_a_model_does_it_with_fewer_passes() -> None:
     for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad.to(mine.dtype), rtol=0.05, atol=1e-4, msg=name)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bf16_block(together: bool) -> Any:
+    """Two bf16 layers with fp32 factors."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)).bfloat16().requires_grad_(False)
+    block: Any = inject_adapter_in_model(LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False), layers)
+    compute_in_output_type(block)
+    if together:
+        cast_together([block])
+    return block
+
+
+def test_a_block_casts_its_factors_and_their_gradients_together_with_the_same_bits() -> None:
+    x, gradients, casts = torch.randn(8, 64).bfloat16(), [], []
+    for together in (False, True):
+        block = bf16_block(together)
+        with _Counted() as mode:
+            block(x).square().mean().backward()
+        gradients.append([each.grad for each in block.parameters() if each.requires_grad])
+        casts.append((mode.counts["_to_copy"], mode.counts["_foreach_copy_"]))
+    assert casts == [(8, 0), (0, 2)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    assert all(each.dtype == torch.float32 for each in gradients[1])
+
+
+def test_a_cast_serves_one_pass() -> None:
+    block, x = bf16_block(together=True), torch.randn(8, 64).bfloat16()
+    before = block(x)
+    with torch.no_grad():
+        block[0].lora_B["default"].weight.mul_(2)
+    assert not torch.equal(block(x), before), "weights that change are cast anew"
+    assert "cast" not in vars(block[0])
+
+
+@pytest.mark.parametrize("state", ["disabled", "another adapter", "two adapters"])
+def test_a_layer_with_other_than_one_active_update_is_pefts(state: str) -> None:
+    ours, theirs = (inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"], init_lora_weights=False),
+                                            nn.Sequential(nn.Linear(4, 4))) for _ in range(2))  # fmt: skip
+    layers: list[Any] = [ours[0], theirs[0]]  # type: ignore[index]
+    for layer in layers:
+        layer.update_layer("other", 2, lora_alpha=2, config=LoraConfig(r=2, init_lora_weights=False))
+    theirs.load_state_dict(ours.state_dict())
+    compute_in_output_type(ours)  # type: ignore[arg-type]
+    for layer in layers:
+        if state == "disabled":
+            layer.enable_adapters(False)
+        else:
+            layer.set_adapter(["other"] if state == "another adapter" else ["default", "other"])
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(ours(x), theirs(x))
 
 
 def test_dropout_falls_on_the_update_alone() -> None:

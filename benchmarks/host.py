@@ -1,0 +1,99 @@
+"""``host``: processor seconds that a training step costs the host, beside the same step by diffusers and peft.
+
+torch's CUDA build runs over a stub of the CUDA runtime (tests/gpu/dry_gpu): kernels do nothing, and Python, dispatcher,
+autograd and Triton's launchers are the real ones, so what is left of a step is the host's part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.dry import LAUNCHER
+from benchmarks.dry_rows import UNCHECKED, UNET
+from benchmarks.memory import BF16
+from benchmarks.table import Results, describe_machine
+from simpletune.system.console import say
+from simpletune.system.options import Json, UserError
+
+STEPS = 25
+CONTENDERS = {"bf16": "bf16", "int8": "int8", "diffusers": "diffusers + peft", "diffusers_fp32": "the same, fp32 LoRA"}
+CAUSES = {
+    "lora": "LoRA layers", "recompute": "recomputation's books", "operators": "own operators",
+    "launch": "Triton launches", "optimizer": "clipping, optimizer", "rest": "all else",
+}  # fmt: skip
+COLUMNS = {
+    "what": "", **{name: f"{title}, s" for name, title in CONTENDERS.items()}, "ratio": "bf16 / fp32 LoRA",
+    "int8_ratio": "int8 / bf16", **{name: f"{title}, s" for name, title in CAUSES.items()}, "launches": "launches",
+}  # fmt: skip
+ABOUT = f"""\
+Processor seconds of a step on the host, the smallest of {STEPS}; batch 1, SD3 Medium at 1024 px with rank 16 and SD 1.5
+at 512 px with rank 8, LoRA on attention. No hardware: torch's CUDA build over a stub of the CUDA runtime, on which
+kernels take no time. The driver's part of a launch is not in it (2 to 3 us each on a real one), nor is cuDNN's of a
+convolution. All contenders take their steps in turn in one process. *diffusers + peft*: the model of diffusers in bf16
+under autocast, PEFT's LoRA in bf16 as diffusers' examples leave it, or in fp32 as ours is, AdamW, clipping. The
+causes are of the bf16 row, each without those within it, measured with timers, which add about a tenth;
+*all else* is the rest of the step without timers. *Launches*: of torch's own kernels and Triton's, without cuBLAS's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, and whether its blocks are checkpointed."""
+
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> bool:
+        return UNCHECKED[0] not in self.overrides
+
+
+ROWS = {
+    "SD3 Medium, checkpointed": Row(),
+    "SD3 Medium, not checkpointed": Row(UNCHECKED),
+    "SD 1.5, checkpointed": Row(UNET),
+    "SD 1.5, not checkpointed": Row((*UNET, *UNCHECKED)),
+}
+
+
+def overrides_of(row: Row, contender: str) -> tuple[str, ...]:
+    """Overrides of the memory grid's baseline, which is int8."""
+    return row.overrides if contender == "int8" else (*row.overrides, *BF16)
+
+
+def run(folder: Path, minutes: float, only: str = "") -> Path:
+    """Measure the missing rows, each in a process of its own.
+
+    Raises:
+        UserError: the simulated card cannot be started, or measured nothing.
+    """
+    results = Results(folder / "host", COLUMNS)
+    for name, row in results.missing(ROWS, minutes, only):
+        results.add(name, compared(measured(row)))
+        say(f"bench   {name}: {results.rows[name]['bf16']:.3f} s")
+    versions: Mapping[str, str] = next((row["versions"] for row in results.rows.values()), {})
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return results.write_table("The host's part of a step", ABOUT, {**describe_machine(), "versions on it": said})
+
+
+def measured(row: Row) -> Json:
+    """Run a row's process on a simulated card."""
+    command = [LAUNCHER, "python", "-m", "benchmarks.host_row", json.dumps([*row.overrides])]
+    env = os.environ | {"DRY_GIB": "79", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not found:
+        raise UserError("host: the simulated card measured nothing. See its messages above; make dry prepares it")
+    result: Json = json.loads(found[-1])
+    return result
+
+
+def compared(row: Json) -> Json:
+    """Add the ratios of a row."""
+    return row | {
+        "ratio": round(row["bf16"] / row["diffusers_fp32"], 2),
+        "int8_ratio": round(row["int8"] / row["bf16"], 2),
+    }
