@@ -6,7 +6,7 @@ BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py test
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry softgpu kernels coverage torture torture-together web screens compare docs mutants canary tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare docs mutants canary tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -44,6 +44,10 @@ dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/with
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
 	DRY_STRICT=1 DRY_CC=75 OMP_NUM_THREADS=1 PYTHONPATH=. tests/gpu/dry_gpu/run python -m pytest -m dry tests/gpu/dry_gpu/test_dry_fp16.py
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks dry
+
+host:  ## processor seconds of a step on the host, beside diffusers and peft, on a simulated card; needs .venv-cuda of make dry; 3 min
+	rm -f benchmarks/results/cpu/host.json
+	PYTHONPATH=. $(PY) -m benchmarks host
 
 kernels: setup  ## compile the Triton kernels for several cards with two versions of Triton, check the code; 25 min on 2 busy cores
 	test -d .venv-triton36/triton || $(PY) -m pip install --no-deps --target .venv-triton36 triton==3.6.0

@@ -23,7 +23,7 @@ from simpletune.system.options import Json, UserError
 STEPS = 25
 CONTENDERS = {"bf16": "bf16", "int8": "int8", "diffusers": "diffusers + peft", "diffusers_fp32": "the same, fp32 LoRA"}
 CAUSES = {
-    "lora": "LoRA layers", "recompute": "recomputation's books", "operators": "own operators",
+    "lora": "LoRA layers", "recompute": "second passes", "operators": "own operators",
     "launch": "Triton launches", "optimizer": "clipping, optimizer", "rest": "all else",
 }  # fmt: skip
 COLUMNS = {
@@ -36,8 +36,9 @@ at 512 px with rank 8, LoRA on attention. No hardware: torch's CUDA build over a
 kernels take no time. The driver's part of a launch is not in it (2 to 3 us each on a real one), nor is cuDNN's of a
 convolution. All contenders take their steps in turn in one process. *diffusers + peft*: the model of diffusers in bf16
 under autocast, PEFT's LoRA in bf16 as diffusers' examples leave it, or in fp32 as ours is, AdamW, clipping. The
-causes are of the bf16 row, each without those within it, measured with timers, which add about a tenth;
-*all else* is the rest of the step without timers. *Launches*: of torch's own kernels and Triton's, without cuBLAS's."""
+causes are of the bf16 row with timers in it, each without those within it; *second passes* are the recomputation of
+checkpointed blocks and its books, *all else* is mostly torch and diffusers.
+*Launches*: of torch's own kernels and Triton's, without cuBLAS's."""
 
 
 @dataclass(frozen=True)

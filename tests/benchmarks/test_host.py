@@ -1,0 +1,31 @@
+"""The host's part of a step: causes without those within them, and a row of the table from a simulated card."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from benchmarks import host
+from benchmarks.host_row import Causes
+
+
+def test_a_cause_does_not_count_the_causes_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 3.5, 4.5, 10.0])
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    causes = Causes()
+    launch = causes.timed("launch", lambda: None)
+    causes.timed("operators", lambda: (launch(), launch()))()
+    assert causes.seconds == {"launch": 2.0 + 1.0, "operators": 10.0 - 3.0}
+
+
+def test_a_row_compares_with_fp32_lora_and_int8_with_bf16() -> None:
+    row = host.compared({"bf16": 0.1, "int8": 0.15, "diffusers": 0.1, "diffusers_fp32": 0.2})
+    assert (row["ratio"], row["int8_ratio"]) == (0.5, 1.5)
+
+
+def test_rows_are_in_bf16_but_for_the_int8_contender() -> None:
+    row = host.ROWS["SD 1.5, not checkpointed"]
+    assert not row.checkpoints and host.ROWS["SD 1.5, checkpointed"].checkpoints
+    assert "precision.weights=bf16" in host.overrides_of(row, "bf16")
+    assert "precision.weights=bf16" not in host.overrides_of(row, "int8")
