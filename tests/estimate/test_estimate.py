@@ -134,7 +134,7 @@ def test_a_kept_prediction_is_for_one_version_of_the_code_and_one_kernel_of_atte
     )
     assert ampere == ada == hopper != volta
     names = {ada}
-    changes = {"VERSION": estimating.VERSION + 1, "__version__": "0.0.0", "version": lambda name: "0.0.0"}
+    changes = {"VERSION": estimating.VERSION + 1, "__version__": "0.0.0", "version_or_none": lambda name: "0.0.0"}
     for name, value in changes.items():
         monkeypatch.setattr(estimating, name, value)
         names.add(estimating.cache_file(config, L4.capability, SIZE))

@@ -79,7 +79,6 @@ class Lora(TargetedMethod):
             compute_in_output_type,
             lora_layers,
         )
-        from simpletune.models.shared.denoiser import model_units
 
         config = LoraConfig(
             r=self.rank,
@@ -92,7 +91,7 @@ class Lora(TargetedMethod):
         if self.rank_dropout or self.module_dropout:
             for _, layer in lora_layers(model):
                 layer.update_dropout = UpdateDropout(self.rank_dropout, self.module_dropout)
-        cast_together(model_units(model))
+        cast_together(model.get_submodule(name) for name in getattr(model, "units", ()))  # of a denoiser
 
     def lr_ratio(self, name: str) -> float:
         return self.b_lr_ratio if ".lora_B." in name else 1.0

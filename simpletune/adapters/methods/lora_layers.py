@@ -161,8 +161,8 @@ class InPlaceLoraVariant(LoraVariant):
 
 
 class _OneUpdate:
-    """PEFT's layer with the same names and state, whose forward pass does not ask what a layer with one active update
-    need not ask: PEFT's takes the host more time than the products' launches."""
+    """PEFT's layer with the same names and state. Its forward pass is shorter where a single update is active, as in
+    training: PEFT asks for merged, disabled and several updates, and for types, in every pass."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own, (active, *others) = self.__dict__, self.active_adapters or [""]
