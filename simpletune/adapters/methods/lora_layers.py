@@ -221,10 +221,12 @@ def cast_together(blocks: Iterable[nn.Module]) -> None:
 def _casting(plain: Callable[..., Any], layers: Sequence[LoraLayer]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler fuses the casts
+            return plain(*args, **kwargs)
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         factors = [factor for layer in layers for factor in _factors(layer, ADAPTER)]
         device = x.device.type
-        if x.dtype == factors[0].dtype or torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
+        if x.dtype == factors[0].dtype or torch.is_autocast_enabled(device):
             return plain(*args, **kwargs)
         cast = _Cast.apply(x.dtype, *factors)
         for layer, a, b in zip(layers, cast[::2], cast[1::2], strict=True):

@@ -6,7 +6,6 @@ weights, inputs from host memory), so this module wraps the blocks itself.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -90,7 +89,6 @@ def _passes(
 ) -> Callable[..., object]:
     """The wrapped forward pass of one block; see ``set_passes``."""
     original = block.forward
-    signature = inspect.signature(original)
     random = draws_random_numbers(block)
 
     def forward(*args: object, **kwargs: object) -> object:
@@ -109,10 +107,12 @@ def _passes(
         if networks is not None:
             second.append(networks.recomputation(given))
         pair = _all_of(first), _all_of(second)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()  # all positional, because only those are kept as autograd keeps them
+
+        def run(*own: object) -> object:
+            return original(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True)))
+
         with nullcontext() if inputs is None else inputs.offloading():
-            return recomputed(original, bound.args, *pair, random)
+            return recomputed(run, given, *pair, random)
 
     return forward
 

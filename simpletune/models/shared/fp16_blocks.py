@@ -34,7 +34,7 @@ class BlockPass:
     def __init__(self, blocks: Fp16Blocks, index: int, block: nn.Module):
         self.plain = self.fast = block.forward  # fast: may be compiled
 
-        @functools.wraps(self.plain)  # checkpointing needs its signature
+        @functools.wraps(self.plain)
         def forward(*args: object, **kwargs: object) -> object:
             if index in blocks.wide:
                 return in_fp32(block, self.plain, args, kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from blocks import BLOCKS, LateCopies, Setting, loss_of, prepare, shake_updates, transformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.engine.memory.checkpointing import draws_random_numbers, fewest_that_fit, set_passes, too_little
@@ -118,3 +118,23 @@ def test_nothing_is_kept_or_computed_twice_without_gradients() -> None:
     with torch.no_grad():
         loss_of(model, FP32(), 0)
     assert passes == [1]
+
+
+def test_a_block_gets_its_keyword_arguments_again() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, **named: Tensor) -> Tensor:
+            return self.linear(x).tanh() * named["scale"]
+
+    x, scale, gradients = torch.randn(2, 4), torch.full((4,), 3.0, requires_grad=True), []
+    for checkpointed in (0, 1):
+        torch.manual_seed(0)
+        block = Scaled()
+        set_passes([block], checkpointed)
+        block(x, scale=scale).sum().backward()
+        gradients.append((block.linear.weight.grad, scale.grad))
+        scale.grad = None
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
