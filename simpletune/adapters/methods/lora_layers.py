@@ -211,9 +211,13 @@ def _converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def cast_together(blocks: Iterable[nn.Module]) -> None:
-    """Let each block convert the factors of all its layers to the type of its activations together, once in a pass."""
+    """Let each block convert the factors of all its layers to the type of its activations together, once in a pass.
+
+    Layers that drop ranks convert their own, after scaling those kept.
+    """
     for block in blocks:
-        layers = [layer for _, layer in lora_layers(block) if isinstance(layer, _OneUpdate)]
+        found = [layer for _, layer in lora_layers(block) if isinstance(layer, _OneUpdate)]
+        layers = [layer for layer in found if getattr(layer, "update_dropout", None) is None]
         if layers:
             block.forward = _casting(block.forward, layers)
 
