@@ -31,14 +31,14 @@ test:  ## run what CI runs: quality, then every test not marked gpu or slow; the
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
-slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; about an hour beside other work (24 November 2026)
+slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; 35 min on 2 cores beside some work (27 November 2026)
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
 	CASES_SEED=$(SLOW_SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 1800
 
 gpu: setup  ## test and measure on a card: 13 stages within 30 minutes, the most informative first; continues where it stopped
 	$(PY) -m benchmarks.first_hour
 
-dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 5 min on 2 cores beside other work (AMD EPYC, 23 November 2026)
+dry: setup  ## run torch's CUDA build on a simulated card (docs/explanation/without-a-gpu.md); makes .venv-cuda (5.7 GiB) first, then takes 4 min on 2 cores beside other work (AMD EPYC, 27 November 2026)
 	@tests/gpu/dry_gpu/setup.sh
 	DRY_STRICT=1 OMP_NUM_THREADS=1 PYTHONPATH=. tests/gpu/dry_gpu/run python -m pytest -n auto --maxprocesses 4 --dist loadfile \
 		--timeout 900 -m "dry or (gpu and not values and not timing)"
@@ -56,7 +56,7 @@ kernels: setup  ## compile the Triton kernels for several cards with two version
 	$(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 	PYTHONPATH=.venv-triton36 $(PY) -m benchmarks elementwise --out benchmarks/results/kernels --minutes 60
 
-softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 12 min on 2 mostly idle cores, 49 min beside much other work (24 November 2026)
+softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 25 min on 2 cores beside some work (27 November 2026)
 	PYTHONPATH=. tests/gpu/softgpu/run python -m pytest -m softgpu -n 2 tests/gpu/softgpu
 	PYTHONPATH=. SOFT_SEED=1 tests/gpu/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu.selection tests/gpu/real
 
@@ -66,21 +66,21 @@ coverage: setup  ## show which code the tests run, and why the rest is not run; 
 	  --cov --cov-append --cov-report json:.coverage.json $(BENCHMARK_TESTS)
 	$(PY) tests/support/coverage_table.py .coverage-fast.json .coverage.json
 
-torture: setup  ## kill runs 50 times at named and random moments (7 min), attack their files (3 min), fuzz the readers (20 s)
+torture: setup  ## kill runs 50 times at named and random moments, attack their files, fuzz the readers; 8 min on 2 cores beside other work (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture.py
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/attacks.py
 	SIMPLETUNE_FUZZ=500 $(PY) -m pytest -q tests/trainings/test_fuzz.py tests/data/sources/test_data_odd.py
 
-torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 11 min on 2 busy cores (24 November 2026), 5 of them with one that is stopped, one that hangs, or torchrun killed
+torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 times, even while they prepare; 6 min on 2 cores (27 November 2026); 5 of them with one that is stopped, one that hangs, or torchrun killed
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture_together.py
 
-web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 7 min 40 s beside other work
+web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 2 min 20 s on 2 cores (27 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/apps/web/test_web_browser.py
 
 screens: setup  ## draw the screenshots of docs/tutorials/in-the-browser.md: every page, light on a desktop and dark on a phone; 1 min
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/support/web_screens.py
 
-compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 12 min 30 s beside other work (23 November 2026)
+compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 2 min on one core (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
 
 docs: setup  ## write the pages of docs/reference that the code defines, and build the documentation as a site in build/site; 15 s
