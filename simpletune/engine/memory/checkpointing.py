@@ -107,9 +107,10 @@ def _passes(
         if networks is not None:
             second.append(networks.recomputation(given))
         pair = _all_of(first), _all_of(second)
+        count, names = len(args), tuple(kwargs)  # not the inputs themselves, which would stay in memory
 
         def run(*own: object) -> object:
-            return original(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True)))
+            return original(*own[:count], **dict(zip(names, own[count:], strict=True)))
 
         with nullcontext() if inputs is None else inputs.offloading():
             return recomputed(run, given, *pair, random)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -138,3 +139,23 @@ def test_a_block_gets_its_keyword_arguments_again() -> None:
         gradients.append((block.linear.weight.grad, scale.grad))
         scale.grad = None
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_an_offloaded_input_is_freed_before_the_next_block_but_one() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.linear(x).tanh()
+            return found
+
+    blocks, alive = [Plain() for _ in range(3)], []
+    set_passes(blocks, 3, CheckpointInputOffload(torch.device("cpu")))
+    x = torch.randn(1, 2, 4)
+    for block in blocks:
+        alive.append(weakref.ref(x.untyped_storage()))
+        x = block(x)
+    assert [each() is not None for each in alive] == [False, False, True], "the last one is leaving"
+    x.sum().backward()
