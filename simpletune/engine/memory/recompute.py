@@ -105,7 +105,7 @@ def recomputed(
 
     Args:
         function: what to run. It must save the same tensors both times.
-        args: its arguments; only tensors among them that are not inside of others are kept as autograd keeps them.
+        args: its arguments. Tensors among them are saved as an operation saves its inputs, those inside of lists not.
         first: the context of the first pass.
         again: the context of the second pass, which may end before the function does.
         random: whether the function draws random numbers, which the second pass must draw again.

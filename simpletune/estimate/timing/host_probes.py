@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils.checkpoint import checkpoint
 
+from simpletune.engine.memory.recompute import recomputed
 from simpletune.estimate.timing.stopwatch import Call, CudaStopwatch, Stopwatch
 from simpletune.system.rng import stream
 
@@ -90,7 +90,7 @@ def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint:
         return y
 
     def both() -> None:
-        result = checkpoint(chain, start, use_reentrant=False) if in_checkpoint else chain(start)
+        result = recomputed(chain, (start,)) if in_checkpoint else chain(start)
         assert isinstance(result, Tensor)
         torch.autograd.grad(result, start)
 
