@@ -218,7 +218,7 @@ def test_torchrun_starts_all_again_when_one_is_killed(
 
 # A run of two processes. Each prints what it maps; the second may be unable to.
 MAPS = """
-import os, re, sys
+import os, re, sys, time
 config, rank, port, what = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -234,6 +234,10 @@ def look(self, *words):
             print("mapped", found.split()[4], *re.findall("(?m)^(?:Rss|Pss): +([0-9]+)", found))
         print("in /dev/shm", len(os.listdir("/dev/shm")), flush=True)
         if what == "killed":
+            # Both have left the first step's exchange: one killed within it would end the other by an error.
+            open(f"{config}.{rank}", "w").close()
+            while not os.path.exists(f"{config}.{1 - int(rank)}"):
+                time.sleep(0.01)
             os.kill(os.getpid(), 9)
     return step(self, *words)
 def fail(offer):
