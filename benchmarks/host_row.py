@@ -141,7 +141,7 @@ class Causes:
         with ExitStack() as stack:
             for cause, owner, name in places:
                 stack.enter_context(replaced(owner, name, self.timed(cause, getattr(owner, name))))
-            for function in (lora_layers._Added, lora_layers._Cast):
+            for function in (lora_layers._Added, lora_layers._Updated, lora_layers._Cast):
                 for name in ("forward", "backward"):
                     own = staticmethod(self.timed("lora", getattr(function, name)))
                     stack.enter_context(replaced(function, name, own))

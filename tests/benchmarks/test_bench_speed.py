@@ -93,7 +93,7 @@ def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path,
 
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
     ranges = [Span("ProfilerStep#1", 0, 100, 1), Span("Optimizer.step#AdamW.step", 60, 80, 1)]
-    starts = {"aten::addmm_": 1, "aten::_scaled_dot_product_flash_attention": 11, "_FrozenInt8Product": 21,
+    starts = {"aten::addmm_": 1, "aten::_scaled_dot_product_flash_attention": 11, "_QuantisedProduct": 21,
               "aten::add": 61, "aten::add_": 85}  # fmt: skip
     operators = [Span(name, at, at + 8, 1, id=n) for n, (name, at) in enumerate(starts.items(), 1)]
     operators.append(Span("aten::mul", 22, 28, 1, id=3))

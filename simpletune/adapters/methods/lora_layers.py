@@ -1,8 +1,9 @@
 """LoRA layers in a transformer: the update added to its layer's output within the matmul, dropout, and norms.
 
 PEFT computes the update, multiplies it by its scale and adds it to the layer's output, which writes and reads three
-tensors of the output's size. Here the matmul with the second factor adds to the output in place and rounds once. With
-checkpointing, a layer's update reads or writes 13 tensors of the activations' size per step instead of 23.
+tensors of the output's size. Here the matmul with the second factor adds to the output in place and rounds once, and so
+does that of the input's gradient to the gradient through the frozen weight. With checkpointing, a layer's update reads
+or writes 11 tensors of the activations' size per step instead of 23.
 
 Norms are computed in closed form: neither B A nor W + s B A is built.
 
@@ -21,6 +22,7 @@ from peft.tuners.lora.layer import Conv2d, Linear, LoraLayer, LoraVariant
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.layers import ADAPTER
+from simpletune.engine.quant.frozen_product import Packed, multiplied
 
 TINY = 1e-30
 Context = Any
@@ -69,6 +71,52 @@ class _Added(torch.autograd.Function):
         if grad_b is not None and ctx.scale != 1:
             grad_b.mul_(ctx.scale)
         return grad_y, grad_x, grad_a, grad_b, None
+
+
+class _Updated(torch.autograd.Function):
+    """Compute y = x W^T + bias + scale (x A^T) B^T for a frozen W, as ``_Added`` does.
+
+    One node for both: the update's part of the gradient of x is added in its product to W's, without a tensor and a
+    pass of its own. Saves references to the packed weight, not W itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        unpack: Callable[..., Tensor],
+        bias: Tensor | None,
+        *packed: Tensor,
+    ) -> Tensor:
+        y = multiplied(x, unpack, bias, packed)
+        ctx.save_for_backward(*_add(y, x, a, b, scale), *packed)
+        ctx.scale, ctx.unpack = scale, unpack
+        return y
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_y,) = grads  # [..., o]
+        x, down, a, b, *packed = ctx.saved_tensors
+        wants_x, wants_a, wants_b, *_ = ctx.needs_input_grad
+        rows = grad_y.flatten(0, -2)  # [n, o]
+        grad_down = rows @ b  # [n, r]
+        if ctx.scale != 1:
+            grad_down.mul_(ctx.scale)
+        grad_a = grad_down.t() @ x.flatten(0, -2) if wants_a else None
+        grad_b = rows.t() @ down if wants_b else None
+        if grad_b is not None and ctx.scale != 1:
+            grad_b.mul_(ctx.scale)
+        grad_x = None
+        if wants_x:
+            grad_x = (rows @ ctx.unpack(rows.dtype, *packed)).addmm_(grad_down, a).view(x.shape)
+        return grad_x, grad_a, grad_b, None, None, None, *[None] * len(packed)
+
+
+class _UpdatedQuantised(_Updated):
+    """The same for a weight that is unpacked, which traces tell by the name (engine/profiling/figures.py)."""
 
 
 class _AddedPointwise(torch.autograd.Function):
@@ -145,18 +193,10 @@ class InPlaceLoraVariant(LoraVariant):
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
         """The output, [..., o] or [b, o, h, w] for a 1x1 convolution, with one adapter's update."""
-        own = module._modules
-        a, b = _factors(module, active_adapter)
-        cast = module.__dict__.get("cast")
-        if cast is not None and cast[0].dtype == result.dtype:
-            a, b = cast
-        dropout = own["lora_dropout"]._modules[active_adapter]
+        dropout = module._modules["lora_dropout"]._modules[active_adapter]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
-        add = add_update
-        if a.dim() > 2:
-            add, a, b = add_pointwise_update, a.flatten(1), b.flatten(1)
-        if (update_dropout := own.get("update_dropout")) is not None:
-            b = update_dropout(b)
+        a, b = _operands(module, active_adapter, result.dtype)
+        add = add_pointwise_update if isinstance(module, Conv2d) else add_update
         return add(result, dropped, a, b, module.scaling[active_adapter])
 
 
@@ -169,7 +209,15 @@ class _OneUpdate:
         if args or kwargs or others or own["_disable_adapters"] or own["merged_adapters"] or active not in self.scaling:
             found: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return found
-        return InPlaceLoraVariant.forward(self, active, x, self._modules["base_layer"](x))
+        base, dropout = self._modules["base_layer"], self._modules["lora_dropout"]._modules[active]
+        alone = torch.is_grad_enabled() and type(dropout) is nn.Identity
+        if alone and (weight := _frozen_weight(base)) and not torch.is_autocast_enabled(x.device.type):
+            unpack, packed = weight
+            a, b = (each.to(x.dtype) for each in _operands(self, active, x.dtype))
+            node = _Updated if unpack is _as_it_is else _UpdatedQuantised
+            result: Tensor = node.apply(x, a, b, self.scaling[active], unpack, base.bias, *packed)
+            return result
+        return InPlaceLoraVariant.forward(self, active, x, base(x))
 
 
 class OneUpdateLinear(_OneUpdate, Linear):
@@ -181,6 +229,33 @@ class OneUpdateConv2d(_OneUpdate, Conv2d):
 
 
 ONE_UPDATE: dict[type, type] = {Linear: OneUpdateLinear, Conv2d: OneUpdateConv2d}
+
+
+def _frozen_weight(layer: nn.Module) -> Packed | None:
+    """A frozen linear layer's weight, if nothing but its product is wanted of the layer."""
+    if torch.compiler.is_compiling() or layer._forward_hooks or layer._forward_pre_hooks:
+        return None
+    if type(layer) is nn.Linear:
+        frozen = not any(each is not None and each.requires_grad for each in layer._parameters.values())
+        return (_as_it_is, (layer.weight,)) if frozen else None
+    own: Callable[[], Packed | None] | None = getattr(layer, "packed_weight", None)
+    return None if own is None else own()
+
+
+def _as_it_is(dtype: torch.dtype, weight: Tensor) -> Tensor:
+    return weight
+
+
+def _operands(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A [r, i] and B [o, r] of this pass: those that the block has cast if they have this type, with ranks dropped."""
+    a, b = _factors(layer, adapter)
+    cast = layer.__dict__.get("cast")
+    if cast is not None and cast[0].dtype == dtype:
+        a, b = cast
+    if a.dim() > 2:  # of a 1x1 convolution
+        a, b = a.flatten(1), b.flatten(1)
+    drop = layer._modules.get("update_dropout")
+    return a, b if drop is None else drop(b)
 
 
 def _factors(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:

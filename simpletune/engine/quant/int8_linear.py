@@ -7,13 +7,14 @@ Shapes: m rows (samples x tokens), i input and o output features.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from simpletune.engine.quant.frozen_product import Packed, frozen_product
 from simpletune.engine.quant.int8_products import (
     dequantise_weight,
     input_gradient,
@@ -54,35 +55,9 @@ def quantise_rows(
     return q, scale
 
 
-def frozen_product(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """See ``_FrozenInt8Product``, without gradients."""
-    weight = dequantise_weight(q, scale, x.dtype)
-    if block:
-        weight = rotate_rows(weight, block)
-    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-
-class _FrozenInt8Product(torch.autograd.Function):
-    """y = x W^T + bias, W = q * scale; saves only references to q and scale for the backward pass.
-
-    Scaling the weight instead of the output, and adding the bias in the product itself, each save a pass over the
-    activations; W is rounded to the input's type.
-
-    ``block``: block size of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are
-    rotated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, block: int) -> Tensor:
-        ctx.save_for_backward(q, scale)
-        ctx.block = block
-        return frozen_product(x, q, scale, bias, block)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # [..., o]
-        q, scale = ctx.saved_tensors
-        grad_x = input_gradient(grad_y, q, scale, ctx.block) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None
+def _unpacked(dtype: torch.dtype, q: Tensor, scale: Tensor, block: int = 0) -> Tensor:  # [o, i]
+    weight = dequantise_weight(q, scale, dtype)
+    return rotate_rows(weight, block) if block else weight
 
 
 class _Quantised(NamedTuple):
@@ -190,11 +165,16 @@ class Int8Linear(nn.Linear):
         own, block = (self.weight, self.scale, self.bias), self.block
         if self.int8_products and serves(x) and (not block or not why_not_rotated(x.device)):
             return Int8Product.apply(x, *shared_rows(x, block), *own, self.int8_gradient, block)
-        if not torch.is_grad_enabled() and not block:
-            return frozen_product(x, *own, 0)
         if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
-            return _FrozenInt8Product.apply(Rotate.apply(x, block), *own, 0)
-        return _FrozenInt8Product.apply(x, *own, block)
+            x, block = Rotate.apply(x, block), 0
+        return frozen_product(x, self._packed(block), self.bias)
+
+    def packed_weight(self) -> Packed | None:
+        """The weight, for a product in somebody else's pass; None if this layer multiplies in another way."""
+        return None if self.int8_products or self.block else self._packed(0)
+
+    def _packed(self, block: int) -> Packed:
+        return functools.partial(_unpacked, block=block) if block else _unpacked, (self.weight, self.scale)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""

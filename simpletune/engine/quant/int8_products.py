@@ -182,11 +182,8 @@ torch.library.register_fake(
 
 
 def dequantise_weight(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # [o, ...], [o] -> [o, ...]
-    """Unpack a weight in one pass, rounding once. In fp16 the scale itself would be subnormal."""
-    scale = scale.view(-1, *[1] * (q.dim() - 1))
-    if dtype == torch.float16:
-        return torch.mul(q, scale, out=torch.empty_like(q, dtype=dtype))
-    return q * scale.to(dtype)  # exact factors: scales are bf16 numbers
+    """Unpack a weight in one pass, rounding once."""
+    return torch.mul(q, scale.view(-1, *[1] * (q.dim() - 1)), out=torch.empty_like(q, dtype=dtype))
 
 
 def input_gradient(

@@ -10,13 +10,13 @@ and save like any others.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import bitsandbytes  # noqa: F401 registers the kernels
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from simpletune.engine.quant.frozen_product import Packed, frozen_product
 from simpletune.engine.quant.rotation import (
     Rotate,
     Rotation,
@@ -65,38 +65,10 @@ def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  #
     return (absmax * steps[:, 1:]).add_(steps[:, :1]).view(-1)[:blocks]
 
 
-class _FrozenNf4Product(torch.autograd.Function):
-    """y = x W^T + bias; saves only references to the quantised tensors for the backward pass.
-
-    ``block``: block size of the rotation to undo in the dequantised weight; 0: there is none, or x and its gradient are
-    rotated.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        packed: Tensor,
-        absmax: Tensor,
-        steps: Tensor | None,
-        shape: tuple[int, int],
-        block: int,
-    ) -> Tensor:
-        ctx.save_for_backward(packed, absmax, *([] if steps is None else [steps]))
-        ctx.shape, ctx.block = shape, block
-        weight = rotate_rows(_dequantise(packed, absmax, steps, shape, x.dtype), block)
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))  # adds the bias in the product itself
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
-        (grad_y,) = grads  # [..., o]
-        packed, absmax, *steps = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            weight = _dequantise(packed, absmax, steps[0] if steps else None, ctx.shape, grad_y.dtype)
-            grad_x = grad_y @ rotate_rows(weight, ctx.block)
-        return grad_x, None, None, None, None, None, None
+def _unpacked(
+    dtype: torch.dtype, packed: Tensor, absmax: Tensor, *steps: Tensor, shape: tuple[int, int], block: int
+) -> Tensor:  # [o, i]
+    return rotate_rows(_dequantise(packed, absmax, steps[0] if steps else None, shape, dtype), block)
 
 
 class Nf4Linear(nn.Linear):
@@ -138,11 +110,18 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., i] -> [..., o]
         """Multiply with the dequantised weight in the input's type."""
-        block, shape = self.block, (self.out_features, self.in_features)
-        own = self.bias, self.weight, self.absmax, self.steps, shape
+        block = self.block
         if block and not (self.rotates_weight and rotates_weight(x, self.out_features)):
-            return _FrozenNf4Product.apply(Rotate.apply(x, block), *own, 0)
-        return _FrozenNf4Product.apply(x, *own, block)
+            x, block = Rotate.apply(x, block), 0
+        return frozen_product(x, self._packed(block), self.bias)
+
+    def packed_weight(self) -> Packed | None:
+        """The weight, for a product in somebody else's pass; None if it is rotated."""
+        return None if self.block else self._packed(0)
+
+    def _packed(self, block: int) -> Packed:
+        unpack = functools.partial(_unpacked, shape=(self.out_features, self.in_features), block=block)
+        return unpack, (self.weight, self.absmax, *([] if self.steps is None else [self.steps]))
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""

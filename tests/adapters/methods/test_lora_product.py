@@ -10,9 +10,18 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.adapters.methods.lora_layers import add_update, cast_together, compute_in_output_type
+from simpletune.adapters.methods.lora_layers import (
+    _as_it_is,
+    _Updated,
+    add_update,
+    cast_together,
+    compute_in_output_type,
+)
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.engine.quant.nf4_linear import Nf4Linear
 
 
 def factors() -> tuple[Tensor, ...]:
@@ -87,13 +96,58 @@ def test_every_layer_of_a_model_does_it_with_fewer_passes() -> None:
     compute_in_output_type(ours)
     x = torch.randn(512, 64, dtype=torch.bfloat16)
     torch.testing.assert_close(ours(x), plain(x), rtol=0.02, atol=0.02)
-    assert written(ours, x) + 2 * 3 == written(plain, x)  # of each layer two forward, one backward
+    # of each layer two forward and one backward, and one of those of the second that computes a gradient of its input
+    assert written(ours, x) + 2 * 3 + 1 == written(plain, x)
     ours.zero_grad(), plain.zero_grad()
     ours(x).square().mean().backward()
     plain(x).square().mean().backward()
     for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad.to(mine.dtype), rtol=0.05, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("scale", [0.7, 1.0])
+@pytest.mark.parametrize("frozen", [(), (0,), (1, 2)], ids=["all", "input frozen", "update frozen"])
+def test_gradients_of_an_update_and_its_layer_in_one_node(frozen: tuple[int, ...], scale: float) -> None:
+    x, w, a, b = factors()
+    for number, tensor in enumerate((x, a, b)):
+        tensor.requires_grad_(number not in frozen)
+    bias = torch.randn(8, dtype=torch.float64)
+    apply = lambda x, a, b: _Updated.apply(x, a, b, scale, _as_it_is, bias, w)  # noqa: E731
+    torch.autograd.gradcheck(apply, (x, a, b))
+    torch.testing.assert_close(apply(x, a, b), plainly(F.linear(x, w, bias), x, a, b, scale))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "nf4", "nf4 with scales in 8 bits"])
+def test_a_layer_and_its_update_are_one_node_with_the_same_bits(kind: str) -> None:
+    """A hook on the base layer asks for two nodes."""
+    base: Any = nn.Linear(64, 128).bfloat16().requires_grad_(False)
+    if kind == "int8":
+        base = Int8Linear.from_linear(base, torch.bfloat16)
+    elif kind != "bf16":
+        base = Nf4Linear.from_linear(base, torch.bfloat16, double=kind != "nf4")
+    config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model: Any = inject_adapter_in_model(config, nn.Sequential(base))
+    compute_in_output_type(model)
+    start, found = torch.randn(8, 64).bfloat16(), []
+    saved: list[Tensor] = []
+    for hooks in (False, True):
+        if hooks:
+            model[0].base_layer.register_forward_hook(lambda *_: None)
+        model.zero_grad()
+        x = start.clone().requires_grad_()
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+            y = model(x)
+        node = "_UpdatedBackward" if kind == "bf16" else "_UpdatedQuantisedBackward"
+        assert (type(y.grad_fn).__name__ == node) != hooks
+        y.square().mean().backward()
+        found.append((y, *(each.grad for each in model.parameters() if each.requires_grad)))
+        found[-1] += (x.grad,)
+    *same, near = zip(*found, strict=True)
+    assert len(same) == 3 and all(torch.equal(*pair) for pair in same)
+    torch.testing.assert_close(*near, rtol=0.02, atol=1e-4)
+    unpacked = [each for each in saved if each.shape == (128, 64) and each.dtype == torch.bfloat16]
+    assert kind == "bf16" or not unpacked
 
 
 class _Counted(TorchDispatchMode):
