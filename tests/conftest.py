@@ -17,11 +17,12 @@ import failpoints
 import pytest
 from hypothesis import settings
 from launching import Launcher
-from tiny_runs import TrainOnce
 
 from simpletune.system.devices import prepare_environment
 
 if TYPE_CHECKING:
+    from tiny_runs import TrainOnce
+
     from simpletune.config.schema import TrainConfig
     from simpletune.estimate.simulate.simulate import StepReport
 

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from slow_cases import drawn
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import (
     choice,
     convolutions,
+    dry_rows,
     estimate,
     inference,
     int8,
@@ -69,6 +71,22 @@ def test_every_row_of_the_memory_grid_is_valid_and_the_committed_predictions_mee
     assert len(targeted) == 7 and list(targeted.values())[:6] == [1950, 1350, 800, 400, 8600, 2000]
     for name, target in targeted.items():
         assert rows[name]["predicted_mib"] <= target == rows[name]["target_mib"], name
+
+
+def test_the_memory_grid_and_the_simulated_l4_predict_the_same() -> None:
+    """Both are committed; that of the L4 is predicted anew whenever an allocation is compared with it."""
+    rows, others = committed("memory"), json.loads((RESULTS.parent / "dry-l4" / "memory.json").read_text())["rows"]
+    both = {name: (rows[name]["predicted_mib"], others[name]["predicted_mib"]) for name in rows if name in others}
+    assert len(both) == 37
+    assert {name: pair for name, pair in both.items() if abs(pair[0] - pair[1]) > 0.55} == {}  # whole MiB, and tenths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", drawn([name for name in memory.ROWS if name not in dry_rows.GRID], 1))
+def test_rows_of_the_memory_grid_alone_are_todays(name: str) -> None:
+    row = memory.ROWS[name]
+    found = (memory.predict_job if row.whole else memory.predict)(row.overrides)
+    assert found["predicted_mib"] == pytest.approx(committed("memory")[name]["predicted_mib"], rel=1e-3)
 
 
 def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monkeypatch: pytest.MonkeyPatch) -> None:

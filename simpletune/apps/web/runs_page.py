@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -65,13 +65,17 @@ def queue_part(request: Request) -> Response:
     return render(request, "queue.html", 200, **_queue(request.app.state.roots))
 
 
-@with_form
+def _change_of(request: Request) -> Callable[[Roots, str], None]:
+    change = CHANGES.get(request.path_params["what"])
+    if change is None:
+        raise HTTPException(404)
+    return change
+
+
+@partial(with_form, require=_change_of)
 def change_queue(request: Request, form: Form) -> Response:
     """POST /queue/remove, /queue/up, /queue/stop: change the entry ``id``."""
-    act = CHANGES.get(request.path_params["what"])
-    if act is None:
-        raise HTTPException(404)
-    act(request.app.state.roots, form.get("id", ""))
+    _change_of(request)(request.app.state.roots, form.get("id", ""))
     return queue_part(request) if request.headers.get("hx-request") == "true" else RedirectResponse("/", 303)
 
 

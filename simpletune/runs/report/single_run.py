@@ -104,8 +104,8 @@ def headline(run: RunData) -> list[Fact]:
         change = f" {after / before - 1:+.1%}," if before else ""
         note = f"{before:.4f} before,{change} at step {step:,}"
         facts.append(Fact(run.loss_is[0].upper() + run.loss_is[1:], f"{after:.4f}", note))
-    elif run.metrics:
-        tenth = run.metrics[-max(1, len(run.metrics) // 10) :]
+    elif seen := [row for row in run.metrics if row["step"] <= run.steps_of_result]:
+        tenth = seen[-max(1, len(seen) // 10) :]
         mean = sum(row["loss"] for row in tenth) / len(tenth)
         last = "of the last step" if len(tenth) == 1 else f"mean of the last {len(tenth):,} steps"
         facts.append(Fact("Loss", f"{mean:.4f}", last))

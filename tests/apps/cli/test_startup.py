@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+TESTS = Path(__file__).resolve().parents[2]
 UNUSED = (
     "bitsandbytes", "torchao", "optimum", "wandb", "tensorboard", "torch.utils.tensorboard", "tensorflow", "xformers",
     "torch._inductor.compile_fx", "torchvision", "pandas", "scipy", "sklearn", "pyarrow", "datasets", "matplotlib",
@@ -57,3 +59,9 @@ def test_a_library_that_was_imported_first_does_not_miss_bitsandbytes() -> None:
         "print(json.dumps('bitsandbytes' in sys.modules))"
     )
     assert told(TOLD_LAST + code)[0] is True
+
+
+def test_the_process_that_distributes_tests_does_not_import_torch() -> None:
+    """Each would take seconds, and trainings of a helper that is imported before they are wrapped would not count."""
+    code = "import conftest; print(json.dumps(sorted({'torch', 'bitsandbytes', 'tiny_runs'} & set(sys.modules))))"
+    assert told(TOLD_LAST + f"sys.path[:0] = {[str(TESTS), str(TESTS / 'support')]}; " + code)[0] == []

@@ -112,6 +112,8 @@ def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
     assert client.post("/queue/remove", data={"id": "2"}).headers["location"] == "/"
     assert [each.name for each in queue.read_queue(roots)] == ["one", "four", "three"]
     assert client.post("/queue/nothing", data={"id": "2"}).status_code == 404
+    assert client.post("/queue/nothing").status_code == 404  # asked before the form, which would be 415
+    assert client.post("/queue/remove").status_code == 415
     assert client.get("/queue/remove").status_code == 405
     assert client.post("/queue/remove", data={"id": "4"}, headers={"origin": "http://evil.example"}).status_code == 403
     (roots.own / "queue.json").write_text("{")

@@ -22,7 +22,7 @@ from simpletune.runs.report.markdown import _bars
 from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.settings import settings_of
-from simpletune.runs.report.single_run import summary_sentence
+from simpletune.runs.report.single_run import headline, summary_sentence
 from simpletune.system.options import UserError
 
 VOID = {"meta", "link", "img", "input", "br"}
@@ -325,6 +325,19 @@ def test_the_subtitle_counts_the_steps_that_the_result_has_seen(tmp_path: Path) 
     assert summary_sentence(read_run(folder)).endswith(", 36 steps")
     (folder / "summary.json").unlink()
     assert summary_sentence(read_run(folder)).endswith(", 40 steps")
+
+
+def test_the_loss_is_that_of_steps_that_the_result_has_seen(tmp_path: Path) -> None:
+    """A run without evaluations that stopped after 40 steps, finished from its checkpoint of step 36."""
+    folder = write_run(tmp_path / "early")
+    (folder / "evaluations.jsonl").unlink()
+    rows = [{"step": step, "loss": 0.25 if step <= 36 else 9.0} for step in range(1, 41)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = json.loads((folder / "summary.json").read_text())
+    early = {"steps": 36, "status": "finished early at step 36 of 40", "eval_loss_after": None}
+    (folder / "summary.json").write_text(json.dumps(summary | early))
+    (loss,) = (fact for fact in headline(read_run(folder)) if fact.name == "Loss")
+    assert (loss.value, loss.note) == ("0.2500", "mean of the last 3 steps")
 
 
 @pytest.mark.parametrize("which", ["one", "several"])

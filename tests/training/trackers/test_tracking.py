@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -239,17 +240,22 @@ def test_the_report_reaches_the_trackers(tiny_config: dict, tmp_path: Path, monk
     assert '"rank": 2' in texts["config/text_summary"] and '"final_loss"' in texts["summary/text_summary"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_tensorboards_thread_cannot_write_is_said_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     def full(self: object, data: bytes) -> None:
         raise OSError("no space left")
 
+    died: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    others = set(threading.enumerate())
     with Trackers({"TensorBoard": lambda warn: TensorBoard(tmp_path, 0, {})}) as trackers:
+        (writer,) = set(threading.enumerate()) - others
         monkeypatch.setattr(RecordWriter, "write", full)
         trackers.scalars(1, {"loss": 1.0})
         trackers.finish({})
+    writer.join(30)  # it may die later than its exception is seen, and pytest would blame the next test
+    assert [str(each.exc_value) for each in died] == ["no space left"]
     assert trackers.warnings == ["TensorBoard failed and is off for the rest of the run (OSError: no space left)"]
 
 
