@@ -71,7 +71,8 @@ def study() -> Iterator[Row]:
 
 
 PEER = (
-    "memory.profile=null", "memory.modulation=resident", "precision.weights=bf16", "adapter.dtype=bf16",
+    "memory.profile=null", "memory.keep_attention=auto", "memory.feed_forward=auto", "memory.modulation=resident",
+    "precision.weights=bf16", "adapter.dtype=bf16",
     "optimizer.name=adamw_bf16", "train.gradient_accumulation=1",
 )  # fmt: skip
 PEER_SD3 = (

@@ -140,7 +140,7 @@ position drawn as asked, with the word and, in prompts of other styles, without.
 difference, 0 to 1, from the base's picture from the same noise, without the word. *Step*: of the tiny model, relative
 to LoRA r16, alternating in one process; the median of {ROUNDS} rounds, and their least and most. *Peak*: of SD3
 Medium's training step at 1024 px by the same method and size on its default targets with `{LORA_8GB}`, or
-`{FULL_8GB}` for full and partial, predicted by running the step on fake tensors."""
+`{FULL_8GB}` for full and partial, with `memory.checkpointing=all`, predicted by running the step on fake tensors."""
 
 
 def methods() -> dict[str, Method]:
@@ -266,7 +266,7 @@ def stepper(config: TrainConfig) -> Callable[[], object]:
 
 def on_sd3_medium(method: Method) -> TrainConfig:
     """A shipped configuration of SD3 Medium with this method and size."""
-    options = [*method.options, *method.real]
+    options = ["memory.checkpointing=all", *method.options, *method.real]
     return read_config(Path(method.shipped), options, needs_data=False, needs_model=False)[0]
 
 

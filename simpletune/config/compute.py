@@ -41,6 +41,8 @@ def settle_compute(config: TrainConfig, capability: Capability | None, saved: Js
     if not has_bf16:
         say(f"compute {chosen} (auto: {_device(capability)} has no bf16)")
     settled = _with_compute(config, chosen)
+    if chosen == "fp16" and config.memory.feed_forward == "alone":  # which fp16 excludes; with the block is as exact
+        settled = settled.model_copy(update={"memory": config.memory.model_copy(update={"feed_forward": "block"})})
     problems = list(config_rules(settled))
     if problems:
         raise ConfigError(problems, f"precision.compute {chosen} (auto on {_device(capability)})")

@@ -17,6 +17,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import OutOfMemory
+from simpletune.engine.quant.int8_products import OLDEST as OLDEST_INT8
 from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, cached_step, estimate, largest_peak, needed
 from simpletune.estimate.job_time import JobTime, speeds_of
 from simpletune.estimate.levers import with_changes
@@ -30,6 +31,7 @@ from simpletune.system.startup import without_collection
 WORTH = 1.05  # a setting that may cost quality must be faster by this factor
 TILES = (512, 256)  # pixels
 FEED_FORWARD_TILE = 1024  # tokens
+INT8_PRODUCTS = ("precision.weights=int8", "precision.products=int8")
 SHOWN = 2
 RESOLUTIONS = tuple(range(512, 2049, 128))
 MOST = 64  # samples in a batch
@@ -184,6 +186,18 @@ class Search:
                 chosen = SettingChanges((*choice.overrides, *more), config, words, choice.lossy, choice.last_resort)
                 return [PlanResult(chosen, whole, self.step_time(choice.config))]
         return []
+
+    def int8_products(self, result: PlanResult) -> PlanResult | None:
+        """Predict a result with int8 products, which no card has shown to be faster yet, so that ``fastest`` leaves
+        them off; None if they are not off, not possible, do not fit or should not be faster."""
+        choice = result.choice
+        config = with_changes(choice.config, INT8_PRODUCTS)
+        if config is None or config == choice.config or self.card.capability < OLDEST_INT8 or not self.fits(config):
+            return None
+        if self.step_time(config).seconds >= result.step_time.seconds:
+            return None
+        changed = replace(choice, overrides=(*choice.overrides, *INT8_PRODUCTS), config=config)
+        return next(iter(self._whole_job(changed)), None)
 
     def fits(self, config: TrainConfig) -> bool:
         """Whether the training stage fits. If not, its simulation stops where it runs out of memory."""

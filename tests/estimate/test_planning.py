@@ -19,7 +19,7 @@ from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.estimate import planning
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import changes_of_quality, differing, with_changes
-from simpletune.estimate.plan_command import describe_result
+from simpletune.estimate.plan_command import describe_int8, describe_result
 from simpletune.estimate.planning import (
     Search,
     batch_table,
@@ -85,6 +85,21 @@ def test_with_room_nothing_is_given_for_memory(config_of) -> None:
     assert best.choice.about == "bf16 weights, all activations kept" and len(search._known) == 2
     assert second.step_time.seconds > best.step_time.seconds and second.estimate.peak.bytes < best.estimate.peak.bytes
     assert "precision.weights=bf16" in differing(config, best.choice.config, best.choice.overrides)
+
+
+def test_what_int8_products_should_gain_is_named_but_not_taken(config_of) -> None:
+    search = Search(config_of(), L4)
+    best = search.fastest()[0]
+    assert getattr(best.choice.config.precision, "products", "dequantised") == "dequantised"
+    found = search.int8_products(best)
+    assert found is not None and found.estimate.fits(L4) and found.step_time.seconds < best.step_time.seconds
+    less = f"{1 - found.step_time.seconds / best.step_time.seconds:.0%}"
+    text = describe_int8(found, best)
+    assert f"{less} less; off" in text and text.endswith("precision.weights=int8 precision.products=int8")
+    assert search.int8_products(found) is None, "they are on"
+    slower = replace(best, step_time=found.step_time)
+    assert search.int8_products(slower) is None, "they gain nothing"
+    assert Search(search.config, find_card("T4")).int8_products(best) is None, "it has no kernel for them"
 
 
 def test_what_is_found_fits_and_the_next_faster_candidate_does_not(config_of) -> None:
@@ -255,6 +270,7 @@ def test_plan_writes_a_configuration_that_fits_and_gives_signs_of_life(
     assert main(words) == 0
     text = capsys.readouterr().out
     written = next(tmp_path.glob("large_*gib.json"))
+    assert text.count("\nint8 products: ") == 1
     assert str(written) in text and "1. " in text and "expected:" in text and "2. " in text
     planned, _ = read_config(written, needs_data=False)
     assert planned.name == written.stem and planned.data.path.endswith("nowhere")

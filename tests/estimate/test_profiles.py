@@ -87,7 +87,8 @@ def test_every_profile_is_valid_and_has_its_configuration_and_its_row_on_the_pag
         data = json.loads((ROOT / "configs" / f"sd3_medium_{kind}_{name}.json").read_text())
         assert data["memory"] == {"profile": name} and (data["adapter"]["method"] == "full") == (kind == "full")
         own = [row for row in rows if row.startswith(f"| `{name}` |")][("lora", "full").index(kind)]
-        assert set(re.findall(r"`(modulation|vae_tile|checkpointing|resident_blocks)=(\w+)`", own)) == {
+        levers = "modulation|vae_tile|checkpointing|keep_attention|feed_forward|resident_blocks"
+        assert set(re.findall(rf"`({levers})=(\w+)`", own)) == {
             (key, str(value)) for key, value in options.items() if key != "optimizer_in_backward"
         }
         when = {True: "updates in the backward pass", False: "updates after the backward pass"}
@@ -106,6 +107,30 @@ def test_values_of_ones_own_go_before_a_profiles(tiny_config: dict) -> None:
     assert (config.precision.weights, config.memory.modulation, config.memory.vae_tile) == ("fp32", "resident", 512)
     with pytest.raises(ConfigError, match="memory.profile"):
         validate(tiny_config | {"memory": {"profile": "5gb"}}, "unknown")
+
+
+def test_what_a_profile_recomputes_gives_way_as_a_whole(tiny_config: dict) -> None:
+    """A lever of one's own, or one that excludes a part of it; what remains of the profile still applies."""
+
+    def memory(own: dict, **sections: dict) -> Memory:
+        medium = {"pretrained": "stabilityai/stable-diffusion-3-medium-diffusers"}  # 24 blocks
+        data = {key: tiny_config[key] for key in tiny_config if key not in ("precision", "optimizer")}
+        return validate(data | {"model": medium, "memory": {"profile": "6gb", **own}, **sections}, "own").memory
+
+    def recomputed(own: Memory) -> tuple:
+        return own.checkpointing, own.keep_attention, own.feed_forward
+
+    assert recomputed(memory({})) == (12, "all", "alone")
+    for own, left in (
+        ({"checkpointing": "none"}, ("none", "auto", "auto")),
+        ({"resident_blocks": 0}, ("all", "auto", "auto")),
+        ({"offload_checkpoint_inputs": True}, ("all", "auto", "auto")),
+        ({"keep_attention": "all"}, ("all", "all", "auto")),
+    ):
+        found = memory(own)
+        assert recomputed(found) == left and found.modulation == "plan", own
+    for speed in ({"compile": True}, {"attention": "math"}):
+        assert recomputed(memory({}, speed=speed)) == (12, "auto", "auto")
 
 
 LADDER = [

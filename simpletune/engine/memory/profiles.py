@@ -1,7 +1,7 @@
 """``memory.profile``: presets of options for cards of common sizes; explicit values override them.
 
-The predicted peaks in ``benchmarks/results``, of the training step at 1024 px with batch size 1 and of the other
-stages, stay about 1 GiB below the card's memory, which leaves room for the CUDA context, a display and fragmentation.
+For SD3 Medium at 1024 px with batch size 1 they take what ``simpletune plan`` finds fastest at their precision on a
+card of that size, of which a display or Windows takes a tenth (``tests/estimate/test_card_configs.py``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from simpletune.system.options import Json
 Name = Literal["4gb", "6gb", "8gb", "12gb", "16gb", "24gb"]
 
 _PLAN: Json = {"modulation": "plan"}
+_KEEP: Json = {"keep_attention": "all", "feed_forward": "alone"}
 _IN_BACKWARD: Json = {
     "precision": {"weights": "bf16"},
     "optimizer": {"name": "adamw8bit"},
     "train": {"clip": "per_parameter", "gradient_accumulation": 1},
 }
+_RECOMPUTE = ("checkpointing", "keep_attention", "feed_forward", "offload_checkpoint_inputs")
 
 
 def _in_backward(**memory: object) -> Json:
@@ -26,9 +28,9 @@ def _in_backward(**memory: object) -> Json:
 
 
 LORA: dict[str, Json] = {
-    "4gb": {"precision": {"weights": "int8"}, "memory": {**_PLAN, "vae_tile": 512}},
-    "6gb": {"precision": {"weights": "int8"}, "memory": _PLAN},
-    "8gb": {"precision": {"weights": "bf16"}, "memory": _PLAN},
+    "4gb": {"precision": {"weights": "int8"}, "memory": {**_PLAN, **_KEEP, "vae_tile": 512}},
+    "6gb": {"precision": {"weights": "int8"}, "memory": {**_PLAN, "checkpointing": 12, **_KEEP}},
+    "8gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": "none"}},
     "12gb": {"precision": {"weights": "bf16"}, "memory": {**_PLAN, "checkpointing": "none"}},
     "16gb": {"precision": {"weights": "bf16"}, "memory": {"checkpointing": "none"}},
     "24gb": {"precision": {"weights": "bf16"}, "memory": {"checkpointing": "none"}},
@@ -36,20 +38,35 @@ LORA: dict[str, Json] = {
 FULL: dict[str, Json] = {
     "4gb": _in_backward(resident_blocks=0, vae_tile=512),
     "6gb": _in_backward(resident_blocks=10, vae_tile=512),
-    "8gb": _in_backward(resident_blocks=14, vae_tile=512),
-    "12gb": _in_backward(),
-    "16gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}},
+    "8gb": _in_backward(keep_attention="all", resident_blocks=14, vae_tile=512),
+    "12gb": _in_backward(keep_attention="all", vae_tile=512),
+    "16gb": {
+        "precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"keep_attention": "all"},
+    },
     "24gb": {"precision": {"weights": "bf16"}, "optimizer": {"name": "adamw8bit"}, "memory": {"checkpointing": "none"}},
-}
+}  # fmt: skip
 
 
 def with_profile(data: Json, trains_base: bool) -> Json:
     """Add a profile's values to a configuration, merged with the overrides, that does not set them; ``trains_base``:
-    whether the adapter trains base weights. Without a known profile, returns it unchanged."""
+    whether the adapter trains base weights. Without a known profile, returns it unchanged.
+
+    What is recomputed is one choice: a value of one's own, or one that excludes a part of it, replaces all of it.
+    """
     memory = data.get("memory")
     name = memory.get("profile") if isinstance(memory, dict) else None
     preset = (FULL if trains_base else LORA).get(name) if isinstance(name, str) else None
-    return data if preset is None else _under(preset, data)
+    if preset is None or not isinstance(memory, dict):
+        return data
+    speed, dropped = data.get("speed"), tuple[str, ...]()
+    own = [memory.get(lever) for lever in (*_RECOMPUTE, "resident_blocks")]
+    if any(value is not None and value is not False for value in own):  # 0 resident blocks are a choice
+        dropped = _RECOMPUTE
+    elif isinstance(speed, dict) and (speed.get("compile") is True or speed.get("attention") == "math"):
+        dropped = tuple(_KEEP)
+    levers = {lever: value for lever, value in preset.get("memory", {}).items() if lever not in dropped}
+    preset = {**preset, "memory": levers}
+    return _under(preset, data)
 
 
 def _under(preset: Json, own: Json) -> Json:

@@ -180,6 +180,10 @@ def test_what_fp16_cannot_train_is_refused_with_the_reason(tiny_config: dict) ->
         assert settle_compute(config, L4).precision.compute == "bf16"
         with pytest.raises(ConfigError, match=words):
             settle_compute(config, T4)
+    alone = {"adapter": {"method": "lora"}, "memory": {"feed_forward": "alone"}, "precision": {"weights": "int8"}}
+    config = validate(tiny_config | alone, "auto")
+    ways = [settle_compute(config, capability).memory.feed_forward for capability in (L4, T4)]
+    assert ways == ["alone", "block"], "what is exact either way is not refused"
     with pytest.raises(ConfigError, match="paged_adamw8bit cannot undo.*adamw8bit"):
         validate(tiny_config | paged | {"precision": FP16}, "paged")
 
