@@ -675,7 +675,7 @@ def test_a_link_to_a_script_finds_the_project(ready: Machine, tmp_path: Path) ->
 
 @pytest.fixture
 def server(machine: Machine) -> Machine:
-    """A machine that can do all of .ci/run: 20 GiB are free, a limit of FAKE_EXPIRED seconds is exceeded."""
+    """A machine that can do all of .ci/run: 20 GiB are free; FAKE_SLOW is a command that exceeds its limit."""
     machine.python()
     (machine.root / "tmp").mkdir()
     machine.environment["TMPDIR"] = str(machine.root / "tmp")
@@ -684,7 +684,7 @@ def server(machine: Machine) -> Machine:
     free = "free=${FAKE_FREE_GIB:-20}; [[ $2 != */tmp ]] || free=${FAKE_TMP_GIB:-20}"
     machine.command("df", f"#!/bin/bash\n{free}\necho header\necho /dev/x 9 9 $((free << 20)) 9% /\n")
     run = f'"{shutil.which("env")}" "${{@:2}}"'
-    limit = f'echo "timeout $*" >>"$FAKE_LOG"\n[[ $1 != "${{FAKE_EXPIRED:-}}" ]] || exit 124\n{run}\n'
+    limit = f'echo "timeout $*" >>"$FAKE_LOG"\n[[ $2 != "${{FAKE_SLOW:-}}" ]] || exit 124\n{run}\n'
     machine.command("timeout", f"#!/bin/bash\n{limit}")
     machine.run("test.sh")
     machine.log.unlink()
@@ -693,8 +693,9 @@ def server(machine: Machine) -> Machine:
 
 def test_the_server_runs_make_dry_after_the_tests(server: Machine) -> None:
     output = server.run(".ci/run", SECONDS="480")
-    assert re.search(r"test\.sh: all passed.*\.ci/dry: making \.venv-cuda within 600 s", output, re.S)
-    assert server.calls("timeout") == [f"600 {DRY}", "900 make dry"] and server.calls("make") == ["dry"]
+    assert re.search(r"test\.sh: all passed.*\.ci/dry: making \.venv-cuda within \d+ s", output, re.S)
+    assert [call.split()[1:] for call in server.calls("timeout")] == [[DRY], ["make", "dry"]]
+    assert server.calls("make") == ["dry"]
     assert "SKIPPED" not in output
     server.log.unlink()
     assert "test.sh: failed: mypy" in server.run(".ci/run", status=1, FAKE_RUN_FAILS="mypy")
@@ -707,7 +708,7 @@ NO_NETWORK = "HTTPSConnectionPool(host='index.invalid'): Max retries exceeded"
 @pytest.mark.parametrize(
     "environment, words",
     [
-        ({"SECONDS": "1201"}, r"\./test\.sh took 120\d s, more than 1200 s"),
+        ({"SECONDS": "1201"}, r"\./test\.sh took 12\d\d s, more than 1200 s"),
         ({"FAKE_FREE_GIB": "9"}, r"the disk is too small: .*/\.venv-cuda needs 10 GiB .*; 9 GiB are free"),
         ({"FAKE_TMP_GIB": "2"}, r"the disk is too small: .*/tmp needs 3 GiB .*; 2 GiB are free"),
         ({"FAKE_PIP_ERROR": "[Errno 28] No space left on device"}, "the disk is too small: Installing torch"),
@@ -715,7 +716,7 @@ NO_NETWORK = "HTTPSConnectionPool(host='index.invalid'): Max retries exceeded"
         ({"FAKE_PIP_ERROR": "No matching distribution found for torch"}, "the wheels cannot be had: Installing torch"),
         ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build"},
          r"the wheels cannot be had: .* torch 2\.13\.0 is not a CUDA build"),
-        ({"FAKE_EXPIRED": "600"}, r"the wheels cannot be had: \.venv-cuda was not made within 600 s"),
+        ({"FAKE_SLOW": DRY}, r"the wheels cannot be had: \.venv-cuda was not made within 1[45]\d\d s"),
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_run_make_dry_says_why_and_passes(
@@ -746,7 +747,7 @@ def test_without_a_compiler_make_dry_is_skipped(server: Machine, tool: str) -> N
         ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build\npytest is not"}, 4),
         ({"DRY_VENV": "pyproject.toml"}, 3),
         ({"FAKE_MAKE_STATUS": "2"}, 2),
-        ({"FAKE_EXPIRED": "900"}, 124),
+        ({"FAKE_SLOW": "make"}, 124),
     ],
 )
 def test_other_failures_fail_the_server(server: Machine, environment: dict[str, str], status: int) -> None:
@@ -755,8 +756,8 @@ def test_other_failures_fail_the_server(server: Machine, environment: dict[str, 
     assert ("make dry took more than 900 s" in output) == (status == 124)
 
 
-@pytest.mark.parametrize("before, limit", [(899, 600), (900, 600), (901, 599), (1200, 300)])
-def test_the_server_takes_40_minutes_at_most(server: Machine, before: int, limit: int) -> None:
+@pytest.mark.parametrize("before", [480, 1200])
+def test_the_server_takes_40_minutes_at_most(server: Machine, before: int) -> None:
     server.run(".ci/dry", str(before))
     limits = [int(call.split()[0]) for call in server.calls("timeout")]
-    assert limits == [limit, 900] and before + sum(limits) <= 40 * 60
+    assert before + sum(limits) == 40 * 60 and limits[0] >= 300 and limits[1] == 900
