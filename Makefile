@@ -25,7 +25,7 @@ style: setup  ## let ruff fix and format the code; 1 s
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-test:  ## run what CI runs: quality, then every test not marked gpu or slow; the tests alone 8 min 3 s on 2 idle, slow cores of an AMD EPYC (23 November 2026)
+test:  ## run what CI runs before make dry: quality, then every test not marked gpu or slow; the tests alone 8 min 3 s on 2 idle, slow cores of an AMD EPYC (23 November 2026)
 	@./test.sh
 
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test

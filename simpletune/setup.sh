@@ -17,6 +17,10 @@ set -euo pipefail
 
 _SIMPLETUNE_MIN_DRIVER=580 # CUDA 13, for which the package index's torch wheels are built from 2.11 on
 _SIMPLETUNE_CPU_INDEX=https://download.pytorch.org/whl/cpu
+# What pip says of a full disk, and of an index that it cannot reach or read to the end.
+_SETUP_DISK_FULL='No space left|Disk quota exceeded'
+_SETUP_NO_INDEX='ConnectionError|Temporary failure in name resolution|Network is unreachable|timed out|Max retries|SSLError|ProxyError'
+_SETUP_NO_INDEX+='|Connection broken|incomplete-download|HTTP error'
 
 _setup_say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -233,9 +237,9 @@ for found in json.load(open(sys.argv[1]))["install"]:
 # Shows the end of the log, the likely cause and the remedy; exits with 4. $1: what was being done, $2: its exit status.
 _setup_install_failed() {
     local cause="See the lines above; then run the same command again."
-    if grep -qE 'No space left|Disk quota exceeded' "$log"; then
+    if grep -qE "$_SETUP_DISK_FULL" "$log"; then
         cause="The disk is full ($(df -hP "$venv" | awk 'NR == 2 {print $4}') free in $root; pip also needs room in ${TMPDIR:-/tmp}). Free some, or set TMPDIR, and run it again."
-    elif grep -qE 'ConnectionError|Temporary failure in name resolution|Network is unreachable|timed out|Max retries|SSLError|ProxyError' "$log"; then
+    elif grep -qE "$_SETUP_NO_INDEX" "$log"; then
         cause="The package index could not be reached. Check the network or proxy and run it again."
     elif grep -qF 'from versions: none' "$log"; then # pip says no more than this for an index that refuses, too
         cause="The package index could not be reached, or has nothing for Python ${python_version:-of .venv}. Check the network or proxy and run it again."

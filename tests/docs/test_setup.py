@@ -1,7 +1,8 @@
 """train.sh, test.sh and setup.sh on machines of every kind, with a fake Python, pip and nvidia-smi: no network, no GPU.
 
 The scripts are copied to a folder whose path has a space, and see a PATH of fakes and the few tools named here.
-tests/gpu/dry_gpu/setup.sh, which makes another environment by the same rules, is tested here, too.
+tests/gpu/dry_gpu/setup.sh, which makes another environment by the same rules, is tested here, too, and .ci/run, which
+calls it after test.sh.
 """
 
 import ensurepip
@@ -51,7 +52,7 @@ case "$*" in
         if [[ -n ${{FAKE_PIP_ERROR:-}} ]]; then echo "ERROR: $FAKE_PIP_ERROR"; exit 1; fi ;;
     *)
         echo "run $PWD: $*" >>"$FAKE_LOG"
-        [[ "$*" != *"${{FAKE_RUN_FAILS:-nothing}}"* ]] ;;
+        [[ "$*" != *"${{FAKE_RUN_FAILS:-nothing}}"* ]] || {{ printf "%s" "${{FAKE_RUN_ERROR:-}}"; exit 1; }} ;;
 esac
 """
 
@@ -64,7 +65,7 @@ class Machine:
         self.bin = folder / "bin"
         self.log = folder / "calls.log"
         self.bin.mkdir(parents=True)
-        for name in ("train.sh", "test.sh", "pyproject.toml", "simpletune/setup.sh", DRY):
+        for name in ("train.sh", "test.sh", "pyproject.toml", "simpletune/setup.sh", DRY, ".ci/run", ".ci/dry"):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, self.root / name)
         (self.root / "configs").mkdir()
@@ -667,3 +668,96 @@ def test_a_link_to_a_script_finds_the_project(ready: Machine, tmp_path: Path) ->
     done = subprocess.run([link, "demo"], env=ready.environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert ready.calls("run")[-1].startswith(f"{ready.root}: -m simpletune train")
+
+
+# .ci/run
+
+
+@pytest.fixture
+def server(machine: Machine) -> Machine:
+    """A machine that can do all of .ci/run: 20 GiB are free; FAKE_SLOW is a command that exceeds its limit."""
+    machine.python()
+    (machine.root / "tmp").mkdir()
+    machine.environment["TMPDIR"] = str(machine.root / "tmp")
+    machine.command("gcc", "#!/bin/bash\n")
+    machine.command("make", '#!/bin/bash\necho "make $*" >>"$FAKE_LOG"\nexit ${FAKE_MAKE_STATUS:-0}\n')
+    free = "free=${FAKE_FREE_GIB:-20}; [[ $2 != */tmp ]] || free=${FAKE_TMP_GIB:-20}"
+    machine.command("df", f"#!/bin/bash\n{free}\necho header\necho /dev/x 9 9 $((free << 20)) 9% /\n")
+    run = f'"{shutil.which("env")}" "${{@:2}}"'
+    limit = f'echo "timeout $*" >>"$FAKE_LOG"\n[[ $2 != "${{FAKE_SLOW:-}}" ]] || exit 124\n{run}\n'
+    machine.command("timeout", f"#!/bin/bash\n{limit}")
+    machine.run("test.sh")
+    machine.log.unlink()
+    return machine
+
+
+def test_the_server_runs_make_dry_after_the_tests(server: Machine) -> None:
+    output = server.run(".ci/run", SECONDS="480")
+    assert re.search(r"test\.sh: all passed.*\.ci/dry: making \.venv-cuda within \d+ s", output, re.S)
+    assert [call.split()[1:] for call in server.calls("timeout")] == [[DRY], ["make", "dry"]]
+    assert server.calls("make") == ["dry"]
+    assert "SKIPPED" not in output
+    server.log.unlink()
+    assert "test.sh: failed: mypy" in server.run(".ci/run", status=1, FAKE_RUN_FAILS="mypy")
+    assert server.calls("make") == [], "the server has failed by then"
+
+
+NO_NETWORK = "HTTPSConnectionPool(host='index.invalid'): Max retries exceeded"
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"SECONDS": "1201"}, r"\./test\.sh took 12\d\d s, more than 1200 s"),
+        ({"FAKE_FREE_GIB": "9"}, r"the disk is too small: .*/\.venv-cuda needs 10 GiB .*; 9 GiB are free"),
+        ({"FAKE_TMP_GIB": "2"}, r"the disk is too small: .*/tmp needs 3 GiB .*; 2 GiB are free"),
+        ({"FAKE_PIP_ERROR": "[Errno 28] No space left on device"}, "the disk is too small: Installing torch"),
+        ({"FAKE_PIP_ERROR": NO_NETWORK}, r"the wheels cannot be had: Installing torch 2\.13\.0"),
+        ({"FAKE_PIP_ERROR": "No matching distribution found for torch"}, "the wheels cannot be had: Installing torch"),
+        ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build"},
+         r"the wheels cannot be had: .* torch 2\.13\.0 is not a CUDA build"),
+        ({"FAKE_SLOW": DRY}, r"the wheels cannot be had: \.venv-cuda was not made within 1[45]\d\d s"),
+    ],
+)  # fmt: skip
+def test_a_server_that_cannot_run_make_dry_says_why_and_passes(
+    server: Machine, environment: dict[str, str], words: str
+) -> None:
+    output = server.run(".ci/run", **{"SECONDS": "0", **environment})
+    assert re.search(rf"^\.ci/dry: MAKE DRY IS SKIPPED: {words}", output, re.M), output
+    assert server.calls("make") == []
+
+
+@pytest.mark.parametrize("tool", ["gcc", "make"])
+def test_without_a_compiler_make_dry_is_skipped(server: Machine, tool: str) -> None:
+    (server.bin / tool).unlink()
+    output = server.run(".ci/run")
+    assert re.search(rf"MAKE DRY IS SKIPPED: there is no .*{tool}", output), output
+    assert server.calls("make") == []
+    server.command("gcc", "#!/bin/bash\necho 'Python.h: No such file'\nexit 1\n")
+    server.command("make", "#!/bin/bash\n")
+    assert "SKIPPED: there is no C compiler with Python.h: Python.h: No such file\n" in server.run(".ci/run")
+
+
+@pytest.mark.parametrize(
+    "environment, status",
+    [
+        ({"FAKE_PIP_ERROR": "ResolutionImpossible"}, 4),
+        ({"FAKE_VENV_ERROR": NO_NETWORK}, 4),
+        ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "pytest>=9.2 is not installed"}, 4),
+        ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build\npytest is not"}, 4),
+        ({"DRY_VENV": "pyproject.toml"}, 3),
+        ({"FAKE_MAKE_STATUS": "2"}, 2),
+        ({"FAKE_SLOW": "make"}, 124),
+    ],
+)
+def test_other_failures_fail_the_server(server: Machine, environment: dict[str, str], status: int) -> None:
+    output = server.run(".ci/run", status=status, **environment)
+    assert "SKIPPED" not in output
+    assert ("make dry took more than 900 s" in output) == (status == 124)
+
+
+@pytest.mark.parametrize("before", [480, 1200])
+def test_the_server_takes_40_minutes_at_most(server: Machine, before: int) -> None:
+    server.run(".ci/dry", str(before))
+    limits = [int(call.split()[0]) for call in server.calls("timeout")]
+    assert before + sum(limits) == 40 * 60 and limits[0] >= 300 and limits[1] == 900
