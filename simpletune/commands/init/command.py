@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
-from simpletune.commands.init.choices import Suggestion, default_trigger, guess_what, suggest
+from simpletune.commands.init.choices import NO_PHOTOS, Suggestion, default_trigger, guess_what, suggest
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import DEMO
@@ -55,7 +55,7 @@ def init_command(
         f"{plural(len(seen.report.rejected), 'unusable entry', 'unusable entries')}"
     )
     if not quiet and sys.stdin.isatty() and sys.stdout.isatty():
-        answers = ask(answers, guess_what(seen)[0], default_trigger(seen))
+        answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
     suggestion = suggest(folder, answers, card, seen)
     model = suggestion.config["model"]["pretrained"]
     if card is not None and not model.startswith(DEMO):
@@ -93,13 +93,17 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
 def config_for(folder: Path) -> Path:
     """Return the configuration of a folder: the one beside it, or a new one."""
     file = file_for(folder)
-    if not file.exists():
-        return init_command(folder, Answers())
+    is_new = not file.exists()
+    if is_new:
+        init_command(folder, Answers())
     config, _ = read_config(file)
-    if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
+    if all(Path(source.path).resolve() != folder.resolve() for source in config.data.members):
+        raise UserError(
+            f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
+            f"one: simpletune init {folder} --out FILE"
+        )
+    if not is_new:
         say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")
-        return file
-    raise UserError(
-        f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
-        f"one: simpletune init {folder} --out FILE"
-    )
+    if config.is_demo:
+        say(f"{'note':<10} this trains the tiny model: {NO_PHOTOS}, whatever it is trained on")
+    return file
