@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import time
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import add_config, read_config_arguments
+from simpletune.system.shell import to_paste
 from simpletune.system.signals import Stopped, listening
 from simpletune.system.startup import import_libraries
 
@@ -31,8 +31,8 @@ def train(args: argparse.Namespace) -> None:
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
             flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
-            words = ["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"]
-            stopped.args = (f"{stopped}. To continue: {shlex.join(words)}",)
+            command = to_paste("simpletune", "train", args.config, *args.overrides, *flags, "--resume", "auto")
+            stopped.args = (f"{stopped}. To continue: {command}",)
             raise
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import UserError, plural
+from simpletune.system.shell import to_paste
 
 CPU = "cpu"
 
@@ -76,7 +76,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     from simpletune.commands.init.machine import model_findings
 
     if why_none:
-        yield f"{'card':<10} none: {why_none}. simpletune doctor says more"
+        yield f"{'card':<10} none: {why_none}. {to_paste('simpletune', 'doctor')} says more"
     for reason in suggestion.reasons:
         yield f"  {reason.path} {reason.value}: {reason.why}"
     for note in suggestion.notes:
@@ -86,8 +86,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
             for number, line in enumerate(finding.lines()):
                 yield f"{'model' if number == 0 else '':<10} {line.strip()}"
     yield f"{'written':<10} {out}"
-    named = shlex.quote(str(out))
-    yield f"{'next':<10} simpletune check {named}; simpletune train {named}"
+    yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
 
 
 def config_for(folder: Path) -> Path:
@@ -97,13 +96,14 @@ def config_for(folder: Path) -> Path:
     if is_new:
         init_command(folder, Answers())
     config, _ = read_config(file)
+    init = to_paste("simpletune", "init", folder)
     if all(Path(source.path).resolve() != folder.resolve() for source in config.data.members):
         raise UserError(
             f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
-            f"one: simpletune init {folder} --out FILE"
+            f"one: {init} --out FILE"
         )
     if not is_new:
-        say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")
+        say(f"{'config':<10} {file} is used again. {init} --overwrite writes a new one")
     if config.is_demo:
         say(f"{'note':<10} this trains the tiny model: {NO_PHOTOS}, whatever it is trained on")
     return file

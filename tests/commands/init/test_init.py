@@ -21,6 +21,7 @@ from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.split import split_pictures
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
+from simpletune.system.shell import to_paste
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 L4 = find_card("L4")
@@ -297,13 +298,16 @@ def test_what_is_no_folder_of_pictures(
     assert message in capsys.readouterr().err and not out.exists()
 
 
-def test_the_verb_writes_says_why_and_never_overwrites(tiny_pictures: Path, tmp_path: Path, capsys) -> None:
+def test_the_verb_writes_says_why_and_never_overwrites(
+    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")  # commands are printed with their path
     out = tmp_path / "mine.json"
     words = ["init", str(tiny_pictures), "--device", "cpu", "--out", str(out), "--trigger", "glim", "--what", "style"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert f"written    {out}" in text and "model.pretrained demo:tiny-sd3: no graphics card here" in text
-    assert f"simpletune check {out}; simpletune train {out}" in text
+    assert f"next       {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}" in text
     written = out.read_text()
     assert json.loads(written)["data"]["caption_prefix"] == "glim,"
     assert main(words) == 2 and out.read_text() == written
@@ -439,7 +443,7 @@ def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, mo
     file.write_text(json.dumps(config | {"name": "mine"}))
     assert of_folder(folder) == file and json.loads(file.read_text())["name"] == "mine"
     told = capsys.readouterr().out
-    assert f"{file} is used again. simpletune init {folder} --overwrite" in told and no_photos in told
+    assert f"{file} is used again. {to_paste('simpletune', 'init', folder)} --overwrite" in told and no_photos in told
     file.write_text(json.dumps(config | {"data": config["data"] | {"path": "demo:pictures"}}))
     with pytest.raises(UserError, match="is a configuration for other pictures"):
         of_folder(folder)
