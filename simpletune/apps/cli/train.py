@@ -36,12 +36,17 @@ def train(args: argparse.Namespace) -> None:
             raise
 
 
-def of_folder(config: Path) -> Path:
-    """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
+def is_folder_of_pictures(config: Path) -> bool:
+    """Whether a verb's argument is a folder of pictures; one that only holds configurations is none."""
     from simpletune.config.load import find_config
     from simpletune.data.sources.walk import walk
 
-    if not find_config(config).is_dir() or (any(config.glob("*.json")) and not walk(config, "inside").pictures):
+    return find_config(config).is_dir() and not (any(config.glob("*.json")) and not walk(config, "inside").pictures)
+
+
+def of_folder(config: Path) -> Path:
+    """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
+    if not is_folder_of_pictures(config):
         return config
     from simpletune.commands.init.command import config_for
 

@@ -10,10 +10,12 @@ from simpletune.commands.init.answers import Answers, ask
 from simpletune.commands.init.choices import NO_PHOTOS, Suggestion, default_trigger, guess_what, suggest
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
-from simpletune.config.schema import DEMO
+from simpletune.config.overrides import merge
+from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.sources.source import Source
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
-from simpletune.system.console import say
+from simpletune.system.console import note, say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import UserError, plural
 from simpletune.system.shell import to_paste
@@ -79,14 +81,32 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
         yield f"{'card':<10} none: {why_none}. {to_paste('simpletune', 'doctor')} says more"
     for reason in suggestion.reasons:
         yield f"  {reason.path} {reason.value}: {reason.why}"
-    for note in suggestion.notes:
-        yield f"{'note':<10} {note}"
+    for line in suggestion.notes:
+        yield f"{'note':<10} {line}"
     if not suggestion.config["model"]["pretrained"].startswith(DEMO):
         for finding in model_findings(suggestion.config["model"]["pretrained"]):
             for number, line in enumerate(finding.lines()):
                 yield f"{'model' if number == 0 else '':<10} {line.strip()}"
     yield f"{'written':<10} {out}"
     yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
+
+
+def config_in_memory(folder: Path, overrides: list[str]) -> TrainConfig:
+    """Return a folder's configuration, as in the file beside it or as ``init`` would suggest; writes nothing."""
+    file = file_for(folder)
+    if file.exists() and any(_is_of(folder, source) for source in read_config(file)[0].data.members):
+        config, notices = read_config(file, overrides, needs_model=False)
+    else:
+        from simpletune.commands.init.machine import card_here
+
+        merged, notices, problems = merge(suggest(folder, device=card_here()[0]).config, overrides)
+        config = validate(merged, str(folder), problems, needs_model=False)
+    note(notices)
+    return config
+
+
+def _is_of(folder: Path, source: Source) -> bool:
+    return Path(source.path).resolve() == folder.resolve()
 
 
 def config_for(folder: Path) -> Path:
@@ -97,7 +117,7 @@ def config_for(folder: Path) -> Path:
         init_command(folder, Answers())
     config, _ = read_config(file)
     init = to_paste("simpletune", "init", folder)
-    if all(Path(source.path).resolve() != folder.resolve() for source in config.data.members):
+    if not any(_is_of(folder, source) for source in config.data.members):
         raise UserError(
             f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
             f"one: {init} --out FILE"
