@@ -95,10 +95,10 @@ def default_trigger(seen: FolderContents, what: What) -> str | None:
 def profile_of(card: Card | None) -> tuple[str, str]:
     """Return the memory profile for a card, and the reason."""
     if card is None:
-        return DEFAULT_PROFILE, "for an 8 GB card, since none is here: --device names yours"
+        return DEFAULT_PROFILE, "for an 8 GiB card, since none is here: --device names yours"
     fitting = [name for name in PROFILES if card.gib * card.found >= USABLE * int(name[:-2])]
     if not fitting:
-        return PROFILES[0], f"{card.name} has less than 4 GB: the profile that takes the least"
+        return PROFILES[0], f"{card.name} has less than 4 GiB: the profile that takes the least"
     return fitting[-1], f"for {card.name}"
 
 
