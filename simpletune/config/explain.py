@@ -17,6 +17,7 @@ from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.sources import is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import plural
+from simpletune.system.shell import to_paste
 
 HIGH_LR_FULL = 1e-4
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
@@ -73,7 +74,9 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "evaluates", _evaluates(config)
     empty = config.validation.prompts == []
     drawn = "no pictures (validation.prompts is empty)" if empty else str(run_folder(config) / "samples")
-    board = f"tensorboard --logdir {profile_folder(config).parent}" if config.tracking.tensorboard else "no TensorBoard"
+    board = "no TensorBoard"
+    if config.tracking.tensorboard:
+        board = to_paste("tensorboard", "--logdir", profile_folder(config).parent)
     wandb = config.tracking.wandb
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
     yield "shows", f"{drawn}; {board}{synced}"

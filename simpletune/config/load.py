@@ -80,11 +80,11 @@ def read_json(file: Path) -> Json:
         names = shipped_names()
         meant = {**{name: name for name in names}, **{near.stem: str(near) for near in file.parent.glob("*.json")}}
         near = difflib.get_close_matches(file.stem, meant, n=1)
-        hint = f" Did you mean {meant[near[0]]}?" if near else ""
-        raise UserError(
-            f"{file} does not exist.{hint} Give the path of a JSON file or the name of a shipped configuration: "
-            f"{', '.join(names)}"
-        ) from None
+        known = (
+            f"Give the path of a JSON file, or the name of one of the {len(names)} in {SHIPPED_FOLDER}, such as demo"
+        )
+        hint = f"Did you mean {meant[near[0]]}?" if near else known
+        raise UserError(f"{file} does not exist. {hint}") from None
     except IsADirectoryError:
         raise UserError(f"{file} is a folder. Name a configuration in it, such as {file}/NAME.json") from None
     except OSError as error:

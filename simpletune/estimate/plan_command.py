@@ -1,10 +1,9 @@
-"""``simpletune plan``: print and write the best settings for a card, or for the card on which the job is cheapest or
+"""``simpletune plan``: print the best settings for a card, or for the card on which the job is cheapest or
 finishes first; list the largest batches by card."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import GIB, read_for_estimate, unfit
 from simpletune.estimate.job_estimate import MIB
-from simpletune.estimate.job_time import job_time
+from simpletune.estimate.job_time import job_time, speeds_of
 from simpletune.estimate.levers import changes_of_quality, differing
 from simpletune.estimate.planning import PlanResult, Search, batch_table, possible_resolutions
 from simpletune.estimate.timing.timeline import StepSeconds
@@ -26,6 +25,7 @@ from simpletune.system.console import counting, say, silent
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError, plural
 from simpletune.system.prices import Price, of_cards
+from simpletune.system.shell import to_paste
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
 RESOLUTIONS = (512, 768, 1024)
@@ -43,14 +43,14 @@ def plan_config(
     out: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """Write the best settings as a configuration; return what ``simpletune plan CONFIG --device CARD`` prints.
+    """Find the best settings; return what ``simpletune plan CONFIG --device CARD`` prints.
 
     Args:
         cards: card that the settings must fit on, or several to choose from.
         goal: ``fastest``, ``cheapest``, ``largest-batch`` or ``highest-resolution``.
         reserve: GiB of the card that other programs use.
         prices: file of the user's prices.
-        out: file to write; None: beside the configuration, named after it and the card.
+        out: file to write them to as a configuration; None: write nothing.
 
     Raises:
         UserError: nothing fits.
@@ -87,18 +87,29 @@ def plan_config(
                 for each in results
             ]
             gain = None if in_int8 is None else in_int8.step_time.seconds
-            figures = {"device": card.name, "plans": plans, "int8_products_seconds": gain}
-            lines = [f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted"]
+            source = speeds_of(card, config.output.cache_folder)[2]
+            figures = {"device": card.name, "speeds": source, "plans": plans, "int8_products_seconds": gain}
+            lines = [
+                f"{card.name} has {card.bytes / MIB:,.0f} MiB; searched {seconds:.0f} s; step times are predicted",
+                f"speeds: {source}",
+            ]
             for number, each in enumerate(results, 1):
                 lines += ["", *describe_result(number, each, best, config)]
             lines += [] if in_int8 is None else ["", describe_int8(in_int8, best)]
         changes = differing(config, best.choice.config, best.choice.overrides)
-        out = out or file.with_name(f"{file.stem}_{re.sub(r'[^a-z0-9]+', '', card.name.lower())}.json")
-        merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
-        write_json(out, merged)
+        if out is not None:
+            merged, _, _ = merge(read_json(file), [*overrides, *changes, f"name={out.stem}"])
+            write_json(out, merged)
     if as_json:
-        return json.dumps({**figures, "written": str(out)}, indent=2)
-    return "\n".join([*lines, "", f"written: {out}    ./train.sh {out}"])
+        return json.dumps({**figures, "written": None if out is None else str(out)}, indent=2)
+    if out is None:
+        last = [
+            f"train with them: {to_paste('simpletune', 'train', file, *overrides, *changes)}",
+            "--out FILE writes them",
+        ]
+    else:
+        last = [f"written: {out}    {to_paste('simpletune', 'train', out)}"]
+    return "\n".join([*lines, "", *last])
 
 
 def _read(file: Path, overrides: Sequence[str]) -> TrainConfig:

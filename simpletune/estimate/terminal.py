@@ -13,7 +13,6 @@ from simpletune.system.options import Json, plural
 
 WIDTH = 40  # characters of the longest bar
 SIGNS = "█▓▚▒░▞·"  # of KINDS
-GB = 10**9
 
 
 def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: int = 0) -> Iterator[str]:
@@ -45,9 +44,10 @@ def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: i
             f"  each further process on a machine about {(host - estimate.shared) / 2**30:.1f} GiB: they share "
             f"{estimate.shared / 2**30:.1f} GiB of frozen weights"
         )
-    yield f"  disk about {(disk + download) / GB:.1f} GB ({_list_sizes({'download': download, **estimate.disk}, GB)})"
+    on_disk = _list_sizes({"download": download, **estimate.disk}, 2**30)
+    yield f"  disk about {(disk + download) / 2**30:.1f} GiB ({on_disk})"
     if download:
-        yield f"  to download {download / GB:.1f} GB ({_list_sizes(estimate.download, GB)})"
+        yield f"  to download {download / 2**30:.1f} GiB ({_list_sizes(estimate.download, 2**30)})"
     if estimate.counts is not None:
         pictures, prompts = plural(estimate.counts.pictures, "picture"), plural(estimate.counts.prompts, "prompt")
         yield f"  {pictures} to encode with {prompts}, limited by data.variants"
@@ -99,15 +99,15 @@ def comparison(estimates: Mapping[str, Estimate]) -> str:
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], card: Card | None) -> Json:
-    """Chart several estimates: peak by kind in GB of 10^9 bytes, and the card's memory as a line."""
+    """Chart several estimates: peak by kind in GiB, and the card's memory as a line."""
     rows: list[Json] = [
-        {"name": name, "part": kind, "value": size / GB}
+        {"name": name, "part": kind, "value": size / 2**30}
         for name, each in estimates.items()
         for kind in KINDS
         if (size := each.peak.by_kind.get(kind))
     ]
-    limit = None if card is None else (f"{card.name}: {card.bytes / GB:.1f} GB", card.bytes / GB)
-    spec = stacked(rows, "predicted peak memory, GB", KIND_COLOURS, ".2f", totals=True, limit=limit)
+    limit = None if card is None else (f"{card.name}: {card.bytes / 2**30:.1f} GiB", card.bytes / 2**30)
+    spec = stacked(rows, "predicted peak memory, GiB", KIND_COLOURS, ".2f", totals=True, limit=limit)
     return {"title": {"text": "Peak memory of the whole job", "offset": 12}, "width": 480, **spec}
 
 

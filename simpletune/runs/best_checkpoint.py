@@ -114,13 +114,22 @@ def by_fidelity(run: Path, steps: Sequence[int]) -> BestCheckpoint | None:
         faithful = [point for point, limit in zip(points, limits, strict=True) if limit >= 0]
     able = faithful or most_faithful(points, prompt or subject)
     best = max(able, key=lambda point: _score(point, "subject_fidelity", subject)["value"])
-    among, likeness = f"of {plural(len(points), 'model')}", _score(best, "subject_fidelity", subject)["value"]
-    why = f"the highest subject fidelity {among}, {likeness:.3f} by {subject}"
+    many, likeness = plural(len(points), "model"), _score(best, "subject_fidelity", subject)["value"]
+    why = f"of {many}, its pictures are most like yours"
+    scores = f"subject fidelity {likeness:.3f} by {subject}"
     if prompt is not None:
         own = _score(best, "prompt_fidelity", prompt)
-        kept = f"prompt fidelity {own['value']:.3f} by {prompt}, {own['from_base']['value']:+.3f} against the base"
-        those = f"the {len(able)} that follow prompts best, though none as the base does"
-        why = f"{why}, of {'those that follow prompts as the base does' if faithful else those}; {kept}"
+        scores += f"; prompt fidelity {own['value']:.3f} by {prompt}, {own['from_base']['value']:+.3f} against the base"
+        if faithful:
+            why = (
+                f"{len(able)} of {many} follow prompts as well as the base; of these, its pictures are most like yours"
+            )
+        else:
+            why = (
+                f"none of {many} follows prompts as well as the base; of the {len(able)} that come nearest, its "
+                "pictures are most like yours"
+            )
+    why = f"{why} ({scores})"
     return BestCheckpoint(best["step"], FIDELITY, why, best["strength"] if best["strength"] is not None else 1.0)
 
 

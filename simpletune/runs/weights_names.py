@@ -6,7 +6,6 @@ Every verb resolves such names here. Imports no torch.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from simpletune.runs.checkpoint_folders import (
 from simpletune.runs.folder import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import UserError, join_names
+from simpletune.system.shell import to_paste
 
 LATEST, BEST = "latest", "best"
 FORMS = "a LoRA file, a run's folder, a checkpoint (runs/demo@100) or a hub name (owner/name)"
@@ -119,7 +119,7 @@ def find_in_run(run: CheckpointRef) -> WeightsRef:
         raise UserError(f"{folder} has no result and no checkpoint. Continue training it, or name another run")
     raise UserError(
         f"{folder} has no result, because it is unfinished. Export its last checkpoint with "
-        f"`{shlex.join(['simpletune', 'finish', str(folder)])}`, or name a checkpoint: "
+        f"`{to_paste('simpletune', 'finish', folder)}`, or name a checkpoint: "
         f"{join_names([f'{folder}@{step}' for step in reversed(steps)], 4)}"
     )
 

@@ -323,17 +323,19 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
         ("report run --price 0", "--price: 0 is not a price in dollars per hour, above 0 and below 10000"),
         ("serve --port 70000", "--port: 70000 is not a port from 0 to 65535"),
         ("check x.json --fast", "unknown argument --fast"),
+        ("generate -prompt x", "unknown argument -prompt. Did you mean --prompt?"),
         ("generate --stregnth=2", "unknown argument --stregnth=2. Did you mean --strength?"),
         ("inspect x a.b=c", "unknown argument a.b=c"),
         ("extract a b", "--out is missing"),
         ("train", "CONFIG is missing"),
         ("trian demo", "unknown verb trian. Did you mean train?"),
+        ("--verson", "unknown argument --verson. Did you mean --version?"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: str, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words.split())
-    place = "" if words == "trian demo" else f" {words.split()[0]}"
+    place = "" if words in ("trian demo", "--verson") else f" {words.split()[0]}"
     expected = f"error: {message}{'' if message.endswith('?') else '.'} See simpletune{place} --help\n"
     assert stopped.value.code == 2 and capsys.readouterr().err == expected
 

@@ -274,7 +274,7 @@ def test_estimates_are_compared_in_a_table_and_a_picture(
         assert picture.read_bytes().startswith(begins)
     drawn = (tmp_path / "bars.svg").read_text()
     assert all(f">{word}</text>" in drawn for word in ("one", "four", "weights", "activations")) and "@" not in drawn
-    assert "L4: 23.6 GB" in drawn and len(re.findall(r">0\.\d\d</text>", drawn)) == 2  # the sums
+    assert "L4: 22.0 GiB" in drawn and len(re.findall(r">0\.\d\d</text>", drawn)) == 2  # the sums
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("one ") and lines[2].startswith("four ") and "+0.0%" in lines[1]
     assert main(["estimate", "--compare", *files, "--picture", str(tmp_path / "bars.gif")]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -267,20 +268,28 @@ def test_plan_writes_a_configuration_that_fits_and_gives_signs_of_life(
     gib = (must_have(kept) - 0.5) / 1024 / FOUND
     monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0)
     words = ["plan", str(file), f"data.path={tmp_path / 'nowhere'}", "--device", f"{gib:.5f}GiB"]
+    monkeypatch.chdir(tmp_path)
     assert main(words) == 0
     text = capsys.readouterr().out
-    written = next(tmp_path.glob("large_*gib.json"))
     assert text.count("\nint8 products: ") == 1
-    assert str(written) in text and "1. " in text and "expected:" in text and "2. " in text
-    planned, _ = read_config(written, needs_data=False)
-    assert planned.name == written.stem and planned.data.path.endswith("nowhere")
+    assert list(tmp_path.glob("**/*.json")) == [file]  # nothing is written unasked
+    assert "1. " in text and "expected:" in text and "2. " in text
+    assert "speeds: no figures are known for this card: using those of an L4" in text
+    command = next(line for line in text.splitlines() if line.startswith("train with them: "))
+    _, verb, *rest = shlex.split(command.removeprefix("train with them: "))
+    assert verb == "train" and rest[0] == str(file)
+    planned, _ = read_config(file, rest[1:], needs_data=False)
+    assert planned.data.path.endswith("nowhere")
     assert estimate(planned, L4.capability).needed() <= gib * FOUND * GIB
     counted = [line for line in text.splitlines() if "predictions in" in line]
     assert len(counted) >= 3 and " 1 predictions in" in counted[0] and f" {len(counted)} predictions in" in counted[-1]
     assert "MiB" in counted[0]
     monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 10.0)
     assert main([*words, "--out", str(tmp_path / "planned.json")]) == 0
-    assert capsys.readouterr().out.count("predictions in") <= 3
+    text = capsys.readouterr().out
+    assert text.count("predictions in") <= 3 and f"written: {tmp_path / 'planned.json'}" in text
+    written, _ = read_config(tmp_path / "planned.json", needs_data=False)
+    assert written.name == "planned" and written.memory == planned.memory
 
 
 def test_plan_asks_for_a_card_and_prints_batches(

@@ -146,7 +146,11 @@ def test_fidelity_comes_before_the_loss_and_strength_is_part_of_it(tmp_path: Pat
     found = choose_best(run)
     assert found is not None and (found.step, found.by, found.strength) == (200, FIDELITY, 0.8)
     assert found.suffix == "@200:0.8"
-    for words in ("0.700 by dino", "prompt fidelity 0.290 by clip, -0.010 against the base", "of 4 models"):
+    for words in (
+        "0.700 by dino",
+        "prompt fidelity 0.290 by clip, -0.010 against the base",
+        "4 models follow prompts as well",
+    ):
         assert words in found.why, found.why
     put_choice(run, 300)
     assert choose_best(run).step == 300  # type: ignore[union-attr]
@@ -159,7 +163,9 @@ def test_where_none_follows_prompts_those_that_do_it_best_are_compared(tmp_path:
     scored(run, rows)
     found = choose_best(run)
     assert found is not None and (found.step, found.strength) == (200, 1)  # 300 is like the subject, ignoring prompts
-    assert "of the 2 that follow prompts best, though none as the base does" in found.why
+    assert found.why.startswith(
+        "none of 3 models follows prompts as well as the base; of the 2 that come nearest, its pictures are"
+    )
     scored(run, rows, reads=False)
     found = choose_best(run)
     assert found is not None and found.step == 300 and "clip" not in found.why
@@ -381,6 +387,7 @@ def test_the_report_shows_fidelity_with_intervals_and_pictures(tmp_path: Path) -
     assert (tuned["subject"], tuned["subject_low"], tuned["drift"]) == (0.5, 0.4, 0.1)
     assert section.tables[0].rows[1] == ("step 100", "0.500 (0.400 to 0.600)")
     assert section.tables[1].rows[0] == ("base", "0.300")
+    assert section.notes[-1].startswith("subject: likeness to your pictures") and "PRES" not in section.notes[-1]
     (chosen,) = choice_sections(record)
     assert "step 100 (one@100), by fidelity" in chosen.notes[0] and chosen.charts[0].name == "drift"
     assert chosen.tables[0].rows[1][:3] == ("100 (best) (lowest loss)", "1.5000", "-2.5000 ± 0.5000")

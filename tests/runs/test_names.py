@@ -100,7 +100,7 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
         ("lora:abc", "lora:abc: .*'abc' is not a number. .*lora:0.8"),
         ("q@2:nan", "q@2:nan: .*'nan' is not a number"),
         ("nowhere", "nowhere does not exist. Give a LoRA file, a run's folder"),
-        ("q", "q has no result, .*`simpletune finish q`, .*: q@4, q@2$"),
+        ("q", "q has no result, .*`.*simpletune finish q`, .*: q@4, q@2$"),
         ("c", "c contains neither pytorch_lora_weights.safetensors nor transformer/ nor unet/. Give a LoRA file"),
     ],
 )
@@ -146,7 +146,7 @@ def main_error(*words: str) -> None:
     ids=" ".join,
 )  # fmt: skip
 def test_a_run_without_a_result_names_the_ways_to_one(words: list[str], here: Path) -> None:
-    with pytest.raises(UserError, match=r"q has no result, .*`simpletune finish q`.*q@4, q@2") as caught:
+    with pytest.raises(UserError, match=r"q has no result, .*`.*simpletune finish q`.*q@4, q@2") as caught:
         main_error(*words)
     assert ("--lora: " in str(caught.value)) == ("--lora" in words)
 

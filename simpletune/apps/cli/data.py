@@ -7,23 +7,32 @@ from pathlib import Path
 
 from simpletune.apps.cli.arguments import (
     JSON_HELP,
-    add_config,
     add_overrides,
     positive,
     read_config_arguments,
     whole_number,
 )
+from simpletune.apps.cli.train import is_folder_of_pictures
+
+PLACE_HELP = "a folder of pictures, or a configuration"
 
 
 def data(args: argparse.Namespace) -> None:
     """check a data set before training: unusable, small and duplicate pictures, and crops; needs no weights"""
     from simpletune.commands.inspect_data.report import report
 
-    report(read_config_arguments(args, needs_model=False), args.out, args.json, args.pictures)
+    if is_folder_of_pictures(args.config):
+        from simpletune.commands.init.command import config_in_memory
+
+        config = config_in_memory(args.config, args.overrides)
+    else:
+        config = read_config_arguments(args, needs_model=False)
+    report(config, args.out, args.json, args.pictures)
 
 
 def data_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser)
+    parser.add_argument("config", type=Path, metavar="CONFIG_OR_FOLDER", help=PLACE_HELP)
+    add_overrides(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     count = whole_number("a whole number from 0 to 2000", 0, 2000)
@@ -47,7 +56,7 @@ def caption(args: argparse.Namespace) -> None:
 
 
 def caption_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help="a folder of pictures, or a configuration")
+    parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help=PLACE_HELP)
     add_overrides(parser)
     parser.add_argument(
         "--model", required=True, metavar="NAME", help="folder or hub name of a Florence-2, Qwen-VL or BLIP model"

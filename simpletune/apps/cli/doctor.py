@@ -9,7 +9,7 @@ from simpletune.apps.cli.arguments import JSON_HELP, positive
 
 
 def doctor(args: argparse.Namespace) -> None:
-    """check this machine, train 20 steps of each precision, and write a file for bug reports"""
+    """check this machine, and train 20 steps of each precision; --out writes a file for bug reports"""
     from simpletune.commands.doctor.command import doctor as run
 
     run(args.out, args.train, args.json, args.steps)
@@ -17,9 +17,7 @@ def doctor(args: argparse.Namespace) -> None:
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-train", dest="train", action="store_false", help="only check; takes seconds")
-    parser.add_argument(
-        "--out", type=Path, default=Path("doctor.txt"), metavar="FILE", help="file to write (default: doctor.txt)"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the findings to it, for a bug report")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument("--steps", type=positive, default=20, help=argparse.SUPPRESS)  # fewer, for tests
 

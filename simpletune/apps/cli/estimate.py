@@ -108,9 +108,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: fastest; with several cards, fastest and cheapest choose one",
     )
     parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="file to write the settings to (default: CONFIG_CARD.json)"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a configuration with the settings")
     parser.add_argument(
         "--batches", action="store_true", help="print the largest batch per card and resolution instead"
     )

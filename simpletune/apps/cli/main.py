@@ -125,18 +125,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if not rest:
             top.print_help()
             sys.exit(0)
-        top.error(f"unknown argument {rest[0]}")
+        top.error(f"unknown argument {rest[0]}{near_option(top, rest[0])}")
     late = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in late]
     if unknown or (late and not hasattr(args, "overrides")):
         word = (unknown or late)[0]
         options = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction)).choices[args.verb]
-        near = difflib.get_close_matches(word.partition("=")[0], options._option_string_actions, n=1)
-        guess = f". Did you mean {near[0]}?" if near and word.startswith("--") else ""
-        top.error(f"unknown argument {word}{guess}", args.verb)
+        top.error(f"unknown argument {word}{near_option(options, word)}", args.verb)
     if late:
         args.overrides = [*args.overrides, *late]
     return args
+
+
+def near_option(parser: argparse.ArgumentParser, word: str) -> str:
+    """Suggest the option of a verb that an unknown one is nearest to; empty if none is, or the word is no option."""
+    if not word.startswith("-"):
+        return ""
+    near = difflib.get_close_matches(f"--{word.lstrip('-').partition('=')[0]}", parser._option_string_actions, n=1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def main(argv: list[str] | None = None) -> int:

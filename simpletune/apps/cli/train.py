@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import time
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import add_config, read_config_arguments
+from simpletune.system.shell import to_paste
 from simpletune.system.signals import Stopped, listening
 from simpletune.system.startup import import_libraries
 
@@ -31,17 +31,22 @@ def train(args: argparse.Namespace) -> None:
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
             flags = [f"--{name}" for name in ("force", "estimate") if getattr(args, name)]
-            words = ["simpletune", "train", str(args.config), *args.overrides, *flags, "--resume", "auto"]
-            stopped.args = (f"{stopped}. To continue: {shlex.join(words)}",)
+            command = to_paste("simpletune", "train", args.config, *args.overrides, *flags, "--resume", "auto")
+            stopped.args = (f"{stopped}. To continue: {command}",)
             raise
+
+
+def is_folder_of_pictures(config: Path) -> bool:
+    """Whether a verb's argument is a folder of pictures; one that only holds configurations is none."""
+    from simpletune.config.load import find_config
+    from simpletune.data.sources.walk import walk
+
+    return find_config(config).is_dir() and not (any(config.glob("*.json")) and not walk(config, "inside").pictures)
 
 
 def of_folder(config: Path) -> Path:
     """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
-    from simpletune.config.load import find_config
-    from simpletune.data.sources.walk import walk
-
-    if not find_config(config).is_dir() or (any(config.glob("*.json")) and not walk(config, "inside").pictures):
+    if not is_folder_of_pictures(config):
         return config
     from simpletune.commands.init.command import config_for
 

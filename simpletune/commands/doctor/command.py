@@ -1,4 +1,4 @@
-"""Run the checks in order, print what they find, and write it to a file for a bug report."""
+"""Run the checks in order, print what they find, and write it to a file for a bug report if one is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
+def doctor(out: Path | None, train: bool, as_json: bool, steps: int) -> None:
     probe = ProbeProcess()
     findings = []
     try:
@@ -44,17 +44,19 @@ def doctor(out: Path, train: bool, as_json: bool, steps: int) -> None:
     if as_json:
         print(private(json.dumps([asdict(finding) for finding in findings], indent=2)))
     problems = [finding for finding in findings if finding.level == PROBLEM]
+    attach = "For a bug report, add --out FILE" if out is None else f"Attach {out} to a bug report"
     try:
-        out.write_text(private(report(findings)), encoding="utf-8")
+        if out is not None:
+            out.write_text(private(report(findings)), encoding="utf-8")
     except OSError as error:
         reason = f"{out} cannot be written ({error.strerror}). Name another file with --out"
         raise UserError(f"doctor: {plural(len(problems), 'problem')}; {reason}", FOUND) from None
     if problems:
         said = f"doctor: {plural(len(problems), 'problem')}, each with its remedy"
-        raise UserError(f"{said}. Attach {out} to a bug report", FOUND)
+        raise UserError(f"{said}. {attach}", FOUND)
     if not as_json:
         warnings = sum(finding.level == WARNING for finding in findings)
-        say(f"no problem, {plural(warnings, 'warning')}. Attach {out} to a bug report")
+        say(f"no problem, {plural(warnings, 'warning')}. {attach}")
 
 
 def run_checks(machine: Machine, steps: int) -> Iterator[Finding]:

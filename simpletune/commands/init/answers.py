@@ -43,6 +43,8 @@ def ask(answers: Answers, guess: What, trigger: str | None, read: Callable[[str]
         kinds = "; ".join(f"{name}: {ABOUT[name]}" for name in WHAT)
         answers = replace(answers, what=_choice(read, f"What do the pictures show? ({kinds})", WHAT, guess))
     if answers.words is None:
+        if trigger and answers.what != "subject":
+            trigger = trigger.split()[0]  # only a subject has a class
         said = _line(read, f"A word to name it, and its class, such as sks dog [{trigger or 'none'}] ")
         answers = replace(answers, trigger=said or trigger)
     chosen: Length = _choice(read, f"How long? ({', '.join(LENGTHS)})", tuple(LENGTHS), answers.length)

@@ -51,10 +51,8 @@ ORDER = (
     "about", "name", "device", "model", "data", "adapter", "precision", "optimizer", "schedule", "objective", "train",
     "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
-WITHOUT_CARD = (
-    "no graphics card here, so use the tiny model that comes with simpletune, for trying out: it draws flat "
-    "figures of 64 px, no photos"
-)
+NO_PHOTOS = "it draws flat figures of 64 px, no photos"
+WITHOUT_CARD = f"no graphics card here, so use the tiny model that comes with simpletune, for trying out: {NO_PHOTOS}"
 
 
 @dataclass(frozen=True)
@@ -86,18 +84,21 @@ def guess_what(seen: FolderContents) -> tuple[What, str]:
     return "style", f"{plural(count, 'picture')} {'with' if captioned else 'without'} captions"
 
 
-def default_trigger(seen: FolderContents) -> str | None:
-    """Return a word to name what is learned, if captions do not name it."""
-    return None if seen.caption_texts else TRIGGER
+def default_trigger(seen: FolderContents, what: What) -> str | None:
+    """Return words to name what is learned, if captions do not name it: for a subject, with the class that the folder's
+    name may be."""
+    if seen.caption_texts:
+        return None
+    return f"{TRIGGER} {seen.kind}" if what == "subject" and seen.kind else TRIGGER
 
 
 def profile_of(card: Card | None) -> tuple[str, str]:
     """Return the memory profile for a card, and the reason."""
     if card is None:
-        return DEFAULT_PROFILE, "for an 8 GB card, since none is here: --device names yours"
+        return DEFAULT_PROFILE, "for an 8 GiB card, since none is here: --device names yours"
     fitting = [name for name in PROFILES if card.gib * card.found >= USABLE * int(name[:-2])]
     if not fitting:
-        return PROFILES[0], f"{card.name} has less than 4 GB: the profile that takes the least"
+        return PROFILES[0], f"{card.name} has less than 4 GiB: the profile that takes the least"
     return fitting[-1], f"for {card.name}"
 
 
@@ -110,7 +111,7 @@ class Choices:
         guess, by = guess_what(seen)
         self.what: What = answers.what or guess
         self.by = "you said so" if answers.what else f"a guess from {by}: --what overrides it"
-        self.trigger = answers.words or default_trigger(seen)
+        self.trigger = answers.words or default_trigger(seen, self.what)
         self.config: Json = {"name": run_name(seen.folder.name, "pictures")}
         self.reasons: list[Reason] = []
         self.notes: list[str] = []
@@ -192,8 +193,14 @@ class Choices:
                 "teach more",
             )
             small = 0
-        names = [printable_name(each.name) for each in seen.report.rejected]
+        lacking = seen.uncaptioned
+        names = [printable_name(each.name) for each in seen.report.rejected if each.name not in lacking]
         faults = []
+        if lacking:
+            shown = join_names([printable_name(name) for name in lacking], LISTED)
+            faults.append(
+                f"{plural(len(lacking), 'picture')} without a caption beside {len(seen.pictures)} with one ({shown})"
+            )
         if names:
             faults.append(f"{plural(len(names), 'entry', 'entries')} cannot be used ({join_names(names, LISTED)})")
         if small:
@@ -269,7 +276,7 @@ class Choices:
             self.set("adapter.rank", 32, "many different subjects need more capacity")
         if not self.tiny and self.what != "subject":
             self.set("data.caption_dropout", 0.05, "helps guidance")
-        noun = (self.answers.words or "").partition(" ")[2]  # the class: the trigger's words after the first
+        noun = (self.trigger or "").partition(" ")[2]  # the class: the trigger's words after the first
         if self.what != "subject":
             return
         if not noun:
@@ -284,7 +291,10 @@ class Choices:
             else {"method": "base_prediction", "prompt": prompt}
         )
         self.config["prior"] = prior
-        self.reasons.append(Reason("prior.method", "base_prediction", f"every {noun} would become yours otherwise"))
+        why = f"every {noun} would become yours otherwise"
+        if not self.answers.words:
+            why += f". The folder's name is taken for the class: --trigger '{TRIGGER} CLASS' overrides it"
+        self.reasons.append(Reason("prior.method", "base_prediction", why))
         self.set("validation.class_prompt", prompt)
 
     def length(self) -> None:

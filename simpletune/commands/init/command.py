@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
-from simpletune.commands.init.choices import Suggestion, default_trigger, guess_what, suggest
+from simpletune.commands.init.choices import NO_PHOTOS, Suggestion, default_trigger, guess_what, suggest
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
-from simpletune.config.schema import DEMO
+from simpletune.config.overrides import merge
+from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.sources.source import Source
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
-from simpletune.system.console import say
+from simpletune.system.console import note, say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import UserError, plural
+from simpletune.system.shell import to_paste
 
 CPU = "cpu"
 
@@ -55,7 +57,7 @@ def init_command(
         f"{plural(len(seen.report.rejected), 'unusable entry', 'unusable entries')}"
     )
     if not quiet and sys.stdin.isatty() and sys.stdout.isatty():
-        answers = ask(answers, guess_what(seen)[0], default_trigger(seen))
+        answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
     suggestion = suggest(folder, answers, card, seen)
     model = suggestion.config["model"]["pretrained"]
     if card is not None and not model.startswith(DEMO):
@@ -76,30 +78,52 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     from simpletune.commands.init.machine import model_findings
 
     if why_none:
-        yield f"{'card':<10} none: {why_none}. simpletune doctor says more"
+        yield f"{'card':<10} none: {why_none}. {to_paste('simpletune', 'doctor')} says more"
     for reason in suggestion.reasons:
         yield f"  {reason.path} {reason.value}: {reason.why}"
-    for note in suggestion.notes:
-        yield f"{'note':<10} {note}"
+    for line in suggestion.notes:
+        yield f"{'note':<10} {line}"
     if not suggestion.config["model"]["pretrained"].startswith(DEMO):
         for finding in model_findings(suggestion.config["model"]["pretrained"]):
             for number, line in enumerate(finding.lines()):
                 yield f"{'model' if number == 0 else '':<10} {line.strip()}"
     yield f"{'written':<10} {out}"
-    named = shlex.quote(str(out))
-    yield f"{'next':<10} simpletune check {named}; simpletune train {named}"
+    yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
+
+
+def config_in_memory(folder: Path, overrides: list[str]) -> TrainConfig:
+    """Return a folder's configuration, as in the file beside it or as ``init`` would suggest; writes nothing."""
+    file = file_for(folder)
+    if file.exists() and any(_is_of(folder, source) for source in read_config(file)[0].data.members):
+        config, notices = read_config(file, overrides, needs_model=False)
+    else:
+        from simpletune.commands.init.machine import card_here
+
+        merged, notices, problems = merge(suggest(folder, device=card_here()[0]).config, overrides)
+        config = validate(merged, str(folder), problems, needs_model=False)
+    note(notices)
+    return config
+
+
+def _is_of(folder: Path, source: Source) -> bool:
+    return Path(source.path).resolve() == folder.resolve()
 
 
 def config_for(folder: Path) -> Path:
     """Return the configuration of a folder: the one beside it, or a new one."""
     file = file_for(folder)
-    if not file.exists():
-        return init_command(folder, Answers())
+    is_new = not file.exists()
+    if is_new:
+        init_command(folder, Answers())
     config, _ = read_config(file)
-    if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
-        say(f"{'config':<10} {file} is used again. simpletune init {folder} --overwrite writes a new one")
-        return file
-    raise UserError(
-        f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
-        f"one: simpletune init {folder} --out FILE"
-    )
+    init = to_paste("simpletune", "init", folder)
+    if not any(_is_of(folder, source) for source in config.data.members):
+        raise UserError(
+            f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
+            f"one: {init} --out FILE"
+        )
+    if not is_new:
+        say(f"{'config':<10} {file} is used again. {init} --overwrite writes a new one")
+    if config.is_demo:
+        say(f"{'note':<10} this trains the tiny model: {NO_PHOTOS}, whatever it is trained on")
+    return file

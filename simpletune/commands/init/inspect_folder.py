@@ -20,14 +20,20 @@ from simpletune.system.options import Json, UserError, plural
 
 Captions = Literal["texts", "metadata", "names", "none"]
 WORDS = 2  # words in a file name that describes its picture
+LACKS = ("has no caption", "has no line")  # how the reasons of pictures without a caption start
 NAMED = 0.5  # share of the pictures whose names must have that many words
-MISSING = 0.5  # from this share of pictures without a caption on, captions are not used
 CAMERA = {
     "img", "dsc", "dscf", "dscn", "pxl", "mvi", "gopr", "dji", "photo", "photos", "image", "images", "picture", "pic",
     "pics", "screenshot", "screen", "shot", "file", "untitled", "copy", "scan", "whatsapp", "signal", "download",
     "frame", "new", "edit", "edited", "final", "resized", "crop", "cropped", "jpeg", "png", "webp", "unsplash",
 }  # fmt: skip
 """Words in names that cameras and programs give."""
+PLAIN = CAMERA | {
+    "data", "dataset", "datasets", "train", "training", "test", "input", "instance", "subject", "concept", "style",
+    "lora", "pictures", "album", "camera", "roll", "dcim", "desktop", "downloads", "documents", "tmp", "temp",
+    "the", "our", "for", "and",
+}  # fmt: skip
+"""Words in names of folders that say nothing about the pictures."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class FolderContents:
     """Content of a folder."""
 
     folder: Path  # absolute
-    captions: Captions  # where they come from; ``none``: there are none, or too few
+    captions: Captions  # where they come from; ``none``: no usable picture has one
     kohya: bool  # whether sub-folders are named like ``10_sks dog``
     report: DatasetReport  # without a limit on sizes
 
@@ -47,6 +53,17 @@ class FolderContents:
     def caption_texts(self) -> list[str]:
         """The captions of the usable pictures, in order; empty if they have none."""
         return [] if self.captions == "none" and not self.kohya else [picture.caption for picture in self.pictures]
+
+    @property
+    def uncaptioned(self) -> list[str]:
+        """The pictures that are left out because they lack a caption."""
+        return [each.name for each in self.report.rejected if each.reason.startswith(LACKS)]
+
+    @property
+    def kind(self) -> str | None:
+        """The word of the folder's name that may be the subject's class; None unless exactly one says something."""
+        words = [word for word in re.findall(r"[^\W\d_]{3,}", self.folder.name.lower()) if word not in PLAIN]
+        return words[0] if len(words) == 1 else None
 
 
 def inspect_folder(folder: Path) -> FolderContents:
@@ -70,8 +87,7 @@ def inspect_folder(folder: Path) -> FolderContents:
         meaning(naming_folder(folder, file.relative_to(folder).as_posix())) for file in files
     )
     report = _scan(folder, captions, kohya)
-    missing = sum(each.reason.startswith(("has no caption", "has no line")) for each in report.rejected)
-    if captions in ("texts", "metadata") and not kohya and missing >= MISSING * max(1, len(files)):
+    if captions in ("texts", "metadata") and not kohya and not report.usable:
         captions, report = "none", _scan(folder, "none", kohya)
     if not report.usable:
         reasons = "; ".join(f"{printable_name(each.name)} {each.reason}" for each in report.rejected[:3])

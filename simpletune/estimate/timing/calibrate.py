@@ -26,7 +26,7 @@ from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, St
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.environment import cpu_name, describe_machine
-from simpletune.system.options import UserError
+from simpletune.system.options import UserError, join_names
 from simpletune.system.printable import describe_exception
 
 SECONDS = 110.0
@@ -39,7 +39,7 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     Begins nothing further after ``budget`` seconds.
 
     Raises:
-        UserError: the device does not exist, or something could not be measured; the rest is written.
+        UserError: the device does not exist, or something failed to be measured; the rest is written.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: torch finds no CUDA device. Use --device cpu")
@@ -54,9 +54,13 @@ def calibrate(device: str, out: Path | None, folder: Path, budget: float = SECON
     for line in constants_lines(constants):
         say(line)
     say(f"written {file}: {len(constants.grids)} kinds of operations in {constants.seconds:.0f} s")
-    if constants.failed:
+    late = [name for name, why in constants.failed.items() if why == _over(budget)]
+    if late:
+        say(f"note    not measured in {budget:.0f} s: {join_names(late, 3)}. --seconds S gives more time")
+    failed = {name: why for name, why in constants.failed.items() if name not in late}
+    if failed:
         raise UserError(
-            "not measured: " + "; ".join(f"{name} ({why})" for name, why in constants.failed.items()) + ". The rest is "
+            "not measured: " + "; ".join(f"{name} ({why})" for name, why in failed.items()) + ". The rest is "
             f"in {file}", 1
         )  # fmt: skip
     return file
@@ -86,7 +90,7 @@ def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> C
         failed["steps"] = describe_exception(error)
     for probe in probes:
         if time.perf_counter() - started > budget:
-            failed[probe.name] = f"{budget:.0f} s were over"
+            failed[probe.name] = _over(budget)
             continue
         try:
             grids[probe.name] = grid_of(watch, probe)
@@ -103,6 +107,11 @@ def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> C
     return about.model_copy(
         update={"grids": grids, "host": figures["host"], "composites": steps, "rates": rates, "failed": failed}
     )
+
+
+def _over(budget: float) -> str:
+    """The reason of measurements that were not begun; a wanted limit, no failure."""
+    return f"{budget:.0f} s were over"
 
 
 def grid_of(watch: Stopwatch, probe: TimingProbe) -> Grid:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -27,6 +27,21 @@ SCORE_TITLES = {
     "subject_fidelity": "subject", "prompt_fidelity": "prompt", "diversity": "diversity", "pres": "PRES",
     "copying": "copied", "cmmd": "CMMD", "kid": "KID",
 }  # fmt: skip
+
+ABOUT_SCORES = {
+    "subject_fidelity": "likeness to your pictures; higher is better",
+    "prompt_fidelity": "how well pictures show what the prompt says; higher is better",
+    "diversity": "how much pictures of one prompt differ; higher is better",
+    "pres": "likeness of others of the class to your pictures; lower is better, or the whole class becomes the subject",
+    "copying": "share of pictures that copy one of yours; lower is better",
+    "cmmd": "distance of the drawn pictures, as a set, from yours (CLIP maximum mean discrepancy); lower is better",
+    "kid": "another such distance (kernel inception distance), which may be below 0; lower is better",
+}
+
+
+def about_scores(scores: Iterable[str]) -> str:
+    """Explain the columns of a table of scores."""
+    return ". ".join(f"{SCORE_TITLES[score]}: {ABOUT_SCORES[score]}" for score in scores)
 
 
 def choice_sections(run: RunData) -> Iterator[ReportSection]:
@@ -105,6 +120,8 @@ def fidelity_sections(runs: Sequence[RunData]) -> Iterator[ReportSection]:
         f"Up is more like the subject, by {subject}. Lines are 95% intervals over the prompts; each model is shown by "
         "its first picture, all from the same noise."
     )
+    titles = {column for table in section.tables for column in table.head}
+    section.notes.append(f"{about_scores(score for score, title in SCORE_TITLES.items() if title in titles)}.")
     yield section
 
 

@@ -422,9 +422,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_doctor_writes_its_file_and_ends_with_0_on_a_right_machine(offline: Path, monkeypatch, capsys) -> None:
+def test_doctor_writes_the_file_that_is_asked_for_and_ends_with_0_on_a_right_machine(
+    offline: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(command, "Machine", lambda probe: machine())
-    assert main(["doctor"]) == 0
+    assert main(["doctor"]) == 0 and list(offline.iterdir()) == []  # nothing is written unasked
+    assert "For a bug report, add --out FILE" in capsys.readouterr().out
+    assert main(["doctor", "--out", "doctor.txt"]) == 0
     shown = capsys.readouterr().out
     assert "no problem" in shown and "20 steps, nf4 weights: loss 2.0000 to 1.5000" in shown
     written = (offline / "doctor.txt").read_text()
@@ -439,7 +443,7 @@ def test_problems_end_it_with_1_and_the_file_is_private(offline: Path, monkeypat
     monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
     wrong = {"bitsandbytes": {"error": f"OSError: /home/ann/lib.so of {fake_hub.TOKEN}"}}
     monkeypatch.setattr(command, "Machine", lambda probe: machine(wrong))
-    assert main(["doctor", "--no-train"]) == 1
+    assert main(["doctor", "--no-train", "--out", "doctor.txt"]) == 1
     assert "1 problem," in capsys.readouterr().err
     assert "OSError: ~/lib.so of ***" in (offline / "doctor.txt").read_text()
     monkeypatch.setattr(command, "Machine", lambda probe: machine(python=(3, 9, 0)))

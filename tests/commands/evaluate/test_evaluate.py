@@ -375,6 +375,7 @@ def test_the_table_shows_each_encoder_with_its_intervals() -> None:
     shown = command.lines({"encoders": encoders, "points": points, "prompts": {"slice": "mine"}})
     assert shown[0] == "a (dino), mine" and "0.500 ±0.110" in shown[2] and shown[3].split() == ["n", "8"]
     assert shown[4] == "b (clip), mine" and shown[6].split() == ["base", "0.500"]
+    assert "KID: another such distance (kernel inception distance)" in shown[-1] and "subject: likeness" in shown[-2]
     assert command.main_encoders(encoders[1:]) == {"subject_fidelity": "b", "prompt_fidelity": "b"}
 
 

@@ -21,6 +21,7 @@ from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.split import split_pictures
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
+from simpletune.system.shell import to_paste
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 L4 = find_card("L4")
@@ -145,16 +146,25 @@ def test_where_captions_come_from(name: str, caption: str | None, kind: str, tmp
     assert config["data"].get("captions") == ("filename" if kind == "names" else None)
 
 
-def test_some_missing_captions_leave_pictures_out_and_many_are_not_used(tmp_path: Path) -> None:
+def test_captions_of_some_pictures_are_used_and_the_others_are_named(tmp_path: Path) -> None:
     some = write(tmp_path / "some", 6, caption="a cat {}")
     (some / "0.txt").unlink()
     found = suggest(some)
-    assert found.config["data"]["on_error"] == "skip" and "1 entry" in why(found, "data.on_error")
+    assert found.config["data"]["on_error"] == "skip" and "1 picture without a caption" in why(found, "data.on_error")
     assert "0.png" in why(found, "data.on_error") and len(inspect_folder(some).report.usable) == 5
     many = write(tmp_path / "many", 6, caption="a cat {}")
     for number in range(4):
         (many / f"{number}.txt").unlink()
-    assert suggest(many).config["data"] == {"path": str(many), "resolution": 64, "prompt": "a photo of sks"}
+    found = suggest(many)
+    assert found.config["data"] == {"path": str(many), "resolution": 64, "on_error": "skip"}
+    others = "4 pictures without a caption beside 2 with one (0.png, 1.png, 2.png and 1 more): they are left out"
+    assert others in why(found, "data.on_error") and "such as 'a cat 4'" in why(found, "data.captions")
+    lines = [json.dumps({"file_name": "4.png", "text": "a dog"})]
+    (many / "metadata.jsonl").write_text("\n".join(lines))
+    assert "5 pictures without a caption beside 1" in why(suggest(many), "data.on_error")
+    unusable = write(tmp_path / "un", 3)
+    (unusable / "0.txt").touch()  # an empty caption
+    assert suggest(unusable).config["data"]["prompt"] == "a photo of sks"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +196,21 @@ def test_a_class_after_the_trigger_is_preserved(tmp_path: Path) -> None:
     captioned = write(tmp_path / "b", 4, caption="my sks dog, day {}")
     config = accepted(suggest(captioned, Answers("subject", "sks dog"), L4).config)
     assert config["prior"] == {"method": "base_prediction", "prompt": "dog", "trigger": "sks dog"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("dog", "dog"), ("my_Dog photos", "dog"), ("pictures", None), ("rex and bella", None), ("2024-05", None)],
+)
+def test_the_folder_s_name_may_be_the_class(name: str, kind: str | None, tmp_path: Path) -> None:
+    folder = write(tmp_path / name, 4)
+    found = suggest(folder, device=L4)
+    config = accepted(found.config)
+    assert config["data"]["prompt"] == (f"a photo of sks {kind}" if kind else "a photo of sks")
+    assert config.get("prior", {}).get("prompt") == (f"a photo of a {kind}" if kind else None)
+    assert ("The folder's name is taken for the class" in why(found, "prior.method")) == (kind is not None)
+    assert "prior" not in suggest(folder, Answers(trigger="glim"), L4).config  # the user named no class
+    assert suggest(folder, Answers("style"), L4).config["data"]["prompt"] == "a picture in sks style"
 
 
 @pytest.mark.parametrize(
@@ -273,13 +298,16 @@ def test_what_is_no_folder_of_pictures(
     assert message in capsys.readouterr().err and not out.exists()
 
 
-def test_the_verb_writes_says_why_and_never_overwrites(tiny_pictures: Path, tmp_path: Path, capsys) -> None:
+def test_the_verb_writes_says_why_and_never_overwrites(
+    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")  # commands are printed with their path
     out = tmp_path / "mine.json"
     words = ["init", str(tiny_pictures), "--device", "cpu", "--out", str(out), "--trigger", "glim", "--what", "style"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert f"written    {out}" in text and "model.pretrained demo:tiny-sd3: no graphics card here" in text
-    assert f"simpletune check {out}; simpletune train {out}" in text
+    assert f"next       {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}" in text
     written = out.read_text()
     assert json.loads(written)["data"]["caption_prefix"] == "glim,"
     assert main(words) == 2 and out.read_text() == written
@@ -385,6 +413,8 @@ def test_three_questions_have_defaults() -> None:
     assert ask(Answers(), "style", "sks", Typed()) == Answers("style", "sks", "normal")  # the input ends
     typed = Typed("SUB", "sks dog", "lo")
     assert ask(Answers(), "style", None, typed) == Answers("subject", "sks dog", "long")
+    assert ask(Answers(), "subject", "sks dog", Typed()).trigger == "sks dog"
+    assert ask(Answers(), "style", "sks dog", Typed()).trigger == "sks"  # only a subject has a class
     wrong = Typed("cat", "dog", "s", "x", "")  # s may be subject or style
     assert ask(Answers(), "style", None, wrong) == Answers("style", "x", "normal") and len(wrong.questions) == 5
     known = Typed("short")
@@ -407,11 +437,13 @@ def test_only_a_terminal_is_asked(
 def test_a_folder_is_trained_with_the_configuration_beside_it(tmp_path: Path, monkeypatch, capsys) -> None:
     folder, file = write(tmp_path / "my pictures", 3, 64), tmp_path / "my pictures.json"
     monkeypatch.setattr(machine, "card_here", lambda: (None, "no driver"))
-    assert of_folder(folder) == file and "written" in capsys.readouterr().out
+    no_photos = "this trains the tiny model: it draws flat figures of 64 px, no photos"
+    assert of_folder(folder) == file and re.search(f"written.*{no_photos}", capsys.readouterr().out, re.DOTALL)
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"name": "mine"}))
     assert of_folder(folder) == file and json.loads(file.read_text())["name"] == "mine"
-    assert f"{file} is used again. simpletune init {folder} --overwrite" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"{file} is used again. {to_paste('simpletune', 'init', folder)} --overwrite" in told and no_photos in told
     file.write_text(json.dumps(config | {"data": config["data"] | {"path": "demo:pictures"}}))
     with pytest.raises(UserError, match="is a configuration for other pictures"):
         of_folder(folder)

@@ -114,6 +114,29 @@ def test_buckets_and_epochs_by_hand(config: str, capsys: pytest.CaptureFixture[s
     assert square["scaled_up"] == {"tiny.png": 5.3333, "<img src=x>.png": 1.28}
 
 
+def test_a_folder_is_examined_as_training_would_read_it(
+    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(tiny_pictures, folder)
+    monkeypatch.setattr("simpletune.commands.init.machine.card_here", lambda: (None, "no driver"))
+
+    def sizes(*words: str) -> tuple[int, list[list[int]]]:
+        assert main(["data", str(folder), "--json", *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return len(found["usable"]), [bucket["size"] for bucket in found["buckets"]]
+
+    usable, at_64 = sizes()
+    assert usable == 6 and list(tmp_path.iterdir()) == [folder]  # it writes no configuration
+    assert sizes("data.resolution=32")[1] != at_64
+    assert main(["init", str(folder), "--device", "cpu"]) == 0
+    config = json.loads((tmp_path / "mine.json").read_text())
+    config["data"]["resolution"] = 32
+    (tmp_path / "mine.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert sizes()[1] != at_64  # the configuration beside it is used
+
+
 def test_page_and_sheet_hold_the_pictures_and_escape_what_was_typed(config: str, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     assert main(["data", config, "--out", str(out)]) == 0

@@ -414,6 +414,9 @@ def test_the_constants_are_written_before_a_failure_is_reported(
     assert calibrate.calibrate("cpu", out, tmp_path, 7.0) == wanted
     assert read_constants(wanted) == constants(seconds=12.3)
     assert f"written {wanted}: 0 kinds of operations in 12 s" in capsys.readouterr().out
+    failed.update({f"late.{number}": "7 s were over" for number in range(4)})
+    assert calibrate.calibrate("cpu", out, tmp_path, 7.0) == wanted  # a limit that was reached is no failure
+    assert "not measured in 7 s: late.0, late.1, late.2 and 1 more." in capsys.readouterr().out
     failed.update({"add.fp32": "no kernel", "steps": "no step"})
     with pytest.raises(UserError, match=r"not measured: add\.fp32 \(no kernel\); steps \(no step\)\. The rest is in "):
         calibrate.calibrate("cpu", out, tmp_path, 7.0)

@@ -36,8 +36,8 @@ def card_here() -> Card | None:
 def cards() -> list[tuple[str, str]]:
     """Return (value, words) of the cards to choose from, this machine's first."""
     here = card_here()
-    words = f"this machine: {here.name}, {here.gib:.0f} GB" if here else "this machine: no graphics card"
-    return [(HERE, words), *((card.name, f"{card.name}, {card.gib:.0f} GB") for card in CARDS)]
+    words = f"this machine: {here.name}, {here.gib:.0f} GiB" if here else "this machine: no graphics card"
+    return [(HERE, words), *((card.name, f"{card.name}, {card.gib:.0f} GiB") for card in CARDS)]
 
 
 def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConfig:
