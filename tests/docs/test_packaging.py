@@ -72,6 +72,36 @@ def test_the_wheel_holds_every_file_of_the_package_and_reads_its_configurations(
     assert "demo" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "simpletune", folder / "simpletune", symlinks=True, ignore=ignore)
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    build = "import setuptools.build_meta as b; b.build_{0}('dist')"
+    for kind in ("sdist", "wheel"):
+        subprocess.run([sys.executable, "-c", build.format(kind)], cwd=folder, check=True, capture_output=True)
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    subprocess.run([sys.executable, "-c", build.format("wheel")], cwd=unpacked, check=True, capture_output=True)
+    wheels = [ZipFile(next((each / "dist").glob("*.whl"))) for each in (folder, unpacked)]
+    first, second = ({name: wheel.read(name) for name in wheel.namelist() if "RECORD" not in name} for wheel in wheels)
+    assert first == second
+
+
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
+def test_the_readme_names_every_extra(extra: str) -> None:
+    assert f"`{extra}`" in (ROOT / "README.md").read_text()
+
+
+def test_the_citation_has_the_package_s_version_and_licence() -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {PROJECT['version']}" in lines and f"license: {PROJECT['license']}" in lines
+
+
 # Shipped configurations by name
 
 

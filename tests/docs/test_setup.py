@@ -366,6 +366,42 @@ def test_killed_set_up_is_made_anew(machine: Machine) -> None:
     assert machine.run("train.sh") == ""
 
 
+KILLED = """step=0
+_at_step() {
+    case ${1:-} in _setup_install | _setup_empty | _setup_torch_without_cuda) ;; *) return 0 ;; esac
+    ((BASH_SUBSHELL > 0 || ++step <= DIES_AT)) || { echo "$step $BASH_COMMAND" >>"$DIED"; kill -9 0; }
+}
+[[ -z ${DIES_AT:-} || $0 != *train.sh ]] || { set -T; trap '_at_step "${FUNCNAME[0]:-}"' DEBUG; }
+"""
+
+
+@pytest.mark.slow
+def test_a_set_up_killed_after_any_of_its_steps_is_finished_by_the_next_call(machine: Machine, tmp_path: Path) -> None:
+    machine.python()
+    (tmp_path / "killed.sh").write_text(KILLED)
+    machine.environment |= {"BASH_ENV": str(tmp_path / "killed.sh"), "DIED": str(tmp_path / "died")}
+    machine.environment["FAKE_TORCH"] = "2.13.0+cpu"
+    venv = machine.root / ".venv"
+    for steps in range(100):
+        shutil.rmtree(venv, ignore_errors=True)
+        machine.log.unlink(missing_ok=True)
+        process = machine.start("train.sh", DIES_AT=str(steps))
+        output, _ = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, output
+        whole = (venv / ".simpletune-installed-run").exists() and not (venv / ".simpletune-installing").exists()
+        if half := (venv / "bin" / "python").exists() and not whole:
+            (venv / "half").touch()
+        machine.run("train.sh")
+        done = (tmp_path / "died").read_text().splitlines()[-1]
+        assert (venv / ".simpletune-installed-run").exists() and (venv / ".simpletune-torch-cpu").exists(), done
+        assert not (venv / ".simpletune-installing").exists() and not (half and (venv / "half").exists()), done
+        kinds = [line.split()[0] for line in machine.log.read_text().splitlines()]
+        assert kinds[-1] == "run" and "pip" in kinds[len(kinds) - kinds[::-1].index("venv") :], done
+    assert 20 < steps < 99
+
+
 def test_a_venv_whose_python_is_gone_or_that_was_moved_is_made_anew(ready: Machine) -> None:
     python = ready.root / ".venv" / "bin" / "python"
     python.unlink()

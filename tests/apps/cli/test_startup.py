@@ -1,4 +1,4 @@
-"""What a start does not pay for: modules that nobody uses, and collecting what was imported."""
+"""What a start costs, and what it does not pay for: modules that nobody uses, and collecting what was imported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processor_time import processor_seconds
 
 TESTS = Path(__file__).resolve().parents[2]
 UNUSED = (
@@ -22,12 +23,12 @@ UNUSED = (
 TOLD_LAST = "import atexit, gc, json, sys; atexit.register(lambda: print(json.dumps(gc.get_freeze_count()))); "
 
 
-def told(code: str, *arguments: object) -> list[Any]:
-    """What a Python process of its own says in JSON, one value a line, at its end."""
+def told(code: str, *arguments: object, last: int = 2) -> list[Any]:
+    """What a Python process of its own says in JSON, one value a line, in its last lines."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+    return [json.loads(line) for line in done.stdout.splitlines()[-last:]]
 
 
 def test_a_plain_run_imports_nothing_that_it_does_not_use(tiny_config: dict, write_config) -> None:
@@ -65,3 +66,46 @@ def test_the_process_that_distributes_tests_does_not_import_torch() -> None:
     """Each would take seconds, and trainings of a helper that is imported before they are wrapped would not count."""
     code = "import conftest; print(json.dumps(sorted({'torch', 'bitsandbytes', 'tiny_runs'} & set(sys.modules))))"
     assert told(TOLD_LAST + f"sys.path[:0] = {[str(TESTS), str(TESTS / 'support')]}; " + code)[0] == []
+
+
+# The budget of commands that do not train
+
+
+HEAVY = {"torch", "transformers", "diffusers", "peft", "accelerate", "numpy", "pyarrow", "PIL", "huggingface_hub"}
+COUNTED = """import json, sys
+before = set(sys.modules)
+from simpletune.apps.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print(json.dumps(sorted(set(sys.modules) - before)))"""
+
+
+def least_seconds(code: str, *arguments: str, enough: float) -> tuple[float, list[Any]]:
+    """Processor seconds of the cheapest of 3 processes, or of the first that takes little enough, and what it says."""
+    seconds: list[float] = []
+    while len(seconds) < 3 and min(seconds, default=enough) >= enough:
+        before = processor_seconds()
+        said = told(code, *arguments, last=1)
+        seconds.append(processor_seconds() - before)
+    return min(seconds), said
+
+
+@pytest.fixture(scope="module")
+def torch_seconds() -> float:
+    """What `import torch` takes on this machine now."""
+    return least_seconds("import torch; print(1)", enough=float("inf"))[0]
+
+
+# Measured on an Intel Xeon (Python 3.11.7, torch 2.13.0 CPU build, 27 November 2026): 1.8 s for `import torch`, of
+# which a help took 0.11, `check` 0.26, `schema` 0.53; they imported 161, 299 and 288 modules.
+@pytest.mark.parametrize(
+    ("words", "part", "modules"),
+    [("--help", 0.2, 185), ("generate --help", 0.2, 185), ("check demo", 0.45, 345), ("schema", 0.9, 330)],
+)
+def test_a_command_starts_within_its_budget(words: str, part: float, modules: int, torch_seconds: float) -> None:
+    seconds, said = least_seconds(COUNTED, *words.split(), enough=part * torch_seconds)
+    assert HEAVY.isdisjoint(said[-1])
+    assert len(said[-1]) <= modules, said[-1]
+    assert seconds <= part * torch_seconds, f"{seconds:.2f} s beside {torch_seconds:.2f} s for torch"
