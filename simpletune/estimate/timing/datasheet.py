@@ -49,11 +49,14 @@ KERNEL = 2.5e-6  # seconds of the smallest kernel; the order of magnitude seen o
 TILE = 128  # rows and columns that a thread block computes
 SMALL_TILE = 64  # rows and columns of the int8 kernels' small tiles
 UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
-# Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
+# Seconds of the host for its tasks, without the driver's part: fitted to benchmarks/results/cpu/host.json, steps of SD3
+# and SD 1.5 over a stub of the driver, by ``benchmarks.host.fitted`` from 5, 1.5, 1, 8, 2, 8, 10, 20 and 60
+# microseconds, which the tasks take in loops. tests/benchmarks/test_host.py compares them and prints a new fit.
 HOST = {
-    "operation": 5e-6, "view": 1.5e-6, "recorded": 1e-6, "backward": 8e-6, "module": 2e-6, "function": 8e-6,
-    "function_backward": 10e-6, "recomputed": 20e-6,
+    "operation": 8.9e-6, "view": 2.7e-6, "recorded": 1.1e-6, "backward": 17e-6, "module": 2.5e-6, "function": 8.9e-6,
+    "function_backward": 11e-6, "recomputed": 25e-6, "kernel": 43e-6,
 }  # fmt: skip
+LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
 TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
               "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
 """Factors on the traffic of kinds that do not stream; assumed."""
@@ -62,7 +65,7 @@ TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.
 class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
 
-    cuda = True
+    cuda, launch = True, LAUNCH
     rates: Mapping[str, float] = {}  # no single figure is known: curves and shares of the data sheet's rates serve
 
     def __init__(self, card: Card):

@@ -19,13 +19,13 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.job_time import JobTime, job_time, speeds_of
+from simpletune.estimate.job_time import OTHER_CORES, STATED, JobTime, job_time, speeds_of, step_range
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts
 from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, points, write_constants
-from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.datasheet import LAUNCH, DatasheetSpeeds
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -96,6 +96,7 @@ class Seconds:
 
     cuda = True
     rates: dict = {}
+    launch = 0.0
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
         return float(extents[0])
@@ -229,6 +230,22 @@ def test_geforce_multiplies_int8_at_four_times_its_16_bits_others_at_twice() -> 
         for kind in ("int8_product", "int8_gradient"):
             ratio = rate(card, kind, "bf16", few, point) / rate(card, "product_tn", "bf16", few, point)
             assert ratio == pytest.approx(times, rel=0.03), card
+
+
+def test_a_range_folds_the_device_s_factors_with_those_of_other_machines_cores() -> None:
+    launches = [StreamWork(COMPUTE, "forward", "", host=Counter(operation=1000))]
+    products = [StreamWork(COMPUTE, "forward", "", work=Counter({KernelWork("product_tn", "bf16", (8192,) * 3): 10}))]
+    speeds = DatasheetSpeeds(L4)
+    for sections, expected in ((launches, OTHER_CORES), (products, STATED)):
+        assert step_range(sections, speeds, step_seconds(sections, speeds)) == pytest.approx(expected)
+
+
+def test_the_driver_s_part_of_a_launch_is_added_where_it_was_not_measured() -> None:
+    sections = [
+        StreamWork(COMPUTE, "", "", work=Counter({KernelWork(kind, "bf16", (1,)): 7 for kind in ("add", "bias")}))
+    ]
+    assert step_seconds(sections, DatasheetSpeeds(L4)).host == pytest.approx(7 * LAUNCH)
+    assert step_seconds(sections, CalibratedSpeeds(constants())).host == 0
 
 
 def constants(**changes: object) -> Constants:
