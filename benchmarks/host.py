@@ -9,18 +9,25 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.dry import LAUNCHER
 from benchmarks.dry_rows import UNCHECKED, UNET
-from benchmarks.memory import BF16
+from benchmarks.memory import BF16, config_of
 from benchmarks.table import Results, describe_machine
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.timing.datasheet import HOST
 from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 STEPS = 25
+COUNTED = ("bf16", "int8")  # contenders whose steps are predicted
+TOWARDS = 0.1  # how strongly a fit is drawn to the constants it replaces, which few rows separate
 CONTENDERS = {"bf16": "bf16", "int8": "int8", "diffusers": "diffusers + peft", "diffusers_fp32": "the same, fp32 LoRA"}
 CAUSES = {
     "lora": "LoRA layers", "recompute": "second passes", "operators": "own operators",
@@ -73,11 +80,34 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
     """
     results = Results(folder / "host", COLUMNS)
     for name, row in results.missing(ROWS, minutes, only):
-        results.add(name, compared(measured(row)))
+        tasks = {each: tasks_of(overrides_of(row, each)) for each in COUNTED}
+        results.add(name, compared(measured(row)) | {"tasks": tasks})
         say(f"bench   {name}: {results.rows[name]['bf16']:.3f} s")
     versions: Mapping[str, str] = next((row["versions"] for row in results.rows.values()), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     return results.write_table("The host's part of a step", ABOUT, {**describe_machine(), "versions on it": said})
+
+
+def tasks_of(overrides: tuple[str, ...]) -> dict[str, float]:
+    """Count the host's tasks in a row's step, as a prediction does."""
+    found: Counter[str] = Counter()
+    for section in simulate(config_of(overrides), capability=(8, 9)).sections:
+        found.update({task: section.share * count for task, count in section.host.items()})
+    return dict(found)
+
+
+def fitted(rows: Iterable[Json]) -> dict[str, float]:
+    """Fit the host's seconds for each task to measured steps: least squares of the relative errors, none negative,
+    drawn towards the present constants."""
+    steps = [(row["tasks"][each], row[each]) for row in rows for each in COUNTED]
+    shares = np.array([[tasks.get(name, 0) * HOST[name] / seconds for name in HOST] for tasks, seconds in steps])
+    normal = shares.T @ shares + TOWARDS**2 * np.eye(len(HOST))
+    wanted, factors = shares.sum(0) + TOWARDS**2, np.ones(len(HOST))
+    for _ in range(1000):  # Gauss and Seidel's, clipped
+        for at in range(len(factors)):
+            rest = normal[at] @ factors - normal[at, at] * factors[at]
+            factors[at] = max(0.0, (wanted[at] - rest) / normal[at, at])
+    return {name: float(f"{factor * HOST[name]:.2g}") for name, factor in zip(HOST, factors, strict=True)}
 
 
 def measured(row: Row) -> Json:

@@ -15,7 +15,7 @@ from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport, p
 from simpletune.estimate.timing.constants import FOLDER, read_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.recorder import StreamWork
-from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
+from simpletune.estimate.timing.speeds import CalibratedSpeeds, ScaledSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.prompts import BATCH
@@ -26,6 +26,7 @@ from simpletune.system.prices import Price
 # benchmarks/results/cpu/times.md; that of a data sheet has not been measured.
 CALIBRATED = (0.85, 1.3)
 STATED = (0.7, 2.0)
+OTHER_CORES = (0.7, 1.5)  # the host's part of a step on other machines' cores, as a factor on that of ours
 # Seconds of the host if it was not calibrated: about what an Intel Xeon takes.
 READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # per pixel, per pixel, per byte
 READ_BYTE = 5e-10  # per byte of a weight file: assumes a disk of 2 GB/s
@@ -107,6 +108,8 @@ def job_time(
     was not read, and its stages are left out."""
     speeds, interval, source = speeds_of(card, config.output.cache_folder)
     step = step_seconds(job.train.sections, speeds)
+    if isinstance(speeds, DatasheetSpeeds) and step.seconds:
+        interval = step_range(job.train.sections, speeds, step)
     batch, side, prior = config.train.micro_batch * config.train.accumulation, config.data.resolution, config.prior
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
@@ -130,6 +133,15 @@ def job_time(
     saved = times_due(config.checkpoint.every, steps) * checkpoint + result
     stages["save"] = saved * speeds.rates.get("write_byte", WRITE_BYTE)
     return JobTime(card, step, steps, per_epoch, stages, interval, source, price)
+
+
+def step_range(sections: Sequence[StreamWork], speeds: DatasheetSpeeds, step: StepSeconds) -> tuple[float, float]:
+    """The interval of a step by a data sheet: the device's and the host's factors, folded as the step is."""
+    low, high = (
+        step_seconds(sections, ScaledSpeeds(speeds, *factors)).seconds / step.seconds
+        for factors in zip(STATED, OTHER_CORES, strict=True)
+    )
+    return low, high
 
 
 def times_due(every: int | None, steps: int) -> int:

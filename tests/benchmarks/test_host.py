@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import host
 from benchmarks.host_row import Causes
+from simpletune.estimate.timing.datasheet import HOST
 
 
 def test_a_cause_does_not_count_the_causes_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +32,19 @@ def test_rows_are_in_bf16_but_for_the_int8_contender() -> None:
     assert not row.checkpoints and host.ROWS["SD 1.5, checkpointed"].checkpoints
     assert "precision.weights=bf16" in host.overrides_of(row, "bf16")
     assert "precision.weights=bf16" not in host.overrides_of(row, "int8")
+
+
+def test_the_host_s_seconds_are_predicted_as_measured() -> None:
+    """Without the driver's part, which the stub leaves out."""
+    rows = json.loads((Path(host.__file__).parent / "results" / "cpu" / "host.json").read_text())["rows"]
+    for name, row in rows.items():
+        for each in host.COUNTED:
+            predicted = sum(count * HOST[task] for task, count in row["tasks"][each].items())
+            assert predicted == pytest.approx(row[each], rel=0.15), f"{name}, {each}: now {host.fitted(rows.values())}"
+
+
+@pytest.mark.slow
+def test_a_row_s_tasks_are_those_of_a_prediction() -> None:
+    rows = json.loads((Path(host.__file__).parent / "results" / "cpu" / "host.json").read_text())["rows"]
+    name = "SD3 Medium, not checkpointed"
+    assert host.tasks_of(host.overrides_of(host.ROWS[name], "bf16")) == rows[name]["tasks"]["bf16"]

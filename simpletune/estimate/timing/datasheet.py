@@ -27,13 +27,20 @@ PRODUCTS = {
 # bits, and 0.91 to 1.12 for GeForce cards, whose clocks exceed those of their data sheets (1 is assumed).
 OTHERWISE, OTHERWISE_GEFORCE = (0.78, 0.8), (1.0, 0.65)
 OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; L4 270 of 300 GB/s, assumed
-# Attention's operations at shares of the products' rate. FlashAttention-2 reaches up to 73% of an A100's peak forward
-# and 63% backward (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%.
-FORWARD, BACKWARD = 0.8, 0.65
-# Times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed. For the input's gradient
-# as well: for 64 instructions of the tensor cores, which take 1,024 cycles, its machine code for sm_89 has 64
+# Attention's operations forward and backward, at shares of the products' rate if its tiles fill the card, by kernel
+# (``kernel_workspace.attention_kernel``). Flash is FlashAttention-2: up to 73 and 63% of an A100's peak
+# (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%. It has Ampere's
+# instructions: an H100 reaches 335 TFLOP/s over both passes (section 4.1), 35% of its peak (arXiv:2407.08608,
+# abstract). Efficient: 20 TFLOP/s forward for a T4's long rows (Dao-AILab/flash-attention#2379: 66% of the peak is 2.19
+# times as fast), fewer assumed for ours; backward half of flash's (xformers#362, flash-attention#416).
+ATTENTION = {"flash": (0.8, 0.65), "flash on Hopper": (0.52, 0.45), "efficient": (0.4, 0.3)}
+FLASH_FROM, HOPPER = (8, 0), (9, 10)  # the latter are major versions: data-centre cards since Hopper
+# Times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed. GeForce cards multiply
+# bf16 at half of the others' rate when they sum in fp32, as torch does, and int8 at the whole (NVIDIA's architecture
+# papers, dense: RTX 3060 101 to 25, 3090 284 to 71, 4090 660 to 165, 5090 838 to 210). For the input's gradient as
+# well: for 64 instructions of the tensor cores, which take 1,024 cycles, its machine code for sm_89 has 64
 # permutations of bytes and 32 loads of words from shared memory (tile 256x64x64 of benchmarks/results/kernels).
-INT8 = 1.9
+INT8, INT8_GEFORCE = 1.9, 3.8
 CONVOLUTION = 0.7  # of the products' rate; assumed
 # cuDNN convolves fp32 in TF32 on tensor cores, which torch allows by default (its notes on CUDA semantics): at half the
 # rate of 16 bits, in data sheets and as measured (source of PRODUCTS, TFLOP/s: L4 26, RTX 4090 86, A40 59).
@@ -42,11 +49,14 @@ KERNEL = 2.5e-6  # seconds of the smallest kernel; the order of magnitude seen o
 TILE = 128  # rows and columns that a thread block computes
 SMALL_TILE = 64  # rows and columns of the int8 kernels' small tiles
 UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
-# Seconds of the host. An Intel Xeon needs 0.6 to 1 times these with torch's CUDA build over a stub of the driver.
+# Seconds of the host for its tasks, without the driver's part: fitted to benchmarks/results/cpu/host.json, steps of SD3
+# and SD 1.5 over a stub of the driver, by ``benchmarks.host.fitted`` from 5, 1.5, 1, 8, 2, 8, 10, 20 and 60
+# microseconds, which the tasks take in loops. tests/benchmarks/test_host.py compares them and prints a new fit.
 HOST = {
-    "operation": 5e-6, "view": 1.5e-6, "recorded": 1e-6, "backward": 8e-6, "module": 2e-6, "function": 8e-6,
-    "function_backward": 10e-6, "recomputed": 20e-6,
+    "operation": 8.9e-6, "view": 2.7e-6, "recorded": 1.1e-6, "backward": 17e-6, "module": 2.5e-6, "function": 8.9e-6,
+    "function_backward": 11e-6, "recomputed": 25e-6, "kernel": 43e-6,
 }  # fmt: skip
+LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
 TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
               "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
 """Factors on the traffic of kinds that do not stream; assumed."""
@@ -55,7 +65,7 @@ TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.
 class DatasheetSpeeds:
     """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
 
-    cuda = True
+    cuda, launch = True, LAUNCH
     rates: Mapping[str, float] = {}  # no single figure is known: curves and shares of the data sheet's rates serve
 
     def __init__(self, card: Card):
@@ -81,13 +91,15 @@ class DatasheetSpeeds:
         if kind.startswith(("product", "int8_product", "int8_gradient")):
             m, n, k = extents
             is_int8 = kind.startswith("int8")
-            rate = self._rate * INT8 if is_int8 else self._rate_of(dtype)
+            times = INT8_GEFORCE if is_geforce(self.card) else INT8
+            rate = self._rate * times if is_int8 else self._rate_of(dtype)
             moved = (m * k + n * k) * (1 if is_int8 else ITEM[dtype]) + m * n * ITEM[dtype]
             filled = self._filled_in_int8(m, n) if is_int8 else self._filled(m, n, k)
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
-            products, share = (5, BACKWARD) if kind == "attention_backward" else (2, FORWARD)
+            forward, backward = ATTENTION[self._attention(dtype)]
+            products, share = (5, backward) if kind == "attention_backward" else (2, forward)
             operations = products * 2 * heads * queries * keys * max(width, 32)
             return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled(heads * queries, TILE)
         if kind.startswith("convolution"):
@@ -103,6 +115,12 @@ class DatasheetSpeeds:
     def _rate_of(self, dtype: str) -> float:
         """Operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
+
+    def _attention(self, dtype: str) -> str:
+        """The kernel that torch chooses for a type, as ``attention_kernel`` does."""
+        if dtype == "fp32" or self.card.capability < FLASH_FROM:
+            return "efficient"
+        return "flash on Hopper" if self.card.capability[0] in HOPPER else "flash"
 
     def _filled(self, m: int, n: int, k: int = 0) -> float:
         """The fraction of the card that a product's tiles fill; long sums are split over idle multiprocessors."""
@@ -129,5 +147,10 @@ def _products(card: Card) -> tuple[float, float]:
         measured = PRODUCTS.get(like.name) or PRODUCTS.get(like.name.partition("-")[0])
         if measured is not None and like.tflops and like.fp32_tflops:
             return card.tflops * measured[0] / like.tflops, card.fp32_tflops * measured[1] / like.fp32_tflops
-    share, share_fp32 = OTHERWISE_GEFORCE if "RTX" in card.name else OTHERWISE
+    share, share_fp32 = OTHERWISE_GEFORCE if is_geforce(card) else OTHERWISE
     return card.tflops * share, card.fp32_tflops * share_fp32
+
+
+def is_geforce(card: Card) -> bool:
+    """Whether a card of the table is a GeForce, which sums 16-bit products in fp32 at half rate."""
+    return card.tflops is not None and "RTX" in card.name

@@ -150,6 +150,8 @@ class Recorder:
         section, tensors, (name, on_host, moves) = self._section(), tensors_in((args, kwargs)), about_op(op)
         if on_host and not found:
             section.host["view"] += 1
+        elif op.namespace == "simpletune":
+            section.host["kernel"] += 1  # Triton launches it from Python, in the backward pass too
         elif on_host and section.phase in BACKWARD and not torch.is_grad_enabled():
             section.host["backward"] += 1
         elif on_host:  # also in a recomputation, which runs from Python

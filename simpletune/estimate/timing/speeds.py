@@ -25,6 +25,9 @@ class Speeds(Protocol):
     rates: Mapping[str, float]
     """Single figures that were measured, such as ``read_jpeg`` (see ``host_probes.machine_rates``)."""
 
+    launch: float
+    """The driver's seconds for a launch, where ``host`` leaves them out."""
+
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Seconds of one kernel (see ``work.KernelWork``)."""
 
@@ -32,8 +35,24 @@ class Speeds(Protocol):
         """The host's seconds for one of its tasks (see ``host_probes.host_seconds``)."""
 
 
+class ScaledSpeeds:
+    """Speeds whose device's and host's seconds are multiplied, for the ends of a range."""
+
+    def __init__(self, speeds: Speeds, device: float, host: float):
+        self._speeds, self._device, self._host = speeds, device, host
+        self.cuda, self.rates, self.launch = speeds.cuda, speeds.rates, host * speeds.launch
+
+    def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
+        return self._device * self._speeds.seconds(kind, dtype, extents)
+
+    def host(self, what: str) -> float:
+        return self._host * self._speeds.host(what)
+
+
 class CalibratedSpeeds:
     """Speeds of a calibrated device."""
+
+    launch = 0.0
 
     def __init__(self, constants: Constants):
         self.constants, self.cuda = constants, constants.kind == "cuda"
@@ -64,6 +83,8 @@ class CalibratedSpeeds:
     def host(self, what: str) -> float:
         """The host's overhead in seconds; on a CPU, the operation itself is the device's part."""
         each = self.constants.host
+        if what == "kernel":  # not measured yet
+            what = "operation"
         if self.cuda:
             in_a_loop = each.get(what, 0.0)
         elif what == "backward":

@@ -70,7 +70,9 @@ def step_seconds(sections: Sequence[StreamWork], speeds: Speeds) -> StepSeconds:
         by_use: dict[str, float] = defaultdict(float)
         for work, count in section.work.items():
             by_use[use_of(work)] += section.share * count * speeds.seconds(*work)
-        host = section.share * sum(count * speeds.host(what) for what, count in section.host.items())
+        launches = sum(count for work, count in section.work.items() if work.kind != "bias")
+        queueing = sum(count * speeds.host(what) for what, count in section.host.items())
+        host = section.share * (queueing + launches * speeds.launch)
         costs.append((sum(by_use.values()), host))
         if section.stream == COMPUTE:
             for use, seconds in by_use.items():

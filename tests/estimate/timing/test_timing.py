@@ -17,14 +17,15 @@ from recorded_work import seen
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.job_time import JobTime, job_time, speeds_of
+from simpletune.estimate.job_time import OTHER_CORES, STATED, JobTime, job_time, speeds_of, step_range
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts
 from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, points, write_constants
-from simpletune.estimate.timing.datasheet import DatasheetSpeeds
+from simpletune.estimate.timing.datasheet import LAUNCH, DatasheetSpeeds
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -95,6 +96,7 @@ class Seconds:
 
     cuda = True
     rates: dict = {}
+    launch = 0.0
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
         return float(extents[0])
@@ -201,6 +203,49 @@ def test_a_cards_figures_move_what_they_bound() -> None:
     assert plain.seconds(*product) == pytest.approx(2 * 8192**3 / 57e12, rel=0.05)  # measured by others on an L4
     assert plain.seconds("product_tn", "bf16", (16, 64, 64)) < 6e-6
     assert all(DatasheetSpeeds(card).is_known for card in CARDS)
+
+
+def rate(card: str, kind: str, dtype: str, operations: int, extents: tuple[int, ...]) -> float:
+    """TFLOP/s of a large operation on a card."""
+    return operations / DatasheetSpeeds(find_card(card)).seconds(kind, dtype, extents) / 1e12
+
+
+def test_attention_runs_at_the_rate_of_its_kernel_on_a_card() -> None:
+    """An A100's and an H100's by flash attention's papers, a T4's by torch's only kernel there."""
+    heads = 24, 4429, 4429, 64
+    operations = 4 * math.prod(heads)
+    for card, dtype, low, high in (("A100-40GB", "bf16", 180, 228), ("H100", "bf16", 350, 400), ("T4", "fp16", 12, 18)):
+        assert low < rate(card, "attention", dtype, operations, heads) < high, card
+        assert low / 1.4 < rate(card, "attention_backward", dtype, operations * 5 // 2, heads) < high, card
+    for card in CARDS:
+        for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
+            kernel = attention_kernel(card.capability, dtype)
+            assert DatasheetSpeeds(card)._attention(name).partition(" ")[0] == kernel, card.name
+
+
+def test_geforce_multiplies_int8_at_four_times_its_16_bits_others_at_twice() -> None:
+    """Less the scales; its products in 16 bits sum in fp32 at half of the tensor cores' rate."""
+    point, few = (8192, 8192, 8192), 2 * 8192**3
+    for card, times in (("L4", 1.9), ("A100-40GB", 1.9), ("RTX3060-12GB", 3.8), ("RTX4090", 3.8), ("RTX2060", 3.8)):
+        for kind in ("int8_product", "int8_gradient"):
+            ratio = rate(card, kind, "bf16", few, point) / rate(card, "product_tn", "bf16", few, point)
+            assert ratio == pytest.approx(times, rel=0.03), card
+
+
+def test_a_range_folds_the_device_s_factors_with_those_of_other_machines_cores() -> None:
+    launches = [StreamWork(COMPUTE, "forward", "", host=Counter(operation=1000))]
+    products = [StreamWork(COMPUTE, "forward", "", work=Counter({KernelWork("product_tn", "bf16", (8192,) * 3): 10}))]
+    speeds = DatasheetSpeeds(L4)
+    for sections, expected in ((launches, OTHER_CORES), (products, STATED)):
+        assert step_range(sections, speeds, step_seconds(sections, speeds)) == pytest.approx(expected)
+
+
+def test_the_driver_s_part_of_a_launch_is_added_where_it_was_not_measured() -> None:
+    sections = [
+        StreamWork(COMPUTE, "", "", work=Counter({KernelWork(kind, "bf16", (1,)): 7 for kind in ("add", "bias")}))
+    ]
+    assert step_seconds(sections, DatasheetSpeeds(L4)).host == pytest.approx(7 * LAUNCH)
+    assert step_seconds(sections, CalibratedSpeeds(constants())).host == 0
 
 
 def constants(**changes: object) -> Constants:
