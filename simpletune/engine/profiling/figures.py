@@ -83,8 +83,7 @@ def read_events(events: Iterable[_KinetoEvent]) -> Recording:
         if event.name() == "[memory]":
             (on_host if is_host else on_device).append((event.start_ns(), event.nbytes()))  # type: ignore[attr-defined]  # torch's stub lacks it
             continue
-        is_python = getattr(event, "is_python_function", None)  # torch 2.11 lists none and has no such method
-        if event.is_async() or (is_python is not None and is_python()):
+        if event.is_async() or event.is_python_function():
             continue
         track, stop = event.device_resource_id(), event.start_ns() + event.duration_ns()
         if not is_host:

@@ -140,17 +140,6 @@ def test_the_figures_of_a_device_and_without_one() -> None:
         figures(Recording(), 1)
 
 
-def test_events_of_torch_2_11_have_no_such_question() -> None:
-    class Older(Event):
-        def __getattr__(self, name: str) -> Callable[[], object]:
-            if name == "is_python_function":
-                raise AttributeError(name)
-            return super().__getattr__(name)
-
-    found = read_events([Older("aten::mm", 0, 5), Event("a.py(3): f", 0, 9, python=True)])
-    assert [span.name for span in found.operators] == ["aten::mm"]
-
-
 def test_own_times_leave_out_what_is_inside() -> None:
     spans = [Span("c", 5, 6, 1), Span("a", 0, 10, 1), Span("b", 2, 8, 1), Span("d", 10, 12, 1), Span("e", 3, 4, 2)]
     assert {span.name: own for span, _, own in nested(spans)} == {"a": 4, "b": 5, "c": 1, "d": 2, "e": 1}
