@@ -65,7 +65,7 @@ def test_the_choice_is_that_of_brute_force(method: str, mib: int, config_of) -> 
 class Only:
     """Speeds of a device on which one use takes a second for each of its units, and all else nothing."""
 
-    cuda = True
+    cuda, launch = True, 0.0
     rates: dict = {}
 
     def __init__(self, use: str):

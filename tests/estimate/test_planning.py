@@ -32,6 +32,7 @@ from simpletune.estimate.planning import (
     likely_first,
 )
 from simpletune.estimate.simulate.simulate import simulate, train
+from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.system.gpus import FOUND, GIB, Card, find_card
 from simpletune.system.options import UserError
 
@@ -88,6 +89,14 @@ def test_with_room_nothing_is_given_for_memory(config_of) -> None:
     assert "precision.weights=bf16" in differing(config, best.choice.config, best.choice.overrides)
 
 
+@pytest.fixture
+def instant_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model's step waits for the host, whatever the card does."""
+    monkeypatch.setattr(DatasheetSpeeds, "host", lambda *_: 0.0)
+    monkeypatch.setattr(DatasheetSpeeds, "launch", 0.0)
+
+
+@pytest.mark.usefixtures("instant_host")
 def test_what_int8_products_should_gain_is_named_but_not_taken(config_of) -> None:
     search = Search(config_of(), L4)
     best = search.fastest()[0]
@@ -258,6 +267,7 @@ def test_what_may_cost_quality_is_named_with_its_values(config_of) -> None:
     assert rounded == "the frozen weights are rounded to int8 instead of bf16 (precision.weights)"
 
 
+@pytest.mark.usefixtures("instant_host")
 def test_plan_writes_a_configuration_that_fits_and_gives_signs_of_life(
     config_of, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
