@@ -789,11 +789,11 @@ def test_without_a_compiler_make_dry_is_skipped(server: Machine, tool: str) -> N
 def test_other_failures_fail_the_server(server: Machine, environment: dict[str, str], status: int) -> None:
     output = server.run(".ci/run", status=status, **environment)
     assert "SKIPPED" not in output
-    assert ("make dry took more than 900 s" in output) == (status == 124)
+    assert ("make dry took more than 700 s" in output) == (status == 124)
 
 
 @pytest.mark.parametrize("before", [480, 1200])
 def test_the_server_takes_40_minutes_at_most(server: Machine, before: int) -> None:
     server.run(".ci/dry", str(before))
     limits = [int(call.split()[0]) for call in server.calls("timeout")]
-    assert before + sum(limits) == 40 * 60 and limits[0] >= 300 and limits[1] == 900
+    assert before + sum(limits) == 2200 < 40 * 60 and limits[0] >= 300 and limits[1] == 700
