@@ -57,8 +57,10 @@ HOST = {
     "function_backward": 11e-6, "recomputed": 25e-6, "kernel": 43e-6,
 }  # fmt: skip
 LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
-TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
-              "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
+TWICE_READ = {
+    "norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "group_norm": 1.5, "group_norm_backward": 1.5,
+    "unpack_nf4": 1.5,
+}  # fmt: skip
 """Factors on the traffic of kinds that do not stream; assumed."""
 
 
