@@ -31,8 +31,7 @@ CLASSES = {
     "product_tn": PRODUCTS, "product_nn": PRODUCTS, "product_nt": PRODUCTS, "int8_product": PRODUCTS,
     "int8_gradient": PRODUCTS, "convolution": PRODUCTS, "convolution_input": PRODUCTS, "convolution_weight": PRODUCTS,
     "attention": ATTENTION, "attention_backward": ATTENTION, "unpack_int8": "unpacking", "unpack_nf4": "unpacking",
-    "int8_rows": "quantising", "int8_gelu_rows": "quantising", "int8_gelu_gradient_rows": "quantising",
-    "norm": "norms", "norm_backward": "norms", "gelu": "gelu", "gelu_backward": "gelu",
+    "int8_rows": "quantising", "norm": "norms", "norm_backward": "norms", "gelu": "gelu", "gelu_backward": "gelu",
     "normal": "random", "to_device": COPIES, "to_host": COPIES,
 }  # fmt: skip
 """The class of each kind of work (``work.Work``); others are element-wise."""

@@ -58,8 +58,10 @@ HOST = {
 }  # fmt: skip
 CORE = 1.32e-4  # seconds of host_probes.core_seconds on that core
 LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
-TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
-              "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
+TWICE_READ = {
+    "norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "group_norm": 1.5, "group_norm_backward": 1.5,
+    "unpack_nf4": 1.5,
+}  # fmt: skip
 """Factors on the traffic of kinds that do not stream; assumed."""
 
 

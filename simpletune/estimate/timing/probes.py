@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from simpletune.engine.quant.int8_gelu import int8_gelu_gradient_rows, int8_gelu_rows
 from simpletune.engine.quant.int8_products import dequantise_weight, int8_product, int8_rows, why_not
 from simpletune.estimate.timing.stopwatch import Call
 
 Axes = dict[str, list[int]]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = 64  # width of rows in "strided": a head's
-ROW = 1024  # width of rows that norms and reductions work on
+ROW = 1024  # width of rows that norms work on
 BLOCK = 64  # nf4's weights per scale
 
 
@@ -163,32 +162,23 @@ def traffic(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Tim
     def with_(make: Callable[[int], Tensor], call: Callable[[Tensor], object]) -> Callable[[int], Call]:
         return lambda count: partial(call, make(count))
 
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     weight = torch.ones(ROW, device=device, dtype=dtype)
     ops = torch.ops.aten
     yield probe("add", 3 * size, with_(flat, lambda x: torch.add(x, x)))
     yield probe("gelu", 2 * size, with_(flat, lambda x: F.gelu(x, approximate="tanh")))
     yield probe("gelu_backward", 3 * size, with_(flat, lambda x: ops.gelu_backward(x, x, approximate="tanh")))
-    yield probe("silu", 2 * size, with_(flat, F.silu))
-    yield probe("root", 2 * size, with_(lambda count: flat(count).abs_(), torch.sqrt))
-    yield probe("cast_from", size + other.itemsize, with_(lambda count: flat(count).to(other), lambda x: x.to(dtype)))
-    yield probe("sum", size, with_(rows, lambda x: x.sum(0)))
     yield probe("norm", 2 * size, with_(rows, lambda x: F.layer_norm(x, (ROW,), weight, weight)))
     yield probe("norm_backward", 3 * size, with_(rows, norm_gradient))
     yield probe("softmax", 2 * size, with_(rows, lambda x: torch.softmax(x, -1)))
     yield probe("group_norm", 2 * size, with_(rows, lambda x: F.group_norm(x.view(1, 32, -1), 32)))
     yield probe("group_norm_backward", 3 * size, with_(rows, group_norm_gradient))
     yield probe("strided", 2 * size, with_(rows, lambda x: x.view(16, -1, HEAD).transpose(0, 1).contiguous()))
-    yield probe("gather", 2 * size, with_(rows, lambda x: x[torch.zeros(len(x), dtype=torch.int64, device=x.device)]))
     yield probe("normal", size, with_(flat, lambda x: x.normal_()))
     yield probe("unpack_int8", size + 1, lambda count: int8_unpacking(rows(count)))
     yield probe("unpack_nf4", size + 0.5, lambda count: nf4_unpacking(rows(count)))
     yield probe("adam8bit", 2 * size + 2, lambda count: adam8bit_update(flat(count)))
     if why_not(device) is None:
-        yield probe("int8_rows", size + 1, with_(rows, lambda x: int8_rows(x)))
-        ones = torch.ones(ROW, device=device)
-        yield probe("int8_gelu_rows", size + 1, with_(rows, lambda x: int8_gelu_rows(x)))
-        yield probe("int8_gelu_gradient_rows", 2 * size + 1, with_(rows, lambda x: int8_gelu_gradient_rows(x, x, ones)))
+        yield probe("int8_rows", size + 1, with_(rows, int8_rows))
 
 
 def copies(device: torch.device) -> Iterator[TimingProbe]:

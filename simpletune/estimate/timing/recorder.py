@@ -22,7 +22,7 @@ from simpletune.engine.memory import copy_stream
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.copy_stream import Copies, CopyEvent
 from simpletune.engine.memory.fake import replaced
-from simpletune.estimate.timing.work import NOTHING, KernelWork, tensor_bytes, tensors_in, works_of
+from simpletune.estimate.timing.work import KernelWork, moves_data, tensor_bytes, tensors_in, works_of
 from simpletune.system.options import Json
 
 COMPUTE = "compute"
@@ -67,7 +67,7 @@ class StreamWork:
 def about_op(op: OpOverload) -> tuple[str, bool, bool]:
     """An operation's name without namespace and overload, whether the host runs it, and whether it may move data."""
     name = op._schema.name.partition("::")[2]
-    return name, op.namespace not in ("profiler", "prim"), not op.is_view and name not in NOTHING
+    return name, op.namespace not in ("profiler", "prim"), moves_data(op)
 
 
 class Recorder:

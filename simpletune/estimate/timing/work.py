@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch._ops import OpOverload
 from simpletune.engine.kernels.sizes import partial_bytes
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+RANDOM = torch.Tag.nondeterministic_seeded
 SMALL = 4096  # elements; the layout of smaller tensors does not matter
 
 
@@ -24,132 +26,42 @@ class KernelWork(NamedTuple):
     """The work of one kernel, or of one on a group of tensors."""
 
     kind: str
-    """The name of a grid of the constants: product_tn, attention, add, cast, ..."""
+    """The name of a grid of the constants: product_tn, attention, add, norm, ..."""
     dtype: str
     """fp32, bf16 or fp16."""
     extents: tuple[int, ...]
     """Along the grid's axes; for ``each``, the number of tensors and their bytes."""
 
 
-NOTHING = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "alias",
-    "lift_fresh", "resize_", "set_", "_local_scalar_dense", "detach", "detach_", "view", "is_same_size", "_to_cpu",
-}  # fmt: skip
 KINDS = {
-    "gelu": "gelu", "gelu_backward": "gelu_backward", "silu": "silu", "silu_": "silu", "silu_backward": "gelu_backward",
-    "sigmoid": "silu", "exp": "silu", "exp_": "silu", "tanh": "gelu", "cos": "silu", "sin": "silu", "log": "silu",
-    "sqrt": "root", "rsqrt": "root", "reciprocal": "root",
-    "native_layer_norm": "norm", "native_layer_norm_backward": "norm_backward", "_fused_rms_norm": "norm",
-    "_fused_rms_norm_backward": "norm_backward", "native_group_norm": "group_norm",
-    "native_group_norm_backward": "group_norm_backward", "_softmax": "softmax", "_softmax_backward_data": "softmax",
-    "sum": "sum", "mean": "sum", "amax": "sum", "amin": "sum", "linalg_vector_norm": "sum", "var_mean": "sum",
-    "var": "sum", "max": "sum", "embedding": "gather", "index": "gather", "index_select": "gather", "gather": "gather",
-    "normal_": "normal", "uniform_": "normal", "bernoulli_": "normal", "random_": "normal", "native_dropout": "normal",
-    "rand": "normal", "randn": "normal", "randint": "normal", "dequantize_4bit": "unpack_nf4", "int8_rows": "int8_rows",
-    "int8_rotated_rows": "int8_rows", "int8_gelu_rows": "int8_gelu_rows",
-    "int8_gelu_gradient_rows": "int8_gelu_gradient_rows", "modulate": "norm", "add_gated": "add", "rms_norm": "norm",
-    "rms_norm_backward": "norm_backward",
-    "optimizer_update_8bit_blockwise": "adam8bit",
+    "rows": "int8_rows", "group_norm": "group_norm", "layer_norm": "norm", "rms_norm": "norm", "modulate": "norm",
+    "gelu": "gelu", "softmax": "softmax", "dequantize_4bit": "unpack_nf4", "optimizer_update_8bit": "adam8bit",
 }  # fmt: skip
-WRITES = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full",
-          "new_ones", "arange", "normal_", "uniform_", "bernoulli_", "random_", "rand", "randn", "randint",
-          "scalar_tensor"}  # fmt: skip
-"""Operations that read no operand."""
+"""Grids by a part of the operation's name; gradients of norms and GELU have their own, with ``_backward``."""
+
+
+@cache
+def moves_data(op: OpOverload) -> bool:
+    """Whether an operation reads or writes elements."""
+    name, schema = op._schema.name, op._schema
+    if op.is_view or torch.Tag.inplace_view in op.tags or "empty" in name or name == "aten::_unsafe_view":
+        return False
+    return schema.is_mutable or any("Tensor" in str(result.type) for result in schema.returns)
+
+
+@cache
+def only_writes(op: OpOverload) -> bool:
+    """Whether an operation reads no operand: it makes a tensor, perhaps like another, or fills one."""
+    name, schema = op._schema.name, op._schema
+    makes = name != "aten::_to_copy" and any(argument.name == "pin_memory" for argument in schema.arguments)
+    return makes or name in ("aten::fill_", "aten::zero_") or (RANDOM in op.tags and schema.is_mutable)
 
 
 def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], output: object) -> Iterator[KernelWork]:
     """Yield the work of one dispatched operation and what it returned; nothing for an operation that moves no data."""
-    name = op._schema.name.partition("::")[2]
-    if name in NOTHING or op.is_view or op.namespace in ("profiler", "prim"):
+    if op.namespace in ("profiler", "prim") or not moves_data(op):
         return
-    if name in SHAPED:
-        yield from _of_shapes(name, args, output)
-        return
-    if name.startswith(("_foreach", "_fused_adam")):
-        inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
-        first = args[0] if isinstance(args[0], (list, tuple)) else []
-        if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
-            outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else list(tensors_in(first))
-        moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
-        yield KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
-        return
-    written = {argument.name for argument in op._schema.arguments if argument.is_out} if kwargs else set()
-    given = {argument: value for argument, value in kwargs.items() if argument not in written}
-    inputs, outputs = tensors_in((args, given)), tensors_in(output)
-    if not outputs and op.namespace == "simpletune":
-        # Our operations without a result name in their schema what they write to. For others, such as bitsandbytes'
-        # updates, only what they read counts, as in their probes (probes.py).
-        declared = zip(op._schema.arguments, args, strict=False)
-        outputs = tensors_in([value for each, value in declared if each.alias_info and each.alias_info.is_write])
-    moved = sum(map(tensor_bytes, outputs)) + (0 if name in WRITES else sum(map(tensor_bytes, inputs)))
-    if moved:
-        yield KernelWork(grid_kind(name, inputs, outputs), _dtype(outputs, inputs), (moved,))
-
-
-def grid_kind(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Name the grid of an element-wise or row-wise operation."""
-    if name in KINDS:
-        return KINDS[name]
-    if not inputs or not outputs:
-        return "add"
-    types = {tensor.dtype for tensor in inputs if tensor.numel() >= SMALL}
-    if outputs[0].dtype in NAMES and torch.int8 in types:
-        return "unpack_int8"
-    if name in ("_to_copy", "copy_") and types - {outputs[0].dtype} and outputs[0].dtype in NAMES:
-        return "cast_from"  # to the output's type
-    if name != "cat" and any(not dense(tensor) for tensor in (*inputs, *outputs)):
-        return "strided"
-    return "add"
-
-
-def dense(tensor: Tensor) -> bool:
-    """Whether a tensor is contiguous, apart from expanded dimensions; true for small tensors."""
-    if tensor.numel() < SMALL or tensor.is_contiguous():
-        return True
-    kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride and size > 1]
-    expected = 1
-    for size, stride in reversed(kept):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's own elements."""
-    if tensor.is_contiguous():
-        return tensor.numel() * tensor.element_size()
-    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(own) * tensor.element_size() if tensor.numel() else 0
-
-
-def tensors_in(values: object) -> list[Tensor]:
-    """The tensors of nested arguments."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
-
-
-def _dtype(*groups: Sequence[Tensor]) -> str:
-    """The floating type of the first tensors that have one."""
-    return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
-
-
-SHAPED = {
-    "mm", "addmm", "addmm_", "bmm", "baddbmm", "_int_mm", "int8_product", "rotated", "qbytes_mm",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "convolution", "convolution_backward", "round_into", "modulate_backward", "gate_backward",
-}  # fmt: skip
-"""Operations whose work follows from their shapes, not only from the bytes of operands and results."""
-
-
-def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[KernelWork]:
-    """The work of an operation of ``SHAPED``."""
-    given, results = tensors_in(args), tensors_in(output)
+    name, given, results = op._schema.name.partition("::")[2], tensors_in(args), tensors_in(output)
     match name:
         case "mm" | "addmm" | "addmm_" | "bmm" | "baddbmm":
             *bias, a, b = given
@@ -191,11 +103,94 @@ def _of_shapes(name: str, args: Sequence[object], output: object) -> Iterator[Ke
             if results[-1].shape != results[0].shape:  # [count, b, d]: partial sums, written and read
                 moved += 2 * partial_bytes(results[0], len(results[-1]))
             yield KernelWork("norm_backward" if name == "modulate_backward" else "add", _dtype(results), (moved,))
-        case _:
+        case _ if "scaled_dot_product" in name:
             backward = name.endswith("_backward")
             q, k = given[1:3] if backward else given[:2]
             extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
             yield KernelWork("attention_backward" if backward else "attention", _dtype([q]), extents)
+        case _ if name.startswith(("_foreach", "_fused_adam")):
+            yield _of_group(args, kwargs, results)
+        case _:
+            yield from _of_bytes(op, args, kwargs, results)
+
+
+def _of_group(args: Sequence[object], kwargs: dict[str, object], outputs: Sequence[Tensor]) -> KernelWork:
+    """The work of an operation on a group of tensors."""
+    inputs = tensors_in((args, kwargs))
+    first = args[0] if isinstance(args[0], (list, tuple)) else []
+    if not outputs:  # in place: the outputs are among the inputs; a fused update writes all but the gradients
+        outputs = inputs[len(first) :] if len(inputs) > 2 * len(first) else tensors_in(first)
+    moved = sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs))
+    return KernelWork("each", _dtype(inputs), (max(1, len(first)), moved))
+
+
+def _of_bytes(
+    op: OpOverload, args: Sequence[object], kwargs: dict[str, object], outputs: Sequence[Tensor]
+) -> Iterator[KernelWork]:
+    """The work of an operation that only its bytes bound."""
+    written = {argument.name for argument in op._schema.arguments if argument.is_out} if kwargs else set()
+    inputs = tensors_in((args, {argument: value for argument, value in kwargs.items() if argument not in written}))
+    if not outputs and op.namespace == "simpletune":
+        # Our operations without a result name in their schema what they write to. For others, such as bitsandbytes'
+        # updates, only what they read counts, as in their probes (probes.py).
+        declared = zip(op._schema.arguments, args, strict=False)
+        outputs = tensors_in([value for each, value in declared if each.alias_info and each.alias_info.is_write])
+    moved = sum(map(tensor_bytes, outputs)) + (0 if only_writes(op) else sum(map(tensor_bytes, inputs)))
+    if moved:
+        yield KernelWork(_grid_kind(op, inputs, outputs), _dtype(outputs, inputs), (moved,))
+
+
+def _grid_kind(op: OpOverload, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Name the grid of an element-wise or row-wise operation."""
+    if RANDOM in op.tags:
+        return "normal"
+    for part, kind in KINDS.items():
+        if part in op._schema.name:
+            return f"{kind}_backward" if op._schema.name.endswith("_backward") else kind
+    if not inputs or not outputs:
+        return "add"
+    if outputs[0].dtype in NAMES and any(t.dtype == torch.int8 and t.numel() >= SMALL for t in inputs):
+        return "unpack_int8"
+    if op._schema.name != "aten::cat" and any(not dense(tensor) for tensor in (*inputs, *outputs)):
+        return "strided"
+    return "add"
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, apart from expanded dimensions; true for small tensors."""
+    if tensor.numel() < SMALL or tensor.is_contiguous():
+        return True
+    kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride and size > 1]
+    expected = 1
+    for size, stride in reversed(kept):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's own elements."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    own = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(own) * tensor.element_size() if tensor.numel() else 0
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors of nested arguments."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def _dtype(*groups: Sequence[Tensor]) -> str:
+    """The floating type of the first tensors that have one."""
+    return next((NAMES[t.dtype] for tensors in groups for t in tensors if t.dtype in NAMES), "fp32")
 
 
 def _convolution(kind: str, y: Tensor, x: Tensor, weight: Tensor) -> KernelWork:

@@ -163,10 +163,10 @@ def test_fake_tensors_and_predictions_know_what_one_launch_reads_and_writes() ->
     x = torch.randn(100, 64).bfloat16()
     op = torch.ops.simpletune.int8_gelu_rows.default
     (work,) = works_of(op, (x, 0), {}, op(x, 0))
-    assert work == KernelWork("int8_gelu_rows", "fp32", (x.nbytes + 6400 + 400,))
+    assert work == KernelWork("int8_rows", "fp32", (x.nbytes + 6400 + 400,))
     op, columns = torch.ops.simpletune.int8_gelu_gradient_rows.default, torch.ones(64)
     (work,) = works_of(op, (x, x, columns), {}, op(x, x, columns))
-    assert work == KernelWork("int8_gelu_gradient_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
+    assert work == KernelWork("int8_rows", "fp32", (2 * x.nbytes + 6400 + 400 + 256,))
     x, op = torch.randn(100, 64), torch.ops.aten.gelu_backward.grad_input
     (work,) = works_of(op, (x, x), {"approximate": "tanh", "grad_input": x}, op(x, x, grad_input=x))
     assert work == KernelWork("gelu_backward", "fp32", (3 * x.nbytes,)), "a result written in place is not read"
