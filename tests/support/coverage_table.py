@@ -32,7 +32,6 @@ REASONS: dict[str, str] = {
     r"memory_row\.py::measure": GPU,
     r"int8_products\.py::_try_products|int8_gelu\.py::_tried": GPU,
     r"training/drawn\.py::draw|pipeline/load\.py::load_base_together|probe_steps\.py::take_steps": GPU,
-    r"host_probes\.py::(_of_streams|beside_each_other)": GPU,
     r"benchmarks/dry_(row|operations)\.py::": DRY,
     r"benchmarks/elementwise\.py::measure": SLOW,
     r"benchmarks/(choice|dreambooth|hours|masks|measured_scaling|scaling|student_study|times|vertex)\.py::": SLOW,

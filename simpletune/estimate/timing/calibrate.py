@@ -20,7 +20,7 @@ from simpletune.estimate.timing.constants import (
     points,
     write_constants,
 )
-from simpletune.estimate.timing.host_probes import beside_each_other, host_seconds, machine_rates
+from simpletune.estimate.timing.host_probes import host_seconds, machine_rates
 from simpletune.estimate.timing.probes import TimingProbe, probes_of
 from simpletune.estimate.timing.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch
 from simpletune.system.console import say
@@ -71,13 +71,11 @@ def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> C
     grids: dict[str, Grid] = {}
     failed: dict[str, str] = {}
     started = time.perf_counter()
-    figures: dict[str, dict[str, float]] = {"host": {}, "machine": {}, "beside": {}}
+    figures: dict[str, dict[str, float]] = {"host": {}, "machine": {}}
     singles: dict[str, Callable[[], dict[str, float]]] = {
         "host": lambda: host_seconds(watch),
         "machine": machine_rates,
     }
-    if isinstance(watch, CudaStopwatch):
-        singles["beside"] = lambda: beside_each_other(watch)
     for name, call in singles.items():
         try:
             figures[name] = call()
@@ -97,7 +95,7 @@ def measure(watch: Stopwatch, probes: Iterable[TimingProbe], budget: float) -> C
         except (RuntimeError, OSError, NotImplementedError) as error:
             failed[probe.name] = describe_exception(error)
         say(f"measure {probe.name} ({time.perf_counter() - started:.0f} s)")
-    rates = {**figures["machine"], **figures["beside"]}
+    rates = figures["machine"]
     if isinstance(watch, CpuStopwatch):
         rates["reference_seconds"] = watch.reference_seconds
     elif watch.graphs_failed:

@@ -8,7 +8,7 @@ anything scales the host's parts, larger ones the device's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,24 +34,18 @@ class CompositeModel:
     dtype: torch.dtype = torch.float32
 
 
-# Their weights and activations exceed a core's caches.
-ON_CPU = (
-    CompositeModel(64, 128, 8),
-    CompositeModel(192, 256, 4),
-    CompositeModel(192, 256, 4, torch.bfloat16),
-    CompositeModel(512, 64, 2),
-)
+SMALLEST = CompositeModel(32, 16, 4)
+ON_CPU = (CompositeModel(192, 256, 4),)  # its weights and activations exceed a core's caches
 ON_CUDA = tuple(
     CompositeModel(width, tokens, 2, torch.bfloat16) for width, tokens in ((640, 4096), (1536, 1024), (1536, 4096))
 )
 
 
-def composites(watch: Stopwatch, sizes: Sequence[CompositeModel] | None = None) -> list[Composite]:
-    """Time whole steps, the smallest model's first; None: of the other sizes for the device's kind."""
-    if sizes is None:
-        sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
+def composites(watch: Stopwatch) -> list[Composite]:
+    """Time whole steps, the smallest model's first."""
+    sizes = ON_CUDA if isinstance(watch, CudaStopwatch) else ON_CPU
     with torch.enable_grad():
-        return [_time_step(watch, *_model(size, watch.device)) for size in (CompositeModel(32, 16, 4), *sizes)]
+        return [_time_step(watch, *_model(size, watch.device)) for size in (SMALLEST, *sizes)]
 
 
 def _model(size: CompositeModel, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:

@@ -125,7 +125,7 @@ class Constants(Option):
     composites: list[Composite] = Field(default_factory=list)
     """Whole steps, the smallest model's first."""
     rates: dict[str, float] = Field(default_factory=dict)
-    """Single figures, such as how much concurrent copies and products slow down, and the reference load's seconds."""
+    """Single figures, such as the seconds to read a pixel of a JPEG, and the reference load's seconds."""
     failed: dict[str, str] = Field(default_factory=dict)
     """What could not be measured here, and why."""
 

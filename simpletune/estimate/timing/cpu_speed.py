@@ -15,7 +15,7 @@ from itertools import cycle, islice
 import torch
 
 from simpletune.estimate.timing.calibrate import describe_device
-from simpletune.estimate.timing.composite import CompositeModel, composites
+from simpletune.estimate.timing.composite import composites
 from simpletune.estimate.timing.host_probes import host_seconds
 from simpletune.estimate.timing.probes import TYPES, TimingProbe, int8_products, of_type
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -27,7 +27,6 @@ MOST_PRODUCTS = 10**9  # operations of a timed product, attention or convolution
 ENOUGH = 1e-3  # seconds to time at once
 SAMPLES = 3
 COPIES = 8  # operands to alternate
-IN_A_STEP = (CompositeModel(192, 256, 4),)  # a step beside the smallest, to compare its parts with
 
 
 class CurrentCpuSpeeds(CalibratedSpeeds):
@@ -38,7 +37,7 @@ class CurrentCpuSpeeds(CalibratedSpeeds):
             probe.name: probe for name in TYPES for probe in (*of_type(name, CPU), *int8_products(CPU))
         }  # fmt: skip
         watch = CpuStopwatch()
-        found = {"host": host_seconds(watch), "composites": composites(watch, IN_A_STEP)}
+        found = {"host": host_seconds(watch), "composites": composites(watch)}
         super().__init__(describe_device(watch).model_copy(update=found))
 
     def _time(self, kind: str, dtype: str, extents: Sequence[int]) -> float:

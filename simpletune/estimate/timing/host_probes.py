@@ -1,11 +1,10 @@
-"""Measure the host's overhead for queueing or running an operation, how copies and products slow each other down, and
-what the machine does besides: read and write pictures, draw noise, write files."""
+"""Measure the host's overhead for queueing or running an operation, and what the machine does besides: read and write
+pictures, write files."""
 
 from __future__ import annotations
 
 import io
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from simpletune.engine.memory.recompute import recomputed
-from simpletune.estimate.timing.stopwatch import Call, CudaStopwatch, Stopwatch
+from simpletune.estimate.timing.stopwatch import Call, Stopwatch
 from simpletune.system.rng import stream
 
 CHAIN = 50
-SUSTAINED = 2.0  # seconds
 SIDE = 1024  # pixels
 WRITTEN = 2**26  # bytes
 
@@ -116,71 +114,9 @@ def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint:
     return both
 
 
-def beside_each_other(watch: CudaStopwatch) -> dict[str, float]:
-    """How much concurrent products, traffic and copies slow each other down on a CUDA device, as ratios to their times
-    alone.
-
-    Returns:
-        ``copies_beside_products``: the copies' ratio; ``products_beside_copies``: the products' ratio; likewise for
-            traffic within the device; ``copies_both_ways``: the ratio of copies to the device while others go to the
-            host; ``products_sustained``: the ratio of products after two seconds of products.
-    """
-    device, size = watch.device, 2**26
-    a = torch.randn(4096, 4096, device=device).bfloat16()
-    flat = torch.randn(2**27, device=device)
-    host_in, host_out = (torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    there, from_there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_in = _repeated(lambda: there.copy_(host_in, non_blocking=True), watch)
-    copy_out = _repeated(lambda: host_out.copy_(from_there, non_blocking=True), watch)
-    multiply, add = _repeated(lambda: torch.mm(a, a), watch), _repeated(lambda: flat.add_(1), watch)
-    found = {}
-    for name, work in (("products", multiply), ("traffic", add)):
-        found[f"{name}_beside_copies"], found[f"copies_beside_{name}"] = _together(watch, work, copy_in)
-    found["copies_both_ways"], _ = _together(watch, copy_in, copy_out)
-    found["products_sustained"] = _sustained(watch, multiply)
-    return found
-
-
-def _sustained(watch: CudaStopwatch, work: tuple[Call, int]) -> float:
-    """The ratio of a call's seconds after the card has run it for a while and may have reached its power limit."""
-    seconds = [_of_streams(watch, [work])[0] for _ in range(int(SUSTAINED / 0.02))]
-    return statistics.median(seconds[-10:]) / statistics.median(seconds[:5])
-
-
-def _repeated(call: Call, watch: CudaStopwatch) -> tuple[Call, int]:
-    """Return a call, and how often it fits into 20 ms."""
-    return call, max(1, int(0.02 / watch.device_seconds([call], "beside")))
-
-
-def _together(watch: CudaStopwatch, first: tuple[Call, int], second: tuple[Call, int]) -> tuple[float, float]:
-    """The ratios of two concurrent calls' seconds to their seconds alone."""
-    alone = [_of_streams(watch, [work])[0] for work in (first, second)]
-    beside = _of_streams(watch, [first, second])
-    return beside[0] / alone[0], beside[1] / alone[1]
-
-
-def _of_streams(watch: CudaStopwatch, works: list[tuple[Call, int]]) -> list[float]:
-    """Seconds of repeated calls, each on its own stream, started at the same time."""
-    streams = [torch.cuda.Stream(watch.device) for _ in works]
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in works]
-    torch.cuda.synchronize(watch.device)
-    most = max(count for _, count in works)
-    for queue, (begin, _) in zip(streams, events, strict=True):
-        begin.record(queue)
-    for number in range(most):
-        for (call, count), queue in zip(works, streams, strict=True):
-            if number < count:
-                with torch.cuda.stream(queue):
-                    call()
-    for queue, (_, end) in zip(streams, events, strict=True):
-        end.record(queue)
-    torch.cuda.synchronize(watch.device)
-    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
-
-
 def machine_rates() -> dict[str, float]:
-    """Seconds per pixel of reading a JPEG (``read_jpeg``) and writing a PNG (``write_png``), per number of noise drawn
-    on the host (``noise``), and per byte written to the temporary folder's disk (``write_byte``)."""
+    """Seconds per pixel of reading a JPEG (``read_jpeg``) and writing a PNG (``write_png``), and per byte written to
+    the temporary folder's disk (``write_byte``)."""
     from PIL import Image
 
     values = (stream(0, "calibrate").random((SIDE // 8, SIDE // 8, 3)) * 255).astype(np.uint8)
@@ -195,7 +131,6 @@ def machine_rates() -> dict[str, float]:
     return {
         "read_jpeg": _seconds(read) / pixels,
         "write_png": _seconds(lambda: picture.save(io.BytesIO(), "PNG")) / pixels,
-        "noise": _seconds(lambda: stream(0, "noise").standard_normal(2**18, dtype=np.float32)) / 2**18,
         "write_byte": _seconds(_write_file) / WRITTEN,
     }
 

@@ -306,6 +306,7 @@ class Counted:
 
     cuda = False
     rates: dict = {}
+    launch = 0.0
 
     def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
         return 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,18 +99,17 @@ def test_the_kinds_that_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
 # What the machine does besides
 
 
-def test_a_machines_rates_are_per_pixel_number_and_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machines_rates_are_per_pixel_and_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_probes, "SIDE", 64)
     monkeypatch.setattr(host_probes, "WRITTEN", 1000)
-    seconds, results = iter([4096.0, 8192.0, 2.0**18, 5000.0]), []
+    seconds = iter([4096.0, 8192.0, 5000.0])
 
     def timed(call: Callable[[], object]) -> float:
-        results.append(call())
+        call()
         return next(seconds)
 
     monkeypatch.setattr(host_probes, "_seconds", timed)
-    assert host_probes.machine_rates() == {"read_jpeg": 1.0, "write_png": 2.0, "noise": 1.0, "write_byte": 5.0}
-    assert getattr(results[2], "shape", None) == (2**18,)
+    assert host_probes.machine_rates() == {"read_jpeg": 1.0, "write_png": 2.0, "write_byte": 5.0}
 
 
 def test_bytes_are_written_through_to_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -284,23 +283,6 @@ def test_a_graph_that_fails_is_ended_and_its_first_line_kept(card: CudaStopwatch
     assert card.graphs_failed == {"normal": "operation not permitted when stream is capturing"}
 
 
-def test_concurrent_work_is_compared_with_the_same_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (lambda: None, 3), (lambda: None, 5)
-    alone = {3: 2.0, 5: 4.0}
-
-    def of_streams(watch: object, works: list[tuple[Call, int]]) -> list[float]:
-        return [alone[count] * (1.0 if len(works) == 1 else 1.0 + count / 10) for _, count in works]
-
-    monkeypatch.setattr(host_probes, "_of_streams", of_streams)
-    assert host_probes._together(Watch(1.0), one, two) == (pytest.approx(1.3), pytest.approx(1.5))
-    warming: Iterator[float] = iter([1.0] * 50 + [1.25] * 50)  # 2 s in lots of 20 ms
-    monkeypatch.setattr(host_probes, "_of_streams", lambda watch, works: [next(warming)])
-    assert host_probes._sustained(Watch(1.0), one) == 1.25 and next(warming, None) is None
-    for seconds, repeats in ((1e-3, 20), (1.0, 1)):
-        monkeypatch.setattr(Watch, "device_seconds", lambda self, calls, what, seconds=seconds: seconds)
-        assert host_probes._repeated(one[0], Watch(1.0)) == (one[0], repeats)
-
-
 # The whole
 
 
@@ -308,7 +290,7 @@ def test_concurrent_work_is_compared_with_the_same_work_alone(monkeypatch: pytes
 def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What stands in for the parts of a measurement: a value, or an error to raise."""
     found: dict[str, object] = {
-        "host_seconds": {"operation": 2.5e-6}, "machine_rates": {"noise": 1e-9}, "beside_each_other": {"both": 1.5},
+        "host_seconds": {"operation": 2.5e-6}, "machine_rates": {"write_byte": 1e-9},
         "composites": [Composite(seconds=1.0, host={}, work=[])],
     }  # fmt: skip
 
@@ -343,7 +325,7 @@ def test_what_fails_is_named_and_the_rest_measured(parts: dict[str, object]) -> 
     good = calibrate.measure(watch, [a_probe("add.fp32")], 100.0)
     assert good.failed == {} and list(good.grids) == ["add.fp32"] and good.composites == parts["composites"]
     assert good.host == {"operation": 2.5e-6} and (good.kind, good.capability, good.memory_bytes) == ("cpu", None, None)
-    assert good.rates == {"noise": 1e-9, "reference_seconds": watch.reference_seconds}
+    assert good.rates == {"write_byte": 1e-9, "reference_seconds": watch.reference_seconds}
     parts["host_seconds"], parts["machine_rates"] = RuntimeError("no host"), OSError("disk full")
     parts["composites"] = RuntimeError("no step")
     failing = [a_probe("a.fp32", RuntimeError("no kernel")), a_probe("b.fp32", NotImplementedError("no op"))]
@@ -367,14 +349,12 @@ def test_nothing_is_begun_after_the_budget(
     assert list(found.grids) == ["a", "b"] and found.failed == {"c": "10 s were over"}
 
 
-def test_on_a_card_copies_beside_products_are_measured_and_failed_graphs_named(parts: dict[str, object]) -> None:
+def test_on_a_card_failed_graphs_are_named(parts: dict[str, object]) -> None:
     watch = Watch(1e-3)
     watch.graphs_failed = {"adam8bit": "not permitted", "normal": "nor this"}
     found = calibrate.measure(watch, [], 10.0)
-    assert found.rates == {"noise": 1e-9, "both": 1.5}
+    assert found.rates == {"write_byte": 1e-9}
     assert found.failed == {"graphs": "2 kinds, such as adam8bit, are timed with their launches: not permitted"}
-    parts["beside_each_other"] = RuntimeError("no pinned memory")
-    assert "no pinned memory" in calibrate.measure(watch, [], 10.0).failed["beside"]
 
 
 def constants(**changes: object) -> Constants:
