@@ -43,8 +43,9 @@ at 512 px with rank 8, LoRA on attention. No hardware: torch's CUDA build over a
 kernels take no time. The driver's part of a launch is not in it (2 to 3 us each on a real one), nor is cuDNN's of a
 convolution. All contenders take their steps in turn in one process. *diffusers + peft*: the model of diffusers in bf16
 under autocast, PEFT's LoRA in bf16 as diffusers' examples leave it, or in fp32 as ours is, AdamW, clipping. The
-causes are of the bf16 row with timers in it, each without those within it; *second passes* are the recomputation of
-checkpointed blocks and its books, *all else* is mostly torch and diffusers.
+causes are of the bf16 row with timers in it, each without those within it; *LoRA layers* include the products with
+their frozen weights, *second passes* are the recomputation of checkpointed blocks and its books, *all else* is mostly
+torch and diffusers.
 *Launches*: of torch's own kernels and Triton's, without cuBLAS's."""
 
 

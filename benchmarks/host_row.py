@@ -22,6 +22,7 @@ from benchmarks.diffusers_training import TARGETS
 from benchmarks.host import STEPS, Row, overrides_of
 from simpletune.adapters.methods.lora import Lora
 from simpletune.engine.memory.fake import replaced
+from simpletune.estimate.timing.host_probes import core_seconds
 from simpletune.system.devices import prepare_environment
 from simpletune.system.environment import LIBRARIES
 from simpletune.system.options import Json
@@ -202,14 +203,16 @@ def measure(row: Row) -> Json:
     gc.collect()
     gc.freeze()  # the collector would visit every module of four models in each step
     found: dict[str, list[float]] = {name: [] for name in steps}
+    core = core_seconds()
     for _ in range(STEPS):
         for name, step in steps.items():
             found[name].append(seconds_of(step))
+        core = min(core, core_seconds())
     versions = {"torch": torch.__version__} | {name: version(name) for name in LIBRARIES if name != "torch"}
     return (
         {name: round(min(seconds), 4) for name, seconds in found.items()}
         | causes_of(steps["bf16"].core, steps["bf16"])  # type: ignore[attr-defined]
-        | {"launches": launches_of(steps["bf16"]), "versions": versions}
+        | {"core": core, "launches": launches_of(steps["bf16"]), "versions": versions}
     )
 
 

@@ -65,7 +65,7 @@ WHY = {
     ],
 }  # fmt: skip
 OUTSIDE = {
-    "sweep: SD 1.x": "The host's part is ours. diffusers' blocks and PEFT's LoRA cost the host 1.2 times as much "
+    "sweep: SD 1.x": "The host's part is ours. diffusers' blocks and PEFT's LoRA cost the host 1.15 times as much "
     "without checkpointing and 1.4 times with it (host.md, SD 1.5 with LoRA in fp32), which the slowest core of the "
     "range does not make up. Inferred, because an H100 is no faster than an L40S: the rest is its trainer's own work "
     "on the host.",

@@ -26,7 +26,8 @@ from simpletune.system.prices import Price
 # benchmarks/results/cpu/times.md; that of a data sheet has not been measured.
 CALIBRATED = (0.85, 1.3)
 STATED = (0.7, 2.0)
-OTHER_CORES = (0.7, 1.5)  # the host's part of a step on other machines' cores, as a factor on that of ours
+# The host's part of a step, as a factor on the predicted one: on a core that is not known, and on one that was timed.
+OTHER_CORES, THIS_CORE = (0.7, 1.5), (0.9, 1.2)
 # Seconds of the host if it was not calibrated: about what an Intel Xeon takes.
 READ_JPEG, WRITE_PNG, WRITE_BYTE = 1.5e-8, 1.6e-7, 1.5e-9  # per pixel, per pixel, per byte
 READ_BYTE = 5e-10  # per byte of a weight file: assumes a disk of 2 GB/s
@@ -81,7 +82,7 @@ class JobTime:
         return found
 
 
-def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str]:
+def speeds_of(card: Card, cache: Path, core: float | None = None) -> tuple[Speeds, tuple[float, float], str]:
     """Return a card's speeds, the interval for predictions with them, and their origin: a calibration of this machine
     in the cache's folder, or the card's data sheet.
 
@@ -95,18 +96,28 @@ def speeds_of(card: Card, cache: Path) -> tuple[Speeds, tuple[float, float], str
             there = card_named_by_driver(constants.device, constants.memory_bytes or 0, (0, 0))
             if abs(there.gib - card.gib * card.found) / there.gib < 0.1:  # cards of one name differ in memory
                 return CalibratedSpeeds(constants), CALIBRATED, f"calibrated on {constants.device}, {constants.date}"
-    stated = DatasheetSpeeds(card)
+    stated = DatasheetSpeeds(card, core)
     if not stated.is_known:
         return stated, STATED, "no figures are known for this card: using those of an L4"
     return stated, STATED, "by its data sheet, not calibrated"
 
 
 def job_time(
-    config: TrainConfig, job: JobReport, card: Card, counts: DataCounts | None = None, price: Price | None = None
+    config: TrainConfig,
+    job: JobReport,
+    card: Card,
+    counts: DataCounts | None = None,
+    price: Price | None = None,
+    core: float | None = None,
 ) -> JobTime:
-    """Predict the time of a job on a card; only what ``counts`` leaves out is taken to be cached. None: the data set
-    was not read, and its stages are left out."""
-    speeds, interval, source = speeds_of(card, config.output.cache_folder)
+    """Predict the time of a job on a card.
+
+    Args:
+        counts: only what it leaves out is taken to be cached. None: the data set was not read, and its stages are left
+            out.
+        core: ``host_probes.core_seconds`` of the machine, if it is this one.
+    """
+    speeds, interval, source = speeds_of(card, config.output.cache_folder, core)
     step = step_seconds(job.train.sections, speeds)
     if isinstance(speeds, DatasheetSpeeds) and step.seconds:
         interval = step_range(job.train.sections, speeds, step)
@@ -143,7 +154,8 @@ def step_range(sections: Sequence[StreamWork], speeds: DatasheetSpeeds, step: St
 
 def range_ends(speeds: DatasheetSpeeds) -> list[Speeds]:
     """The fastest and the slowest speeds that a data sheet's stand for."""
-    return [ScaledSpeeds(speeds, *factors) for factors in zip(STATED, OTHER_CORES, strict=True)]
+    cores = OTHER_CORES if speeds.core is None else THIS_CORE
+    return [ScaledSpeeds(speeds, *factors) for factors in zip(STATED, cores, strict=True)]
 
 
 def times_due(every: int | None, steps: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import host
 from benchmarks.host_row import Causes
-from simpletune.estimate.timing.datasheet import HOST
+from simpletune.estimate.timing.datasheet import CORE, HOST
 
 
 def test_a_cause_does_not_count_the_causes_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,7 @@ def test_the_host_s_seconds_are_predicted_as_measured() -> None:
     """Without the driver's part, which the stub leaves out."""
     rows = json.loads((Path(host.__file__).parent / "results" / "cpu" / "host.json").read_text())["rows"]
     for name, row in rows.items():
+        assert CORE == pytest.approx(row["core"], rel=0.1)
         for each in host.COUNTED:
             predicted = sum(count * HOST[task] for task, count in row["tasks"][each].items())
             assert predicted == pytest.approx(row[each], rel=0.15), f"{name}, {each}: now {host.fitted(rows.values())}"

@@ -91,7 +91,9 @@ def test_pictures_and_encoding_follow_from_recorded_work(tiny_config: dict, monk
     assert two["predicted"] - one["predicted"] == pytest.approx(10 * one["step"], rel=0.05)
     assert drawn(10, stores=True)["predicted"] > one["predicted"]
     config = validate(tiny_config, "x")
-    monkeypatch.setattr(DatasheetSpeeds, "launch", 0.0)  # the host bounds the tiny model on both cards
+    monkeypatch.setattr(
+        "simpletune.estimate.timing.datasheet.LAUNCH", 0.0
+    )  # the host bounds the tiny model on both cards
     monkeypatch.setattr(DatasheetSpeeds, "host", lambda *_: 0.0)
     quick, slow = (record_encoding(config)(DatasheetSpeeds(find_card(name))) for name in ("H100", "RTX2060"))
     assert 0 < quick < slow

@@ -93,7 +93,7 @@ def test_with_room_nothing_is_given_for_memory(config_of) -> None:
 def instant_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's step waits for the host, whatever the card does."""
     monkeypatch.setattr(DatasheetSpeeds, "host", lambda *_: 0.0)
-    monkeypatch.setattr(DatasheetSpeeds, "launch", 0.0)
+    monkeypatch.setattr("simpletune.estimate.timing.datasheet.LAUNCH", 0.0)
 
 
 @pytest.mark.usefixtures("instant_host")

@@ -25,6 +25,7 @@ from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
 from simpletune.estimate.simulate.simulate import StepReport
 from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
 from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
+from simpletune.estimate.timing.datasheet import CORE
 from simpletune.estimate.timing.recorder import StreamWork
 from simpletune.estimate.timing.work import KernelWork
 from simpletune.runs.folder import PLANNED, PREDICTED, predicted_time, put_predicted
@@ -126,6 +127,8 @@ def test_a_run_on_a_card_is_priced_before_it_starts_by_the_users_prices_first(
     card = card_named_by_driver("NVIDIA L4", L4.bytes, (8, 9))
     monkeypatch.setattr(forecasting, "card_at_hand", lambda device: (card, 0))
     monkeypatch.setattr(forecasting.DataCounts, "to_prepare", lambda config, plan: COUNTS)
+    cores = [CORE] * 9
+    monkeypatch.setattr(forecasting, "core_seconds", cores.pop)
     prediction = Estimate(a_job("latents"), (32, 32))
 
     def found(**output: str) -> Json:
@@ -136,6 +139,7 @@ def test_a_run_on_a_card_is_priced_before_it_starts_by_the_users_prices_first(
         return time
 
     shipped = found()
+    assert len(cores) == 8, "this machine's core is timed"
     assert shipped["price"]["per_hour"] == 0.7068
     assert shipped["seconds_per_step"] == pytest.approx(SECONDS, rel=0.02)
     assert shipped["cost"] == pytest.approx(shipped["seconds"] * 0.7068 / 3600, abs=1e-4)

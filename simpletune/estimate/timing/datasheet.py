@@ -53,9 +53,10 @@ UNKNOWN_BANDWIDTH, UNKNOWN_MULTIPROCESSORS = 300.0, 58  # an L4's
 # and SD 1.5 over a stub of the driver, by ``benchmarks.host.fitted`` from 5, 1.5, 1, 8, 2, 8, 10, 20 and 60
 # microseconds, which the tasks take in loops. tests/benchmarks/test_host.py compares them and prints a new fit.
 HOST = {
-    "operation": 10e-6, "view": 3.1e-6, "recorded": 1.1e-6, "backward": 19e-6, "module": 2.5e-6, "function": 9.9e-6,
-    "function_backward": 12e-6, "recomputed": 31e-6, "kernel": 46e-6,
+    "operation": 9.7e-6, "view": 3.4e-6, "recorded": 1.1e-6, "backward": 20e-6, "module": 2.6e-6, "function": 10e-6,
+    "function_backward": 11e-6, "recomputed": 34e-6, "kernel": 32e-6,
 }  # fmt: skip
+CORE = 1.32e-4  # seconds of host_probes.core_seconds on that core
 LAUNCH = 2.5e-6  # the driver's part of each kernel's launch: 2 to 3 us; assumed
 TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.5, "group_norm": 1.5,
               "group_norm_backward": 1.5, "unpack_nf4": 1.5}  # fmt: skip
@@ -63,13 +64,19 @@ TWICE_READ = {"norm_backward": 1.3, "softmax": 1.2, "strided": 1.5, "gather": 1.
 
 
 class DatasheetSpeeds:
-    """Speeds of a card by its data sheet; an L4's if only the card's memory is known."""
+    """Speeds of a card by its data sheet; an L4's if only the card's memory is known.
 
-    cuda, launch = True, LAUNCH
+    Args:
+        core: ``host_probes.core_seconds`` of the host; None: it is not known.
+    """
+
+    cuda = True
     rates: Mapping[str, float] = {}  # no single figure is known: curves and shares of the data sheet's rates serve
 
-    def __init__(self, card: Card):
-        self.card = card
+    def __init__(self, card: Card, core: float | None = None):
+        self.card, self.core = card, core
+        self._host = 1.0 if core is None else core / CORE
+        self.launch = self._host * LAUNCH
         self.is_known = card.tflops is not None
         self._rate, self._fp32 = (rate * 1e12 for rate in _products(card))
         self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
@@ -77,7 +84,7 @@ class DatasheetSpeeds:
 
     def host(self, what: str) -> float:
         """The host's seconds for one of its tasks."""
-        return HOST[what]
+        return self._host * HOST[what]
 
     def seconds(self, kind: str, dtype: str, extents: Extents) -> float:
         """Seconds of one kernel."""

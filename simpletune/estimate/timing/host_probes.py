@@ -81,6 +81,25 @@ def host_seconds(watch: Stopwatch) -> dict[str, float]:
     }
 
 
+def core_seconds() -> float:
+    """Processor seconds of a fixed loop of Python calls and small operations, by which cores compare as they do in the
+    host's part of a step: the least of 50 loops, which take about 10 ms."""
+    x = torch.ones(1)
+
+    def once() -> float:
+        started = time.thread_time()
+        for _ in range(CHAIN):
+            _called(x, x, scale=1.0)
+        return time.thread_time() - started
+
+    with torch.no_grad():
+        return min(once() for _ in range(50))
+
+
+def _called(x: Tensor, *others: Tensor, **more: float) -> list[Tensor]:
+    return [x.mul(each).view(1) for each in others for _ in more]
+
+
 def _backward_of(call: Callable[[Tensor], Tensor], start: Tensor, in_checkpoint: bool = False) -> Call:
     """A chain and its backward pass; in a checkpoint, the chain runs twice."""
 

@@ -19,13 +19,14 @@ from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.kernel_workspace import attention_kernel
 from simpletune.estimate.disk_needs import DataCounts
-from simpletune.estimate.job_time import OTHER_CORES, STATED, JobTime, job_time, speeds_of, step_range
+from simpletune.estimate.job_time import OTHER_CORES, STATED, THIS_CORE, JobTime, job_time, speeds_of, step_range
 from simpletune.estimate.simulate.simulate import StepReport, simulate
 from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts
 from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, constants_file, points, write_constants
-from simpletune.estimate.timing.datasheet import LAUNCH, DatasheetSpeeds
+from simpletune.estimate.timing.datasheet import CORE, LAUNCH, DatasheetSpeeds
+from simpletune.estimate.timing.host_probes import core_seconds
 from simpletune.estimate.timing.probes import TimingProbe
 from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
@@ -238,6 +239,15 @@ def test_a_range_folds_the_device_s_factors_with_those_of_other_machines_cores()
     speeds = DatasheetSpeeds(L4)
     for sections, expected in ((launches, OTHER_CORES), (products, STATED)):
         assert step_range(sections, speeds, step_seconds(sections, speeds)) == pytest.approx(expected)
+
+
+def test_a_core_that_was_timed_scales_the_host_s_part_and_narrows_its_range() -> None:
+    launches = [StreamWork(COMPUTE, "forward", "", host=Counter(operation=1000))]
+    slow, ours = DatasheetSpeeds(L4, 2 * CORE), DatasheetSpeeds(L4)
+    step = step_seconds(launches, slow)
+    assert step.seconds == pytest.approx(2 * step_seconds(launches, ours).seconds) and slow.launch == 2 * LAUNCH
+    assert step_range(launches, slow, step) == pytest.approx(THIS_CORE)
+    assert 0.1 * CORE < core_seconds() < 20 * CORE
 
 
 def test_the_driver_s_part_of_a_launch_is_added_where_it_was_not_measured() -> None:
