@@ -46,7 +46,7 @@ WHY = {
     "vertex": [
         "Its scripts encode pictures and prompts in every step, which is added (the column of encoding). The charts "
         "include warm-up: from batch 2 to 16 their seconds rise by 0.025 a sample, on top of 0.76 s that belong to no "
-        "sample; predicted are 0.031 a sample and 0.052 s. The costs of 100 and 1000 steps give the pace without a "
+        "sample; predicted are 0.031 a sample and 0.056 s. The costs of 100 and 1000 steps give the pace without a "
         "start, 0.63 s.",
         "The report does not name its precision. The last row is the same step in fp32, with convolutions in TF32 as "
         "torch does by default.",
