@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from benchmarks.predicted_seconds import encoding
+from benchmarks.predicted_seconds import record_encoding
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.disk_needs import LATENT_BYTES
 from simpletune.estimate.simulate.simulate import simulate
@@ -145,7 +145,7 @@ def compute_of(job: Job, micro: int, speeds: DatasheetSpeeds) -> Compute:
         train = job.config.train.model_copy(update=own)
         report = simulate(job.config.model_copy(update={"train": train}), capability=speeds.card.capability)
         steps.append(step_seconds(report.sections, speeds))
-    inside = encoding(job.config, speeds) if job.inside else 0.0
+    inside = record_encoding(job.config)(speeds) if job.inside else 0.0
     busy = sum(steps[0].phases.values())
     share = sum(steps[0].phases.get(name, 0.0) for name in BACKWARD) / busy
     each = steps[1].seconds - steps[0].seconds

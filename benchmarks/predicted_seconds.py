@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.estimate.job_time import alone
+from simpletune.estimate.job_time import alone, range_ends
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
     SIMULATED,
@@ -29,7 +29,7 @@ from simpletune.estimate.simulate.simulate_stages import (
 )
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.recorder import Recorder, StreamWork
-from simpletune.estimate.timing.speeds import ITEM
+from simpletune.estimate.timing.speeds import ITEM, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.prompts import BATCH
 from simpletune.system.console import silent
@@ -40,6 +40,8 @@ from simpletune.system.startup import without_collection
 # Its data sheet: 756 TFLOP/s in bf16, 51 in fp32, 2 TB/s, 114 multiprocessors.
 H100_PCIE = Card("H100-PCIe", 80, (9, 0), 756, 2000, LINK_5, 0.985, fp32_tflops=51, multiprocessors=114)
 TOGETHER, CARDS = 4, 8  # pictures served in one batch; cards of a machine that trains from scratch
+Timed = Callable[[Speeds], Json]
+"""A recorded job, whose figures follow from speeds."""
 
 
 def card_named(name: str) -> Card:
@@ -59,20 +61,39 @@ def predicted(row: Row) -> Json:
     """Predict a row in its unit, and what its step consists of.
 
     Returns:
-        ``predicted``, ``step`` (of training or of drawing) and ``inside`` (what the source encodes in every step) in
-        seconds, and what bounds the step.
+        ``predicted``, its ``range``, ``step`` (of training or of drawing) and ``inside`` (what the source encodes in
+        every step) in seconds, and what bounds the step.
     """
     card = card_named(row.card)
-    config, speeds = config_of(row.config, row.overrides, card), DatasheetSpeeds(card)
+    config = config_of(row.config, row.overrides, card)
     if row.unit == PICTURES:
-        return pictures(config, speeds, row.stores_scores)
-    with diffusers_blocks():
-        step, seconds = of_step(config, speeds)
-    samples = config.train.micro_batch * config.train.accumulation
-    inside = samples * encoding(config, speeds) if row.inside else 0.0
-    whole = seconds + inside
-    found: Json = {"step": seconds, "inside": inside, "bound": step.bound}
-    return {**found, "predicted": {STEP: whole, RATE: CARDS * samples / whole}[row.unit]}
+        timed = pictures(config, card, row.stores_scores)
+    else:
+        with diffusers_blocks():
+            timed = training(config, card, row.unit, row.inside)
+    return with_range(timed, card, "predicted")
+
+
+def with_range(timed: Timed, card: Card, name: str) -> Json:
+    """What a card's stated speeds predict, and the ``range`` of one of its figures."""
+    speeds = DatasheetSpeeds(card)
+    return {**timed(speeds), "range": sorted(timed(end)[name] for end in range_ends(speeds))}
+
+
+def training(config: TrainConfig, card: Card, unit: str = STEP, inside: bool = False) -> Timed:
+    """Record a step of training and what its source encodes in it, for any speeds of the card."""
+    several, samples = config.train.accumulation, config.train.micro_batch * config.train.accumulation
+    steps = record_step(config, card)
+    encoded = record_encoding(config) if inside else None
+
+    def timed(speeds: Speeds) -> Json:
+        step, seconds = of_step(steps, several, speeds)
+        encoding = samples * encoded(speeds) if encoded else 0.0
+        whole = seconds + encoding
+        predicted = {STEP: whole, RATE: CARDS * samples / whole}[unit]
+        return {"step": seconds, "inside": encoding, "bound": step.bound, "predicted": predicted}
+
+    return timed
 
 
 @contextmanager
@@ -82,43 +103,53 @@ def diffusers_blocks() -> Iterator[None]:
         yield
 
 
-def of_step(config: TrainConfig, speeds: DatasheetSpeeds) -> tuple[StepSeconds, float]:
-    """Predict a step of at most two micro-batches, and extrapolate to all: each further one takes as long."""
-    several = config.train.accumulation
+def record_step(config: TrainConfig, card: Card) -> list[Sequence[StreamWork]]:
+    """Record steps of one micro-batch, and of two where the step has several."""
     found = []
-    for count in range(1, min(several, 2) + 1):
+    for count in range(1, min(config.train.accumulation, 2) + 1):
         train = config.train.model_copy(update={"gradient_accumulation": count})
-        report = simulate(config.model_copy(update={"train": train}), capability=speeds.card.capability)
-        found.append(step_seconds(report.sections, speeds))
+        found.append(simulate(config.model_copy(update={"train": train}), capability=card.capability).sections)
+    return found
+
+
+def of_step(recorded: Sequence[Sequence[StreamWork]], several: int, speeds: Speeds) -> tuple[StepSeconds, float]:
+    """Extrapolate from a recorded step to one of several micro-batches: each further one takes as long."""
+    found = [step_seconds(sections, speeds) for sections in recorded]
     each = found[-1].seconds - found[0].seconds
     return found[-1], found[-1].seconds + (several - len(found)) * each
 
 
-def encoding(config: TrainConfig, speeds: DatasheetSpeeds) -> float:
-    """Seconds to encode one picture and its prompt."""
+def record_encoding(config: TrainConfig) -> Callable[[Speeds], float]:
+    """Record the encoding of one picture and its prompt, whose seconds follow from speeds."""
     side, recorders = config.data.resolution, Recorders(partial(Recorder, cuda=True))
     with fake_tensors(), without_collection(), silent():
         simulate_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
         list(text_snapshots(config, recorders))
-    picture = alone(recorders.pop("latents").sections, speeds)
-    return picture + sum(alone(each.sections, speeds) for each in recorders.values()) / (2 * BATCH)
+    picture = recorders.pop("latents").sections
+    prompts = [each.sections for each in recorders.values()]
+    return lambda speeds: alone(picture, speeds) + sum(alone(each, speeds) for each in prompts) / (2 * BATCH)
 
 
-def pictures(config: TrainConfig, speeds: DatasheetSpeeds, stores_scores: bool) -> Json:
-    """Predict the drawing of pictures in one batch, and their decoding one by one."""
+def pictures(config: TrainConfig, card: Card, stores_scores: bool) -> Timed:
+    """Record the drawing of pictures in one batch, and their decoding one by one."""
     prior, recorders = config.prior, Recorders(partial(Recorder, cuda=True))
     assert isinstance(prior, ClassPictures), "the rows of served pictures are jobs that draw them"
     with fake_tensors(), without_collection(), silent():
-        simulate_class_pictures(config, speeds.card.capability, recorders, TOGETHER)
+        simulate_class_pictures(config, card.capability, recorders, TOGETHER)
     sections = recorders["class"].sections
     drawn = [each for each in sections if each.phase == "sample"]
-    step = step_seconds(drawn, speeds)
-    one = (step.seconds + (scores(drawn, speeds) if stores_scores else 0.0)) / min(SIMULATED, prior.steps)
-    decoded = alone([each for each in sections if each.phase == "decode"], speeds)
-    return {"step": one, "inside": decoded, "bound": step.bound, "predicted": prior.steps * one + decoded}
+    decode = [each for each in sections if each.phase == "decode"]
+
+    def timed(speeds: Speeds) -> Json:
+        step = step_seconds(drawn, speeds)
+        one = (step.seconds + (scores(drawn, speeds) if stores_scores else 0.0)) / min(SIMULATED, prior.steps)
+        decoded = alone(decode, speeds)
+        return {"step": one, "inside": decoded, "bound": step.bound, "predicted": prior.steps * one + decoded}
+
+    return timed
 
 
-def scores(sections: list[StreamWork], speeds: DatasheetSpeeds) -> float:
+def scores(sections: Sequence[StreamWork], speeds: Speeds) -> float:
     """Seconds to write attention's scores, take their softmax and read them again (arXiv:2205.14135, algorithm 0)."""
     return sum(
         count * speeds.seconds("add", work.dtype, (4 * math.prod(work.extents[:3]) * ITEM[work.dtype],))

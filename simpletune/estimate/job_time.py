@@ -148,11 +148,14 @@ def job_time(
 
 def step_range(sections: Sequence[StreamWork], speeds: DatasheetSpeeds, step: StepSeconds) -> tuple[float, float]:
     """The interval of a step by a data sheet: the device's and the host's factors, folded as the step is."""
-    low, high = (
-        step_seconds(sections, ScaledSpeeds(speeds, *factors)).seconds / step.seconds
-        for factors in zip(STATED, OTHER_CORES if speeds.core is None else THIS_CORE, strict=True)
-    )
+    low, high = (step_seconds(sections, end).seconds / step.seconds for end in range_ends(speeds))
     return low, high
+
+
+def range_ends(speeds: DatasheetSpeeds) -> list[Speeds]:
+    """The fastest and the slowest speeds that a data sheet's stand for."""
+    cores = OTHER_CORES if speeds.core is None else THIS_CORE
+    return [ScaledSpeeds(speeds, *factors) for factors in zip(STATED, cores, strict=True)]
 
 
 def times_due(every: int | None, steps: int) -> int:

@@ -8,24 +8,27 @@ from pathlib import Path
 import pytest
 
 from benchmarks import hours, hours_tables, predicted_seconds
-from benchmarks.hours_tables import ratio_of
+from benchmarks.hours_tables import OUTSIDE, is_within, ratio_of, why_outside
 from benchmarks.predicted_seconds import (
     H100_PCIE,
     card_named,
     config_of,
     diffusers_blocks,
-    encoding,
     of_step,
     pictures,
     predicted,
+    record_encoding,
+    record_step,
 )
 from benchmarks.published import PICTURES, RATE, STEP, Row, rows
 from simpletune.config.load import validate
+from simpletune.estimate.job_time import step_range
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.timing.datasheet import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, DatasheetSpeeds, _products
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.runs.report import write_report
 from simpletune.system.gpus import CARDS, find_card
+from simpletune.system.options import Json
 
 RESULTS = Path(hours.__file__).parent / "results" / "cpu"
 L4 = find_card("L4")
@@ -59,13 +62,14 @@ def test_micro_batches_are_counted_without_simulating_each(tiny_config: dict) ->
     for count in (1, 5):
         config = validate(tiny_config | {"train": {"steps": 1, "gradient_accumulation": count}}, "x")
         whole = step_seconds(simulate(config, capability=L4.capability).sections, speeds).seconds
-        assert of_step(config, speeds)[1] == pytest.approx(whole, rel=0.02)
+        assert of_step(record_step(config, L4), count, speeds)[1] == pytest.approx(whole, rel=0.02)
 
 
 def test_what_a_source_does_in_its_step_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     step = StepSeconds(2.0, {"products": 2.0}, 0.0, 0.0)
+    monkeypatch.setattr(predicted_seconds, "record_step", lambda *_: [])
     monkeypatch.setattr(predicted_seconds, "of_step", lambda *_: (step, 2.0))
-    monkeypatch.setattr(predicted_seconds, "encoding", lambda *_: 0.5)
+    monkeypatch.setattr(predicted_seconds, "record_encoding", lambda _: lambda _: 0.5)
     settings = ("train.batch_size=4", "train.gradient_accumulation=2")
 
     def row(unit: str, inside: bool) -> Row:
@@ -81,7 +85,7 @@ def test_what_a_source_does_in_its_step_is_added(monkeypatch: pytest.MonkeyPatch
 def test_pictures_and_encoding_follow_from_recorded_work(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(steps: int, stores: bool = False, speeds: DatasheetSpeeds | None = None) -> dict:
         prior = {"method": "class_pictures", "prompt": "a shape", "steps": steps}
-        return pictures(validate(tiny_config | {"prior": prior}, "x"), speeds or DatasheetSpeeds(L4), stores)
+        return pictures(validate(tiny_config | {"prior": prior}, "x"), L4, stores)(speeds or DatasheetSpeeds(L4))
 
     one, two = drawn(10), drawn(20)
     assert two["predicted"] - one["predicted"] == pytest.approx(10 * one["step"], rel=0.05)
@@ -91,17 +95,48 @@ def test_pictures_and_encoding_follow_from_recorded_work(tiny_config: dict, monk
         "simpletune.estimate.timing.datasheet.LAUNCH", 0.0
     )  # the host bounds the tiny model on both cards
     monkeypatch.setattr(DatasheetSpeeds, "host", lambda *_: 0.0)
-    quick, slow = (encoding(config, DatasheetSpeeds(find_card(name))) for name in ("H100", "RTX2060"))
+    quick, slow = (record_encoding(config)(DatasheetSpeeds(find_card(name))) for name in ("H100", "RTX2060"))
     assert 0 < quick < slow
+
+
+def test_a_row_has_the_range_that_estimate_states_for_its_step() -> None:
+    demo = Path("configs/demo.json")
+    found = predicted(Row("study", "x", "L4", 1.0, STEP, demo, ()))
+    config, speeds = config_of(demo, (), L4), DatasheetSpeeds(L4)
+    with diffusers_blocks():
+        sections = simulate(config, capability=L4.capability).sections
+    low, high = step_range(sections, speeds, step_seconds(sections, speeds))
+    assert found["range"] == pytest.approx([low * found["predicted"], high * found["predicted"]])
+    rate = predicted(Row("study", "x", "L4", 1.0, RATE, demo, ()))
+    assert rate["range"][0] < rate["predicted"] < rate["range"][1]  # of pictures a second: the slow end first
+    assert rate["predicted"] / rate["range"][0] == pytest.approx(high)
+    step = hours.step_row("L4", demo, ())
+    assert step["range"][0] < step["step"] < step["range"][1]
+
+
+def test_rows_outside_their_range_are_explained_and_no_others() -> None:
+    found = json.loads((RESULTS / "hours.json").read_text())["rows"]
+    outside = [row for row in rows() if not is_within(row, found[row.key])]
+    assert {why_outside(row) for row in outside} == set(OUTSIDE.values())
 
 
 def test_the_page_counts_rows_that_are_as_published(tmp_path: Path) -> None:
     """Made of the committed rows it is test_studies.py's."""
-    found = {row.key: {"predicted": row.value, "step": 1.0, "inside": 0.25, "bound": "bytes"} for row in rows()}
+    found: dict[str, Json] = {
+        row.key: {"predicted": row.value, "range": [0.7 * row.value, 2 * row.value], "step": 1.0, "inside": 0.25,
+                  "bound": "bytes"}
+        for row in rows()
+    }  # fmt: skip
     others = json.loads((RESULTS / "hours.json").read_text())["rows"]
     assert set(hours.jobs({})) == {*found, *others}
     _, markdown = (file.read_text() for file in write_report(hours.page(others | found), tmp_path / "page.html"))
     assert "within 25% | **7 of 7**" in markdown and "| missed |" not in markdown
+    assert f"within the stated range | **{len(found)} of {len(found)}**" in markdown and "Outside" not in markdown
+    encoding = "mosaic: 512 px, encoding in every step, A100-40GB"
+    page = hours.page(others | found | {encoding: {**found[encoding], "range": [70.0, 110.0]}})
+    assert page.facts[2].value == f"{len(found) - 1} of {len(found)}"
+    explained = next(section for section in page.sections if section.name == "mosaic").tables[1].rows
+    assert explained == [("512 px, encoding in every step, A100-40GB", OUTSIDE["mosaic: 512 px, encoding"])]
     slow = {key: {**row, "predicted": 9 * row["predicted"]} for key, row in found.items()}
     assert hours.page(slow).facts[0].value == "0 of 7"
     hours.write_figure(tmp_path / "hours.png", hours.ratios(list(rows()), found))
@@ -134,7 +169,7 @@ def test_convolutions_in_fp32_use_tensor_cores_where_there_are_tf32() -> None:
 def test_published_rows_run_diffusers_blocks_and_ours_are_faster() -> None:
     demo = Path("configs/demo.json")
     step = predicted(Row("study", "x", "L4", 1.0, STEP, demo, ()))["step"]
-    speeds = DatasheetSpeeds(L4)
-    assert step > 1.05 * of_step(config_of(demo, (), L4), speeds)[1]
+    config, speeds = config_of(demo, (), L4), DatasheetSpeeds(L4)
+    assert step > 1.05 * of_step(record_step(config, L4), 1, speeds)[1]
     with diffusers_blocks():
-        assert step == of_step(config_of(demo, (), L4), speeds)[1]
+        assert step == of_step(record_step(config, L4), 1, speeds)[1]
