@@ -88,12 +88,13 @@ class _Updated(torch.autograd.Function):
         b: Tensor,
         scale: float,
         unpack: Callable[..., Tensor],
+        constants: tuple[Any, ...],
         bias: Tensor | None,
         *packed: Tensor,
     ) -> Tensor:
-        y = multiplied(x, unpack, bias, packed)
+        y = multiplied(x, (unpack, constants, packed), bias)
         ctx.save_for_backward(*_add(y, x, a, b, scale), *packed)
-        ctx.scale, ctx.unpack = scale, unpack
+        ctx.scale, ctx.unpack, ctx.constants = scale, unpack, constants
         return y
 
     @staticmethod
@@ -111,8 +112,8 @@ class _Updated(torch.autograd.Function):
             grad_b.mul_(ctx.scale)
         grad_x = None
         if wants_x:
-            grad_x = (rows @ ctx.unpack(rows.dtype, *packed)).addmm_(grad_down, a).view(x.shape)
-        return grad_x, grad_a, grad_b, None, None, None, *[None] * len(packed)
+            grad_x = (rows @ ctx.unpack(rows.dtype, *ctx.constants, *packed)).addmm_(grad_down, a).view(x.shape)
+        return grad_x, grad_a, grad_b, None, None, None, None, *[None] * len(packed)
 
 
 class _UpdatedQuantised(_Updated):
@@ -212,10 +213,10 @@ class _OneUpdate:
         base, dropout = self._modules["base_layer"], self._modules["lora_dropout"]._modules[active]
         alone = torch.is_grad_enabled() and type(dropout) is nn.Identity
         if alone and (weight := _frozen_weight(base)) and not torch.is_autocast_enabled(x.device.type):
-            unpack, packed = weight
+            unpack, constants, packed = weight
             a, b = (each.to(x.dtype) for each in _operands(self, active, x.dtype))
             node = _Updated if unpack is _as_it_is else _UpdatedQuantised
-            result: Tensor = node.apply(x, a, b, self.scaling[active], unpack, base.bias, *packed)
+            result: Tensor = node.apply(x, a, b, self.scaling[active], unpack, constants, base.bias, *packed)
             return result
         return InPlaceLoraVariant.forward(self, active, x, base(x))
 
@@ -237,7 +238,7 @@ def _frozen_weight(layer: nn.Module) -> Packed | None:
         return None
     if type(layer) is nn.Linear:
         frozen = not any(each is not None and each.requires_grad for each in layer._parameters.values())
-        return (_as_it_is, (layer.weight,)) if frozen else None
+        return (_as_it_is, (), (layer.weight,)) if frozen else None
     own: Callable[[], Packed | None] | None = getattr(layer, "packed_weight", None)
     return None if own is None else own()
 

@@ -7,7 +7,6 @@ Shapes: m rows (samples x tokens), i input and o output features.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -55,7 +54,7 @@ def quantise_rows(
     return q, scale
 
 
-def _unpacked(dtype: torch.dtype, q: Tensor, scale: Tensor, block: int = 0) -> Tensor:  # [o, i]
+def _unpacked(dtype: torch.dtype, block: int, q: Tensor, scale: Tensor) -> Tensor:  # [o, i]
     weight = dequantise_weight(q, scale, dtype)
     return rotate_rows(weight, block) if block else weight
 
@@ -174,7 +173,7 @@ class Int8Linear(nn.Linear):
         return None if self.int8_products or self.block else self._packed(0)
 
     def _packed(self, block: int) -> Packed:
-        return functools.partial(_unpacked, block=block) if block else _unpacked, (self.weight, self.scale)
+        return _unpacked, (block,), (self.weight, self.scale)
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""

@@ -10,8 +10,6 @@ and save like any others.
 
 from __future__ import annotations
 
-import functools
-
 import bitsandbytes  # noqa: F401 registers the kernels
 import torch
 from torch import Tensor, nn
@@ -66,7 +64,7 @@ def _scales(absmax: Tensor, steps: Tensor, shape: tuple[int, int]) -> Tensor:  #
 
 
 def _unpacked(
-    dtype: torch.dtype, packed: Tensor, absmax: Tensor, *steps: Tensor, shape: tuple[int, int], block: int
+    dtype: torch.dtype, shape: tuple[int, int], block: int, packed: Tensor, absmax: Tensor, *steps: Tensor
 ) -> Tensor:  # [o, i]
     return rotate_rows(_dequantise(packed, absmax, steps[0] if steps else None, shape, dtype), block)
 
@@ -120,8 +118,8 @@ class Nf4Linear(nn.Linear):
         return None if self.block else self._packed(0)
 
     def _packed(self, block: int) -> Packed:
-        unpack = functools.partial(_unpacked, shape=(self.out_features, self.in_features), block=block)
-        return unpack, (self.weight, self.absmax, *([] if self.steps is None else [self.steps]))
+        packed = self.weight, self.absmax, *([] if self.steps is None else [self.steps])
+        return _unpacked, ((self.out_features, self.in_features), block), packed
 
     def dequantise(self) -> Tensor:  # fp32 [o, i]
         """The dequantised weight, without its rotation."""

@@ -113,7 +113,7 @@ def test_gradients_of_an_update_and_its_layer_in_one_node(frozen: tuple[int, ...
     for number, tensor in enumerate((x, a, b)):
         tensor.requires_grad_(number not in frozen)
     bias = torch.randn(8, dtype=torch.float64)
-    apply = lambda x, a, b: _Updated.apply(x, a, b, scale, _as_it_is, bias, w)  # noqa: E731
+    apply = lambda x, a, b: _Updated.apply(x, a, b, scale, _as_it_is, (), bias, w)  # noqa: E731
     torch.autograd.gradcheck(apply, (x, a, b))
     torch.testing.assert_close(apply(x, a, b), plainly(F.linear(x, w, bias), x, a, b, scale))
 
