@@ -47,6 +47,25 @@ def _add_pointwise(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> 
     return x, down, a, b
 
 
+def _gradients(
+    rows: Tensor,  # of the output [n, o]
+    x: Tensor,  # [..., i]
+    down: Tensor,  # [n, r]
+    b: Tensor,  # [o, r]
+    scale: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x A^T [n, r], and of A and B where they are wanted."""
+    grad_down = rows @ b
+    if scale != 1:
+        grad_down.mul_(scale)
+    grad_a = grad_down.t() @ x.flatten(0, -2) if wanted[0] else None
+    grad_b = rows.t() @ down if wanted[1] else None
+    if grad_b is not None and scale != 1:
+        grad_b.mul_(scale)
+    return grad_down, grad_a, grad_b
+
+
 class _Added(torch.autograd.Function):
     """Compute y += scale (x A^T) B^T in the type of y and return y. The op that made y must not need y for backward."""
 
@@ -60,17 +79,10 @@ class _Added(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, down, a, b = ctx.saved_tensors
-        _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
-        rows = grad_y.flatten(0, -2)  # [n, o]
-        grad_down = rows @ b  # [n, r]
-        if ctx.scale != 1:
-            grad_down.mul_(ctx.scale)
+        _, wants_x, *wanted, _ = ctx.needs_input_grad
+        grad_down, *of_factors = _gradients(grad_y.flatten(0, -2), x, down, b, ctx.scale, wanted)
         grad_x = (grad_down @ a).view(x.shape) if wants_x else None
-        grad_a = grad_down.t() @ x.flatten(0, -2) if wants_a else None
-        grad_b = rows.t() @ down if wants_b else None
-        if grad_b is not None and ctx.scale != 1:
-            grad_b.mul_(ctx.scale)
-        return grad_y, grad_x, grad_a, grad_b, None
+        return grad_y, grad_x, *of_factors, None
 
 
 class _Updated(torch.autograd.Function):
@@ -101,19 +113,13 @@ class _Updated(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y,) = grads  # [..., o]
         x, down, a, b, *packed = ctx.saved_tensors
-        wants_x, wants_a, wants_b, *_ = ctx.needs_input_grad
+        wants_x, *wanted = ctx.needs_input_grad[:3]
         rows = grad_y.flatten(0, -2)  # [n, o]
-        grad_down = rows @ b  # [n, r]
-        if ctx.scale != 1:
-            grad_down.mul_(ctx.scale)
-        grad_a = grad_down.t() @ x.flatten(0, -2) if wants_a else None
-        grad_b = rows.t() @ down if wants_b else None
-        if grad_b is not None and ctx.scale != 1:
-            grad_b.mul_(ctx.scale)
+        grad_down, *of_factors = _gradients(rows, x, down, b, ctx.scale, wanted)
         grad_x = None
         if wants_x:
             grad_x = (rows @ ctx.unpack(rows.dtype, *ctx.constants, *packed)).addmm_(grad_down, a).view(x.shape)
-        return grad_x, grad_a, grad_b, None, None, None, None, *[None] * len(packed)
+        return grad_x, *of_factors, None, None, None, None, *[None] * len(packed)
 
 
 class _UpdatedQuantised(_Updated):
