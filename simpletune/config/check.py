@@ -211,7 +211,7 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
     known = config.model.clip_encoders
     for name in dict.fromkeys(option.encoders or ()):
         if name not in known:
-            t5 = "T5 is not trained: its 9.5 GB would stay on the device. " if name == "t5" else ""
+            t5 = "T5 is not trained: its 8.9 GiB would stay on the device. " if name == "t5" else ""
             yield Problem(
                 "text.lora.encoders",
                 f"{name!r} is not a CLIP encoder of {config.model.title}. {t5}Use {', '.join(known)}, or null for all",

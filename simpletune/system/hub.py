@@ -34,7 +34,7 @@ TRIES = 3  # attempts per file, for failures that huggingface_hub does not retry
 PAUSE = 2.0  # seconds before the second attempt; twice that before the third
 RETRIED = {"ConnectError", "TimeoutException", "ProxyError"}  # huggingface_hub retried these, or a retry cannot help
 LOCAL_FOLDER = "use a local folder"
-MB, GB = 10**6, 10**9
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -260,13 +260,13 @@ def fetch_files(files: Sequence[HubFile]) -> None:
         names = ", ".join(dict.fromkeys(file.repository.name for file in missing))
         if size > free:
             t5 = sum(file.size for file in missing if file.path.startswith("text_encoder_3/"))
-            remedy = f", or set model.t5=false (saves {t5 / GB:.1f} GB)" if t5 else ""
+            remedy = f", or set model.t5=false (saves {t5 / GIB:.1f} GiB)" if t5 else ""
             raise DiskFull(
-                f"{names}: the download needs {size / GB:.2f} GB, and {free / GB:.2f} GB are free at {cache}. "
-                f"Free {(size - free) / GB:.2f} GB, set HF_HOME to a larger disk{remedy}"
+                f"{names}: the download needs {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free at {cache}. "
+                f"Free {(size - free) / GIB:.2f} GiB, set HF_HOME to a larger disk{remedy}"
             )
         count = plural(len(missing), "file")
-        say(f"fetching {size / GB:.2f} GB in {count} from {names} to {cache} ({free / GB:.0f} GB free)")
+        say(f"fetching {size / GIB:.2f} GiB in {count} from {names} to {cache} ({free / GIB:.0f} GiB free)")
     for file in missing:
         _fetch_file(file)
     for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
@@ -280,7 +280,7 @@ def _fetch_file(file: HubFile) -> None:
     """Download one file into huggingface_hub's cache, and check the SHA-256 of a large one."""
     large = file.sha256 is not None
     with explain_hub_errors(file.repository, file):
-        shown = progress(f"fetch {file.path}", -(-file.size // MB), "MB") if large else nullcontext(lambda: None)
+        shown = progress(f"fetch {file.path}", -(-file.size // MIB), "MiB") if large else nullcontext(lambda: None)
         with shown as count:
             _download(file, _progress_bar(count))
         if large and sha256_of(file.place) != file.sha256:
@@ -354,7 +354,7 @@ def _progress_bar(count: Callable[[], None]) -> type[tqdm]:
         def update(self, n: float | None = 1) -> None:
             nonlocal counted
             self.bytes += int(n or 0)  # negative when a download starts over
-            while counted < self.bytes // MB:
+            while counted < self.bytes // MIB:
                 counted += 1
                 count()
 

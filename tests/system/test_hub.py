@@ -162,14 +162,14 @@ def assert_no_weights_in_cache() -> None:
 def test_resumes_after_a_cut_without_fetching_anything_twice(hub: FakeHub, run, monkeypatch) -> None:
     (handler,) = logging.getLogger("huggingface_hub").handlers
     monkeypatch.setattr(handler, "stream", io.StringIO())
-    monkeypatch.setattr(ours, "MB", 1000)
+    monkeypatch.setattr(ours, "MIB", 1000)
     hub.cut_at, hub.cuts = 1000, 3
     code, said = run()
     assert code == 0
     size = len(hub.files[WEIGHTS])
     assert hub.sent[WEIGHTS] == size
     assert fetched_weights(hub) == [None, "bytes=1000-", "bytes=2000-", "bytes=3000-"]
-    assert f"fetch {WEIGHTS}: {size // 1000} MB in " in said
+    assert f"fetch {WEIGHTS}: {size // 1000} MiB in " in said
     logged = handler.stream.getvalue()
     assert logged.count("Trying to resume") == 3
     assert "from the hub: " in logged and hub.url not in logged  # an address may be signed
@@ -349,16 +349,16 @@ def test_offline_uses_the_cache_or_says_what_is_missing(hub: FakeHub, run, monke
 def test_the_disk_is_looked_at_first(hub: FakeHub, run, monkeypatch, tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    monkeypatch.setattr(ours, "GB", 1000)
+    monkeypatch.setattr(ours, "GIB", 1000)
     code, said = run()
     assert code == 6
     size = sum(len(data) for path, data in hub.files.items() if "/" in path and path not in DUPLICATES)
     assert (
-        f"{NAME}: the download needs {size / 1000:.2f} GB, and 10.00 GB are free at {tmp_path / 'hf'}. Free "
+        f"{NAME}: the download needs {size / 1000:.2f} GiB, and 10.00 GiB are free at {tmp_path / 'hf'}. Free "
         in error(said)
     )
     t5 = sum(len(d) for path, d in hub.files.items() if path.startswith("text_encoder_3/") and path not in DUPLICATES)
-    assert f"or set model.t5=false (saves {t5 / 1000:.1f} GB)" in said
+    assert f"or set model.t5=false (saves {t5 / 1000:.1f} GiB)" in said
     assert not hub.fetched()  # nothing was begun
 
 
@@ -480,11 +480,11 @@ def test_content_that_is_in_the_cache_takes_no_room(hub: FakeHub) -> None:
 def test_progress_of_hf_xet_counts_network_and_disk_once() -> None:
     counted: list[None] = []
     bar = ours._progress_bar(lambda: counted.append(None))
-    options = {"total": 3 * ours.MB, "log_level": logging.WARNING, "tqdm_class": bar}
+    options = {"total": 3 * ours.MIB, "log_level": logging.WARNING, "tqdm_class": bar}
     with XetDownloadProgressReporter(reconstruction_desc=WEIGHTS, **options) as reporter:
         for done in (0.5, 1.5, 3.0):
-            progress = {"total_bytes_completed": int(done * ours.MB), "total_bytes": 3 * ours.MB}
-            progress["total_transfer_bytes_completed"] = int(done * ours.MB) // 2  # it is compressed
+            progress = {"total_bytes_completed": int(done * ours.MIB), "total_bytes": 3 * ours.MIB}
+            progress["total_transfer_bytes_completed"] = int(done * ours.MIB) // 2  # it is compressed
             rates = {"total_bytes_completion_rate": 1.0, "total_transfer_bytes_completion_rate": 1.0}
             reporter.update_progress(SimpleNamespace(**progress, **rates))
     assert len(counted) == 3

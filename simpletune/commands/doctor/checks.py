@@ -109,7 +109,7 @@ def disks(machine: Machine) -> Iterator[Finding]:
                           "Free some space, or set output.runs and output.cache to another disk")  # fmt: skip
         elif "hub cache" in on_it and room < MODEL:
             yield Finding("disk", WARNING, value, f"SD3 Medium's download takes {format_bytes(MODEL)}",
-                          "Set HF_HOME to a larger disk, or leave T5 out: model.t5=false (saves 9.5 GB)")  # fmt: skip
+                          "Set HF_HOME to a larger disk, or leave T5 out: model.t5=false (saves 8.9 GiB)")  # fmt: skip
         else:
             yield Finding("disk", WARNING if room < LITTLE_DISK else OK, value, "A full run's checkpoints take GiB",
                           "Free some space; `simpletune estimate CONFIG` shows what a run writes")  # fmt: skip

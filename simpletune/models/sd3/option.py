@@ -60,7 +60,7 @@ class SD3(Family):
     """Folder or Hub name of a pipeline with tokenizers and text encoders; a single file's own encoders take
     precedence."""
     t5: bool = True
-    """Use the T5 text encoder. Without it, zeros replace its embeddings, which saves a download of 9.5 GB."""
+    """Use the T5 text encoder. Without it, zeros replace its embeddings, which saves a download of 8.9 GiB."""
     t5_length: Annotated[int, Field(ge=1, le=512)] = 256
     """Length of the T5 prompt in tokens; 77 to 256 are common."""
     t5_cached: Literal["plain", "int8"] = "plain"

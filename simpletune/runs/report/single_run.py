@@ -323,14 +323,14 @@ def files_section(run: RunData) -> ReportSection:
             continue
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
-        rows.append((path.name + ("" if path.is_file() else "/"), str(len(files)), _decimal_size(size)))
+        rows.append((path.name + ("" if path.is_file() else "/"), str(len(files)), _binary_size(size)))
     section.tables.append(ReportTable("In the run's folder", ("name", "files", "size"), rows))
     return section
 
 
-def _decimal_size(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
+def _binary_size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
             return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
+        size /= 1024
+    return f"{size:.2f} GiB"
