@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
 from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, sm
@@ -21,6 +22,11 @@ DRIVERS = {13: 580, 12: 525}  # oldest driver of each CUDA version that torch is
 LITTLE_FREE = 0.9  # share of the device memory; less free memory means others use a lot
 PRECISIONS = ("bf16", "int8", "nf4", "fp32")  # of the training steps
 ALLOWED, ALLOWED_MIB = 0.05, 64.0  # a measured peak may exceed the prediction by the larger of both
+OF_WINDOWS = (
+    "WSL takes half of the computer's memory unless .wslconfig in your Windows user folder says more, such as "
+    "memory=24GB under [wsl2]; `wsl --shutdown` applies it"
+)
+WINDOWS_FILES = ("9p", "drvfs", "virtiofs")  # file systems by which WSL shows the disks of Windows
 COMPILERS = ("gcc", "clang", "cc")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
 PROCESSES = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
@@ -40,6 +46,12 @@ def python(machine: Machine) -> Iterator[Finding]:
         yield Finding("Python", OK, value)
 
 
+def in_wsl(machine: Machine) -> bool:
+    """Whether this is Linux inside Windows."""
+    name, release = machine.system
+    return name == "Linux" and "microsoft" in release.lower()
+
+
 def system(machine: Machine) -> Iterator[Finding]:
     """Check whether this is Linux, and not inside Windows."""
     name, release = machine.system
@@ -48,7 +60,7 @@ def system(machine: Machine) -> Iterator[Finding]:
     if name != "Linux":
         yield Finding("system", PROBLEM, f"{name} {release}", "simpletune runs on Linux only",
                       "On Windows, use WSL 2; otherwise, rent a machine (docs/tutorials/rented-l4.md)")  # fmt: skip
-    elif "microsoft" in release.lower():
+    elif in_wsl(machine):
         yield Finding("system", WARNING, f"{title} in WSL, kernel {release}",
                       "WSL limits pinned memory, with which offloading hides its copies, and the Windows driver may "
                       "move device memory to the host instead of reporting that it is full",
@@ -71,11 +83,13 @@ def memory(machine: Machine) -> Iterator[Finding]:
     usable = min(total, limit)
     why = "Levers that save device memory move weights to host memory (docs/reference/memory-levers.md)"
     remedy = "Prefer settings that keep weights on the card; `simpletune estimate CONFIG` shows the host memory of each"
+    of_windows = f"{OF_WINDOWS}. " if in_wsl(machine) else ""
     if usable < LEAST_MEMORY:
         remedy = f"Use a machine or container with at least {format_bytes(LEAST_MEMORY)}"
-        yield Finding("host memory", PROBLEM, value, "Importing torch and loading a model take gigabytes", remedy)
+        why = "Importing torch and loading a model take gigabytes"
+        yield Finding("host memory", PROBLEM, value, why, of_windows + remedy)
     else:
-        yield Finding("host memory", WARNING if usable < LITTLE_MEMORY else OK, value, why, remedy)
+        yield Finding("host memory", WARNING if usable < LITTLE_MEMORY else OK, value, why, of_windows + remedy)
 
 
 def pinned_memory(machine: Machine) -> Iterator[Finding]:
@@ -113,6 +127,24 @@ def disks(machine: Machine) -> Iterator[Finding]:
         else:
             yield Finding("disk", WARNING if room < LITTLE_DISK else OK, value, "A full run's checkpoints take GiB",
                           "Free some space; `simpletune estimate CONFIG` shows what a run writes")  # fmt: skip
+
+
+def windows_files(machine: Machine) -> Iterator[Finding]:
+    """Check that under WSL nothing is written to a disk of Windows."""
+    if not in_wsl(machine):
+        return
+    mounts = [line.split() for line in (machine.read("/proc/mounts") or "").splitlines()]
+    kinds = {Path(mount[1]): mount[2] for mount in mounts if len(mount) > 2}
+    found: dict[Path, list[str]] = {}
+    for name, folder in machine.folders.items():
+        path = folder.resolve()
+        mount = next((parent for parent in (path, *path.parents) if parent in kinds), Path("/"))
+        if kinds.get(mount) in WINDOWS_FILES:
+            found.setdefault(mount, []).append(name)
+    for mount, names in found.items():
+        yield Finding("Windows disk", WARNING, f"{mount}, for {', '.join(names)}",
+                      "WSL reaches it through a file server, which is much slower than its own disk",
+                      "Work in a folder of Linux, such as ~/simpletune, and keep pictures there, too")  # fmt: skip
 
 
 def folders(machine: Machine) -> Iterator[Finding]:

@@ -145,11 +145,19 @@ def meminfo(total: int, free: int, **more: str) -> dict[str, Any]:
     return {"files": {"/proc/meminfo": MEMINFO.format(total * 2**20, free * 2**20), **more}}
 
 
+WSL = ("Linux", "5.15-microsoft-standard-WSL2")
 WRONG = {
     "old Python": (checks.python, {"python": (3, 10, 1)}, PROBLEM, "3.11 or newer"),
     "Windows": (checks.system, {"system": ("Windows", "11")}, PROBLEM, "WSL 2"),
-    "WSL": (checks.system, {"system": ("Linux", "5.15-microsoft-standard-WSL2")}, WARNING, "pinned memory"),
+    "WSL": (checks.system, {"system": WSL}, WARNING, "pinned memory"),
     "little memory": (checks.memory, meminfo(8, 1), WARNING, "8.0 GiB"),
+    "little memory in WSL": (checks.memory, meminfo(8, 1) | {"system": WSL}, WARNING, "memory=24GB under .wsl2."),
+    "a disk of Windows": (
+        checks.windows_files,
+        meminfo(32, 20, **{"/proc/mounts": f"/dev/sdc / ext4 rw 0 0\nC: {Path.cwd()} 9p rw,aname=drvfs 0 0\n"})
+        | {"system": WSL},
+        WARNING, ", for runs, cache, hub cache",
+    ),
     "a small container": (
         checks.memory, meminfo(32, 1, **{checks.LIMITS[0]: f"{2 * GIB}\n"}), PROBLEM, "may use 2.0 GiB",
     ),
@@ -219,6 +227,11 @@ WRONG = {
         checks.int8_products, answer("int8 products", error="RuntimeError: PTX"), WARNING, "PTX",
     ),
 }  # fmt: skip
+
+
+def test_linux_own_disk_in_wsl_is_right() -> None:
+    files = {"/proc/mounts": "/dev/sdc / ext4 rw 0 0\nC: /mnt/c 9p rw,aname=drvfs 0 0\n"}
+    assert levels(checks.windows_files, machine(files=files, system=WSL)) == {}
 
 
 @pytest.mark.parametrize("name", WRONG)
