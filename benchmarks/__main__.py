@@ -94,6 +94,13 @@ def vertex(args: argparse.Namespace) -> object:
     return vertex.run(args.out, args.minutes, args.rows)
 
 
+def recipe(args: argparse.Namespace) -> object:
+    """what the demo's training reaches over its steps, five seeds each, on the tiny SD3"""
+    from benchmarks import recipe
+
+    return recipe.run(args.out, args.prompts, args.minutes, args.rows, args.overrides)
+
+
 def vertex_quality(args: argparse.Namespace) -> object:
     """the Vertex report's quality figures on the tiny SD3: fidelity over steps, batch size and learning rate, cost"""
     from benchmarks import vertex_quality
@@ -206,6 +213,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     dry: ("rows", "card", "predict"),
     host: ("rows",),
     quality: ("rows", "prompts", "overrides"),
+    recipe: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),
     prior: ("rows", "prompts", "overrides"),
     choice: ("rows", "prompts", "overrides", "set"),

@@ -17,6 +17,7 @@ from benchmarks import (
     judged,
     prior,
     quality,
+    recipe,
     scaling_plans,
     scaling_tables,
     student_study,
@@ -42,6 +43,34 @@ def test_the_checker_reads_the_subject_itself() -> None:
     elsewhere = [*true[1:], true[0]]
     likeness, placed = prior.read_shares(elsewhere, asked)
     assert likeness == 1.0 and placed < 0.8
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_full", "demo_embeddings"])
+def test_the_demos_prompts_are_chosen_by_number_from_the_fixed_set(name: str) -> None:
+    """Validation: numbers 2 and 3 with the trigger and 4 without; drift: the first flat and painted ones."""
+    validation = json.loads((ROOT / "configs" / f"{name}.json").read_text())["validation"]
+    named = quality.prompts_of(4, quality.STYLE, pictures.STYLE_TRIGGER)
+    others = quality.unrelated(100)
+    assert validation["prompts"] == [named[1].text, named[2].text, others[3].text]
+    assert validation["unrelated_prompts"] == [others[0].text, others[50].text]
+
+
+@pytest.mark.slow
+def test_the_recipes_table_has_means_over_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(quality, "STEPS", 2)
+    monkeypatch.setattr(recipe, "SEEDS", 2)
+    monkeypatch.setattr(recipe, "ROWS", {"one": [], recipe.MORE_PICTURES: recipe.ROWS[recipe.MORE_PICTURES]})
+    overrides = ["train.steps=1", "train.batch_size=2", "schedule.warmup_steps=0", "optimizer.lr=0.1",
+                 "validation.loss_samples=2",
+                 f"output.cache={tmp_path}/cache"]  # fmt: skip
+    table = recipe.run(tmp_path, 2, 60, "", overrides).read_text()
+    rows = json.loads((tmp_path / "recipe.json").read_text())["rows"]
+    assert list(rows) == ["base", "one", recipe.MORE_PICTURES] and recipe.MORE_PICTURES in table
+    assert rows["base"]["pixels"] == 0 < rows["one"]["pixels"] and rows["one"]["seeds"] == 2
+    assert rows["one"]["training"] > 0 and rows["one"]["training"] != rows[recipe.MORE_PICTURES]["training"]
+    with Image.open(tmp_path / "recipe.png") as picture:
+        assert picture.height > 3 * 64
 
 
 def test_the_second_set_shares_nothing_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

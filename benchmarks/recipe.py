@@ -1,0 +1,165 @@
+"""``recipe``: what the demo's training reaches over its steps, and with more pictures, over five seeds each.
+
+Prompts are those of ``quality``, fixed before any training: scenes whose shape, colour and background never occur
+together in training, with the trigger word, and as many flat and painted ones without it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from benchmarks.quality import CONFIG, STYLE, Easel, accuracies, drift, prompts_of, unrelated
+from benchmarks.table import Results, describe_machine
+from benchmarks.tiny_models import checker
+from simpletune.commands.train.train import train
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_folders
+from simpletune.config.schema import TrainConfig
+from simpletune.data.demo import pictures
+from simpletune.runs.folder import read_summary
+from simpletune.runs.weights import BASE, Weights, run_result
+from simpletune.system.console import say
+from simpletune.system.devices import choose_device
+from simpletune.system.sheets import grid
+
+SEEDS = 5
+SHOWN = 4  # prompts of each kind in the sheet, by number
+DEMO = "the demo: 200 steps"
+MORE_PICTURES = "64 pictures, three captions each"
+ROWS: dict[str, list[str]] = {
+    "50 steps": ["train.steps=50"],
+    "100 steps": ["train.steps=100"],
+    DEMO: [],
+    "400 steps": ["train.steps=400"],
+    MORE_PICTURES: ["data.caption_lines=several", "data.variants=6"],
+}
+COLUMNS = {
+    "what": "", "style": "striped with the trigger", "least": "least", "most": "most",
+    "others": "striped without it",
+    "prompt": "prompt accuracy with it", "kept": "and without", "training": "drift, captions",
+    "unrelated": "drift, other prompts", "pixels": "change of pictures without it", "seconds": "processor seconds",
+}  # fmt: skip
+ABOUT = f"""\
+The demo's LoRA over {SEEDS} seeds of training a row: means, and the least and most of the share recognised as {STYLE}
+among pictures of prompts with the trigger word. *Striped without it*: among as many flat and painted ones. Prompts are
+the first of `benchmarks/quality.py`, held out of training. *Prompt accuracy*: the mean share of shape, colour,
+background, size and position recognised correctly. *Drift*: of predictions from the base's, for the training captions
+and for the demo's two unrelated prompts. *Change of pictures*: the mean absolute difference, 0 to 1. *Processor
+seconds*: of a whole run without pictures and traces, on one thread."""
+
+
+class Recipes:
+    """The rows, and what they share.
+
+    Args:
+        count: prompts per score.
+        overrides: for the demo's configuration, for all rows.
+    """
+
+    def __init__(self, count: int, overrides: list[str]):
+        self.overrides = overrides
+        self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-recipe-"))
+        self.with_trigger, self.others = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
+        self.sheets: list[tuple[str, list[Image.Image]]] = []
+
+    def config(self, options: list[str], seed: int = 0) -> TrainConfig:
+        """Return the configuration of one run."""
+        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", "name=recipe"]
+        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "checkpoint.every=null"]
+        quiet += ["tracking.tensorboard=false", "output.report=false", f"train.seed={seed}"]
+        return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
+
+    @cached_property
+    def base(self) -> tuple[list[Image.Image], list[Image.Image]]:
+        """What the base draws."""
+        drawn = self._drawn(self.config([]), BASE)
+        self._show("base", drawn)
+        return drawn
+
+    @cached_property
+    def more_pictures(self) -> Path:
+        """A folder of 64 pictures made as the demo's 32, each with its caption in all templates."""
+        folder, scenes = self.scratch / "pictures", pictures.balanced_scenes(64, STYLE)
+        pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
+        for file, scene in zip(sorted(folder.glob("*.txt")), scenes, strict=True):
+            lines = [pictures.caption(scene, n, pictures.STYLE_TRIGGER) for n in range(len(pictures.TEMPLATES))]
+            file.write_text("\n".join(lines))
+        return folder
+
+    def row(self, name: str) -> dict[str, float]:
+        """Train with every seed, and score each result; the base's row trains nothing."""
+        if name == "base":
+            found = [self._scores(self.base)]
+        else:
+            data = [f"data.path={self.more_pictures}"] if name == MORE_PICTURES else []
+            found = [self._trained([*ROWS[name], *data], seed, name) for seed in range(SEEDS)]
+        means = {key: round(float(np.mean([scores[key] for scores in found])), 4) for key in found[0]}
+        shares = [scores["style"] for scores in found]
+        return {**means, "least": min(shares), "most": max(shares), "of": len(self.with_trigger), "seeds": len(found)}
+
+    def _trained(self, options: list[str], seed: int, name: str) -> dict[str, float]:
+        config = self.config(options, seed)
+        clock = time.process_time()
+        run = train(config)
+        seconds = time.process_time() - clock
+        summary = read_summary(run)
+        assert summary is not None
+        drawn = self._drawn(config, run_result(run))
+        if seed == 0:
+            self._show(name, drawn)
+        return {**self._scores(drawn), **summary["drift_after"], "seconds": round(seconds, 1)}
+
+    def _drawn(self, config: TrainConfig, weights: Weights) -> tuple[list[Image.Image], list[Image.Image]]:
+        """Draw the prompts with the trigger, and the others."""
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        easel = Easel(resolve_folders(config), weights, device)
+        return easel.draw(self.with_trigger), easel.draw(self.others)
+
+    def _scores(self, drawn: tuple[list[Image.Image], list[Image.Image]]) -> dict[str, float]:
+        styled, others = drawn
+        of_others = accuracies(others, self.others)
+        striped = [checker.read_picture(image).style == STYLE for image in others]
+        scores = accuracies(styled, self.with_trigger)
+        return {
+            "style": scores["style"],
+            "others": float(np.mean(striped)),
+            "prompt": scores["prompt"],
+            "kept": of_others["prompt"],
+            "pixels": drift(others, self.base[1]),
+        }
+
+    def _show(self, name: str, drawn: tuple[list[Image.Image], list[Image.Image]]) -> None:
+        self.sheets.append((name, [*drawn[0][:SHOWN], *drawn[1][:SHOWN]]))
+
+
+def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
+    """Measure missing rows; write ``recipe.json``, ``recipe.md`` and, of the rows measured now, ``recipe.png``.
+
+    Args:
+        folder: for the results.
+        count: prompts per score.
+        minutes: start no row after this many.
+        only: text that row names must contain.
+        overrides: for the demo's configuration.
+
+    Returns:
+        The Markdown table.
+
+    Raises:
+        UserError: no row name contains ``only``.
+    """
+    results, recipes = Results(folder / "recipe", COLUMNS), Recipes(count, overrides)
+    for name, _ in results.missing({"base": None, **dict.fromkeys(ROWS)}, minutes, only):
+        row = recipes.row(name)
+        say(f"bench   {name}: {row['style']:.0%} striped with the trigger, {row['others']:.0%} without")
+        results.add(name, row)
+    if len(recipes.sheets) > 1:
+        titles = [prompt.text for prompt in (*recipes.with_trigger[:SHOWN], *recipes.others[:SHOWN])]
+        grid(recipes.sheets, titles).save(folder / "recipe.png")
+    return results.write_table("The demo's recipe", ABOUT, describe_machine())
