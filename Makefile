@@ -6,7 +6,7 @@ BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py test
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare docs mutants canary tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare docs mutants canary image tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -93,6 +93,11 @@ mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against 
 
 canary: setup  ## run the fast suite with the newest of every library, upper bounds ignored, in .venv-canary (torch with CUDA unless SIMPLETUNE_TORCH_INDEX says otherwise); time not measured
 	$(PY) tests/support/canary.py --out benchmarks/results/canary.md
+
+image: setup  ## check the Dockerfile with hadolint, and where Docker runs build the image and train the demo in it; not yet run where Docker does
+	.venv/bin/hadolint Dockerfile
+	@docker info >/dev/null 2>&1 || { echo "Docker does not run here: no image is built"; exit 0; }; \
+	docker build --build-arg VERSION="$$($(PY) -m setuptools_scm)" -t simpletune . && docker run --rm simpletune
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3

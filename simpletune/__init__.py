@@ -1,3 +1,8 @@
 """simpletune: fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card."""
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("simpletune")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0.1.0.dev0"  # as in pyproject.toml

@@ -23,7 +23,7 @@ RECOVERY = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 STORAGE = {"name", "source", "store", "persistent", "mode", "config"}
 # From the API reference of Kubernetes 1.37, batch/v1 Job and its pod template.
 JOB = {"completionMode", "completions", "parallelism", "backoffLimit", "podFailurePolicy", "template"}
-POD = {"subdomain", "restartPolicy", "terminationGracePeriodSeconds", "containers", "volumes"}
+POD = {"subdomain", "restartPolicy", "terminationGracePeriodSeconds", "securityContext", "containers", "volumes"}
 CONTAINER = {"name", "image", "command", "args", "env", "resources", "volumeMounts"}
 
 

