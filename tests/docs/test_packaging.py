@@ -112,8 +112,10 @@ def test_the_version_is_the_tag_s_and_the_sdist_builds_the_same_wheel_which_trai
     assert (tmp_path / "elsewhere/runs/demo/pytorch_lora_weights.safetensors").is_file()
 
 
-def test_a_checkout_that_is_not_installed_has_the_fallback_version() -> None:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import simpletune; print(simpletune.__version__)"
+def test_a_checkout_that_is_not_installed_has_the_fallback_version(tmp_path: Path) -> None:
+    (tmp_path / "simpletune").mkdir()  # a copy, because an installed checkout has its metadata beside it
+    shutil.copy(ROOT / "simpletune/__init__.py", tmp_path / "simpletune")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import simpletune; print(simpletune.__version__)"
     bare = [sys.executable, "-I", "-S", "-c", code]  # without site-packages
     assert subprocess.run(bare, capture_output=True, text=True, check=True).stdout.strip() == FALLBACK
 
