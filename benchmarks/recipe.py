@@ -31,13 +31,16 @@ from simpletune.system.sheets import grid
 SEEDS = 5
 SHOWN = 4  # prompts of each kind in the sheet, by number
 DEMO = "the demo: 200 steps"
-MORE_PICTURES = "64 pictures, three captions each"
+SEVERAL = ["data.caption_lines=several", "data.variants=6"]
 ROWS: dict[str, list[str]] = {
     "50 steps": ["train.steps=50"],
     "100 steps": ["train.steps=100"],
     DEMO: [],
     "400 steps": ["train.steps=400"],
-    MORE_PICTURES: ["data.caption_lines=several", "data.variants=6"],
+    "64 pictures, three captions each": SEVERAL,
+    "64 pictures, three captions each, 100 steps": [*SEVERAL, "train.steps=100"],
+    "64 pictures, three captions each, 400 steps": [*SEVERAL, "train.steps=400"],
+    "128 pictures, three captions each": SEVERAL,
 }
 COLUMNS = {
     "what": "", "style": "striped with the trigger", "least": "least", "most": "most",
@@ -82,10 +85,11 @@ class Recipes:
         self._show("base", drawn)
         return drawn
 
-    @cached_property
-    def more_pictures(self) -> Path:
-        """A folder of 64 pictures made as the demo's 32, each with its caption in all templates."""
-        folder, scenes = self.scratch / "pictures", pictures.balanced_scenes(64, STYLE)
+    def pictures(self, count: int) -> Path:
+        """A folder of pictures made as the demo's 32, each with its caption in all templates."""
+        folder, scenes = self.scratch / f"{count}-pictures", pictures.balanced_scenes(count, STYLE)
+        if folder.exists():
+            return folder
         pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
         for file, scene in zip(sorted(folder.glob("*.txt")), scenes, strict=True):
             lines = [pictures.caption(scene, n, pictures.STYLE_TRIGGER) for n in range(len(pictures.TEMPLATES))]
@@ -97,7 +101,8 @@ class Recipes:
         if name == "base":
             found = [self._scores(self.base)]
         else:
-            data = [f"data.path={self.more_pictures}"] if name == MORE_PICTURES else []
+            count, several, _ = name.partition(" pictures")
+            data = [f"data.path={self.pictures(int(count))}"] if several else []
             found = [self._trained([*ROWS[name], *data], seed, name) for seed in range(SEEDS)]
         means = {key: round(float(np.mean([scores[key] for scores in found])), 4) for key in found[0]}
         shares = [scores["style"] for scores in found]
