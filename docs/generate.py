@@ -191,8 +191,11 @@ def import_keys() -> Iterator[str]:
             yield cell(tables[f"file{part}"])
             yield ""
             rows = [(f"`{key}`", text) for key, text in sorted(tables[f"here{part}"].items())]
-            gone = tables[f"left_out{part}"] | (tables.get("left_out_part", {}) if not part else {})
+            parts = (part,) if part else ("", "_part")
+            gone = {key: text for end in parts for key, text in tables.get(f"left_out{end}", {}).items()}
+            idle = {key: text for end in parts for key, text in tables.get(f"no_effect{end}", {}).items()}
             rows += [(f"`{key}`", f"left out: {text}") for key, text in sorted(gone.items())]
+            rows += [(f"`{key}`", f"not needed: {text}") for key, text in sorted(idle.items())]
             yield from table(("key", "here"), rows)
 
 

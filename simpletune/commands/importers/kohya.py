@@ -21,6 +21,7 @@ from simpletune.commands.importers.common_options import (
     take_optimizer,
     take_schedule,
     take_swapped_blocks,
+    take_text_lora,
     take_warmup,
 )
 from simpletune.commands.importers.files import MOST, find_beside, read_any, read_named
@@ -103,6 +104,7 @@ ROWS = (
         "caption_extension", "captions", as_text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}
     ),
 )
+DEFAULT_SIZE = {"resolution": [512, 512], "enable_bucket": False}
 FLAGS = {"w": "width", "h": "height", "d": "seed", "l": "scale", "s": "sample_steps", "n": "negative_prompt"}
 FIELDS = {
     "width": "width",
@@ -114,12 +116,12 @@ FIELDS = {
 }
 
 
-def flatten_sections(settings: Json) -> Json:
+def flatten(settings: Json) -> Json:
     """Return the options without their sections, which have no meaning."""
     flat: Json = {}
     for key, value in settings.items():
         if isinstance(value, dict):
-            flat |= flatten_sections(value)
+            flat |= flatten(value)
         else:
             flat[key] = value
     return flat
@@ -128,7 +130,7 @@ def flatten_sections(settings: Json) -> Json:
 def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
     """Translate options and data, whose file ``data`` or the options name; a file of data sets may stand alone."""
     alone = "datasets" in settings
-    options = {} if alone else flatten_sections(settings)
+    options = {} if alone else flatten(settings)
     general = _options(options, folder)
     named = options.get("dataset_config")
     content = settings if alone else read_named(folder, named) if data is None else read_any(data)
@@ -139,8 +141,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         raise UserError("--data: kohya's data sets are a TOML file with [[datasets]] (dataset_config)")
     else:
         sources = _data_sets(content, general)
-    general.leave_by_table(trainer_tables(NAME)["left_out"])
-    general.leave_rest()
+    general.leave_others(trainer_tables(NAME))
     return general, sources
 
 
@@ -152,6 +153,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     _precision(found, method)
     found.by_table(tables["options"])
     _optimizer(found)
+    _text_encoders(found)
     _length(found)
     _memory(found, method)
     _objective(found, is_sd3)
@@ -257,6 +259,22 @@ def _optimizer(found: Translation) -> None:
             found.by_table([KeyRule(key, path, of)])
         elif found.has(key):
             found.leave(key, f"schedule {schedule} has no such option")
+
+
+def first_number(value: object) -> float:
+    return number(value[0] if isinstance(value, list) and value else value)
+
+
+def _text_encoders(found: Translation) -> None:
+    """Translate text encoders that train beside a network, as they do unless an option prevents it."""
+    rate = found.read("text_encoder_lr", first_number)
+    frozen = [found.read(key, boolean) for key in ("network_train_unet_only", "cache_text_encoder_outputs")]
+    if any(frozen) or rate == 0 or found.get("adapter.method") == "full":
+        if found.has("text_encoder_lr"):
+            found.leave("text_encoder_lr", "the text encoders do not train", same=True)
+    else:
+        key = "text_encoder_lr" if rate is not None else "network_module"
+        take_text_lora(found, key, rate or found.read("learning_rate", number), "attention_and_mlp")
 
 
 def _length(found: Translation) -> None:
@@ -371,13 +389,15 @@ def _data_folders(general: Translation) -> list[Translation]:
     """Translate train_data_dir and reg_data_dir, whose folders are named ``10_sks dog``."""
     given = _given(general)
     found: list[Translation] = []
-    for key, regularization in (("train_data_dir", False), ("reg_data_dir", True)):
+    folders = [key for key in ("train_data_dir", "reg_data_dir") if general.has(key)]
+    if not folders:
+        source = Translation(given, DEFAULT_SIZE, "", "data.sources.0.")
+        _subset(source, general)
+        found.append(source)
+    for key in folders:
         path = general.read(key, as_text)
-        if path is None:
-            continue
-        defaults = {"resolution": [512, 512], "enable_bucket": False}
-        source = Translation({"image_dir": path, **given}, defaults, f"{key}.", f"data.sources.{len(found)}.")
-        source.settings["is_reg"] = regularization
+        source = Translation({"image_dir": path, **given}, DEFAULT_SIZE, f"{key}.", f"data.sources.{len(found)}.")
+        source.settings["is_reg"] = key == "reg_data_dir"
         source.take(
             "image_dir", "folder_names", "kohya", "10_sks dog: 10 repeats, and a caption for pictures without one"
         )
@@ -415,8 +435,7 @@ def _subset(source: Translation, general: Translation) -> None:
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")
-    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
-    source.leave_rest()
+    source.leave_others(trainer_tables(NAME), "_data")
 
 
 def _size(source: Translation, step: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import peer_configs
 import pytest
-from import_cases import CASES, LARGE
+from import_cases import CASES, LARGE, REFUSED
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES, take_alpha
@@ -82,6 +82,47 @@ def test_each_key(
         assert any(line.became == end and line.key.rpartition(".")[2] in names for line in found.lines)
     elif end is not None:
         assert [line.became for line in found.lines if line.path == path] == [end]
+
+
+@pytest.mark.parametrize(("tool", "settings", "named"), REFUSED)
+def test_what_simpletune_does_not_train_is_refused_in_one_line_and_nothing_is_written(
+    tool: str, settings: Json, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file, out = peer_configs.write(tmp_path, config___json=BASES[tool] | settings), tmp_path / "ours.json"
+    assert main(["import", str(file), "--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.strip().splitlines()
+    assert f"{named} is not supported: simpletune trains SD 3" in line and not shown.out and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "expected"),
+    [
+        ("onetrainer", {"resolution": "768", "masked_training": True}, {"resolution": 768, "mask": "files"}),
+        ("kohya", {"resolution": "768", "shuffle_caption": True}, {"resolution": 768, "shuffle_tags": True}),
+        ("simpletuner", {"resolution": 768, "caption_dropout_probability": 0.2}, {"caption_dropout": 0.2}),
+    ],
+)
+def test_options_of_the_data_stay_when_the_data_sets_are_not_here(
+    tool: str, settings: Json, expected: Json, tmp_path: Path
+) -> None:
+    found = import_file(peer_configs.write(tmp_path, config___json=BASES[tool] | settings))
+    assert found.config["data"].items() >= {"path": "data/my_pictures", "resolution": 768, **expected}.items()
+    assert set(settings) <= {line.key for line in found.lines} and not found.problems
+
+
+def test_what_the_result_lacks_comes_first_and_options_that_were_off_are_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    settings = {"clip_skip": 2, "cache_latents": True, "lowram": False, "weighted_captions": False, "keep_tokens": 0}
+    file = peer_configs.write(tmp_path, config___json=BASES["kohya"] | settings)
+    assert main(["import", str(file), "--out", str(tmp_path / "ours.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line[:10].strip() for line in lines if not line.startswith(" ")]
+    assert heads == ["from", "left out", "changed", "taken", "not needed", "off", "not here", "written"]
+    assert lines[1].endswith("1 value, which the result lacks") and lines[2].startswith("  clip_skip 2: ")
+    assert "  cache_latents true: latents are always cached" in lines[lines.index(lines[2]) + 1 :]
+    assert "off        2 options that were off" in lines and not [line for line in lines if "lowram" in line]
 
 
 @pytest.mark.parametrize("loss", [{}, {"loss_type": "l2"}])
@@ -245,7 +286,7 @@ def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: 
     assert main(["import", str(file), "--data", str(data)]) == 0
     shown = capsys.readouterr()
     validate(json.loads(shown.out), "printed")
-    for words in ("from       SimpleTuner", "taken      ", "changed    ", "left out   "):
+    for words in ("from       SimpleTuner", "taken      ", "changed    ", "off        "):
         assert words in shown.err
     assert "a" not in [line.partition(" ")[0] for line in shown.out.splitlines()]
 
@@ -310,7 +351,12 @@ def test_the_documentation_has_a_line_for_every_key() -> None:
     page = (ROOT / "docs" / "reference" / "import-keys.md").read_text()
     tables = [trainer_tables(trainer) for trainer in BASES]
     keys = {row.key for table in tables for name in ("options", "lora") for row in table.get(name, ())}
-    keys |= {key for table in tables for name in ("left_out", "left_out_data") for key in table[name]}
+    keys |= {
+        key
+        for table in tables
+        for name in ("left_out", "left_out_data", "no_effect", "no_effect_data")
+        for key in table[name]
+    }
     keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
     missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}
