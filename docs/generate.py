@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.apps.cli import main as command_line
+from simpletune.commands.importers.importing import TOOLS
 from simpletune.commands.importers.translation import trainer_tables
 from simpletune.config.schema import TrainConfig
 
@@ -183,8 +184,8 @@ def configuration() -> Iterator[str]:
 
 def import_keys() -> Iterator[str]:
     """What becomes of each key of the other trainers' files."""
-    for trainer, title in (("simpletuner", "SimpleTuner"), ("kohya", "kohya's scripts"), ("onetrainer", "OneTrainer")):
-        tables = trainer_tables(trainer)
+    for title, trainer in TOOLS.items():
+        tables = trainer_tables(trainer.NAME)
         for part, name in (("", "options"), ("_data", "data sets")):
             yield f"## {title}: {name}"
             yield ""

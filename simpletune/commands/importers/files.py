@@ -17,7 +17,7 @@ VALUES = 100_000  # of a JSON file
 
 def read_any(file: Path) -> object:
     if not file.exists():
-        raise UserError(f"{file} does not exist. Give the configuration of SimpleTuner, kohya's scripts or OneTrainer")
+        raise UserError(f"{file} does not exist. Give the configuration of another trainer")
     if file.is_dir():
         raise UserError(f"{file} is a folder. Name the configuration in it")
     try:

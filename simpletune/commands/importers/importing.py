@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletune.commands.importers import kohya, onetrainer, simpletuner
+from simpletune.commands.importers import kohya, kohya_ss, onetrainer, simpletuner
 from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.translation import (
     KeyOutcome,
@@ -27,7 +27,8 @@ from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
-TOOLS = {tool.TITLE: tool for tool in (simpletuner, onetrainer, kohya)}
+TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer)}
+KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
 ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read")
 
 
@@ -82,18 +83,15 @@ def _report(found: ImportResult) -> Iterator[str]:
 
 
 def import_file(file: Path, data: Path | None = None) -> ImportResult:
-    """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer."""
+    """Translate a configuration of one of the trainers in ``TOOLS``."""
     settings = read_any(file)
     if isinstance(settings, list):
         raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")
     if not isinstance(settings, dict):
-        raise UserError(f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer: no object {{...}}")
+        raise UserError(f"{file} is no configuration of {KNOWN}: no object {{...}}")
     tool = form_of(settings)
     if tool is None:
-        raise UserError(
-            f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer. simpletune's own "
-            "configurations need no import"
-        )
+        raise UserError(f"{file} is no configuration of {KNOWN}. simpletune's own configurations need no import")
     try:
         refuse_by_table(TOOLS[tool].flatten(settings), trainer_tables(TOOLS[tool].NAME))
         general, sources = TOOLS[tool].translate(settings, file.parent, data)

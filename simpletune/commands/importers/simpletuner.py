@@ -83,7 +83,7 @@ def _options(settings: Json, folder: Path) -> Translation:
 def _model(found: Translation) -> None:
     flavour, flavours = found.read("model_flavour", as_text), trainer_tables(NAME)["flavours"]
     if flavour is not None and found.has("pretrained_model_name_or_path"):
-        found.leave("model_flavour", "pretrained_model_name_or_path names the model")
+        found.leave("model_flavour", "pretrained_model_name_or_path names the model", same=True)
     elif flavour is not None and flavour in flavours:
         found.take("model_flavour", "model.pretrained", flavours[flavour])
     elif flavour is not None:
@@ -146,7 +146,7 @@ def _optimizer(found: Translation) -> None:
         found.by_table([KeyRule("lr_num_cycles", "schedule.cycles", whole_number)])
     for key in ("lr_power", "lr_end", "lr_num_cycles"):
         if found.has(key) and key not in {line.key for line in found.lines}:
-            found.leave(key, f"schedule {ours} has no such option")
+            found.leave(key, f"schedule {ours} has no such option", same=True)
 
 
 def _length(found: Translation) -> None:
@@ -154,7 +154,7 @@ def _length(found: Translation) -> None:
     if steps:
         found.take("max_train_steps", "train.steps", steps)
         if epochs:
-            found.leave("num_train_epochs", "max_train_steps decides")
+            found.leave("num_train_epochs", "max_train_steps decides", same=True)
     elif epochs:
         found.take("num_train_epochs", "train.epochs", epochs)
     take_warmup(found, "lr_warmup_steps")
@@ -281,14 +281,14 @@ def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
     """Leave out a data set that does not contain pictures to train on."""
     whole = Translation({"dataset_type": kind, **entry}, section=section)
     if boolean(entry.get("disabled", False)):
-        whole.leave("disabled", "the data set was not used")
+        whole.leave("disabled", "the data set was not used", same=True)
     elif kind == "conditioning":
-        whole.leave("dataset_type", "the masks of another data set")
+        whole.leave("dataset_type", "the masks of another data set", same=True)
     else:
         if entry.get("cache_dir") and general.get("output.cache") is None:
             whole.take("cache_dir", "output.cache", entry["cache_dir"], "one cache for everything")
             general.set("output.cache", entry["cache_dir"])
-        whole.leave("dataset_type", "a cache: prompts and latents are cached in output.cache")
+        whole.leave("dataset_type", "a cache: prompts and latents are cached in output.cache", same=True)
     general.lines.extend(whole.lines)
 
 

@@ -1,4 +1,4 @@
-"""``simpletune import``: every key of three trainers' configurations, one by one, and whole files in their forms."""
+"""``simpletune import``: every key of other trainers' configurations, one by one, and whole files in their forms."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ BASES: dict[str, Json] = {
         "network_module": "networks.lora_sd3", "network_dim": 8, "mixed_precision": "bf16", "output_name": "x",
         "pretrained_model_name_or_path": LARGE,
     },
+    "kohya_ss": {
+        "LoRA_type": "Standard", "network_dim": 8, "network_alpha": 8, "mixed_precision": "bf16", "epoch": 2,
+        "max_resolution": "512,512", "optimizer": "AdamW8bit", "lr_warmup": 10, "learning_rate": 1e-4,
+        "stop_text_encoder_training": 0, "pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5",
+    },
     "onetrainer": {
         "training_method": "LORA", "model_type": "STABLE_DIFFUSION_35", "base_model_name": LARGE, "peft_type": "LORA",
         "train_dtype": "BFLOAT_16",
@@ -45,6 +50,8 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
     """Import a configuration of one data set with more settings; None removes one."""
     whole = {**BASES[tool], **(settings or {})}
     whole = {key: value for key, value in whole.items() if value is not None}
+    if tool not in SOURCES:
+        return import_file(peer_configs.write(folder, config___json=whole))
     one = {**SOURCES[tool], **(source or {})}
     if tool == "kohya":
         names = ("resolution", "enable_bucket", "batch_size", "bucket_no_upscale")
@@ -344,7 +351,7 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
     for trainer in BASES:  # values and reasons belong to an option
         tables = trainer_tables(trainer)
         for name in ("values", "why", "otherwise"):
-            assert tables.get(name, {}).keys() <= {row.key for row in tables["options"]}, (trainer, name)
+            assert tables.get(name, {}).keys() <= {row.key for row in tables.get("options", ())}, (trainer, name)
 
 
 def test_the_documentation_has_a_line_for_every_key() -> None:
@@ -355,7 +362,7 @@ def test_the_documentation_has_a_line_for_every_key() -> None:
         key
         for table in tables
         for name in ("left_out", "left_out_data", "no_effect", "no_effect_data")
-        for key in table[name]
+        for key in table.get(name, ())
     }
     keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
