@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletune.commands.importers import kohya, kohya_ss, onetrainer, simpletuner
+from simpletune.commands.importers import ai_toolkit, kohya, kohya_ss, onetrainer, simpletuner
 from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.translation import (
     KeyOutcome,
@@ -27,7 +27,7 @@ from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
-TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer)}
+TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer, ai_toolkit)}
 KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
 ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read")
 

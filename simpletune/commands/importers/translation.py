@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn, TypeVar
 
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import TrainConfig, run_name
 from simpletune.models.families import FAMILIES
 from simpletune.system.options import Json, UserError, union_of
 from simpletune.system.package import ASSETS
@@ -268,17 +268,22 @@ def as_text_list(value: object) -> list[str]:
     return [as_text(value)]
 
 
+def as_run_name(value: object) -> str:
+    return run_name(as_text(value))
+
+
 KINDS: dict[str, Kind] = {
     "text": as_text, "texts": as_text_list, "number": number, "whole number": whole_number, "boolean": boolean,
+    "name": as_run_name,
 }  # fmt: skip
 
 
 @functools.cache
 def trainer_tables(trainer: str) -> Json:
-    """Read ``assets/import/TRAINER.toml``; its ``options`` and ``lora`` become lists of ``KeyRule``."""
+    """Read ``assets/import/TRAINER.toml``; its options become lists of ``KeyRule``."""
     found = tomllib.loads((ASSETS / "import" / f"{trainer}.toml").read_text(encoding="utf-8"))
     values, why, otherwise = (found.get(name, {}) for name in ("values", "why", "otherwise"))
-    for name in found.keys() & {"options", "lora"}:
+    for name in found.keys() & {"options", "options_data", "lora"}:
         found[name] = [
             KeyRule(
                 key,

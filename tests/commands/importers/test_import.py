@@ -8,6 +8,7 @@ from pathlib import Path
 
 import peer_configs
 import pytest
+import yaml
 from import_cases import CASES, LARGE, REFUSED
 
 from simpletune.apps.cli.main import main
@@ -34,6 +35,10 @@ BASES: dict[str, Json] = {
         "max_resolution": "512,512", "optimizer": "AdamW8bit", "lr_warmup": 10, "learning_rate": 1e-4,
         "stop_text_encoder_training": 0, "pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5",
     },
+    "ai_toolkit": {
+        "job": "extension", "type": "sd_trainer", "name": "x", "network.type": "lora", "network.linear": 8,
+        "model.name_or_path": LARGE, "model.is_v3": True, "train.dtype": "bf16",
+    },
     "onetrainer": {
         "training_method": "LORA", "model_type": "STABLE_DIFFUSION_35", "base_model_name": LARGE, "peft_type": "LORA",
         "train_dtype": "BFLOAT_16",
@@ -50,6 +55,8 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
     """Import a configuration of one data set with more settings; None removes one."""
     whole = {**BASES[tool], **(settings or {})}
     whole = {key: value for key, value in whole.items() if value is not None}
+    if tool == "ai_toolkit":
+        return import_file(peer_configs.write(folder, config___yaml=as_job(whole)))
     if tool not in SOURCES:
         return import_file(peer_configs.write(folder, config___json=whole))
     one = {**SOURCES[tool], **(source or {})}
@@ -61,6 +68,19 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
         data = [one]
     file = peer_configs.write(folder, config___json=whole, data___json=data)
     return import_file(file, folder / "data.json")
+
+
+def as_job(settings: Json) -> str:
+    """Write ai-toolkit's job, whose sections are part of the keys here, as YAML."""
+    process: Json = {}
+    for key, value in settings.items():
+        *sections, leaf = key.split(".")
+        section = process
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+    job = {"job": process.pop("job"), "config": {"name": process.pop("name"), "process": [process]}}
+    return yaml.safe_dump(job)
 
 
 def at(config: Json, path: str) -> object:
@@ -83,7 +103,8 @@ def test_each_key(
 ) -> None:
     found = imported(tool, tmp_path, settings, source)
     assert at(found.config, path) == value
-    names = {key.lstrip("-") for key in (*settings, *source)}
+    names = {key.lstrip("-").rpartition(".")[2] for key in (*settings, *source)}
+    names |= {key for row in settings.get("datasets", ()) for key in row}
     names |= {key for given in (*settings.values(), *source.values()) if isinstance(given, dict) for key in given}
     if end == "left out":
         assert any(line.became == end and line.key.rpartition(".")[2] in names for line in found.lines)
@@ -95,7 +116,9 @@ def test_each_key(
 def test_what_simpletune_does_not_train_is_refused_in_one_line_and_nothing_is_written(
     tool: str, settings: Json, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    file, out = peer_configs.write(tmp_path, config___json=BASES[tool] | settings), tmp_path / "ours.json"
+    content, out = BASES[tool] | settings, tmp_path / "ours.json"
+    files = {"config___yml": as_job(content)} if tool == "ai_toolkit" else {"config___json": content}
+    file = peer_configs.write(tmp_path, **files)
     assert main(["import", str(file), "--out", str(out)]) == 2
     shown = capsys.readouterr()
     (line,) = shown.err.strip().splitlines()
@@ -303,6 +326,9 @@ def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: 
     [
         ("x___json", "{", "x.json:1:2: not valid JSON"),
         ("x___toml", "a = ", "x.toml: not valid TOML"),
+        ("x___yaml", "a: [", "x.yaml: not valid YAML"),
+        ("x___yaml", "a: &b 1\nc: *b\n", "aliases are not read"),
+        ("x___yaml", "a: !!python/name:os.system x\n", "not valid YAML"),
         ("x___json", "[]", "a list of data sets"),
         ("x___json", "3", "no object"),
         ("x___json", {"a": 1}, "is no configuration of SimpleTuner"),
@@ -350,14 +376,15 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
     assert trainer_tables("simpletuner")["blocks"].keys() <= set(HUB_NAMES)
     for trainer in BASES:  # values and reasons belong to an option
         tables = trainer_tables(trainer)
+        options = {row.key for part in ("options", "options_data") for row in tables.get(part, ())}
         for name in ("values", "why", "otherwise"):
-            assert tables.get(name, {}).keys() <= {row.key for row in tables.get("options", ())}, (trainer, name)
+            assert tables.get(name, {}).keys() <= options, (trainer, name)
 
 
 def test_the_documentation_has_a_line_for_every_key() -> None:
     page = (ROOT / "docs" / "reference" / "import-keys.md").read_text()
     tables = [trainer_tables(trainer) for trainer in BASES]
-    keys = {row.key for table in tables for name in ("options", "lora") for row in table.get(name, ())}
+    keys = {row.key for table in tables for name in ("options", "options_data", "lora") for row in table.get(name, ())}
     keys |= {
         key
         for table in tables
@@ -366,7 +393,11 @@ def test_the_documentation_has_a_line_for_every_key() -> None:
     }
     keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
-    missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}
+    missing = {
+        key
+        for key in keys
+        if f"`{key}`" not in page and f"`{key.rpartition('.')[2]}`" not in page and not key.startswith(patterns)
+    }
     assert missing == {"no_such_key", "nonsense", "wurst"}
 
 
