@@ -8,12 +8,14 @@ from pathlib import Path
 
 import yaml
 
+from simpletune.commands.importers.command_lines import read_command
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 from simpletune.system.regular_files import NotRegular, TooLarge, read_regular
 from simpletune.system.strict_json import JsonError
 
 MOST = 2**20  # bytes of a file
+COMMANDS = (".sh", ".bash", ".bat", ".cmd")  # suffixes of files with a command line
 READ = (".json", ".toml", ".txt")  # suffixes of files that a configuration may name
 VALUES = 100_000  # of a JSON file
 
@@ -25,6 +27,8 @@ def read_any(file: Path) -> object:
         raise UserError(f"{file} is a folder. Name the configuration in it")
     try:
         text = read_regular(file, MOST).decode("utf-8-sig")
+        if file.suffix in COMMANDS:
+            return read_command(text) or {}
         if file.suffix in (".yaml", ".yml"):
             return _yaml(text)
         return tomllib.loads(text) if file.suffix == ".toml" else strict_json.parse(text, MOST, VALUES)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletune.commands.importers import ai_toolkit, kohya, kohya_ss, onetrainer, simpletuner
+from simpletune.commands.importers import ai_toolkit, diffusers_scripts, kohya, kohya_ss, onetrainer, simpletuner
 from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.translation import (
     KeyOutcome,
     Translation,
     Unsupported,
+    refuse,
     refuse_by_table,
     trainer_tables,
 )
@@ -27,9 +28,9 @@ from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
-TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer, ai_toolkit)}
+TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer, ai_toolkit, diffusers_scripts)}
 KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
-ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read")
+ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read", "neither a folder nor a Hub name")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")
     if not isinstance(settings, dict):
         raise UserError(f"{file} is no configuration of {KNOWN}: no object {{...}}")
-    tool = form_of(settings)
+    try:
+        tool = form_of(settings)
+    except Unsupported as error:
+        raise Unsupported(f"{file}: {error}") from None
     if tool is None:
         raise UserError(f"{file} is no configuration of {KNOWN}. simpletune's own configurations need no import")
     try:
@@ -108,6 +112,9 @@ def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
     if "datasets" in settings:
         return kohya.TITLE
+    if "script" in settings:  # a command line
+        of_each = (title for title, tool in TOOLS.items() if settings["script"] in trainer_tables(tool.NAME)["scripts"])
+        return next(of_each, None) or refuse("script", settings["script"])
     scores = {
         title: len(tool.flatten(settings).keys() & set(trainer_tables(tool.NAME)["recognised_by"]))
         for title, tool in TOOLS.items()
@@ -119,12 +126,13 @@ def form_of(settings: Json) -> str | None:
 def _assemble(general: Translation, sources: list[Translation], file: Path) -> Json:
     """Build our configuration, with sections in the order of the schema."""
     config = dict(general.config)
+    for source in sources:
+        if not source.config["path"]:
+            why = "name the data sets with --data, or set data.path"
+            source.lines.append(KeyOutcome("changed", "the data", "not found", f"{source.place}path", FOLDER, why))
+            source.config["path"] = FOLDER
     if len(sources) == 1:
         config["data"] = sources[0].config
-        if not config["data"]["path"]:
-            why = "name the data sets with --data, or set data.path"
-            general.lines.append(KeyOutcome("changed", "the data", "not found", "data.path", FOLDER, why))
-            config["data"]["path"] = FOLDER
         sources[0].lines = [
             replace(line, path=line.path.replace("data.sources.0.", "data.")) for line in sources[0].lines
         ]

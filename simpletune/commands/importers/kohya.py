@@ -135,6 +135,13 @@ def translate(
     sets may stand alone."""
     alone = "datasets" in settings
     options = {} if alone else flatten(settings)
+    script = str(options.pop("script", ""))  # of a command line
+    more = read_named(folder, options.pop("config_file", None)) if script else None
+    options = (flatten(more) if isinstance(more, dict) else {}) | options
+    if "network" in script and "network_module" not in options:
+        raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
+    if script.startswith("sd3_") and "weighting_scheme" not in options:
+        options["weighting_scheme"] = "uniform"
     general = Translation({}, trainer_tables(NAME)["defaults"]) if alone else _options(options, folder)
     named = options.get("dataset_config")
     found = settings if alone else read_named(folder, named) if data is None else read_any(data)
@@ -311,8 +318,12 @@ def _memory(found: Translation, method: str) -> None:
     found.by_table(
         [KeyRule("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})]
     )
-    take_swapped_blocks(found, "blocks_to_swap", trainer_tables(NAME)["blocks"])
-    if found.read("fused_backward_pass", boolean):
+    fused = found.read("fused_backward_pass", boolean)
+    if method == "full" and found.has("blocks_to_swap") and not fused:
+        found.leave("blocks_to_swap", "blocks that train are offloaded only with memory.optimizer_in_backward")
+    else:
+        take_swapped_blocks(found, "blocks_to_swap", trainer_tables(NAME)["blocks"])
+    if fused:
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
             found.take("fused_backward_pass", "train.clip", "per_parameter", "gradients never exist all at once")
@@ -400,7 +411,7 @@ def _data_folders(general: Translation) -> list[Translation]:
     given = _given(general)
     found: list[Translation] = []
     folders = [key for key in ("train_data_dir", "reg_data_dir") if general.has(key)]
-    if not folders:
+    if "train_data_dir" not in folders:
         source = Translation(given, DEFAULT_SIZE, "", "data.sources.0.")
         _subset(source, general)
         found.append(source)

@@ -296,7 +296,7 @@ def trainer_tables(trainer: str) -> Json:
             )
             for key, (path, kind) in found[name].items()
         ]
-    return found
+    return {"scripts": ()} | found
 
 
 def round_digits(value: float) -> float:

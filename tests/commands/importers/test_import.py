@@ -39,6 +39,10 @@ BASES: dict[str, Json] = {
         "job": "extension", "type": "sd_trainer", "name": "x", "network.type": "lora", "network.linear": 8,
         "model.name_or_path": LARGE, "model.is_v3": True, "train.dtype": "bf16",
     },
+    "diffusers": {
+        "script": "train_dreambooth_lora_sd3.py", "pretrained_model_name_or_path": LARGE, "instance_data_dir": "pics",
+        "instance_prompt": "sks dog", "max_train_steps": 100, "mixed_precision": "bf16", "output_dir": "out/dog",
+    },
     "onetrainer": {
         "training_method": "LORA", "model_type": "STABLE_DIFFUSION_35", "base_model_name": LARGE, "peft_type": "LORA",
         "train_dtype": "BFLOAT_16",
@@ -55,10 +59,8 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
     """Import a configuration of one data set with more settings; None removes one."""
     whole = {**BASES[tool], **(settings or {})}
     whole = {key: value for key, value in whole.items() if value is not None}
-    if tool == "ai_toolkit":
-        return import_file(peer_configs.write(folder, config___yaml=as_job(whole)))
     if tool not in SOURCES:
-        return import_file(peer_configs.write(folder, config___json=whole))
+        return import_file(written(tool, folder, whole))
     one = {**SOURCES[tool], **(source or {})}
     if tool == "kohya":
         names = ("resolution", "enable_bucket", "batch_size", "bucket_no_upscale")
@@ -68,6 +70,18 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
         data = [one]
     file = peer_configs.write(folder, config___json=whole, data___json=data)
     return import_file(file, folder / "data.json")
+
+
+def written(tool: str, folder: Path, settings: Json) -> Path:
+    """Write a configuration in its trainer's form."""
+    if tool == "ai_toolkit":
+        return peer_configs.write(folder, config___yaml=as_job(settings))
+    if tool == "diffusers":
+        words = [f'--{key}="{value}"' for key, value in settings.items() if key != "script" and value is not True]
+        words += [f"--{key}" for key, value in settings.items() if value is True]
+        lines = [f"accelerate launch examples/{settings['script']}", *words]
+        return peer_configs.write(folder, config___sh=" \\\n  ".join(lines) + "\n")
+    return peer_configs.write(folder, config___json=settings)
 
 
 def as_job(settings: Json) -> str:
@@ -116,9 +130,7 @@ def test_each_key(
 def test_what_simpletune_does_not_train_is_refused_in_one_line_and_nothing_is_written(
     tool: str, settings: Json, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    content, out = BASES[tool] | settings, tmp_path / "ours.json"
-    files = {"config___yml": as_job(content)} if tool == "ai_toolkit" else {"config___json": content}
-    file = peer_configs.write(tmp_path, **files)
+    file, out = written(tool, tmp_path, BASES[tool] | settings), tmp_path / "ours.json"
     assert main(["import", str(file), "--out", str(out)]) == 2
     shown = capsys.readouterr()
     (line,) = shown.err.strip().splitlines()
@@ -139,6 +151,29 @@ def test_options_of_the_data_stay_when_the_data_sets_are_not_here(
     found = import_file(peer_configs.write(tmp_path, config___json=BASES[tool] | settings))
     assert found.config["data"].items() >= {"path": "data/my_pictures", "resolution": 768, **expected}.items()
     assert set(settings) <= {line.key for line in found.lines} and not found.problems
+
+
+def test_a_command_line_of_kohya_s_scripts_with_a_file_of_options(tmp_path: Path) -> None:
+    command = """
+        # rank 8
+        export BASE="runwayml/stable-diffusion-v1-5"
+        BROKEN="never closed
+        accelerate launch --num_cpu_threads_per_process 1 train_network.py --config_file=more.toml \\
+          --pretrained_model_name_or_path=$BASE --network_dim 8 --network_args loraplus_lr_ratio=4 rank_dropout=0.1
+    """
+    file = peer_configs.write(tmp_path, run___sh=command, more___toml='network_module = "networks.lora"\nseed = 3\n')
+    found = import_file(file)
+    assert found.tool == "kohya's scripts" and found.config["model"]["pretrained"] == "runwayml/stable-diffusion-v1-5"
+    assert found.config["adapter"].items() >= {"rank": 8, "b_lr_ratio": 4, "rank_dropout": 0.1}.items()
+    assert found.config["train"]["seed"] == 3 and not found.problems
+    (tmp_path / "more.toml").unlink()
+    with pytest.raises(UserError, match="no network_module here. Give the file with its options"):
+        import_file(file)
+
+
+def test_a_file_without_a_command_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no configuration of SimpleTuner"):
+        import_file(peer_configs.write(tmp_path, run___sh="ls --all\n"))
 
 
 def test_what_the_result_lacks_comes_first_and_options_that_were_off_are_a_number(
@@ -269,6 +304,15 @@ def test_kohya_s_folders_without_a_data_file(tmp_path: Path) -> None:
     assert first == {"path": "train", "folder_names": "kohya", "flip": True, "resolution": 1024, "aspect": "buckets",
                      "variants": 8}  # fmt: skip
     assert regular["regularization"] and regular["path"] == "reg" and found.config["train"]["batch_size"] == 4
+
+
+def test_a_folder_of_class_pictures_alone_leaves_a_place_for_the_others(tmp_path: Path) -> None:
+    found = import_file(peer_configs.write(tmp_path, config___json=BASES["kohya"] | {"reg_data_dir": "reg"}))
+    first, regular = found.config["data"]["sources"]
+    assert (first["path"], regular["path"]) == ("data/my_pictures", "reg") and regular["regularization"]
+    assert not found.problems and [line.path for line in found.lines if line.key == "the data"] == [
+        "data.sources.0.path"
+    ]
 
 
 def test_masks_caches_and_unused_data_sets_of_simpletuner(tmp_path: Path) -> None:
