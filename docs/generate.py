@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.apps.cli import main as command_line
+from simpletune.commands.importers.importing import TOOLS
 from simpletune.commands.importers.translation import trainer_tables
 from simpletune.config.schema import TrainConfig
 
@@ -183,16 +184,19 @@ def configuration() -> Iterator[str]:
 
 def import_keys() -> Iterator[str]:
     """What becomes of each key of the other trainers' files."""
-    for trainer, title in (("simpletuner", "SimpleTuner"), ("kohya", "kohya's scripts"), ("onetrainer", "OneTrainer")):
-        tables = trainer_tables(trainer)
+    for title, trainer in TOOLS.items():
+        tables = trainer_tables(trainer.NAME)
         for part, name in (("", "options"), ("_data", "data sets")):
             yield f"## {title}: {name}"
             yield ""
             yield cell(tables[f"file{part}"])
             yield ""
             rows = [(f"`{key}`", text) for key, text in sorted(tables[f"here{part}"].items())]
-            gone = tables[f"left_out{part}"] | (tables.get("left_out_part", {}) if not part else {})
+            parts = (part,) if part else ("", "_part")
+            gone = {key: text for end in parts for key, text in tables.get(f"left_out{end}", {}).items()}
+            idle = {key: text for end in parts for key, text in tables.get(f"no_effect{end}", {}).items()}
             rows += [(f"`{key}`", f"left out: {text}") for key, text in sorted(gone.items())]
+            rows += [(f"`{key}`", f"not needed: {text}") for key, text in sorted(idle.items())]
             yield from table(("key", "here"), rows)
 
 

@@ -41,14 +41,14 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def import_config(args: argparse.Namespace) -> None:
-    """translate a configuration of SimpleTuner, kohya's scripts or OneTrainer"""
+    """translate another trainer's configuration"""
     from simpletune.commands.importers.importing import import_command
 
     import_command(args.file, args.data, args.out, args.overwrite)
 
 
 def import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="config.json, config.toml or a OneTrainer preset")
+    parser.add_argument("file", type=Path, metavar="FILE", help="configuration or preset of another trainer")
     parser.add_argument(
         "--data",
         type=Path,

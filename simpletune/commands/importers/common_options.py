@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from simpletune.commands.importers.translation import Translation, boolean, number, round_digits, whole_number
+from simpletune.commands.importers.translation import (
+    Translation,
+    as_text,
+    boolean,
+    number,
+    refuse,
+    round_digits,
+    whole_number,
+)
 from simpletune.config.schema import TrainConfig
-from simpletune.system.options import Json, union_of
+from simpletune.system.options import Json, UserError, union_of
 
 VARIANTS = 8  # of each picture, where another trainer changes it anew in every epoch
 IN_FULL = "full precision there; 8-bit states here"
@@ -65,7 +73,7 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
     method = methods.get(algo)
     if method is None:
-        return found.leave(key, f"algo={algo}: simpletune has {', '.join(methods)}")
+        refuse(key, f"algo={algo}")
     if method == "lora" and boolean(own.get("dora_wd", False)):
         method = "dora"
     found.take(key, "adapter.method", method)
@@ -91,6 +99,34 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     for name in own:
         if name not in known and own[name] not in (False, None, "False", 1, 1.0):
             found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
+
+
+def take_text_lora(found: Translation, key: str, rate: float | None, targets: str = "attention") -> None:
+    """Translate text encoders that train with a LoRA: an update of its rank and alpha on CLIP; others cannot be
+    trained here. ``rate``: their learning rate; None: that of the rest."""
+    if found.get("adapter.method", "lora") not in ("lora", "dora"):
+        method = found.get("adapter.method")
+        return found.leave(key, f"adapter.method {method} trains no text encoder; text.lora needs lora or dora")
+    found.take(key, "text.lora.rank", found.get("adapter.rank", 16), "a LoRA on CLIP, as on the denoiser; T5 is frozen")
+    found.set("text.lora.alpha", found.get("adapter.alpha"))
+    found.set("text.lora.targets", targets)
+    found.set("text.lora.learning_rate", None if found.get("optimizer.name") == "prodigy" else rate)
+
+
+def take_embedding(found: Translation, keys: Mapping[str, str], rate: float | None, alone: bool = True) -> None:
+    """Translate textual inversion. ``keys``: the keys of token, initial words and number of vectors; ``alone``: whether
+    nothing else trains."""
+    if alone:
+        found.set("adapter", {"method": "none"})
+    token, initial = found.read(keys["token"], as_text), found.read(keys["initial"], as_text)
+    vectors = found.read(keys["vectors"], whole_number)
+    if not token or not initial:
+        raise UserError(f"{keys['token']} and {keys['initial']} name no token and no words to start from. Set both")
+    found.take(keys["token"], "text.embeddings.token", "_".join(token.split()), "" if " " not in token else "one word")
+    found.take(keys["initial"], "text.embeddings.initial", initial)
+    found.take(keys["vectors"], "text.embeddings.vectors", vectors or len(initial.split()))
+    found.set("text.embeddings.place", "input")
+    found.set("text.embeddings.learning_rate", rate)
 
 
 def take_optimizer(found: Translation, key: str, name: str) -> str:
@@ -119,8 +155,9 @@ def take_arguments(found: Translation, key: str, arguments: Mapping[str, object]
             continue
         own = found.part(key, name, raw)
         if name in ALWAYS:
-            found.leave(own, ALWAYS[name])
-        elif name not in ARGUMENTS or name not in fields:
+            found.leave(own, ALWAYS[name], same=name == "decouple" and boolean(raw))
+            continue
+        if name not in ARGUMENTS or name not in fields:
             found.leave(own, f"{found.get('optimizer.name', 'adamw')} has no such argument")
             continue
         try:

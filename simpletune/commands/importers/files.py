@@ -1,27 +1,36 @@
-"""Read other trainers' files: only JSON and TOML, of limited size and depth; nothing that could run code."""
+"""Read other trainers' files: JSON, TOML and plain YAML of limited size and depth; nothing that could run code."""
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
+import yaml
+
+from simpletune.commands.importers.command_lines import read_command
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 from simpletune.system.regular_files import NotRegular, TooLarge, read_regular
 from simpletune.system.strict_json import JsonError
 
 MOST = 2**20  # bytes of a file
+COMMANDS = (".sh", ".bash", ".bat", ".cmd")  # suffixes of files with a command line
 READ = (".json", ".toml", ".txt")  # suffixes of files that a configuration may name
 VALUES = 100_000  # of a JSON file
 
 
 def read_any(file: Path) -> object:
     if not file.exists():
-        raise UserError(f"{file} does not exist. Give the configuration of SimpleTuner, kohya's scripts or OneTrainer")
+        raise UserError(f"{file} does not exist. Give the configuration of another trainer")
     if file.is_dir():
         raise UserError(f"{file} is a folder. Name the configuration in it")
     try:
         text = read_regular(file, MOST).decode("utf-8-sig")
+        if file.suffix in COMMANDS:
+            return read_command(text) or {}
+        if file.suffix in (".yaml", ".yml"):
+            return _yaml(text)
         return tomllib.loads(text) if file.suffix == ".toml" else strict_json.parse(text, MOST, VALUES)
     except TooLarge as error:
         size = f"{error.size or MOST + 1:,} bytes" + ("" if error.size else " or more")
@@ -34,8 +43,17 @@ def read_any(file: Path) -> object:
         raise UserError(f"{file} is not UTF-8 text. Give a .json or .toml file") from None
     except JsonError as error:
         raise UserError(f"{file}:{error.line}:{error.column}: not valid JSON ({error})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{file}: not valid TOML ({error})") from None
+
+
+def _yaml(text: str) -> object:
+    """Parse YAML to the values of JSON, without tags, and without aliases, which can grow without bound."""
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text, Loader=yaml.SafeLoader)):
+        raise yaml.YAMLError("aliases are not read; write the values out")
+    return json.loads(json.dumps(yaml.safe_load(text), default=str))
 
 
 def read_named(folder: Path, named: object) -> object:

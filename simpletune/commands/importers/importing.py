@@ -9,9 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletune.commands.importers import kohya, onetrainer, simpletuner
+from simpletune.commands.importers import ai_toolkit, diffusers_scripts, kohya, kohya_ss, onetrainer, simpletuner
 from simpletune.commands.importers.files import read_any
-from simpletune.commands.importers.translation import KeyOutcome, Translation, trainer_tables
+from simpletune.commands.importers.translation import (
+    KeyOutcome,
+    Translation,
+    Unsupported,
+    refuse,
+    refuse_by_table,
+    trainer_tables,
+)
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig, run_name
 from simpletune.runs.outputs import require_new
@@ -21,8 +28,9 @@ from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
-TOOLS = {tool.TITLE: tool for tool in (simpletuner, onetrainer, kohya)}
-ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read")
+TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer, ai_toolkit, diffusers_scripts)}
+KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
+ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read", "neither a folder nor a Hub name")
 
 
 @dataclass(frozen=True)
@@ -58,31 +66,41 @@ def import_command(file: Path, data: Path | None, out: Path | None, overwrite: b
 
 
 def _report(found: ImportResult) -> Iterator[str]:
-    """What was taken; what was changed, and why; what was left out, and what it did; what is missing here."""
+    """What was left out and changes the result, and why; what was changed and taken; what was left out without an
+    effect; how many options were off; what is missing here."""
     yield f"{'from':<10} {found.tool}"
-    for became in ("taken", "changed", "left out"):
-        lines = [line for line in found.lines if line.became == became]
-        yield f"{became:<10} {plural(len(lines), 'value')}"
+    left = [line for line in found.lines if line.became == "left out" and not line.off]
+    for head, lines, said in (
+        ("left out", [line for line in left if not line.same], ", which the result lacks"),
+        ("changed", [line for line in found.lines if line.became == "changed"], ""),
+        ("taken", [line for line in found.lines if line.became == "taken"], ""),
+        ("not needed", [line for line in left if line.same], ", without an effect on the result"),
+    ):
+        yield f"{head:<10} {plural(len(lines), 'value')}{said}"
         yield from (f"  {line}" for line in lines)
+    yield f"{'off':<10} {plural(sum(line.off for line in found.lines), 'option')} that were off"
     for problem in found.missing:
         yield f"{'not here':<10} {problem}"
 
 
 def import_file(file: Path, data: Path | None = None) -> ImportResult:
-    """Translate a configuration of SimpleTuner, kohya's scripts or OneTrainer."""
+    """Translate a configuration of one of the trainers in ``TOOLS``."""
     settings = read_any(file)
     if isinstance(settings, list):
         raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")
     if not isinstance(settings, dict):
-        raise UserError(f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer: no object {{...}}")
-    tool = form_of(settings)
-    if tool is None:
-        raise UserError(
-            f"{file} is no configuration of SimpleTuner, kohya's scripts or OneTrainer. simpletune's own "
-            "configurations need no import"
-        )
+        raise UserError(f"{file} is no configuration of {KNOWN}: no object {{...}}")
     try:
+        tool = form_of(settings)
+    except Unsupported as error:
+        raise Unsupported(f"{file}: {error}") from None
+    if tool is None:
+        raise UserError(f"{file} is no configuration of {KNOWN}. simpletune's own configurations need no import")
+    try:
+        refuse_by_table(TOOLS[tool].flatten(settings), trainer_tables(TOOLS[tool].NAME))
         general, sources = TOOLS[tool].translate(settings, file.parent, data)
+    except Unsupported as error:
+        raise Unsupported(f"{file}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
     config = _assemble(general, sources, file)
@@ -92,11 +110,15 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
 
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
-    keys = set(simpletuner.strip_dashes(settings))
     if "datasets" in settings:
         return kohya.TITLE
-    of_each = (simpletuner, keys), (onetrainer, keys), (kohya, set(kohya.flatten_sections(settings)))
-    scores = {tool.TITLE: len(own.intersection(trainer_tables(tool.NAME)["recognised_by"])) for tool, own in of_each}
+    if "script" in settings:  # a command line
+        of_each = (title for title, tool in TOOLS.items() if settings["script"] in trainer_tables(tool.NAME)["scripts"])
+        return next(of_each, None) or refuse("script", settings["script"])
+    scores = {
+        title: len(tool.flatten(settings).keys() & set(trainer_tables(tool.NAME)["recognised_by"]))
+        for title, tool in TOOLS.items()
+    }
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
 
@@ -104,22 +126,12 @@ def form_of(settings: Json) -> str | None:
 def _assemble(general: Translation, sources: list[Translation], file: Path) -> Json:
     """Build our configuration, with sections in the order of the schema."""
     config = dict(general.config)
-    if not sources:
-        general.lines.append(
-            KeyOutcome(
-                "changed",
-                "the data",
-                "not found",
-                "data.path",
-                FOLDER,
-                "name the data sets with --data, or set data.path",
-            )
-        )
-        dropout = general.settings.get(
-            "caption_dropout_probability", general.defaults.get("caption_dropout_probability")
-        )
-        config["data"] = {"path": FOLDER} | ({} if dropout is None else {"caption_dropout": float(dropout)})
-    elif len(sources) == 1:
+    for source in sources:
+        if not source.config["path"]:
+            why = "name the data sets with --data, or set data.path"
+            source.lines.append(KeyOutcome("changed", "the data", "not found", f"{source.place}path", FOLDER, why))
+            source.config["path"] = FOLDER
+    if len(sources) == 1:
         config["data"] = sources[0].config
         sources[0].lines = [
             replace(line, path=line.path.replace("data.sources.0.", "data.")) for line in sources[0].lines

@@ -16,11 +16,13 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_embedding,
     take_huber,
     take_lycoris,
     take_optimizer,
     take_schedule,
     take_swapped_blocks,
+    take_text_lora,
     take_warmup,
 )
 from simpletune.commands.importers.files import MOST, find_beside, read_any, read_named
@@ -103,6 +105,7 @@ ROWS = (
         "caption_extension", "captions", as_text, {".txt": "txt", "txt": "txt", ".caption": "txt", "caption": "txt"}
     ),
 )
+DEFAULT_SIZE = {"resolution": [512, 512], "enable_bucket": False}
 FLAGS = {"w": "width", "h": "height", "d": "seed", "l": "scale", "s": "sample_steps", "n": "negative_prompt"}
 FIELDS = {
     "width": "width",
@@ -114,33 +117,43 @@ FIELDS = {
 }
 
 
-def flatten_sections(settings: Json) -> Json:
+def flatten(settings: Json) -> Json:
     """Return the options without their sections, which have no meaning."""
     flat: Json = {}
     for key, value in settings.items():
         if isinstance(value, dict):
-            flat |= flatten_sections(value)
+            flat |= flatten(value)
         else:
             flat[key] = value
     return flat
 
 
-def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
-    """Translate options and data, whose file ``data`` or the options name; a file of data sets may stand alone."""
+def translate(
+    settings: Json, folder: Path, data: Path | None, content: Json | None = None
+) -> tuple[Translation, list[Translation]]:
+    """Translate options and data, whose file ``data`` or the options name, or whose ``content`` is here; a file of data
+    sets may stand alone."""
     alone = "datasets" in settings
-    options = {} if alone else flatten_sections(settings)
-    general = _options(options, folder)
+    options = {} if alone else flatten(settings)
+    script = str(options.pop("script", ""))  # of a command line
+    more = read_named(folder, options.pop("config_file", None)) if script else None
+    options = (flatten(more) if isinstance(more, dict) else {}) | options
+    if "network" in script and "network_module" not in options:
+        raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
+    if script.startswith("sd3_") and "weighting_scheme" not in options:
+        options["weighting_scheme"] = "uniform"
+    general = Translation({}, trainer_tables(NAME)["defaults"]) if alone else _options(options, folder)
     named = options.get("dataset_config")
-    content = settings if alone else read_named(folder, named) if data is None else read_any(data)
+    found = settings if alone else read_named(folder, named) if data is None else read_any(data)
     general.seen("dataset_config")
-    if content is None:
+    found = content if found is None else found
+    if found is None:
         sources = _data_folders(general)
-    elif not isinstance(content, dict) or not isinstance(content.get("datasets"), list):
+    elif not isinstance(found, dict) or not isinstance(found.get("datasets"), list):
         raise UserError("--data: kohya's data sets are a TOML file with [[datasets]] (dataset_config)")
     else:
-        sources = _data_sets(content, general)
-    general.leave_by_table(trainer_tables(NAME)["left_out"])
-    general.leave_rest()
+        sources = _data_sets(found, general)
+    general.leave_others(trainer_tables(NAME))
     return general, sources
 
 
@@ -152,6 +165,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     _precision(found, method)
     found.by_table(tables["options"])
     _optimizer(found)
+    _text_encoders(found)
     _length(found)
     _memory(found, method)
     _objective(found, is_sd3)
@@ -161,7 +175,7 @@ def _options(settings: Json, folder: Path) -> Translation:
         found.leave("sample_prompts", "the file is not here. Set validation.prompts")
     elif file is not None:
         try:
-            _prompts(found, file)
+            take_prompts(found, [row for row in _rows(file) if row.get("prompt")])
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, RecursionError):
             found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
     if (name := found.read("output_name", as_text)) is not None:
@@ -190,14 +204,20 @@ def _family(found: Translation) -> bool:
 def _adapter(found: Translation, is_sd3: bool) -> str:
     module = found.read("network_module", as_text)
     arguments = found.read("network_args", pairs) or {}
+    if found.has("token_string"):
+        keys = {"token": "token_string", "initial": "init_word", "vectors": "num_vectors_per_token"}
+        take_embedding(found, keys, None)
+        found.set("text.embeddings.keep_norm", False)
+        return "none"
     if module is None:
         found.take("network_module", "adapter.method", "full", "without a network, everything trains")
         found.seen("network_dim", "network_alpha", "network_dropout")
         return "full"
     found.take("network_module", "adapter.targets", "all_linear", "what kohya's networks update")
     rank, alpha = found.read("network_dim", whole_number), found.read("network_alpha", number)
-    if module.startswith("lycoris"):
-        lycoris = {"algo": arguments.pop("algo", "lora"), "dim": rank, "alpha": alpha}
+    named = {"networks.loha": "loha", "networks.lokr": "lokr"}
+    if module.startswith("lycoris") or module in named:
+        lycoris = {"algo": arguments.pop("algo", named.get(module, "lora")), "dim": rank, "alpha": alpha}
         lycoris |= {key: value for key, value in arguments.items() if key not in NETWORK_ARGUMENTS}
         take_lycoris(found, "network_module", lycoris)
         if found.get("adapter.method") == "full":
@@ -206,8 +226,7 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
         found.take("network_module", "adapter.method", "oft")
         found.leave("network_dim", "it is the number of blocks; adapter.block_size is their size")
     else:
-        why = "" if module in ("networks.lora", "networks.lora_sd3") else "the nearest that simpletune has"
-        found.take("network_module", "adapter.method", "lora", why)
+        found.take("network_module", "adapter.method", "lora")
         found.take("network_dim", "adapter.rank", rank)
         take_alpha(found, "network_alpha", alpha, rank)
     if found.get("adapter.method") in ("lora", "dora"):
@@ -244,7 +263,7 @@ def _optimizer(found: Translation) -> None:
     if own is not None:
         found.take("unet_lr", "optimizer.lr", own, "the learning rate of the part that trains here")
         if found.has("learning_rate"):
-            found.leave("learning_rate", "unet_lr decides")
+            found.leave("learning_rate", "unet_lr decides", same=True)
     elif rate is not None:
         found.take("learning_rate", "optimizer.lr", rate)
     schedule = take_schedule(found, "lr_scheduler", found.read("lr_scheduler", as_text) or "constant")
@@ -256,7 +275,23 @@ def _optimizer(found: Translation) -> None:
         if schedule == needed:
             found.by_table([KeyRule(key, path, of)])
         elif found.has(key):
-            found.leave(key, f"schedule {schedule} has no such option")
+            found.leave(key, f"schedule {schedule} has no such option", same=True)
+
+
+def first_number(value: object) -> float:
+    return number(value[0] if isinstance(value, list) and value else value)
+
+
+def _text_encoders(found: Translation) -> None:
+    """Translate text encoders that train beside a network, as they do unless an option prevents it."""
+    rate = found.read("text_encoder_lr", first_number)
+    frozen = [found.read(key, boolean) for key in ("network_train_unet_only", "cache_text_encoder_outputs")]
+    if any(frozen) or rate == 0 or found.get("adapter.method") in ("full", "none"):
+        if found.has("text_encoder_lr"):
+            found.leave("text_encoder_lr", "the text encoders do not train", same=True)
+    else:
+        key = "text_encoder_lr" if rate is not None else "network_module"
+        take_text_lora(found, key, rate or found.read("learning_rate", number), "attention_and_mlp")
 
 
 def _length(found: Translation) -> None:
@@ -264,7 +299,7 @@ def _length(found: Translation) -> None:
     if epochs:
         found.take("max_train_epochs", "train.epochs", epochs)
         if found.has("max_train_steps"):
-            found.leave("max_train_steps", "max_train_epochs decides")
+            found.leave("max_train_steps", "max_train_epochs decides", same=True)
     else:
         found.take("max_train_steps", "train.steps", steps)
     take_warmup(found, "lr_warmup_steps")
@@ -283,8 +318,12 @@ def _memory(found: Translation, method: str) -> None:
     found.by_table(
         [KeyRule("gradient_checkpointing", "memory.checkpointing", boolean, {"true": "all", "false": "none"})]
     )
-    take_swapped_blocks(found, "blocks_to_swap", trainer_tables(NAME)["blocks"])
-    if found.read("fused_backward_pass", boolean):
+    fused = found.read("fused_backward_pass", boolean)
+    if method == "full" and found.has("blocks_to_swap") and not fused:
+        found.leave("blocks_to_swap", "blocks that train are offloaded only with memory.optimizer_in_backward")
+    else:
+        take_swapped_blocks(found, "blocks_to_swap", trainer_tables(NAME)["blocks"])
+    if fused:
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
             found.take("fused_backward_pass", "train.clip", "per_parameter", "gradients never exist all at once")
@@ -371,13 +410,15 @@ def _data_folders(general: Translation) -> list[Translation]:
     """Translate train_data_dir and reg_data_dir, whose folders are named ``10_sks dog``."""
     given = _given(general)
     found: list[Translation] = []
-    for key, regularization in (("train_data_dir", False), ("reg_data_dir", True)):
+    folders = [key for key in ("train_data_dir", "reg_data_dir") if general.has(key)]
+    if "train_data_dir" not in folders:
+        source = Translation(given, DEFAULT_SIZE, "", "data.sources.0.")
+        _subset(source, general)
+        found.append(source)
+    for key in folders:
         path = general.read(key, as_text)
-        if path is None:
-            continue
-        defaults = {"resolution": [512, 512], "enable_bucket": False}
-        source = Translation({"image_dir": path, **given}, defaults, f"{key}.", f"data.sources.{len(found)}.")
-        source.settings["is_reg"] = regularization
+        source = Translation({"image_dir": path, **given}, DEFAULT_SIZE, f"{key}.", f"data.sources.{len(found)}.")
+        source.settings["is_reg"] = key == "reg_data_dir"
         source.take(
             "image_dir", "folder_names", "kohya", "10_sks dog: 10 repeats, and a caption for pictures without one"
         )
@@ -415,8 +456,7 @@ def _subset(source: Translation, general: Translation) -> None:
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")
-    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
-    source.leave_rest()
+    source.leave_others(trainer_tables(NAME), "_data")
 
 
 def _size(source: Translation, step: int) -> None:
@@ -438,10 +478,9 @@ def _size(source: Translation, step: int) -> None:
         )
 
 
-def _prompts(found: Translation, file: Path) -> None:
-    """Take the prompts of sample_prompts' file, and size, seed, steps and guidance of the first."""
+def take_prompts(found: Translation, rows: list[Json]) -> None:
+    """Take the prompts of sample_prompts, and size, seed, steps and guidance of the first."""
     key = "sample_prompts"
-    rows = [row for row in _rows(file) if row.get("prompt")]
     if not rows:
         return found.leave(key, "the file has no prompts")
     found.take(key, "validation.prompts", [row["prompt"] for row in rows])
@@ -472,10 +511,10 @@ def _rows(file: Path) -> list[Json]:
         rows = [line.strip() for line in content.splitlines() if line.strip() and not line.startswith("#")]
     if not isinstance(rows, list):
         raise ValueError("no list of prompts")
-    return [_row(row) if isinstance(row, str) else dict(row) for row in rows]
+    return [prompt_row(row) if isinstance(row, str) else dict(row) for row in rows]
 
 
-def _row(line: str) -> Json:
+def prompt_row(line: str) -> Json:
     """Split a line such as ``a dog --w 1024 --n blurred`` into its parts."""
     first, *flags = re.split(r"\s--(?=[a-z]+\s)", f" {line}")
     row: Json = {"prompt": first.strip()}

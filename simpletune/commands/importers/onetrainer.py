@@ -9,8 +9,10 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_embedding,
     take_optimizer,
     take_schedule,
+    take_text_lora,
     take_warmup,
 )
 from simpletune.commands.importers.files import read_any, read_named
@@ -33,6 +35,11 @@ TITLE, NAME = "OneTrainer", "onetrainer"
 AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
 
 
+def flatten(settings: Json) -> Json:
+    """Return the options, which have no sections."""
+    return settings
+
+
 def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
     """Translate options, concepts and samples, which may be in the same file or in others."""
     concepts = settings.get("concepts")
@@ -49,8 +56,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         samples = read_named(folder, settings.get("sample_definition_file_name"))
     if isinstance(samples, list):
         _samples(samples, general)
-    general.leave_by_table(trainer_tables(NAME)["left_out"])
-    general.leave_rest()
+    general.leave_others(trainer_tables(NAME))
     return general, sources
 
 
@@ -63,6 +69,7 @@ def _options(settings: Json) -> Translation:
     found.by_table(tables["options"])
     _part(found, "transformer" if family == "sd3" else "unet", method)
     _optimizer(found)
+    _text(found, method)
     found.by_table([KeyRule("epochs", "train.epochs", whole_number)])
     take_warmup(found, "learning_rate_warmup_steps")
     found.by_table([KeyRule("clip_grad_norm", "train.clip_norm", number)])
@@ -78,9 +85,6 @@ def _options(settings: Json) -> Translation:
 
 def _model(found: Translation) -> str:
     name, families = found.read("model_type", as_text) or "", trainer_tables(NAME)["families"]
-    if name not in families:
-        found.leave("model_type", f"simpletune trains {', '.join(families)}")
-        return "sd3"
     found.take("model_type", "model.family", families[name])
     return families[name]
 
@@ -88,14 +92,13 @@ def _model(found: Translation) -> str:
 def _adapter(found: Translation) -> str:
     tables = trainer_tables(NAME)
     kind, peft = found.read("training_method", as_text), found.read("peft_type", as_text) or "LORA"
-    if kind in ("FINE_TUNE", "FINE_TUNE_VAE"):
-        found.take("training_method", "adapter.method", "full")
+    if kind in ("FINE_TUNE", "EMBEDDING"):
+        why = "only the embedding trains" if kind == "EMBEDDING" else ""
+        method = "none" if kind == "EMBEDDING" else "full"
+        found.take("training_method", "adapter.method", method, why)
         found.seen("lora_rank", "lora_alpha", "lora_weight_dtype", "layer_filter_preset", "peft_type")
-        return "full"
-    if kind != "LORA":
-        found.leave("training_method", "simpletune trains LORA and FINE_TUNE. Set adapter.method")
-        return "lora"
-    method = tables["methods"].get(peft, "lora")
+        return method
+    method = tables["methods"][peft]
     if method == "lora" and found.read("lora_decompose", boolean):
         method = "dora"
         found.take("lora_decompose", "adapter.method", "dora")
@@ -157,6 +160,12 @@ def as_object(value: object) -> Json:
     return value
 
 
+def as_objects(value: object) -> list[Json]:
+    if not isinstance(value, list):
+        raise ValueError
+    return [as_object(each) for each in value]
+
+
 def _part(found: Translation, name: str, method: str) -> None:
     """Translate the trained part: its weights, checkpointing and offload."""
     tables, own = trainer_tables(NAME), found.read(name, as_object) or {}
@@ -190,12 +199,46 @@ def _part(found: Translation, name: str, method: str) -> None:
             f"the number of {tables['blocks']} blocks that stay on the device",
         )
     for key in part.settings:
-        if key == "train" and boolean(part.settings[key]) is False:
+        if key == "train" and method != "none" and boolean(part.settings[key]) is False:
             part.leave(key, f"only the {name} trains here")
-    part.leave_by_table(tables["left_out_part"])
-    part.leave_rest()
+    part.leave_others(tables, "_part")
     found.lines += [line for line in part.lines if line.why != "it trains"]
     _merge(found.config, part.config)
+
+
+def _text(found: Translation, method: str) -> None:
+    """Translate what trains on the text side: the embedding, or CLIP beside a LoRA."""
+    rate = found.read("embedding_learning_rate", number)
+    more = found.read("additional_embeddings", as_objects) or []
+    training = [each for each in more if each.get("train", True)]
+    own = found.read("embedding", as_object) or {} if method == "none" else {}
+    if method == "none" or (training and method in ("lora", "dora")):
+        defaults = {"placeholder": "<embedding>", "initial_embedding_text": "*", "token_count": 1}
+        part = Translation(own if method == "none" else training.pop(0), defaults, "embedding.")
+        keys = {"token": "placeholder", "initial": "initial_embedding_text", "vectors": "token_count"}
+        take_embedding(part, keys, rate, alone=method == "none")
+        if part.read("is_output_embedding", boolean):
+            part.take("is_output_embedding", "text.embeddings.place", "output")
+        part.leave_others(trainer_tables(NAME), "_embedding")
+        keep = found.read("preserve_embedding_norm", boolean) or False
+        part.set("text.embeddings.keep_norm", keep)
+        found.lines += part.lines
+        _merge(found.config, part.config)
+    if training:
+        found.leave("additional_embeddings", f"{len(training)} more: one embedding trains, beside a LoRA or alone")
+    for key in ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4"):
+        part = Translation(found.read(key, as_object) or {}, {}, f"{key}.")
+        if method == "none" or not part.read("train", boolean):
+            part.seen("train")
+        elif key == "text_encoder_3" or found.get("text.lora") is not None:
+            part.leave("train", "text.lora trains CLIP alone, its encoders alike")
+        else:
+            part.config["adapter"], part.config["optimizer"] = found.get("adapter"), found.get("optimizer")
+            take_text_lora(part, "train", part.read("learning_rate", number), "attention_and_mlp")
+            if (lora := part.get("text.lora")) is not None:
+                found.set("text.lora", lora)
+        part.leave_others(trainer_tables(NAME), "_text")
+        found.lines += part.lines
 
 
 def _merge(into: Json, more: Json) -> None:
@@ -331,6 +374,12 @@ def _concepts(concepts: list[Json], general: Translation) -> list[Translation]:
             found.append(source)
             continue
         general.lines += whole.lines
+    if not found:
+        source = Translation({}, {}, "", "data.sources.0.")
+        source.set("path", "")
+        _image(source, general)
+        _masks(source, general)
+        found.append(source)
     general.seen("aspect_ratio_bucketing", "masked_training")
     return found
 
@@ -358,8 +407,9 @@ def _concept(source: Translation, general: Translation, kind: str) -> None:
     _image(source, general)
     _masks(source, general)
     source.seen("type")
-    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
-    source.leave_rest()
+    if source.read("include_subdirectories", boolean) is False:
+        source.note("include_subdirectories", "sub-folders are always included here")
+    source.leave_others(trainer_tables(NAME), "_data")
     source.lines = [
         line for line in source.lines if line.became != "left out" or line.why not in ("", "it is used", "repeats")
     ]
@@ -423,7 +473,8 @@ def _image(source: Translation, general: Translation) -> None:
     side = side_of_area(number(first[0]), number(first[-1]), multiple(general))
     same = len(sizes) == len(first) == 1 and side == number(first[0])
     why = "" if same else "the first size, as the side of a square of that area in whole steps"
-    source.settings["resolution"] = ",".join(sizes)
+    given = general.has("resolution") or own.has("resolution_override")
+    (source.settings if given else source.defaults)["resolution"] = ",".join(sizes)
     source.take("resolution", "resolution", side, why)
     if general.settings.get("aspect_ratio_bucketing") is False:
         source.settings["aspect_ratio_bucketing"] = False

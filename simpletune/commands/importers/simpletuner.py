@@ -34,21 +34,22 @@ from simpletune.models.sd3.files import SD35_MEDIUM
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"
+INHERITED = ("resolution", "resolution_type", "caption_dropout_probability")
 CACHES = ("text_embeds", "image_embeds", "conditioning_image_embeds", "distillation_cache")
 
 
-def strip_dashes(settings: Json) -> Json:
+def flatten(settings: Json) -> Json:
     """Strip leading dashes from keys, which are written as on a command line."""
     return {key.lstrip("-").replace("-", "_"): value for key, value in settings.items()}
 
 
 def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
     """Translate options and data, the file of which ``data`` or the options name."""
-    settings = strip_dashes(settings)
+    settings = flatten(settings)
     general = _options(settings, folder)
     entries = read_named(folder, settings.get("data_backend_config")) if data is None else read_any(data)
     if entries is None:
-        return general, []
+        entries = [{}]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError("--data: SimpleTuner's data sets are a list of objects (multidatabackend.json)")
     return general, _data_sets(entries, general)
@@ -75,15 +76,14 @@ def _options(settings: Json, folder: Path) -> Translation:
     _objective(found)
     _validation(found)
     _places(found)
-    found.leave_by_table(tables["left_out"])
-    found.leave_rest()
+    found.leave_others(tables)
     return found
 
 
 def _model(found: Translation) -> None:
     flavour, flavours = found.read("model_flavour", as_text), trainer_tables(NAME)["flavours"]
     if flavour is not None and found.has("pretrained_model_name_or_path"):
-        found.leave("model_flavour", "pretrained_model_name_or_path names the model")
+        found.leave("model_flavour", "pretrained_model_name_or_path names the model", same=True)
     elif flavour is not None and flavour in flavours:
         found.take("model_flavour", "model.pretrained", flavours[flavour])
     elif flavour is not None:
@@ -98,8 +98,6 @@ def _adapter(found: Translation, folder: Path) -> None:
     if kind == "full":
         found.take("model_type", "adapter.method", "full")
         found.seen("lora_rank", "lora_alpha", "lora_dropout", "lora_type", "init_lora")
-    elif kind not in (None, "lora"):
-        found.leave("model_type", "simpletune trains lora and full. Set adapter.method")
     elif form == "lycoris":
         name = found.read("lycoris_config", as_text)
         own = read_named(folder, name)
@@ -148,7 +146,7 @@ def _optimizer(found: Translation) -> None:
         found.by_table([KeyRule("lr_num_cycles", "schedule.cycles", whole_number)])
     for key in ("lr_power", "lr_end", "lr_num_cycles"):
         if found.has(key) and key not in {line.key for line in found.lines}:
-            found.leave(key, f"schedule {ours} has no such option")
+            found.leave(key, f"schedule {ours} has no such option", same=True)
 
 
 def _length(found: Translation) -> None:
@@ -156,7 +154,7 @@ def _length(found: Translation) -> None:
     if steps:
         found.take("max_train_steps", "train.steps", steps)
         if epochs:
-            found.leave("num_train_epochs", "max_train_steps decides")
+            found.leave("num_train_epochs", "max_train_steps decides", same=True)
     elif epochs:
         found.take("num_train_epochs", "train.epochs", epochs)
     take_warmup(found, "lr_warmup_steps")
@@ -266,16 +264,14 @@ def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
     masks = {entry.get("id"): entry for entry in data if entry.get("dataset_type") == "conditioning"}
     found: list[Translation] = []
     for index, entry in enumerate(data):
-        section = f"{entry.get('id', index)}."
+        section = f"{entry.get('id', index)}." if entry else ""
         kind = str(entry.get("dataset_type", "image"))
         if kind in CACHES or kind == "conditioning" or boolean(entry.get("disabled", False)):
             _leave(general, section, entry, kind)
             continue
-        inherited = {
-            key: general.settings.get(key, general.defaults.get(key))
-            for key in ("resolution", "resolution_type", "caption_dropout_probability")
-        }
-        source = Translation(entry, inherited, section, f"data.sources.{len(found)}.")
+        given = {key: general.settings[key] for key in INHERITED if general.has(key)}
+        inherited = {key: general.defaults.get(key) for key in INHERITED}
+        source = Translation({**given, **entry}, inherited, section, f"data.sources.{len(found)}.")
         _data_set(source, masks, multiple(general))
         found.append(source)
     return found
@@ -285,14 +281,14 @@ def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
     """Leave out a data set that does not contain pictures to train on."""
     whole = Translation({"dataset_type": kind, **entry}, section=section)
     if boolean(entry.get("disabled", False)):
-        whole.leave("disabled", "the data set was not used")
+        whole.leave("disabled", "the data set was not used", same=True)
     elif kind == "conditioning":
-        whole.leave("dataset_type", "the masks of another data set")
+        whole.leave("dataset_type", "the masks of another data set", same=True)
     else:
         if entry.get("cache_dir") and general.get("output.cache") is None:
             whole.take("cache_dir", "output.cache", entry["cache_dir"], "one cache for everything")
             general.set("output.cache", entry["cache_dir"])
-        whole.leave("dataset_type", "a cache: prompts and latents are cached in output.cache")
+        whole.leave("dataset_type", "a cache: prompts and latents are cached in output.cache", same=True)
     general.lines.extend(whole.lines)
 
 
@@ -319,8 +315,7 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
         source.seen("conditioning_data")
     elif named:
         source.leave("conditioning_data", "not masks, or not in this file: simpletune trains no conditioning")
-    source.leave_by_table(trainer_tables(NAME)["left_out_data"])
-    source.leave_rest()
+    source.leave_others(trainer_tables(NAME), "_data")
 
 
 def _pictures(source: Translation) -> None:

@@ -9,10 +9,11 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
+from simpletune.config.schema import TrainConfig, run_name
 from simpletune.models.families import FAMILIES
-from simpletune.system.options import Json
+from simpletune.system.options import Json, UserError, union_of
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
 
@@ -22,7 +23,19 @@ Scalar = str | int | float | bool
 Kind = Callable[[object], object]
 SHOWN = 60  # characters of a value
 SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
+OFF = ", 0 is off"  # ends the kind of value of an option
 DIGITS = 6  # significant digits of a computed number
+TRAINS = "simpletune trains SD 3, 3.5, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
+
+
+class Unsupported(UserError):
+    """Refuse a model or a method that simpletune does not train, and that nothing here may stand for."""
+
+
+def refuse(key: str, value: object, what: str = "") -> NoReturn:
+    """Refuse a configuration for a value of a key; ``what`` it stands for."""
+    named = f"{key} {format_value(key, value)}" + (f" ({what})" if what else "")
+    raise Unsupported(f"{named} is not supported: {TRAINS}. Nothing is written")
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,12 @@ class KeyOutcome:
     new: object = None  # its value
     why: str = ""  # the reason for a change, or what a left-out key did
     default: bool = False  # whether the value is the trainer's default, because the file does not set it
+    same: bool = False  # whether a left-out key makes no difference to the result
+
+    @property
+    def off(self) -> bool:
+        """Whether a left-out option was switched off there, too."""
+        return self.became == "left out" and is_off(self.value)
 
     def __str__(self) -> str:
         source = f"{self.key} {format_value(self.key, self.value)}" + (" (its default)" if self.default else "")
@@ -62,6 +81,7 @@ class KeyRule:
     # reasons by their value, for those whose meaning changes; ``*`` is a reason for all
     why: Mapping[str, str] = field(default_factory=dict)
     otherwise: tuple[object, str] | None = None  # our value for one that is not in ``values``, and the reason for it
+    zero_is_off: bool = False  # whether 0 switches the option off, which null does here
 
 
 class Translation:
@@ -104,14 +124,20 @@ class Translation:
         self._add("changed" if why else "taken", key, self.place + path, value, why)
         self.set(path, value)
 
-    def leave(self, key: str, why: str) -> None:
-        """Leave a key out: what it did, or why it cannot be kept."""
+    def leave(self, key: str, why: str, same: bool = False) -> None:
+        """Leave a key out: what it did, or why it cannot be kept; ``same``: the result does not change by it."""
         self._read.add(key)
-        self._add("left out", key, why=why)
+        self._add("left out", key, why=why, same=same)
 
-    def _add(self, became: Became, key: str, path: str = "", new: object = None, why: str = "") -> None:
+    def note(self, key: str, why: str) -> None:
+        """Say how a key differs that no field stands for."""
+        self._add("changed", key, why=why)
+
+    def _add(
+        self, became: Became, key: str, path: str = "", new: object = None, why: str = "", same: bool = False
+    ) -> None:
         raw = self.settings.get(key, self.defaults.get(key))
-        self.lines.append(KeyOutcome(became, self.section + key, raw, path, new, why, not self.has(key)))
+        self.lines.append(KeyOutcome(became, self.section + key, raw, path, new, why, not self.has(key), same))
 
     def set(self, path: str, value: object) -> None:
         """Set one of our fields without recording a line."""
@@ -137,7 +163,11 @@ class Translation:
             if value is None:
                 continue
             name = str(value).lower()
-            if row.values is None or name in row.values:
+            if (lacking := self._lacks(row.path)) is not None:
+                self.leave(row.key, lacking)
+            elif row.zero_is_off and value == 0:
+                self.take(row.key, row.path, None)
+            elif row.values is None or name in row.values:
                 new = value if row.values is None else row.values[name]
                 self.take(row.key, row.path, new, row.why.get(name, row.why.get("*", "")))
             elif row.otherwise is not None:
@@ -145,22 +175,28 @@ class Translation:
             else:
                 self.leave(row.key, f"simpletune has nothing like it, only {', '.join(row.values)}")
 
-    def leave_by_table(self, table: Mapping[str, str]) -> None:
-        """Leave out keys that have no counterpart here; a pattern may end in ``*``."""
-        for key in list(self.settings):
-            if key in self._read:
-                continue
-            why = table.get(key) or next(
-                (why for name, why in table.items() if name.endswith("*") and key.startswith(name[:-1])), None
-            )
-            if why is not None:
-                self.leave(key, why)
+    def _lacks(self, path: str) -> str | None:
+        """Why the chosen adapter, or the family's objective, has no such field; None if it has."""
+        section, _, leaf = path.partition(".")
+        union = None if section not in ("adapter", "objective") else union_of(TrainConfig.model_fields[section])
+        if union is None or self.place:
+            return None
+        family = self.get("model.family", FAMILIES[0].family)
+        objective = next((each.objective for each in FAMILIES if each.family == family), union.default)
+        chosen = self.get("adapter.method", union.default) if section == "adapter" else objective
+        known = leaf.partition(".")[0] in union.members[str(chosen)].model_fields
+        return None if known else f"{section}.{union.tag} {chosen} has no such option"
 
-    def leave_rest(self) -> None:
-        """Leave out keys that no table knows, with that as the reason."""
-        for key in self.settings:
-            if key not in self._read:
-                self.leave(key, "unknown to simpletune import")
+    def leave_others(self, tables: Json, part: str = "") -> None:
+        """Leave out the remaining keys: those of ``left_out`` and ``no_effect``, where a pattern may end in ``*``, with
+        their reasons, and unknown ones. ``part``: ending of the tables' names."""
+        of_each = [(name, why, False) for name, why in tables.get(f"left_out{part}", {}).items()]
+        of_each += [(name, why, True) for name, why in tables.get(f"no_effect{part}", {}).items()]
+        for key in [key for key in self.settings if key not in self._read]:
+            found = [(why, same) for name, why, same in of_each if name == key] or [
+                (why, same) for name, why, same in of_each if name.endswith("*") and key.startswith(name[:-1])
+            ]
+            self.leave(key, *(found[0] if found else ("unknown to simpletune import", False)))
 
     def part(self, key: str, name: str, value: object) -> str:
         """Register one of several values inside a key as a separate key: ``optimizer_args.weight_decay``."""
@@ -172,6 +208,23 @@ class Translation:
     def seen(self, *keys: str) -> None:
         """Mark keys as understood without recording lines."""
         self._read.update(keys)
+
+
+def is_off(value: object) -> bool:
+    """Whether an option with this value is switched off: empty, false, 0, or a word for them."""
+    return not value or str(value).strip().lower() in ("false", "no", "none", "off", "0", "0.0")
+
+
+def refuse_by_table(settings: Json, tables: Json) -> None:
+    """Refuse models and methods that simpletune does not train: values that ``supported`` lacks, and those whose text
+    matches a pattern in ``refused``."""
+    for key, values in tables.get("supported", {}).items():
+        if key in settings and not is_off(settings[key]) and settings[key] not in values:
+            refuse(key, settings[key])
+    for key, patterns in tables.get("refused", {}).items():
+        for pattern, what in patterns.items():
+            if not is_off(settings.get(key)) and re.search(pattern, str(settings[key])):
+                refuse(key, settings[key], what)
 
 
 def boolean(value: object) -> bool:
@@ -215,22 +268,35 @@ def as_text_list(value: object) -> list[str]:
     return [as_text(value)]
 
 
+def as_run_name(value: object) -> str:
+    return run_name(as_text(value))
+
+
 KINDS: dict[str, Kind] = {
     "text": as_text, "texts": as_text_list, "number": number, "whole number": whole_number, "boolean": boolean,
+    "name": as_run_name,
 }  # fmt: skip
 
 
 @functools.cache
 def trainer_tables(trainer: str) -> Json:
-    """Read ``assets/import/TRAINER.toml``; its ``options`` and ``lora`` become lists of ``KeyRule``."""
+    """Read ``assets/import/TRAINER.toml``; its options become lists of ``KeyRule``."""
     found = tomllib.loads((ASSETS / "import" / f"{trainer}.toml").read_text(encoding="utf-8"))
     values, why, otherwise = (found.get(name, {}) for name in ("values", "why", "otherwise"))
-    for name in found.keys() & {"options", "lora"}:
+    for name in found.keys() & {"options", "options_data", "lora"}:
         found[name] = [
-            KeyRule(key, path, KINDS[kind], values.get(key), why.get(key, {}), otherwise.get(key))
+            KeyRule(
+                key,
+                path,
+                KINDS[kind.removesuffix(OFF)],
+                values.get(key),
+                why.get(key, {}),
+                otherwise.get(key),
+                kind.endswith(OFF),
+            )
             for key, (path, kind) in found[name].items()
         ]
-    return found
+    return {"scripts": ()} | found
 
 
 def round_digits(value: float) -> float:

@@ -1,4 +1,4 @@
-"""``simpletune import``: every key of three trainers' configurations, one by one, and whole files in their forms."""
+"""``simpletune import``: every key of other trainers' configurations, one by one, and whole files in their forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import peer_configs
 import pytest
-from import_cases import CASES, LARGE
+import yaml
+from import_cases import CASES, LARGE, REFUSED
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES, take_alpha
@@ -29,6 +30,19 @@ BASES: dict[str, Json] = {
         "network_module": "networks.lora_sd3", "network_dim": 8, "mixed_precision": "bf16", "output_name": "x",
         "pretrained_model_name_or_path": LARGE,
     },
+    "kohya_ss": {
+        "LoRA_type": "Standard", "network_dim": 8, "network_alpha": 8, "mixed_precision": "bf16", "epoch": 2,
+        "max_resolution": "512,512", "optimizer": "AdamW8bit", "lr_warmup": 10, "learning_rate": 1e-4,
+        "stop_text_encoder_training": 0, "pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5",
+    },
+    "ai_toolkit": {
+        "job": "extension", "type": "sd_trainer", "name": "x", "network.type": "lora", "network.linear": 8,
+        "model.name_or_path": LARGE, "model.is_v3": True, "train.dtype": "bf16",
+    },
+    "diffusers": {
+        "script": "train_dreambooth_lora_sd3.py", "pretrained_model_name_or_path": LARGE, "instance_data_dir": "pics",
+        "instance_prompt": "sks dog", "max_train_steps": 100, "mixed_precision": "bf16", "output_dir": "out/dog",
+    },
     "onetrainer": {
         "training_method": "LORA", "model_type": "STABLE_DIFFUSION_35", "base_model_name": LARGE, "peft_type": "LORA",
         "train_dtype": "BFLOAT_16",
@@ -45,6 +59,8 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
     """Import a configuration of one data set with more settings; None removes one."""
     whole = {**BASES[tool], **(settings or {})}
     whole = {key: value for key, value in whole.items() if value is not None}
+    if tool not in SOURCES:
+        return import_file(written(tool, folder, whole))
     one = {**SOURCES[tool], **(source or {})}
     if tool == "kohya":
         names = ("resolution", "enable_bucket", "batch_size", "bucket_no_upscale")
@@ -54,6 +70,31 @@ def imported(tool: str, folder: Path, settings: Json | None = None, source: Json
         data = [one]
     file = peer_configs.write(folder, config___json=whole, data___json=data)
     return import_file(file, folder / "data.json")
+
+
+def written(tool: str, folder: Path, settings: Json) -> Path:
+    """Write a configuration in its trainer's form."""
+    if tool == "ai_toolkit":
+        return peer_configs.write(folder, config___yaml=as_job(settings))
+    if tool == "diffusers":
+        words = [f'--{key}="{value}"' for key, value in settings.items() if key != "script" and value is not True]
+        words += [f"--{key}" for key, value in settings.items() if value is True]
+        lines = [f"accelerate launch examples/{settings['script']}", *words]
+        return peer_configs.write(folder, config___sh=" \\\n  ".join(lines) + "\n")
+    return peer_configs.write(folder, config___json=settings)
+
+
+def as_job(settings: Json) -> str:
+    """Write ai-toolkit's job, whose sections are part of the keys here, as YAML."""
+    process: Json = {}
+    for key, value in settings.items():
+        *sections, leaf = key.split(".")
+        section = process
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = value
+    job = {"job": process.pop("job"), "config": {"name": process.pop("name"), "process": [process]}}
+    return yaml.safe_dump(job)
 
 
 def at(config: Json, path: str) -> object:
@@ -76,12 +117,77 @@ def test_each_key(
 ) -> None:
     found = imported(tool, tmp_path, settings, source)
     assert at(found.config, path) == value
-    names = {key.lstrip("-") for key in (*settings, *source)}
+    names = {key.lstrip("-").rpartition(".")[2] for key in (*settings, *source)}
+    names |= {key for row in settings.get("datasets", ()) for key in row}
     names |= {key for given in (*settings.values(), *source.values()) if isinstance(given, dict) for key in given}
     if end == "left out":
         assert any(line.became == end and line.key.rpartition(".")[2] in names for line in found.lines)
     elif end is not None:
         assert [line.became for line in found.lines if line.path == path] == [end]
+
+
+@pytest.mark.parametrize(("tool", "settings", "named"), REFUSED)
+def test_what_simpletune_does_not_train_is_refused_in_one_line_and_nothing_is_written(
+    tool: str, settings: Json, named: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file, out = written(tool, tmp_path, BASES[tool] | settings), tmp_path / "ours.json"
+    assert main(["import", str(file), "--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.strip().splitlines()
+    assert f"{named} is not supported: simpletune trains SD 3" in line and not shown.out and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "expected"),
+    [
+        ("onetrainer", {"resolution": "768", "masked_training": True}, {"resolution": 768, "mask": "files"}),
+        ("kohya", {"resolution": "768", "shuffle_caption": True}, {"resolution": 768, "shuffle_tags": True}),
+        ("simpletuner", {"resolution": 768, "caption_dropout_probability": 0.2}, {"caption_dropout": 0.2}),
+    ],
+)
+def test_options_of_the_data_stay_when_the_data_sets_are_not_here(
+    tool: str, settings: Json, expected: Json, tmp_path: Path
+) -> None:
+    found = import_file(peer_configs.write(tmp_path, config___json=BASES[tool] | settings))
+    assert found.config["data"].items() >= {"path": "data/my_pictures", "resolution": 768, **expected}.items()
+    assert set(settings) <= {line.key for line in found.lines} and not found.problems
+
+
+def test_a_command_line_of_kohya_s_scripts_with_a_file_of_options(tmp_path: Path) -> None:
+    command = """
+        # rank 8
+        export BASE="runwayml/stable-diffusion-v1-5"
+        BROKEN="never closed
+        accelerate launch --num_cpu_threads_per_process 1 train_network.py --config_file=more.toml \\
+          --pretrained_model_name_or_path=$BASE --network_dim 8 --network_args loraplus_lr_ratio=4 rank_dropout=0.1
+    """
+    file = peer_configs.write(tmp_path, run___sh=command, more___toml='network_module = "networks.lora"\nseed = 3\n')
+    found = import_file(file)
+    assert found.tool == "kohya's scripts" and found.config["model"]["pretrained"] == "runwayml/stable-diffusion-v1-5"
+    assert found.config["adapter"].items() >= {"rank": 8, "b_lr_ratio": 4, "rank_dropout": 0.1}.items()
+    assert found.config["train"]["seed"] == 3 and not found.problems
+    (tmp_path / "more.toml").unlink()
+    with pytest.raises(UserError, match="no network_module here. Give the file with its options"):
+        import_file(file)
+
+
+def test_a_file_without_a_command_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no configuration of SimpleTuner"):
+        import_file(peer_configs.write(tmp_path, run___sh="ls --all\n"))
+
+
+def test_what_the_result_lacks_comes_first_and_options_that_were_off_are_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    settings = {"clip_skip": 2, "cache_latents": True, "lowram": False, "weighted_captions": False, "keep_tokens": 0}
+    file = peer_configs.write(tmp_path, config___json=BASES["kohya"] | settings)
+    assert main(["import", str(file), "--out", str(tmp_path / "ours.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line[:10].strip() for line in lines if not line.startswith(" ")]
+    assert heads == ["from", "left out", "changed", "taken", "not needed", "off", "not here", "written"]
+    assert lines[1].endswith("1 value, which the result lacks") and lines[2].startswith("  clip_skip 2: ")
+    assert "  cache_latents true: latents are always cached" in lines[lines.index(lines[2]) + 1 :]
+    assert "off        2 options that were off" in lines and not [line for line in lines if "lowram" in line]
 
 
 @pytest.mark.parametrize("loss", [{}, {"loss_type": "l2"}])
@@ -200,6 +306,15 @@ def test_kohya_s_folders_without_a_data_file(tmp_path: Path) -> None:
     assert regular["regularization"] and regular["path"] == "reg" and found.config["train"]["batch_size"] == 4
 
 
+def test_a_folder_of_class_pictures_alone_leaves_a_place_for_the_others(tmp_path: Path) -> None:
+    found = import_file(peer_configs.write(tmp_path, config___json=BASES["kohya"] | {"reg_data_dir": "reg"}))
+    first, regular = found.config["data"]["sources"]
+    assert (first["path"], regular["path"]) == ("data/my_pictures", "reg") and regular["regularization"]
+    assert not found.problems and [line.path for line in found.lines if line.key == "the data"] == [
+        "data.sources.0.path"
+    ]
+
+
 def test_masks_caches_and_unused_data_sets_of_simpletuner(tmp_path: Path) -> None:
     data = [
         {"id": "dogs", "instance_data_dir": "dogs", "conditioning_data": "masks"},
@@ -245,7 +360,7 @@ def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: 
     assert main(["import", str(file), "--data", str(data)]) == 0
     shown = capsys.readouterr()
     validate(json.loads(shown.out), "printed")
-    for words in ("from       SimpleTuner", "taken      ", "changed    ", "left out   "):
+    for words in ("from       SimpleTuner", "taken      ", "changed    ", "off        "):
         assert words in shown.err
     assert "a" not in [line.partition(" ")[0] for line in shown.out.splitlines()]
 
@@ -255,6 +370,9 @@ def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: 
     [
         ("x___json", "{", "x.json:1:2: not valid JSON"),
         ("x___toml", "a = ", "x.toml: not valid TOML"),
+        ("x___yaml", "a: [", "x.yaml: not valid YAML"),
+        ("x___yaml", "a: &b 1\nc: *b\n", "aliases are not read"),
+        ("x___yaml", "a: !!python/name:os.system x\n", "not valid YAML"),
         ("x___json", "[]", "a list of data sets"),
         ("x___json", "3", "no object"),
         ("x___json", {"a": 1}, "is no configuration of SimpleTuner"),
@@ -302,18 +420,28 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
     assert trainer_tables("simpletuner")["blocks"].keys() <= set(HUB_NAMES)
     for trainer in BASES:  # values and reasons belong to an option
         tables = trainer_tables(trainer)
+        options = {row.key for part in ("options", "options_data") for row in tables.get(part, ())}
         for name in ("values", "why", "otherwise"):
-            assert tables.get(name, {}).keys() <= {row.key for row in tables["options"]}, (trainer, name)
+            assert tables.get(name, {}).keys() <= options, (trainer, name)
 
 
 def test_the_documentation_has_a_line_for_every_key() -> None:
     page = (ROOT / "docs" / "reference" / "import-keys.md").read_text()
     tables = [trainer_tables(trainer) for trainer in BASES]
-    keys = {row.key for table in tables for name in ("options", "lora") for row in table.get(name, ())}
-    keys |= {key for table in tables for name in ("left_out", "left_out_data") for key in table[name]}
+    keys = {row.key for table in tables for name in ("options", "options_data", "lora") for row in table.get(name, ())}
+    keys |= {
+        key
+        for table in tables
+        for name in ("left_out", "left_out_data", "no_effect", "no_effect_data")
+        for key in table.get(name, ())
+    }
     keys |= {key.lstrip("-") for _, settings, source, *_ in CASES for key in (*settings, *source)}
     patterns = tuple(name[:-1] for name in re.findall(r"`([\w.]+\*)`", page))
-    missing = {key for key in keys if f"`{key}`" not in page and not key.startswith(patterns)}
+    missing = {
+        key
+        for key in keys
+        if f"`{key}`" not in page and f"`{key.rpartition('.')[2]}`" not in page and not key.startswith(patterns)
+    }
     assert missing == {"no_such_key", "nonsense", "wurst"}
 
 

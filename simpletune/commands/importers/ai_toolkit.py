@@ -1,0 +1,229 @@
+"""Translate ai-toolkit's job: the first process of its YAML or JSON, whose sections become keys such as
+``network.linear``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simpletune.commands.importers.common_options import (
+    VARIANTS,
+    take_alpha,
+    take_arguments,
+    take_embedding,
+    take_optimizer,
+    take_schedule,
+    take_text_lora,
+)
+from simpletune.commands.importers.translation import (
+    KeyRule,
+    Translation,
+    as_text,
+    boolean,
+    multiple,
+    number,
+    refuse,
+    trainer_tables,
+    whole_number,
+)
+from simpletune.models.shared.buckets import STEP
+from simpletune.system.options import Json, UserError
+
+TITLE, NAME = "ai-toolkit", "ai_toolkit"
+WHOLE = ("train.optimizer_params", "train.lr_scheduler_params", "network.network_kwargs", "model.model_kwargs")
+"""Sections that stay objects."""
+
+
+def flatten(settings: Json) -> Json:
+    """Return the options of the job and of its first process, with their sections in the keys."""
+    config = settings.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("process"), list):
+        return {}
+    first = config["process"][0] if config["process"] else {}
+    top = {key: value for key, value in config.items() if key != "process"}
+    job = {} if "job" not in settings else {"job": settings["job"]}
+    return job | _dotted(top) | (_dotted(first) if isinstance(first, dict) else {})
+
+
+def _dotted(section: Json, before: str = "") -> Json:
+    found: Json = {}
+    for key, value in section.items():
+        name = f"{before}{key}"
+        found |= _dotted(value, f"{name}.") if isinstance(value, dict) and name not in WHOLE else {name: value}
+    return found
+
+
+def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translation, list[Translation]]:
+    """Translate the first process and its data sets."""
+    tables = trainer_tables(NAME)
+    if data is not None:
+        raise UserError("--data: ai-toolkit's data sets are in the same file (datasets). Leave --data out")
+    found = Translation(flatten(settings), tables["defaults"])
+    if len(settings["config"]["process"]) > 1:
+        found.settings["process"] = f"{len(settings['config']['process'])} processes"
+        found.leave("process", "only the first is translated")
+    is_sd3 = _family(found)
+    method = _adapter(found)
+    found.by_table(tables["options"])
+    _precision(found, method)
+    _optimizer(found, method)
+    _objective(found, is_sd3)
+    _samples(found)
+    if boolean(found.read("train.ema_config.use_ema", as_text) or "false"):
+        found.take("train.ema_config.use_ema", "ema.decay", found.read("train.ema_config.ema_decay", number) or 0.999)
+    sources = _data_sets(found)
+    found.leave_others(tables)
+    return found, sources
+
+
+def _family(found: Translation) -> bool:
+    """Recognise the family by ``arch`` or the flags; without any it is SD 1.5."""
+    arch = found.read("model.arch", as_text)
+    is_sd3 = arch == "sd3" or bool(found.read("model.is_v3", boolean))
+    key = "model.arch" if arch else "model.is_v3" if is_sd3 else "model.name_or_path"
+    found.take(key, "model.family", "sd3" if is_sd3 else "sd15", "" if arch or is_sd3 else "no option says another one")
+    found.seen("model.is_v2")
+    if str(found.settings.get("model.name_or_path")).startswith(("http:", "https:")):
+        found.leave("model.name_or_path", "an address. Download the file and set model.pretrained")
+    return is_sd3
+
+
+def _adapter(found: Translation) -> str:
+    kind, rank = found.read("network.type", as_text), found.read("network.linear", whole_number)
+    alpha = found.read("network.linear_alpha", number)
+    if any(key.startswith("embedding.") for key in found.settings):
+        keys = {"token": "embedding.trigger", "initial": "embedding.init_words", "vectors": "embedding.tokens"}
+        take_embedding(found, keys, found.read("train.embedding_lr", number))
+        found.set("text.embeddings.keep_norm", False)
+        return "none"
+    if kind is None:
+        found.take("network.type", "adapter.method", "full", "without a network, everything trains")
+        return "full"
+    lokr = kind.lower() == "lokr"
+    found.take("network.type", "adapter.method", "lokr" if lokr else "lora")
+    found.take("network.type", "adapter.targets", "all_linear", "the layers that ai-toolkit's networks update")
+    if lokr:
+        found.by_table([KeyRule("network.lokr_factor", "adapter.factor", whole_number)])
+        full = found.read("network.lokr_full_rank", boolean)
+        found.take("network.lokr_full_rank", "adapter.rank", None if full is not False else rank)
+    else:
+        found.take("network.linear", "adapter.rank", rank)
+        take_alpha(found, "network.linear_alpha", alpha, rank)
+        found.by_table([KeyRule("network.dropout", "adapter.dropout", number)])
+    return str(found.get("adapter.method"))
+
+
+def _precision(found: Translation, method: str) -> None:
+    tables = trainer_tables(NAME)
+    compute = tables["types"].get(str(found.read("train.dtype", as_text)).lower(), "auto")
+    if found.read("model.quantize", boolean) and method != "full":
+        kind = found.read("model.qtype", as_text) or "qfloat8"
+        weights, why = tables["quantised"].get(kind, ("int8", "int8 instead of it"))
+        found.take("model.quantize", "precision.weights", weights, why)
+    else:
+        found.take("train.dtype", "precision.weights", "fp32" if compute == "fp32" else "bf16", "weights have its type")
+    found.take("train.dtype", "precision.compute", compute)
+
+
+def _optimizer(found: Translation, method: str) -> None:
+    take_optimizer(found, "train.optimizer", found.read("train.optimizer", as_text) or "adamw")
+    take_arguments(found, "train.optimizer_params", found.read("train.optimizer_params", _object) or {})
+    own, rate = found.read("train.unet_lr", number), found.read("train.lr", number)
+    found.take("train.unet_lr" if own else "train.lr", "optimizer.lr", own or rate)
+    take_schedule(found, "train.lr_scheduler", found.read("train.lr_scheduler", as_text) or "constant")
+    if found.read("train.train_text_encoder", boolean) and method != "none":
+        take_text_lora(found, "train.train_text_encoder", found.read("train.text_encoder_lr", number))
+    if found.read("train.train_unet", boolean) is False and method != "none":
+        refuse("train.train_unet", False, "the text encoders alone")
+    norm = found.read("train.max_grad_norm", number)
+    found.take("train.max_grad_norm", "train.clip_norm", norm or None, "0 means no clipping" if norm == 0 else "")
+
+
+def _object(value: object) -> Json:
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _objective(found: Translation, is_sd3: bool) -> None:
+    least, most = found.read("train.min_denoising_steps", whole_number), found.read("train.max_denoising_steps", number)
+    for key, value, flow, ddpm in (
+        ("train.min_denoising_steps", least, "min_sigma", "min_timestep"),
+        ("train.max_denoising_steps", most, "max_sigma", "max_timestep"),
+    ):
+        if value is not None and is_sd3:
+            found.take(key, f"objective.{flow}", value / 1000, "a noise level from 0 to 1 here")
+        elif value is not None:
+            found.take(key, f"objective.{ddpm}", min(999, int(value)))
+    if is_sd3:
+        kind, densities = found.read("train.timestep_type", as_text) or "sigmoid", trainer_tables(NAME)["densities"]
+        if kind in densities:
+            found.take("train.timestep_type", "objective.sigma", *densities[kind])
+            found.take("train.timestep_type", "objective.shift", 1.0, "noise levels are not shifted there")
+        else:
+            found.leave("train.timestep_type", f"simpletune has {', '.join(densities)} of them")
+    elif found.read("model.is_v_pred", boolean):
+        found.take("model.is_v_pred", "objective.prediction", "v")
+
+
+def _samples(found: Translation) -> None:
+    rows = found.read("sample.samples", lambda value: value) or found.read("sample.prompts", lambda value: value) or []
+    if not isinstance(rows, list):
+        raise ValueError("sample.prompts is no list")
+    key = "sample.samples" if found.has("sample.samples") else "sample.prompts"
+    prompts = [str(row.get("prompt", "") if isinstance(row, dict) else row) for row in rows]
+    trigger = str(found.settings.get("trigger_word") or found.get("text.embeddings.token") or "")
+    prompts = [prompt.replace("[trigger]", trigger).strip() if trigger else prompt for prompt in prompts]
+    if any(prompts):
+        found.take(key, "validation.prompts", [prompt for prompt in prompts if prompt])
+    for name in ("width", "height"):
+        side = found.read(f"sample.{name}", whole_number)
+        if side is not None:
+            found.take(f"sample.{name}", f"validation.{name}", max(STEP, side // STEP * STEP))
+
+
+def _data_sets(general: Translation) -> list[Translation]:
+    tables = trainer_tables(NAME)
+    rows = general.read("datasets", lambda value: value) or [{}]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("datasets is no list of objects")
+    trigger = general.read("trigger_word", as_text)
+    found: list[Translation] = []
+    for index, row in enumerate(rows):
+        source = Translation(row, tables["defaults_data"], f"datasets[{index}].", f"data.sources.{index}.")
+        source.set("path", "")
+        source.by_table(tables["options_data"])
+        caption = source.read("default_caption", as_text)
+        if caption is not None and source.has("caption_ext"):
+            source.leave("default_caption", "used for pictures without a caption. Caption them, or set prompt")
+        elif caption is not None:
+            token = trigger or str(general.get("text.embeddings.token") or "")
+            words = caption.replace("[trigger]", token) if token else caption
+            source.take("default_caption", "prompt", words, "for all pictures; remove it if they have captions")
+            source.config.pop("captions", None)
+        word = source.read("trigger_word", as_text) or trigger
+        if word is not None:
+            source.settings["trigger_word"] = word
+            source.take("trigger_word", "caption_prefix", word, "before every caption; there, where it is missing")
+        masks = source.read("mask_path", as_text)
+        if masks is not None:
+            source.take("mask_path", "mask", "files")
+            source.take("mask_path", "mask_path", masks)
+            source.by_table([KeyRule("mask_min_value", "unmasked_weight", number)])
+        _size(source, multiple(general))
+        varied = next((key for key in ("flip_x", "random_crop", "shuffle_tokens") if source.settings.get(key)), None)
+        if varied is not None:
+            source.take(varied, "variants", VARIANTS, "drawn once for each variant, and cached")
+        source.leave_others(tables, "_data")
+        found.append(source)
+    return found
+
+
+def _size(source: Translation, step: int) -> None:
+    sizes = source.read("resolution", lambda value: value)
+    sizes = sizes if isinstance(sizes, list) else [sizes]
+    first = number(max(sizes, key=number))
+    side = max(step, round(first / step) * step)
+    why = "the largest of several" if len(sizes) > 1 else "" if side == first else f"in steps of {step}"
+    source.take("resolution", "resolution", side, why)
+    buckets = source.read("buckets", boolean)
+    source.take("buckets", "aspect", "buckets" if buckets else "square")

@@ -1,0 +1,58 @@
+"""Read the command line of a training script: a shell file with variables, comments and continued lines, which is never
+run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from simpletune.system.options import Json
+
+VARIABLE = re.compile(r"\$\{?(\w+)\}?")
+ASSIGNMENT = re.compile(r"(?:export\s+|\$env:)?(\w+)\s*=(?!=)(.*)")
+
+
+def read_command(text: str) -> Json | None:
+    """Return the options of the first command that names a Python script, and the script's name as ``script``; None if
+    there is no such command."""
+    variables: dict[str, str] = {}
+    for line in _lines(text):
+        words = shlex.split(line, comments=True)
+        words = [VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word) for word in words]
+        script = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+        if script is not None:
+            return {"script": PurePosixPath(words[script].replace("\\", "/")).name} | read_flags(words[script + 1 :])
+        for word in words:
+            if (found := ASSIGNMENT.fullmatch(word)) is not None:
+                variables[found[1]] = found[2]
+    return None
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Join lines that end in a backslash; skip those with quotes that never close."""
+    for line in re.sub(r"[\\^`][ \t]*\r?\n", " ", text).splitlines():
+        try:
+            shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        yield line
+
+
+def read_flags(words: list[str]) -> Json:
+    """Return options by name: ``--rank=4``, ``--rank 4``, ``--push_to_hub`` (true), ``--betas 0.9 0.99`` (a list)."""
+    found: Json = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            found[key] = value if equals else True
+        elif key:
+            found[key] = word if found[key] is True else [*_listed(found[key]), word]
+    return found
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
