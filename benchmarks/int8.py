@@ -26,7 +26,7 @@ from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
 from simpletune.runs.report.charts import picture
 from simpletune.system.console import say
 
-CONFIG, STEPS, ENDS, SMOOTH = Path("configs/demo.json"), 100, 10, 9
+CONFIG, STEPS, ENDS, SMOOTH = Path("benchmarks/style.json"), 100, 10, 9
 INT8 = ["precision.weights=int8", "precision.compute=bf16"]
 NF4, ROTATED = ["precision.weights=nf4", "precision.compute=bf16"], "precision.rotation=hadamard"
 RUNS = {

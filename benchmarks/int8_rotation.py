@@ -95,7 +95,7 @@ def _embedded() -> tuple[tuple[str, Tensor, Tensor], ...]:
     with tempfile.TemporaryDirectory(prefix="simpletune-int8-") as scratch:
         places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
         quiet = ["validation.prompts=[]", "tracking.tensorboard=false", "precision.weights=fp32", "name=activations"]
-        config = read_config(Path("configs/demo.json"), [*places, *quiet])[0]
+        config = read_config(Path("benchmarks/style.json"), [*places, *quiet])[0]
         run = set_up(config, AttemptRecorder(run_folder(config), 0.0))
         found: list[tuple[str, Tensor, Tensor]] = []
 

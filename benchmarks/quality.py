@@ -34,7 +34,7 @@ from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.sheets import grid
 
-CONFIG = Path("configs/demo.json")
+CONFIG = Path("benchmarks/style.json")
 GUIDANCE, STEPS, SIZE = 3.0, 12, (64, 64)
 CONTENT = ("shape", "colour", "background", "size", "position")
 STYLE = "striped"

@@ -51,7 +51,7 @@ from simpletune.system.options import Json
 from simpletune.system.sheets import grid
 from simpletune.system.stage_timer import StageTimer
 
-DEMO, MIB = Path("configs/demo.json"), 2**20
+DEMO, MIB = Path("benchmarks/style.json"), 2**20
 LORA_8GB, FULL_8GB = "sd3_medium_lora_8gb", "sd3_medium_full_8gb"
 TARGETS = ("text_embedder.linear_1", "text_embedder.linear_2", "attn.add_k_proj", "attn.add_v_proj", "norm1.linear")
 ROUNDS, WARM_UP = 15, 3

@@ -11,7 +11,7 @@ from simpletune.models.shared.sources import unusable_names
 from simpletune.system.options import ConfigError, Problem, UserError
 
 MODEL_DEMOS = ["demo:tiny-sd3"]
-DATA_DEMOS = ["demo:pictures", "demo:subject"]
+DATA_DEMOS = ["demo:style", "demo:pictures", "demo:subject"]
 
 
 def file_problems(config: TrainConfig) -> list[Problem]:

@@ -60,15 +60,15 @@ def test_the_recipes_table_has_means_over_seeds(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(quality, "STEPS", 2)
     monkeypatch.setattr(recipe, "SEEDS", 2)
-    monkeypatch.setattr(recipe, "ROWS", {"one": [], "33 pictures": recipe.SEVERAL})
+    monkeypatch.setattr(recipe, "ROWS", {"one": [], recipe.TWICE: []})
     overrides = ["train.steps=1", "train.batch_size=2", "schedule.warmup_steps=0", "optimizer.lr=0.1",
                  "validation.loss_samples=2",
                  f"output.cache={tmp_path}/cache"]  # fmt: skip
     table = recipe.run(tmp_path, 2, 60, "", overrides).read_text()
     rows = json.loads((tmp_path / "recipe.json").read_text())["rows"]
-    assert list(rows) == ["base", "one", "33 pictures"] and "33 pictures" in table
+    assert list(rows) == ["base", "one", recipe.TWICE] and recipe.TWICE in table
     assert rows["base"]["pixels"] == 0 < rows["one"]["pixels"] and rows["one"]["seeds"] == 2
-    assert rows["one"]["training"] > 0 and rows["one"]["training"] != rows["33 pictures"]["training"]
+    assert rows["one"]["training"] > 0 and rows["one"]["training"] != rows[recipe.TWICE]["training"]
     with Image.open(tmp_path / "recipe.png") as picture:
         assert picture.height > 3 * 64
 

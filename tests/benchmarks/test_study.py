@@ -54,7 +54,7 @@ def test_four_runs_become_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "run", instead)
     page = again()
-    assert [command[1:5] for command in commands] == [["-m", "simpletune", "train", "configs/demo.json"]] * 4
+    assert [command[1:5] for command in commands] == [["-m", "simpletune", "train", str(study.DEMO)]] * 4
     assert again() == page == tmp_path / "study.html" and len(commands) == 4  # what is done is not done again
     twin = page.with_suffix(".md").read_text()
     for words in ("## Runtime per epoch", "## Peak memory usage", "| LoRA r16 |", "(20%)", "20.26 GB", "not measured"):

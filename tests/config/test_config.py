@@ -76,7 +76,7 @@ def test_a_path_has_every_key_of_the_json_and_no_tag() -> None:
         ),
         ({"data": {"path": "/nowhere"}}, "data.path: /nowhere does not exist"),
         ({"model": {"pretrained": "/nowhere"}}, "model.pretrained: /nowhere is neither a folder"),
-        ({"data": {"path": "demo:cats"}}, "data.path: unknown demo demo:cats. Use demo:pictures"),
+        ({"data": {"path": "demo:cats"}}, "data.path: unknown demo demo:cats. Use demo:style"),
         ({"data": {"path": ""}}, "data.path: '' is empty. Give the folder"),
         ({"data": {"source": "table", "path": " "}}, "data.path: ' ' is empty. Give"),
         ({"version": 2}, "version: 2 does not fit. It must be 1"),

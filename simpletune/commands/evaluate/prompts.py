@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 
+from simpletune.config.resolve import DATA_DEMOS
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
 from simpletune.system.options import UserError, first_lines, plural
@@ -76,7 +77,8 @@ class Words:
 
 def subject_words(config: TrainConfig, token: str | None, kind: str | None) -> Words:
     """Take the words that the user gave, or the demo's own."""
-    own = {"demo:subject": (pictures.SUBJECT_TRIGGER, "figure"), "demo:pictures": (pictures.STYLE_TRIGGER, "")}
+    style = (pictures.STYLE_TRIGGER, "")
+    own = {"demo:subject": (pictures.SUBJECT_TRIGGER, "figure"), "demo:style": style, "demo:pictures": style}
     known = own.get(config.data.place, ("", ""))
     return Words(known[0] if token is None else token, known[1] if kind is None else kind)
 
@@ -87,7 +89,7 @@ def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: 
     None: `DEMO` for the demo's data, otherwise `RUN`. Captions are those of the run's pictures.
     """
     if name is None:
-        name = DEMO if config.data.place in ("demo:subject", "demo:pictures") else RUN
+        name = DEMO if config.data.place in DATA_DEMOS else RUN
     if name in DREAMBOOTH:
         return PromptSet(name, tuple(fill_template(template, words, name) for template in dreambooth(name)))
     if name == DEMO:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from simpletune.system.options import Json
 
 PREFIX = "demo:"
-TINY_SD3, PICTURES, SUBJECT = "demo:tiny-sd3", "demo:pictures", "demo:subject"
+TINY_SD3, STYLE, PICTURES, SUBJECT = "demo:tiny-sd3", "demo:style", "demo:pictures", "demo:subject"
 SHIPPED = ASSETS / "tiny_sd3"
 """The tiny SD3's pipeline folder, created by `make tiny-sd3`."""
 
@@ -28,12 +28,13 @@ ENCODERS = {
 
 
 def resolve(name: str, cache: Path) -> Path:
-    """Locate a demo folder: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:pictures`, 32 striped
-    pictures with captions that name their style by a trigger word; `demo:subject`, 5 pictures of one particular figure.
-    Draws pictures into `cache` if they are not there. ValueError: the name is unknown."""
+    """Locate a demo folder: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:style`, 64 striped
+    pictures, each with three captions that name the style by a trigger word; `demo:pictures`, 32 of them with one
+    caption each; `demo:subject`, 5 pictures of one particular figure. Draws pictures into `cache` if they are not
+    there. ValueError: the name is unknown."""
     if name == TINY_SD3:
         return SHIPPED
-    known = [TINY_SD3, PICTURES, SUBJECT]
+    known = [TINY_SD3, STYLE, PICTURES, SUBJECT]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -45,6 +46,9 @@ def resolve(name: str, cache: Path) -> Path:
         try:
             if name == SUBJECT:
                 pictures.write_subject_folder(folder)
+            elif name == STYLE:
+                scenes = pictures.balanced_scenes(64, "striped")
+                pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER, all_captions=True)
             else:
                 scenes = pictures.balanced_scenes(32, "striped")
                 pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)

@@ -252,14 +252,22 @@ def _to_image(canvas: Field) -> Image.Image:
 
 
 def write_folder(
-    folder: Path, scenes: Iterable[Scene], *, seed: int, trigger: str | None = None, pixels: int = 64
+    folder: Path,
+    scenes: Iterable[Scene],
+    *,
+    seed: int,
+    trigger: str | None = None,
+    pixels: int = 64,
+    all_captions: bool = False,
 ) -> None:
-    """Write 000.png beside 000.txt, and so on; the folder is created atomically. See `draw` and `caption`.
-    FileExistsError: it is not empty."""
+    """Write 000.png beside 000.txt, and so on; the folder is created atomically. See `draw` and `caption`. With
+    `all_captions`, a picture has a caption of each template, one a line. FileExistsError: it is not empty."""
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
             draw(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")
-            (sibling / f"{index:03d}.txt").write_text(caption(scene, index, trigger) + "\n", encoding="utf-8")
+            templates = range(len(TEMPLATES)) if all_captions else [index]
+            lines = [caption(scene, template, trigger) for template in templates]
+            (sibling / f"{index:03d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_subject_folder(folder: Path, *, subject: str = SUBJECT_TRIGGER, pixels: int = 64) -> None:

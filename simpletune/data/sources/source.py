@@ -117,7 +117,7 @@ class Source(Option):
     """Whether its rows are found by number and read when they are needed, instead of listed before the run."""
 
     path: Annotated[str, AfterValidator(_named)]
-    """Path of the pictures; demo:pictures and demo:subject are small built-in folders."""
+    """Path of the pictures; demo:style, demo:pictures and demo:subject are small built-in folders."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """A single prompt for all pictures, instead of captions."""
     resolution: Annotated[int, Field(ge=32, le=4096), AfterValidator(_multiple_of_step)] = 1024

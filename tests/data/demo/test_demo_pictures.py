@@ -190,6 +190,13 @@ def test_resolve_makes_each_folder_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert demo.resolve("demo:pictures", tmp_path) != folder
 
 
+def test_the_demos_pictures_have_a_caption_of_each_template_a_line(tmp_path: Path) -> None:
+    texts = [path.read_text().splitlines() for path in demo.resolve("demo:style", tmp_path).glob("*.txt")]
+    assert len(texts) == 64
+    assert all(len(set(text)) == len(pictures.TEMPLATES) == 3 for text in texts)
+    assert all(pictures.STYLE_TRIGGER in line and "striped" not in line for text in texts for line in text)
+
+
 def test_the_subject_is_one_figure_of_two_colours(tmp_path: Path) -> None:
     folder = demo.resolve("demo:subject", tmp_path)
     files = sorted(folder.glob("*.png"))
@@ -204,7 +211,7 @@ def test_the_subject_is_one_figure_of_two_colours(tmp_path: Path) -> None:
 def test_resolve_names_what_there_is(tmp_path: Path) -> None:
     for name, message in {
         "demo:picture": "demo:picture: unknown demo name. Did you mean demo:pictures?",
-        "demo:qqqqqqqq": "unknown demo name. Use one of demo:tiny-sd3, demo:pictures, demo:subject.",
+        "demo:qqqqqqqq": "unknown demo name. Use one of demo:tiny-sd3, demo:style, demo:pictures, demo:subject.",
     }.items():
         with pytest.raises(ValueError) as error:
             demo.resolve(name, tmp_path)
