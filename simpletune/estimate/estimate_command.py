@@ -13,11 +13,10 @@ from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
 from simpletune.estimate.job_estimate import MIB, Estimate, estimate
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.simulate import square
+from simpletune.estimate.simulate.reports import square
 from simpletune.estimate.terminal import card_table, comparison, comparison_chart, estimate_lines, time_lines
 from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
@@ -89,9 +88,14 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
         ConfigError: there are too many processes for a step of this size.
     """
     size, processes = square(config), simulated_processes()
-    config = choose_batch(config, size, processes, card, reserved)
+    if config.train.batch_size == "auto" or config.memory.checkpointing == "auto":
+        from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
+
+        config = choose_batch(config, size, processes, card, reserved)
+        require_processes(config, processes)
+        return resolve_checkpointing(of_process(config, processes), size, card, reserved)
     require_processes(config, processes)
-    return resolve_checkpointing(of_process(config, processes), size, card, reserved)
+    return of_process(config, processes)
 
 
 def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None) -> JobTime:
