@@ -23,6 +23,7 @@ from simpletune.engine.quant.precision import ITEM
 from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
 from simpletune.estimate.simulate.reports import L4, JobReport, StepReport, parts_in_steps, square, with_workspaces
+from simpletune.estimate.stored import other_versions, prediction_key, stored_job
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.parts import CHUNK_BYTES
 from simpletune.models.shared.sources import hub_parts
@@ -34,6 +35,7 @@ from simpletune.system.environment import LIBRARIES, version_or_none
 from simpletune.system.gpus import Card
 from simpletune.system.hub import in_cache
 from simpletune.system.options import Json, UserError
+from simpletune.system.startup import ensure_libraries
 
 if TYPE_CHECKING:
     from simpletune.estimate.simulate.simulate import SimulatedTraining
@@ -169,7 +171,8 @@ def to_gib(size: int) -> float:
 def estimate(
     config: TrainConfig, capability: tuple[int, int], size: Size | None = None, trained: SimulatedTraining | None = None
 ) -> Estimate:
-    """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one.
+    """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one, or the one that
+    ships.
 
     Args:
         config: configuration of the run, demo names and ``checkpointing: auto`` resolved.
@@ -181,19 +184,36 @@ def estimate(
         UserError: a part's configuration cannot be read.
     """
     size = size or square(config)
-    file = cache_file(config, capability, size)
-    cached = read_json_or_none(file)
-    if cached is None:
+    job = known_job(config, capability, size)
+    if job is None:
+        ensure_libraries()
         from simpletune.estimate.simulate.simulate_stages import simulate_parts
 
         job = simulate_parts(config, size, capability, trained)
+        file = cache_file(config, capability, size)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, job.as_json(), shared=True)
-    else:
-        job = JobReport.from_json(cached)
-    # The file serves all cards of an attention kernel.
+    # It serves all cards of an attention kernel.
     job = with_workspaces(job, capability, config.speed.deterministic)
     return needs_of(config, job, size)
+
+
+def known_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:
+    """The cached simulation of a job, or the one that ships if it is for the installed libraries; None if it is to be
+    made."""
+    cached = read_json_or_none(cache_file(config, capability, size))
+    if cached is not None:
+        return JobReport.from_json(cached)
+    return None if other_versions() else shipped_job(config, capability, size)
+
+
+def shipped_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:
+    """The simulation that ships, of square pictures, by whatever versions of the libraries; None if there is none."""
+    processes = simulated_processes()
+    sharding = processes if config.train.uses_fsdp(processes) else 1
+    if size != square(config):
+        return None
+    return stored_job(prediction_key(config, attention_of(config, capability), sharding))
 
 
 def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
