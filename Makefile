@@ -6,7 +6,7 @@ BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py test
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare docs mutants canary image tiny-sd3 \
+.PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare predictions docs mutants canary image tiny-sd3 \
 	tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -82,6 +82,9 @@ screens: setup  ## draw the screenshots of docs/tutorials/in-the-browser.md: eve
 
 compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 2 min on one core (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
+
+predictions: setup  ## after a change of what estimate simulates: compute missing or changed predictions that ship; time of the whole grid not measured
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.stored_predictions
 
 docs: setup  ## write the pages of docs/reference that the code defines, and build the documentation as a site in build/site; 15 s
 	PYTHONPATH=. $(PY) docs/generate.py

@@ -91,7 +91,7 @@ def stored_predictions() -> Mapping[str, dict[str, Any]]:
 
 def predicted_for(stored: Mapping[str, Any], capability: tuple[int, int]) -> dict[str, Any]:
     """A stored prediction with another card's cuBLAS workspace, in MiB."""
-    from simpletune.engine.memory.kernel_workspace import cublas_workspace
+    from simpletune.engine.memory.cuda_libraries import cublas_workspace
 
     more = (cublas_workspace(capability) - cublas_workspace(memory.SM_89)) / 2**20
     kept = {key: stored[key] for key in ("host_mib", "at") if key in stored}

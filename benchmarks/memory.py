@@ -153,7 +153,8 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
     """Predict one row of the whole job on fake tensors."""
-    from simpletune.estimate.simulate.simulate_stages import simulate_parts, with_workspaces
+    from simpletune.estimate.simulate.reports import with_workspaces
+    from simpletune.estimate.simulate.simulate_stages import simulate_parts
 
     snapshots = with_workspaces(simulate_parts(config_of(overrides), capability=SM_89), SM_89).stages
     stage, peak = max(snapshots.items(), key=lambda item: item[1].bytes)

@@ -18,9 +18,9 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.estimate.job_time import alone, range_ends
+from simpletune.estimate.simulate.reports import SIMULATED
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
-    SIMULATED,
     Recorders,
     empty_autoencoder,
     simulate_class_pictures,
@@ -28,10 +28,11 @@ from simpletune.estimate.simulate.simulate_stages import (
     text_snapshots,
 )
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.recorder import Recorder, StreamWork
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.sections import StreamWork
 from simpletune.estimate.timing.speeds import ITEM, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
-from simpletune.models.shared.prompts import BATCH
+from simpletune.models.shared.parts import BATCH
 from simpletune.system.console import silent
 from simpletune.system.gpus import LINK_5, Card, find_card
 from simpletune.system.options import Json

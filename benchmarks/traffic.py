@@ -17,10 +17,9 @@ from benchmarks.predicted_seconds import config_of
 from benchmarks.table import Results, describe_machine
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.estimate.timing.speeds import ITEM, SCALES
 from simpletune.estimate.timing.timeline import step_seconds
-from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.console import say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiny_runs import TrainOnce
 
     from simpletune.config.schema import TrainConfig
-    from simpletune.estimate.simulate.simulate import StepReport
+    from simpletune.estimate.simulate.reports import StepReport
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
 prepare_environment()

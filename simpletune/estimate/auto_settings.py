@@ -22,7 +22,7 @@ from simpletune.config.batches import of_process, sizes_of, with_batch
 from simpletune.config.check import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.estimate.job_estimate import MIB, cache_file, largest_peak
 from simpletune.estimate.planning import may_keep_attention
 from simpletune.estimate.run_estimate import card_at_hand

@@ -14,13 +14,10 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.plan import Plan
 from simpletune.data.storage.cache import crop_key
-from simpletune.models.shared.prompts import groups_of
+from simpletune.engine.quant.precision import ITEM
+from simpletune.models.shared.parts import groups_of
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.stages.encode import needed_prompts
-from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.prepared import validation_requests
 from simpletune.stages.stream_plan import StreamPlan
-from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes
 
@@ -143,7 +140,7 @@ def disk_needs(
 
 def bytes_of_prompt(config: TrainConfig) -> int:
     """Return an upper bound on one prompt's embeddings; packed ones are 8-bit numbers with a scale for each group."""
-    width, wide = config.model.text_width, config.precision.encoder_dtype().itemsize
+    width, wide = config.model.text_width, ITEM[config.precision.encoder_type]
     packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
     return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
 
@@ -165,6 +162,11 @@ def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, sample
 
 def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, int]:
     """Return the number of prompts that an encoder still has to encode, and of pixels of crops that are not cached."""
+    from simpletune.stages.encode import needed_prompts
+    from simpletune.stages.latent_cache import LatentCache
+    from simpletune.stages.prepared import validation_requests
+    from simpletune.stages.text_cache import TextCache
+
     dtype, place = config.precision.encoder_dtype(), config.output.place
     latents = LatentCache(config.model, dtype, place, config.memory.vae_tile).cache
     if isinstance(plan, StreamPlan):  # estimated from a few of the crops
@@ -189,7 +191,7 @@ def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     adapter = config.adapter
     shapes = config.model.known_shapes()
     count = adapter.trainable(shapes)
-    wide = config.precision.compute_dtype().itemsize
+    wide = ITEM[config.precision.compute_type]
     each = {"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide)
     trained = count * each
     state = int(count * config.optimizer.bytes_per_parameter)

@@ -13,18 +13,19 @@ from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
-from simpletune.estimate.job_estimate import MIB, Estimate, estimate
+from simpletune.estimate.job_estimate import MIB, Estimate, estimate, known_job, needs_of, shipped_job
 from simpletune.estimate.job_time import JobTime, job_time
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.simulate import square
+from simpletune.estimate.simulate.reports import square, with_workspaces
+from simpletune.estimate.stored import other_versions
 from simpletune.estimate.terminal import card_table, comparison, comparison_chart, estimate_lines, time_lines
 from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
-from simpletune.system.options import UserError
+from simpletune.system.options import UserError, join_names
 from simpletune.system.prices import card_price
+from simpletune.system.startup import ensure_libraries
 
 REFERENCE = "L4"  # if no card is named, count the library workspaces of this one
 GIB = 2**30
@@ -62,6 +63,8 @@ def estimate_config(
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = resolve_auto(config, card, reserved)
+    with silent() if as_json else nullcontext():
+        say_what_is_known(config, card, reserved)
     prediction = estimate(config, (card or find_card(REFERENCE)).capability)
     time = None
     if card is not None and processes == 1:  # the time of communication between processes is not predicted
@@ -82,6 +85,24 @@ def estimate_config(
     return "\n".join(lines)
 
 
+def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> None:
+    """If a prediction takes seconds, print first what does not: the one that ships, if it is for other libraries, or
+    sizes."""
+    capability, size = (card or find_card(REFERENCE)).capability, square(config)
+    if known_job(config, capability, size) is not None:
+        return
+    if (job := shipped_job(config, capability, size)) is not None:
+        others = join_names([f"{name} {version}" for name, version in other_versions().items()])
+        found = needs_of(config, with_workspaces(job, capability, config.speed.deterministic), size)
+        for line in estimate_lines(f"{config.name}, as stored for {others}", found, card, reserved):
+            say(line)
+        say(f"predict {config.name} with the installed versions instead")
+        return
+    weights = config.model.parameter_count() * config.precision.bytes_per_weight / GIB
+    trained = config.adapter.trainable(config.model.known_shapes())
+    say(f"predict {config.name}: {weights:.1f} GiB of weights, {trained:,} trained values; a step on fake tensors")
+
+
 def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:
     """Resolve ``batch_size: auto`` and ``checkpointing: auto`` on a card, for one of the simulated processes.
 
@@ -89,9 +110,15 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
         ConfigError: there are too many processes for a step of this size.
     """
     size, processes = square(config), simulated_processes()
-    config = choose_batch(config, size, processes, card, reserved)
+    if config.train.batch_size == "auto" or config.memory.checkpointing == "auto":
+        ensure_libraries()
+        from simpletune.estimate.auto_settings import choose_batch, resolve_checkpointing
+
+        config = choose_batch(config, size, processes, card, reserved)
+        require_processes(config, processes)
+        return resolve_checkpointing(of_process(config, processes), size, card, reserved)
     require_processes(config, processes)
-    return resolve_checkpointing(of_process(config, processes), size, card, reserved)
+    return of_process(config, processes)
 
 
 def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None) -> JobTime:

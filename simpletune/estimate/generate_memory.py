@@ -10,8 +10,8 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.job_estimate import Estimate, estimate, shortage
 from simpletune.estimate.run_estimate import card_at_hand
+from simpletune.estimate.simulate.reports import SIMULATED
 from simpletune.estimate.simulate.simulate_stages import (
-    SIMULATED,
     ShapesOnlyModel,
     WholeWindowModulation,
     accounting_of,

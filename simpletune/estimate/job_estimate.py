@@ -10,21 +10,23 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simpletune import __version__
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
-from simpletune.engine.memory.kernel_workspace import attention_kernel, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import attention_kernel, most_multiprocessors
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
+from simpletune.engine.quant.precision import ITEM
 from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, square
-from simpletune.estimate.simulate.simulate_stages import JobReport, parts_in_steps, simulate_parts, with_workspaces
+from simpletune.estimate.simulate.reports import L4, JobReport, StepReport, parts_in_steps, square, with_workspaces
+from simpletune.estimate.stored import other_versions, prediction_key, stored_job
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.parts import CHUNK_BYTES
 from simpletune.models.shared.sources import hub_parts
-from simpletune.models.shared.t5_layers import CHUNK_BYTES
 from simpletune.runs.folder import read_json_or_none
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_plan import stream_plan
@@ -33,6 +35,10 @@ from simpletune.system.environment import LIBRARIES, version_or_none
 from simpletune.system.gpus import Card
 from simpletune.system.hub import in_cache
 from simpletune.system.options import Json, UserError
+from simpletune.system.startup import ensure_libraries
+
+if TYPE_CHECKING:
+    from simpletune.estimate.simulate.simulate import SimulatedTraining
 
 VERSION = 7  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20
@@ -165,7 +171,8 @@ def to_gib(size: int) -> float:
 def estimate(
     config: TrainConfig, capability: tuple[int, int], size: Size | None = None, trained: SimulatedTraining | None = None
 ) -> Estimate:
-    """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one.
+    """Predict the whole job without weights, data or a GPU; use the cached prediction if there is one, or the one that
+    ships.
 
     Args:
         config: configuration of the run, demo names and ``checkpointing: auto`` resolved.
@@ -177,17 +184,36 @@ def estimate(
         UserError: a part's configuration cannot be read.
     """
     size = size or square(config)
-    file = cache_file(config, capability, size)
-    cached = read_json_or_none(file)
-    if cached is None:
+    job = known_job(config, capability, size)
+    if job is None:
+        ensure_libraries()
+        from simpletune.estimate.simulate.simulate_stages import simulate_parts
+
         job = simulate_parts(config, size, capability, trained)
+        file = cache_file(config, capability, size)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, job.as_json(), shared=True)
-    else:
-        job = JobReport.from_json(cached)
-    # The file serves all cards of an attention kernel.
+    # It serves all cards of an attention kernel.
     job = with_workspaces(job, capability, config.speed.deterministic)
     return needs_of(config, job, size)
+
+
+def known_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:
+    """The cached simulation of a job, or the one that ships if it is for the installed libraries; None if it is to be
+    made."""
+    cached = read_json_or_none(cache_file(config, capability, size))
+    if cached is not None:
+        return JobReport.from_json(cached)
+    return None if other_versions() else shipped_job(config, capability, size)
+
+
+def shipped_job(config: TrainConfig, capability: tuple[int, int], size: Size) -> JobReport | None:
+    """The simulation that ships, of square pictures, by whatever versions of the libraries; None if there is none."""
+    processes = simulated_processes()
+    sharding = processes if config.train.uses_fsdp(processes) else 1
+    if size != square(config):
+        return None
+    return stored_job(prediction_key(config, attention_of(config, capability), sharding))
 
 
 def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
@@ -203,7 +229,7 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         "prompts or a checkpoint in transit": in_transit,
     }
     if config.memory.cache_quantised and config.precision.cacheable:  # about as large as on device and host
-        wide = config.precision.encoder_dtype().itemsize
+        wide = ITEM[config.precision.encoder_type]
         text = sum(job.part_bytes[part] // 2 * wide for part in parts_in_steps(config))  # not part of the base
         disk["quantised base"] = train.steady.by_kind.get("weights", 0) - text + train.host_bytes
     sizes = {**job.part_bytes, config.model.denoiser: 2 * config.model.parameter_count()}  # at 2 bytes per parameter
@@ -264,7 +290,7 @@ def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit:
 def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
     """Return the attention kernel of a device, all that a prediction without workspaces depends on, with what it does
     in the deterministic mode."""
-    kernel = attention_kernel(capability, config.precision.product_dtype(), config.speed.attention)
+    kernel = attention_kernel(capability, config.precision.settled, config.speed.attention)
     return f"{kernel}, {most_multiprocessors(capability)}" if config.speed.deterministic else kernel
 
 

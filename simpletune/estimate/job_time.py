@@ -11,14 +11,14 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
-from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport, parts_in_steps
+from simpletune.estimate.simulate.reports import SIMULATED, JobReport, parts_in_steps
 from simpletune.estimate.timing.constants import FOLDER, read_constants
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.sections import StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, ScaledSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.prompts import BATCH
+from simpletune.models.shared.parts import BATCH
 from simpletune.system.gpus import Card, card_named_by_driver, cards_like
 from simpletune.system.prices import Price
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 
 from simpletune.config.check import may_recompute_alone
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
 from simpletune.engine.memory.snapshot import OutOfMemory
 from simpletune.engine.quant.int8_products import OLDEST as OLDEST_INT8
 from simpletune.estimate.job_estimate import MIB, Estimate, attention_of, cached_step, estimate, largest_peak, needed
 from simpletune.estimate.job_time import JobTime, speeds_of
 from simpletune.estimate.levers import with_changes
-from simpletune.estimate.simulate.simulate import L4, SimulatedTraining, StepReport, simulate, train
+from simpletune.estimate.simulate.reports import L4, StepReport
+from simpletune.estimate.simulate.simulate import SimulatedTraining, simulate, train
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.system.gpus import Card

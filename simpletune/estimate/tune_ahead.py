@@ -14,7 +14,7 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.quant import int8_tuning
 from simpletune.engine.quant.int8_products import why_not
-from simpletune.estimate.simulate.simulate import square
+from simpletune.estimate.simulate.reports import square
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import say

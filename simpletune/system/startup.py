@@ -34,6 +34,12 @@ def import_libraries() -> None:
         freeze()  # before collection resumes and traverses everything
 
 
+def ensure_libraries() -> None:
+    """Import the heavy libraries unless they are in use: what uses them must not be frozen."""
+    if REMEMBER_IT[-1] not in sys.modules:
+        import_libraries()
+
+
 def freeze() -> None:
     """Exclude all live objects from later garbage collections.
 

@@ -21,7 +21,7 @@ from benchmarks.first_hour import Stage
 from benchmarks.table import Results, selected
 from simpletune.apps.cli.main import parse
 from simpletune.config.load import read_config
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

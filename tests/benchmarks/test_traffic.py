@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import traffic
 from benchmarks.table import Results
-from simpletune.estimate.timing.recorder import StreamWork
-from simpletune.estimate.timing.work import KernelWork
+from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.system.options import Json
 
 COMMITTED = json.loads((Path(traffic.__file__).parent / "results" / "cpu" / "traffic.json").read_text())["rows"]

@@ -15,7 +15,7 @@ import torch
 from simpletune.apps.cli.main import main, parser
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import disk_needs as disk_counting
 from simpletune.estimate import job_estimate as estimating
@@ -23,7 +23,9 @@ from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
 from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed, needs_of
 from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
-from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts, with_workspaces
+from simpletune.estimate.simulate import simulate_stages
+from simpletune.estimate.simulate.reports import JobReport, with_workspaces
+from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.estimate.terminal import bars
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
@@ -110,7 +112,7 @@ def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatc
     found = estimate(config, L4.capability)
     whole = with_workspaces(simulate_parts(config, capability=L4.capability), L4.capability)
     assert found.stages == whole.stages
-    monkeypatch.setattr(estimating, "simulate_parts", None)  # a second simulation would fail
+    monkeypatch.setattr(simulate_stages, "simulate_parts", None)  # a second simulation would fail
     assert estimate(config.model_copy(update={"name": "other"}), L4.capability) == found
     hopper = estimate(config, (9, 0))  # the same simulation with other workspaces
     for name, threads in (("text", 1), ("train", 2)):

@@ -20,9 +20,8 @@ from simpletune.estimate.levers import changes_of_quality, with_changes
 from simpletune.estimate.plan_command import choose_card, describe_settings, plan_on, table
 from simpletune.estimate.planning import PlanResult, Search, SettingChanges, candidate_lists
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.recorder import StreamWork
+from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.estimate.timing.timeline import step_seconds, use_of
-from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
 from simpletune.system.prices import Price

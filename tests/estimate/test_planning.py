@@ -16,7 +16,7 @@ from plan_search import config_of, searches_share_what_they_predict  # noqa: F40
 from simpletune.apps.cli.main import main
 from simpletune.config.check import may_recompute_alone
 from simpletune.config.load import read_config
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.estimate import planning
 from simpletune.estimate.job_estimate import CONTEXT, MIB, estimate, needed
 from simpletune.estimate.levers import changes_of_quality, differing, with_changes

@@ -22,12 +22,10 @@ from simpletune.estimate import run_estimate as forecasting
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_estimate import Estimate
 from simpletune.estimate.job_time import WRITE_PNG, job_time, times_due
-from simpletune.estimate.simulate.simulate import StepReport
-from simpletune.estimate.simulate.simulate_stages import SIMULATED, JobReport
+from simpletune.estimate.simulate.reports import SIMULATED, JobReport, StepReport
 from simpletune.estimate.timing.constants import Constants, Grid, constants_file, write_constants
 from simpletune.estimate.timing.datasheet import CORE
-from simpletune.estimate.timing.recorder import StreamWork
-from simpletune.estimate.timing.work import KernelWork
+from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.runs.folder import PLANNED, PREDICTED, predicted_time, put_predicted
 from simpletune.runs.report import make_report
 from simpletune.runs.report.markdown import markdown

@@ -16,7 +16,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
-from simpletune.engine.memory.kernel_workspace import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.profiles import FULL, LORA
 from simpletune.estimate import auto_settings, levers
 from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpointing, with_checkpointed

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.estimate.timing.sections import KernelWork
+from simpletune.estimate.timing.work import works_of
 
 
 def seen(call: Callable[[], object]) -> list[KernelWork]:

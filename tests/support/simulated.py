@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from simpletune.config.schema import TrainConfig
-from simpletune.estimate.simulate.simulate import StepReport, simulate, train
+from simpletune.estimate.simulate.reports import StepReport
+from simpletune.estimate.simulate.simulate import simulate, train
 from simpletune.stages.load import load_base
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.startup import without_collection

@@ -31,7 +31,6 @@ def estimate(args: argparse.Namespace) -> None:
         raise UserError(
             "--compare: takes one card. Compare configurations on one, or one configuration on several cards"
         )
-    _import()
     from simpletune.estimate.estimate_command import compare_configs, estimate_config
     from simpletune.estimate.simulate.processes import one_of
 

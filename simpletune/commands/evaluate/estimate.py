@@ -21,12 +21,13 @@ from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
 from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.job_time import alone, speeds_of
 from simpletune.estimate.run_estimate import card_at_hand
-from simpletune.estimate.simulate.simulate_stages import SIMULATED, Recorders, accounting_of, simulate_stage
+from simpletune.estimate.simulate.reports import SIMULATED
+from simpletune.estimate.simulate.simulate_stages import Recorders, accounting_of, simulate_stage
 from simpletune.estimate.timing.constants import constants_file, read_constants
 from simpletune.estimate.timing.probes import forget_values
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
-from simpletune.models.shared.prompts import BATCH
+from simpletune.models.shared.parts import BATCH
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.environment import cpu_name

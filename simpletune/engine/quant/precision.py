@@ -14,6 +14,16 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """torch's name of each compute type."""
+ITEM = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of a number of each compute type."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's type for a key of ``DTYPES``."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
 
 
 class WeightPrecision(Option):
@@ -55,23 +65,28 @@ class WeightPrecision(Option):
         new, old = self.auto_compute(), self.auto_compute(has_bf16=False)
         return new if new == old else f"{new} ({old} on a card without bf16)"
 
+    @property
+    def compute_type(self) -> str:
+        """The type of activations, and of weights that are not quantised: a key of ``DTYPES``."""
+        return self.settled
+
+    @property
+    def encoder_type(self) -> str:
+        """The type in which text encoders and the autoencoder run: the products' type, but fp32 instead of fp16."""
+        # T5's feed-forward layers and SD3's autoencoder overflow in fp16
+        return "fp32" if self.settled == "fp16" else self.settled
+
     def compute_dtype(self) -> torch.dtype:
-        """The type of activations, and of weights that are not quantised."""
-        return self.product_dtype()
+        """``compute_type`` for torch."""
+        return torch_dtype(self.compute_type)
 
     def product_dtype(self) -> torch.dtype:
         """The type of the transformer's products, with autocast applied."""
-        import torch
-
-        dtype: torch.dtype = getattr(torch, DTYPES[self.settled])
-        return dtype
+        return torch_dtype(self.settled)
 
     def encoder_dtype(self) -> torch.dtype:
-        """The type in which text encoders and the autoencoder run: the products' type, but fp32 instead of fp16."""
-        import torch
-
-        # T5's feed-forward layers and SD3's autoencoder overflow in fp16
-        return torch.float32 if self.settled == "fp16" else self.product_dtype()
+        """``encoder_type`` for torch."""
+        return torch_dtype(self.encoder_type)
 
     @property
     def autocast(self) -> bool:
@@ -148,10 +163,9 @@ class FP32(WeightPrecision):
     def auto_compute(self, has_bf16: bool = True) -> str:
         return "fp32"
 
-    def compute_dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.float32  # of activations outside autocast products
+    @property
+    def compute_type(self) -> str:
+        return "fp32"  # of activations outside autocast products
 
     @property
     def autocast(self) -> bool:

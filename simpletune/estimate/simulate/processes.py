@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-from torch import distributed
-from torch.distributed import distributed_c10d as c10d
-
-from simpletune.engine.memory.accounting import allocating
-from simpletune.engine.memory.fake import replaced
+if TYPE_CHECKING:
+    from torch import distributed
 
 _processes = 1
 _groups: dict[int, distributed.ProcessGroup | None] = {}  # never destroyed: torch would forget all groups' names
@@ -37,7 +35,11 @@ def simulated_processes() -> int:
 @contextmanager
 def fake_processes(processes: int) -> Iterator[None]:
     """Within this context, make this process the first of a fake group. Restores a real group at the end."""
+    from torch import distributed
+    from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from simpletune.engine.memory.fake import replaced
 
     if processes not in _groups:
         with replaced(c10d._world, "default_pg", None):
@@ -52,6 +54,8 @@ def counting_gathered() -> Iterator[None]:
     """Within this context, count what torch gathers as weights, and what it sums as gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+    from simpletune.engine.memory.fake import replaced
+
     kinds = {"unshard": "weights", "wait_for_unshard": "weights", "post_backward": "gradients"}
     with ExitStack() as stack:
         for name, kind in kinds.items():
@@ -60,6 +64,8 @@ def counting_gathered() -> Iterator[None]:
 
 
 def _allocating(kind: str, method: Callable[..., object]) -> Callable[..., object]:
+    from simpletune.engine.memory.accounting import allocating
+
     def counted(*arguments: object, **named: object) -> object:
         with allocating(kind):
             return method(*arguments, **named)

@@ -6,9 +6,9 @@ No lever, adapter, precision or optimizer is modelled here: their own code runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,74 +16,24 @@ from torch import Tensor, nn
 from simpletune.config.schema import Kernel, TrainConfig
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.cuda_libraries import attention_kernel, cublas_workspace, most_multiprocessors
 from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
-from simpletune.engine.memory.kernel_workspace import (
-    attention_kernel,
-    cublas_workspace,
-    cuda_layouts,
-    most_multiprocessors,
-    temporaries,
-)
+from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.tensors import all_tensors, trained_parameters
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
-from simpletune.estimate.timing.recorder import Recorder, StreamWork
+from simpletune.estimate.simulate.reports import L4, StepReport, square, with_workspace
+from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser
-from simpletune.models.shared.model_config import Shape
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
 from simpletune.stages.text_side import empty_text_side
-from simpletune.system.options import Json
 from simpletune.system.startup import without_collection
-
-L4 = (8, 9)  # whose kernels are counted if no device is named
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """Device memory of training, in bytes as ``torch.cuda.max_memory_allocated`` counts them."""
-
-    peak: MemorySnapshot
-    phases: Mapping[str, MemorySnapshot]
-    """The largest snapshot of each phase."""
-    steady: MemorySnapshot
-    """Memory allocated between two steps."""
-    host_bytes: int
-    """Host memory used by the levers."""
-    shared_bytes: int
-    """The part of ``host_bytes`` that a machine's processes share: frozen weights."""
-    trained: Mapping[str, Shape]
-    """Names and shapes of the trained parameters."""
-    trained_bytes: int
-    state_bytes: int
-    """Size of the optimizer state, on device and host."""
-    average_bytes: int
-    """Size of the EMA, if the run has one."""
-    seconds: float
-    """Duration of the simulation."""
-    sections: Sequence[StreamWork] = ()
-    """The step's work on host and device, in order; empty if nothing recorded it."""
-
-    def as_json(self) -> Json:
-        """The report as plain values."""
-        return {**asdict(replace(self, sections=())), "sections": [section.as_json() for section in self.sections]}
-
-    @classmethod
-    def from_json(cls, data: Json) -> StepReport:
-        """Make a report from the result of ``as_json``."""
-        built = {
-            "peak": MemorySnapshot(**data["peak"]),
-            "phases": {name: MemorySnapshot(**snapshot) for name, snapshot in data["phases"].items()},
-            "steady": MemorySnapshot(**data["steady"]),
-            "trained": {name: tuple(shape) for name, shape in data["trained"].items()},
-            "sections": [StreamWork.from_json(each) for each in data["sections"]],
-        }
-        return cls(**{**data, **built})
 
 
 @dataclass(frozen=True)
@@ -100,11 +50,6 @@ class SimulatedTraining:
     accounting: Accounting
     mode: Fake | None
     """The mode that makes its tensors fake; None: they are real."""
-
-
-def square(config: TrainConfig) -> Size:
-    """The picture size that a prediction without data assumes."""
-    return config.data.resolution, config.data.resolution
 
 
 def simulate(
@@ -185,7 +130,7 @@ def accounting_like_cuda(
 ) -> Iterator[Accounting]:
     """Count bytes as a CUDA device would use them, with its attention, autocast and kernels' temporaries; None:
     an L4."""
-    kernel = attention_kernel(capability or L4, config.precision.product_dtype(), config.speed.attention)
+    kernel = attention_kernel(capability or L4, config.precision.settled, config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
     multiprocessors = most_multiprocessors(capability or L4) if config.speed.deterministic else None
     with autocast, Accounting(temporaries(kernel, multiprocessors), keep, cuda_layouts(kernel)) as accounting:
@@ -323,11 +268,3 @@ def reported_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{number}", element) for number, element in child.named_children())
         else:
             yield name, child
-
-
-def with_workspace(snapshot: MemorySnapshot, extra: int) -> MemorySnapshot:
-    """Add the libraries' permanent workspace to a snapshot."""
-    by_kind = dict(snapshot.by_kind)
-    if extra:
-        by_kind["workspace"] = by_kind.get("workspace", 0) + extra
-    return MemorySnapshot(snapshot.bytes + extra, by_kind, snapshot.phase, snapshot.module)

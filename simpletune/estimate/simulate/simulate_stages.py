@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,21 +21,23 @@ from torch import Tensor, nn
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.fake import autocast_like_cuda, fake_tensors
-from simpletune.engine.memory.kernel_workspace import cublas_workspace, cuda_layouts, temporaries
+from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import use_average
 from simpletune.engine.tensors import all_tensors
-from simpletune.estimate.simulate.simulate import (
-    SimulatedTraining,
-    StepReport,
-    accounting_like_cuda,
-    simulated_attention,
+from simpletune.estimate.simulate.reports import (
+    SIMULATED,
+    STAGE_THREADS,
+    JobReport,
+    parts_in_steps,
     square,
-    train,
     with_workspace,
 )
-from simpletune.estimate.timing.recorder import Recorder, StreamWork
+from simpletune.estimate.simulate.simulate import SimulatedTraining, accounting_like_cuda, simulated_attention, train
+from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.sections import StreamWork
 from simpletune.models.families import Model
 from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import TrainingObjective
@@ -50,47 +52,11 @@ from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
-from simpletune.system.options import Json
 from simpletune.system.phases import phase
 from simpletune.system.startup import without_collection
 
-STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
-SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
 Recorders = defaultdict[str, Recorder]  # for the parts of a job, by name
 TextReport = tuple[str, int, MemorySnapshot]  # a text encoder's part, its size at 2 bytes per parameter, its peak
-
-
-@dataclass(frozen=True)
-class JobReport:
-    """Memory of the whole job, and its work."""
-
-    stages: Mapping[str, MemorySnapshot]
-    """The largest snapshot of each stage: ``text``, ``latents``, ``train``, ``class`` if the run draws class pictures,
-    and ``validate`` if it validates. ``text`` is the largest encoder's snapshot, not counting encoders that run in
-    every training step, and names the encoder as module; empty if there is none. The phase of ``validate`` is
-    ``sample``, ``decode`` or ``evaluate``."""
-    train: StepReport
-    part_bytes: Mapping[str, int]
-    """Size of each frozen part at 2 bytes per parameter, as in the hub's files."""
-    work: Mapping[str, Sequence[StreamWork]] = field(default_factory=dict)
-    """The job's work on host and device, by part: ``text.ENCODER`` for ``2 * BATCH`` prompts, ``latents`` for one
-    picture, ``evaluate`` for one sample, ``draw`` and ``class`` for a picture of ``SIMULATED`` steps."""
-
-    def as_json(self) -> Json:
-        """The report as plain values."""
-        return {
-            "stages": {name: asdict(snapshot) for name, snapshot in self.stages.items()},
-            "train": self.train.as_json(),
-            "part_bytes": dict(self.part_bytes),
-            "work": {name: [each.as_json() for each in part] for name, part in self.work.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Json) -> JobReport:
-        """Make a report from the result of ``as_json``."""
-        stages = {name: MemorySnapshot(**snapshot) for name, snapshot in data["stages"].items()}
-        work = {name: [StreamWork.from_json(each) for each in part] for name, part in data["work"].items()}
-        return cls(stages, StepReport.from_json(data["train"]), data["part_bytes"], work)
 
 
 def simulate_parts(
@@ -131,12 +97,6 @@ def simulate_parts(
     return JobReport(snapshots, trained.report, parts, work | {name: each.sections for name, each in recorders.items()})
 
 
-def with_workspaces(job: JobReport, capability: tuple[int, int], deterministic: bool = False) -> JobReport:
-    """Add the workspaces of a CUDA device's libraries to every stage; ``deterministic``: ``speed.deterministic``."""
-    extra = {name: cublas_workspace(capability, STAGE_THREADS[name], deterministic) for name in job.stages}
-    return replace(job, stages={name: with_workspace(each, extra[name]) for name, each in job.stages.items()})
-
-
 def simulate_stage(
     config: TrainConfig, stage: str, capability: tuple[int, int], recorders: Recorders | None = None
 ) -> MemorySnapshot:
@@ -174,12 +134,6 @@ def recording(accounting: Accounting, recorders: Recorders | None, name: str) ->
 def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
     """Return the size of a model's parameters at 2 bytes each, ``without`` a tied one that files do not repeat."""
     return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
-
-
-def parts_in_steps(config: TrainConfig) -> set[str]:
-    """The parts of the text encoders that run in every training step, instead of once before."""
-    resident = config.text.resident(config.model.clip_encoders)
-    return {config.model.text_regions()[name].part for name in resident} if resident else set()
 
 
 _TEXTS: dict[str, tuple[list[TextReport], dict[str, list[StreamWork]]]] = {}

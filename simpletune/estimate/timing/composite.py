@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.estimate.timing.constants import Composite
 from simpletune.estimate.timing.recorder import Recorder
+from simpletune.estimate.timing.sections import KernelWork
 from simpletune.estimate.timing.stopwatch import CudaStopwatch, Stopwatch
-from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.phases import phase
 
 HEAD = 64

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import cast
 
@@ -22,45 +21,12 @@ from simpletune.engine.memory import copy_stream
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.copy_stream import Copies, CopyEvent
 from simpletune.engine.memory.fake import replaced
-from simpletune.estimate.timing.work import KernelWork, moves_data, tensor_bytes, tensors_in, works_of
-from simpletune.system.options import Json
+from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
+from simpletune.estimate.timing.work import moves_data, tensor_bytes, tensors_in, works_of
 
-COMPUTE = "compute"
 SMALL = 4096  # bytes; smaller tensors on the host are counters
 BACKWARD = ("backward", "recompute")
 """Phases of the backward pass: its own operations, and the forward passes that it recomputes."""
-
-
-@dataclass
-class StreamWork:
-    """Work of one stream without waits in between."""
-
-    stream: str
-    """``compute`` or a queue of copies."""
-    phase: str
-    module: str
-    """The running block or other child of the model."""
-    share: float = 1.0
-    """The fraction of the work that belongs to one step: a plan's window serves several steps."""
-    after: list[int] = field(default_factory=list)
-    """Events that must complete before it begins."""
-    host_after: list[int] = field(default_factory=list)
-    """Events that the host waits for first."""
-    event: int | None = None
-    """The event that completes at its end, if anything waits for it."""
-    work: Counter[KernelWork] = field(default_factory=Counter)
-    host: Counter[str] = field(default_factory=Counter)
-
-    def as_json(self) -> Json:
-        """The section as plain values."""
-        work = [[each.kind, each.dtype, list(each.extents), count] for each, count in self.work.items()]
-        return {**asdict(replace(self, work=Counter(), host=Counter())), "work": work, "host": dict(self.host)}
-
-    @classmethod
-    def from_json(cls, data: Json) -> StreamWork:
-        """Make a section from the result of ``as_json``."""
-        work = {KernelWork(kind, dtype, tuple(extents)): count for kind, dtype, extents, count in data["work"]}
-        return cls(**{**data, "work": Counter(work), "host": Counter(data["host"])})
 
 
 @cache

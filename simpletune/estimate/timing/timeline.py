@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
+from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 from simpletune.estimate.timing.speeds import Speeds
-from simpletune.estimate.timing.work import KernelWork
 
 ROUNDS = 4  # steps, until their times have converged
 

@@ -9,28 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from simpletune.engine.kernels.sizes import partial_bytes
+from simpletune.estimate.timing.sections import KernelWork
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 RANDOM = torch.Tag.nondeterministic_seeded
 SMALL = 4096  # elements; the layout of smaller tensors does not matter
-
-
-class KernelWork(NamedTuple):
-    """The work of one kernel, or of one on a group of tensors."""
-
-    kind: str
-    """The name of a grid of the constants: product_tn, attention, add, norm, ..."""
-    dtype: str
-    """fp32, bf16 or fp16."""
-    extents: tuple[int, ...]
-    """Along the grid's axes; for ``each``, the number of tensors and their bytes."""
 
 
 KINDS = {

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
 OLD_ATTENTION = re.compile(r"(?<=\.attentions\.\d\.)(query|key|value|proj_attn)(?=\.)")
 NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
+CHUNK_BYTES = 2**30  # of T5's hidden states in host memory; beyond it, layers are loaded once for each chunk of prompts
+GROUP = 64  # numbers of a packed token with one scale
 
 
 @dataclass(frozen=True)
@@ -224,3 +227,8 @@ def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found:
         raise UserError(
             f"{part.place} does not match its configuration ({part.folder or 'bundled'}). {'; '.join(listed)}. {remedy}"
         )
+
+
+def groups_of(width: int) -> int:
+    """The number of scales for a packed token of this width."""
+    return width // GROUP if width % GROUP == 0 else 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.parts import Part, TextEncoder, load_text_model
+from simpletune.models.shared.parts import BATCH, Part, TextEncoder, groups_of, load_text_model
 from simpletune.models.shared.transformers_folder import TOKENIZERS
 from simpletune.system.options import UserError
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 MAX_TOKENIZER_BYTES = 64 * 2**20  # per file; T5's has 2.4 MB
 MAX_TOKENS = 4096  # of a CLIP encoder
-GROUP = 64  # numbers of a packed token with one scale
-BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
 
 
 class Prompts:
@@ -179,11 +177,6 @@ def unpack(parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     found = {name: tensor for name, tensor in parts.items() if name != "scale"}
     scale, hidden = parts["scale"], parts["hidden"].float()
     return found | {"hidden": (hidden.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2).to(dtype)}
-
-
-def groups_of(width: int) -> int:
-    """The number of scales for a token of this width."""
-    return width // GROUP if width % GROUP == 0 else 1
 
 
 @lru_cache(maxsize=8)

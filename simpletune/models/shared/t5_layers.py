@@ -20,12 +20,11 @@ from transformers.masking_utils import create_bidirectional_mask
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.tensors import to_device
-from simpletune.models.shared.parts import Part, explain_load_errors, require_tensor_shapes
+from simpletune.models.shared.parts import CHUNK_BYTES, Part, explain_load_errors, require_tensor_shapes
 from simpletune.system.console import progress
 from simpletune.system.model_folder import weight_files
 from simpletune.system.safetensors_file import read_header
 
-CHUNK_BYTES = 2**30  # of hidden states in host memory; beyond it, layers are loaded once for each chunk of prompts
 EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight")  # one tensor under two names; a file has either or both
 NOT_ENCODER = ("decoder.", "lm_head.")
 

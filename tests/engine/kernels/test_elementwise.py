@@ -29,7 +29,8 @@ from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.kernel_workspace import temporaries
 from simpletune.engine.optim import bf16_updates
 from simpletune.engine.quant import int8_gelu, int8_products
-from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.estimate.timing.sections import KernelWork
+from simpletune.estimate.timing.work import works_of
 from simpletune.models.sd3.joint_block import JointBlock, use_joint_blocks
 from simpletune.system.options import UserError
 

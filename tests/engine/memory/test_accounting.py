@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.fake import fake_tensors
-from simpletune.engine.memory.kernel_workspace import cublas_workspace, quanto_product, temporaries
+from simpletune.engine.memory.kernel_workspace import quanto_product, temporaries
 from simpletune.engine.memory.snapshot import HOST, round_to_block
 from simpletune.system.phases import phase
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.accounting import Accounting
+from simpletune.engine.memory.cuda_libraries import attention_kernel
 from simpletune.engine.memory.fake import IN_FP32, autocast_like_cuda
 from simpletune.engine.memory.kernel_workspace import (
     BACKWARD,
-    attention_kernel,
     convolution_workspace,
     cuda_layouts,
     cudnn_backward,
@@ -69,8 +69,8 @@ def test_kernels_of_attention_by_hand() -> None:
 
 def test_the_kernel_depends_on_the_card_the_type_and_the_option(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, dtype, kernel in (
-        ((7, 5), torch.float16, "efficient"), ((8, 0), torch.bfloat16, "flash"), ((8, 9), torch.float32, "efficient"),
-        ((9, 0), torch.bfloat16, "flash"), ((12, 0), torch.bfloat16, "flash"),
+        ((7, 5), "fp16", "efficient"), ((8, 0), "bf16", "flash"), ((8, 9), "fp32", "efficient"),
+        ((9, 0), "bf16", "flash"), ((12, 0), "bf16", "flash"),
     ):  # fmt: skip
         assert attention_kernel(capability, dtype) == kernel
         assert attention_kernel(capability, dtype, "math") == "math"

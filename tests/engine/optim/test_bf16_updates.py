@@ -17,7 +17,8 @@ from simpletune.engine.optim import bf16_updates
 from simpletune.engine.optim.bf16_updates import HALF, random_bits, round_into
 from simpletune.engine.optim.options import AdamW8bit, AdamWBF16
 from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
-from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.estimate.timing.sections import KernelWork
+from simpletune.estimate.timing.work import works_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

@@ -21,7 +21,8 @@ from simpletune.engine.quant import int8_gelu, int8_products
 from simpletune.engine.quant.int8_gelu import fuse_feed_forwards
 from simpletune.engine.quant.precision import Int8
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
-from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.estimate.timing.sections import KernelWork
+from simpletune.estimate.timing.work import works_of
 from simpletune.system.gpus import find_card
 
 WIDTH, ROWS = 16, 40

@@ -32,7 +32,8 @@ from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import Int8, Nf4
 from simpletune.engine.quant.rotation import hadamard, rotate_rows, rotates_weight, rotation_block
 from simpletune.engine.tensors import row_blocks
-from simpletune.estimate.timing.work import KernelWork, works_of
+from simpletune.estimate.timing.sections import KernelWork
+from simpletune.estimate.timing.work import works_of
 from simpletune.system.options import ConfigError
 
 LAYER, MODULATION = "transformer_blocks.0.attn.to_q", "transformer_blocks.0.norm1.linear"

@@ -14,8 +14,8 @@ from torch import Tensor
 from simpletune.estimate.timing import calibrate, host_probes, probes
 from simpletune.estimate.timing.constants import Composite, Constants, Grid, read_constants
 from simpletune.estimate.timing.probes import TimingProbe
+from simpletune.estimate.timing.sections import KernelWork
 from simpletune.estimate.timing.stopwatch import Call, CpuStopwatch, CudaStopwatch
-from simpletune.estimate.timing.work import KernelWork
 from simpletune.system.options import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

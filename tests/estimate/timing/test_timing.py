@@ -17,11 +17,12 @@ from recorded_work import seen
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.kernel_workspace import attention_kernel
+from simpletune.engine.memory.cuda_libraries import attention_kernel
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.estimate.job_time import OTHER_CORES, STATED, THIS_CORE, JobTime, job_time, speeds_of, step_range
-from simpletune.estimate.simulate.simulate import StepReport, simulate
-from simpletune.estimate.simulate.simulate_stages import JobReport, simulate_parts
+from simpletune.estimate.simulate.reports import JobReport, StepReport
+from simpletune.estimate.simulate.simulate import simulate
+from simpletune.estimate.simulate.simulate_stages import simulate_parts
 from simpletune.estimate.terminal import card_table, format_duration
 from simpletune.estimate.timing import calibrate, cpu_speed
 from simpletune.estimate.timing.constants import (
@@ -36,11 +37,10 @@ from simpletune.estimate.timing.constants import (
 from simpletune.estimate.timing.datasheet import CORE, LAUNCH, DatasheetSpeeds
 from simpletune.estimate.timing.host_probes import core_seconds
 from simpletune.estimate.timing.probes import TimingProbe
-from simpletune.estimate.timing.recorder import COMPUTE, StreamWork
+from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds
 from simpletune.estimate.timing.stopwatch import Call
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
-from simpletune.estimate.timing.work import KernelWork
 from simpletune.models.shared.flops import trained_of
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
@@ -234,8 +234,8 @@ def test_attention_runs_at_the_rate_of_its_kernel_on_a_card() -> None:
         assert low < rate(card, "attention", dtype, operations, heads) < high, card
         assert low / 1.4 < rate(card, "attention_backward", dtype, operations * 5 // 2, heads) < high, card
     for card in CARDS:
-        for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
-            kernel = attention_kernel(card.capability, dtype)
+        for name in ("fp32", "fp16"):
+            kernel = attention_kernel(card.capability, name)
             assert DatasheetSpeeds(card)._attention(name).partition(" ")[0] == kernel, card.name
 
 

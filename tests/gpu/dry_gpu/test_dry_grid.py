@@ -11,7 +11,7 @@ from slow_cases import slow_but
 
 from benchmarks import dry, dry_rows
 from benchmarks.dry_row import config_of, predict
-from simpletune.engine.memory.kernel_workspace import attention_kernel
+from simpletune.engine.memory.cuda_libraries import attention_kernel
 from simpletune.estimate.job_estimate import CONTEXT, needed
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import UserError
@@ -71,7 +71,7 @@ def test_torch_chose_the_attention_that_the_prediction_counts(file: Path) -> Non
     trained = {name: row for name, row in committed(file).items() if stages[name].stage == "train"}
     for name, row in trained.items():
         config = config_of(stages[name])
-        chosen = attention_kernel(card.capability, config.precision.product_dtype(), config.speed.attention)
+        chosen = attention_kernel(card.capability, config.precision.settled, config.speed.attention)
         assert row["attention"] == chosen, name
 
 

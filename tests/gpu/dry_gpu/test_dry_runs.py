@@ -93,7 +93,8 @@ def test_a_kernel_that_is_not_there_is_refused_before_training(tiny_config: dict
 DETERMINISTIC = """
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from simpletune.engine.memory.kernel_workspace import cublas_workspace, flash_backward, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
+from simpletune.engine.memory.kernel_workspace import flash_backward
 from simpletune.system.devices import use_deterministic
 
 capability = torch.cuda.get_device_capability()

@@ -287,7 +287,8 @@ def test_the_page_has_every_configuration_and_each_says_what_the_page_says() -> 
 def test_predictions_are_the_page_s_and_fit_the_card(file: Path) -> None:
     """A card of the file's size has 96.5% of it; simpletune asks for 500 MiB and 5% more than the peak."""
     from simpletune.estimate.job_estimate import Estimate
-    from simpletune.estimate.simulate.simulate_stages import simulate_parts, with_workspaces
+    from simpletune.estimate.simulate.reports import with_workspaces
+    from simpletune.estimate.simulate.simulate_stages import simulate_parts
 
     config, _ = read_config(file, ["data.path=demo:pictures", "device=auto"])
     job = with_workspaces(simulate_parts(config, capability=(8, 9)), (8, 9))
