@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.commands.train.class_pictures import with_class_pictures
 from simpletune.commands.train.load import load, with_batch_size
+from simpletune.commands.train.start import read_start
 from simpletune.config.batches import of_process, require_processes, with_batch, with_saved_batch
 from simpletune.config.compute import settle_compute
 from simpletune.config.modulation import settle_modulation
@@ -89,6 +90,7 @@ def set_up(
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = resolve_folders(config)
     require_model_rules(resolved)
+    begins = None if saved else read_start(resolved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
@@ -115,7 +117,7 @@ def set_up(
         state_bytes = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
         state_bytes = max(gather_object([state_bytes])) if processes > 1 else state_bytes
     with stages.stage("load"):
-        core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes)
+        core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes, begins)
     config = config.model_copy(update={"train": core.config.train})
     if main and tries_batch:
         write_config(config)
