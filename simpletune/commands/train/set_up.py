@@ -27,6 +27,7 @@ from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
+    PARENT,
     chosen_before,
     clear_unsaved,
     finished_steps,
@@ -110,6 +111,8 @@ def set_up(
     announce_resume(saved, config, prepared, processes)
     if main:
         open_folder(config, prepared, saved, anew=resume == "auto")
+        if begins is not None:
+            write_json(run_folder(config) / PARENT, begins.about)
         attempt.begin(reason, start, stages)
         put_chosen(resolved, settled, threads)
     state_bytes = None
