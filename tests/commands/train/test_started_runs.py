@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from launching import Launcher
 from safetensors.torch import load_file, save_file
 from tiny_runs import TrainOnce, merged, run_with, saved_weights
+from two_processes import run_of, together
 
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.cli.main import main
@@ -67,6 +69,14 @@ def test_a_resumed_run_needs_no_parent(tiny_config: dict, parent: Path) -> None:
     torch.testing.assert_close(saved_weights(run, 4), whole, rtol=0, atol=0)
     with pytest.raises(UserError, match="adapter.start: .* does not exist"):
         run_with(tiny_config, **changes)
+
+
+@pytest.mark.slow
+def test_every_process_begins_with_it(tiny_config: dict, parent: Path, launcher: Launcher) -> None:
+    data = merged(tiny_config, optimizer=FROZEN, train={"steps": 1, "gradient_accumulation": 2})
+    data |= {"name": "child", "adapter": start_at(parent)}
+    together(launcher, data)
+    torch.testing.assert_close(load_file(run_of(data) / OUTPUT), load_file(parent / OUTPUT), rtol=0, atol=0)
 
 
 def test_the_run_names_its_parent(tiny_config: dict, parent: Path) -> None:
