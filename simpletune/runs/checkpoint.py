@@ -6,6 +6,7 @@ contains the SHA-256 of all files and of itself.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from simpletune.runs.checkpoint_folders import (
     with_checksum,
 )
 from simpletune.runs.figure_sums import figure_sums
+from simpletune.runs.folder import read_parent
 from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
@@ -79,9 +81,11 @@ class SavedState:
     figures: Json = field(default_factory=dict)  # figure_sums; empty in checkpoints before November 2026
 
 
-def metadata_of(config: TrainConfig, step: int) -> dict[str, str]:
-    """The header of every result: configuration and step."""
-    return {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
+def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
+    """The header of every result: configuration, step, and the LoRA that the run began with."""
+    found = {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
+    parent = read_parent(run)
+    return found if parent is None else found | {"simpletune_parent": json.dumps(parent)}
 
 
 def save_checkpoint(run: Path, state: TrainingState) -> Path:
@@ -92,7 +96,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
     written = [*held_parameters(state.model).values(), *tensors.values(), *averages.values()]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in written)  # bytes, without the exported file
     with atomic_folder(folder, f"saving the checkpoint of step {state.step}", needed) as part:
-        metadata = metadata_of(state.config, state.step)
+        metadata = metadata_of(run, state.config, state.step)
         leading = rank_zero_driver(state.model)
         if leading is None:
             write_safetensors(trained_parameters(state.model), part / TRAINABLE, metadata)
@@ -129,7 +133,7 @@ def save_own_part(run: Path, state: TrainingState) -> None:
     """Write this process's part of a sharded model's checkpoint, while the first process saves the rest."""
     fsdp = fsdp_model(state.model)
     assert fsdp is not None
-    part, metadata = temporary_path(checkpoint_folder(run, state.step)), metadata_of(state.config, state.step)
+    part, metadata = temporary_path(checkpoint_folder(run, state.step)), metadata_of(run, state.config, state.step)
     write_together(part, fsdp, state.optimizer, state.average, metadata)
 
 

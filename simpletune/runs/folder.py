@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import NoneType
 from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
@@ -43,6 +44,7 @@ ENVIRONMENT = RunFile("environment.json", first=True, file=True)
 DATA = RunFile("data.json", first=True, file=True)
 SKIPPED = RunFile("skipped.jsonl", first=True, file=True, rows=("step",))
 CHOSEN = RunFile("chosen.json", first=True, file=True)
+PARENT = RunFile("parent.json", first=True, file=True)
 ATTEMPTS = RunFile("attempts.json", first=True, file=True)
 OVERFLOWS = RunFile("overflows.jsonl", first=True, file=True, rows=("step",))
 DRIFT = RunFile("base_predictions.safetensors", first=True, file=True)
@@ -222,6 +224,11 @@ def chosen_before(config: TrainConfig) -> Json:
     blocks = config.model.blocks()
     largest = {"threads": 1024, "checkpointed": blocks, "keeping_attention": blocks}
     return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
+
+
+def read_parent(folder: Path) -> Json | None:
+    """Read what ``adapter.start`` was when a run began: name, SHA-256, steps or None, and scale; None without."""
+    return read_own(folder / PARENT, {"name": (str,), "sha256": (str,), "steps": (int, NoneType), "scale": (float,)})
 
 
 def put_predicted(folder: Path, steps: int, steps_per_epoch: int, memory: object, time: Json | None) -> None:

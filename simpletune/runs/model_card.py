@@ -102,13 +102,24 @@ def shareable(config: TrainConfig) -> TrainConfig:
         for name in ("pretrained", config.model.denoiser, "vae", "text_encoders")
         if (value := getattr(config.model, name)) is not None
     }
+    adapter = config.adapter
+    if (start := getattr(adapter, "start", None)) is not None:
+        adapter = adapter.model_copy(update={"start": public_name(start)})
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
+            "adapter": adapter,
             "data": with_paths(config.data, last_name),
             "output": type(config.output)(),
         }
     )
+
+
+def parent_words(parent: Json) -> str:
+    """Describe the LoRA that a run began with, besides its name."""
+    steps = "" if parent["steps"] is None else f"{plural(parent['steps'], 'step')}, "
+    strength = "" if parent["scale"] == 1 else f"strength {parent['scale']:g}, "
+    return f"{steps}{strength}SHA-256 {parent['sha256'][:16]}"
 
 
 def for_repository(card: str, repository: str) -> str:
@@ -154,10 +165,13 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[st
 
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
     """Yield the main settings and results."""
-    train, settings = config.train, config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method"})
+    train = config.train
+    settings = config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method", "start"})
     texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else v for key, v in settings.items()}
     listed = [f"{key} {text}" for key, text in texts.items()]
     yield "method", escape_cell(", ".join([config.adapter.method, *listed]))
+    if (parent := summary.get("parent")) is not None:
+        yield "started from", f"{code(parent['name'])}, {parent_words(parent)}"
     if config.text.trains:
         yield "text side", escape_cell("; ".join(config.text.describe()))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]

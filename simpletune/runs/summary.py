@@ -33,6 +33,7 @@ from simpletune.runs.folder import (
     predicted_time,
     read_json_or_none,
     read_metrics,
+    read_parent,
     read_rows,
 )
 from simpletune.stages.prepared import PreparedData
@@ -77,6 +78,8 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
         "fp32_blocks": sorted({block for row in overflows for block in row.get("blocks", [])}),
     }
     summary |= {name: value for name, value in mishaps.items() if value}
+    if (parent := read_parent(run)) is not None:
+        summary["parent"] = parent
     if (best := choose_best(run)) is not None:
         summary["best"] = asdict(best)
     if (lowest := lowest_held_out(run)) is not None:

@@ -25,7 +25,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     job, config, folder, steps = trainer.job, trainer.config, trainer.folder, trainer.steps
     core, plan, trackers, validator = trainer.core, trainer.plan, trainer.trackers, trainer.validator
     with trainer.stages.stage("save"), use_average(core.average):
-        metadata = checkpoint.metadata_of(shareable(config), steps)
+        metadata = checkpoint.metadata_of(folder, shareable(config), steps)
         output = export_result(config, core.denoiser, folder, metadata)
     eval_after = validator.try_to_evaluate(steps)
     validator.try_to_draw(steps)

@@ -24,6 +24,7 @@ from simpletune.adapters.files.updates import (
     Update,
     Updates,
 )
+from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.formulas import by_norms
 from simpletune.adapters.methods.hypernetwork_files import HypernetworkFile, read_hypernetwork
@@ -106,29 +107,40 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
     Args:
         adapter: the name by which the wrapping layer's ``scaling`` holds the strength.
     """
-    if isinstance(update, LokrUpdate | LohaUpdate):
-        named = update.factors.items()
-        factors = {name: f.float() * update.scale if name in SCALED else f.float() for name, f in named}
-        if isinstance(update, LokrUpdate):
-            return LokrLayer(base, factors, adapter, update.skipped)
-        return LohaLayer(base, factors, adapter)
-    if isinstance(update, OftUpdate):
+    if isinstance(update, LokrUpdate | LohaUpdate | OftUpdate):
         shape = shape_of(innermost_layer(base))
         assert shape is not None
-        return OftLayer(base, {"oft_triangle": update.triangle(shape[1])}, adapter)
+        factors = factors_of(update, shape[1])
+        if isinstance(update, LokrUpdate):
+            return LokrLayer(base, factors, adapter, update.skipped)
+        return LohaLayer(base, factors, adapter) if isinstance(update, LohaUpdate) else OftLayer(base, factors, adapter)
     assert isinstance(update, DoraUpdate)
     layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
     with torch.no_grad():
         layer.lora_A.weight.copy_(update.update.down)
         layer.lora_B.weight.copy_(update.update.up)
-        if update.magnitude is not None:
-            layer.magnitude.copy_(update.magnitude)
-        else:
-            assert update.relative is not None
-            own = layer.magnitude.detach().clone()  # ||W||
-            layer.magnitude.copy_(by_norms(update.relative.to(own.device) * layer.exact_norms(), own))
+    set_magnitude(layer, update)
     layer.gain = layer.exact_gains()  # fixed norms make inference as fast as with LoRA; the update does not change
     return layer
+
+
+def factors_of(update: Update, inputs: int) -> dict[str, Tensor]:
+    """The fp32 factors of the layer that wraps another of this many inputs with an update of LoKr, LoHa or OFT."""
+    if isinstance(update, OftUpdate):
+        return {"oft_triangle": update.triangle(inputs)}
+    assert isinstance(update, LokrUpdate | LohaUpdate)
+    return {name: f.float() * update.scale if name in SCALED else f.float() for name, f in update.factors.items()}
+
+
+@torch.no_grad()
+def set_magnitude(layer: DoraLayer, update: DoraUpdate) -> None:
+    """Give a new layer, which has the update's factors already, the update's magnitude."""
+    if update.magnitude is not None:
+        layer.magnitude.copy_(update.magnitude)
+        return
+    assert update.relative is not None
+    own = layer.magnitude.detach().clone()  # ||W||
+    layer.magnitude.copy_(by_norms(update.relative.to(own.device) * layer.exact_norms(), own))
 
 
 def holds_hypernetwork(file: Path) -> bool:
@@ -140,6 +152,11 @@ def holds_hypernetwork(file: Path) -> bool:
 def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
     """Check that a model has every layer of the LoRA at a place, with the same shape."""
     shapes = {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
+    require_shapes(place, updates, shapes)
+
+
+def require_shapes(place: str, updates: Updates, shapes: Shapes) -> None:
+    """The same for a model whose layers have these names and shapes."""
     lost = [name for name in updates if name not in shapes]
     if len(lost) == len(updates) and (own := title_of(shapes)) != title_of(updates):
         raise UserError(f"{place} belongs to another model: this is {own}. Give a LoRA for {own}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.targets import LayerMethod, Targets
+from simpletune.adapters.methods.targets import LayerMethod, Start, Targets
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods.layers import FactorLayer
@@ -29,6 +29,10 @@ class Loha(LayerMethod):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
+    start: Start = None
+    """LoHa to start from instead of from zero: a file, a run, RUN@STEP or a hub name, of the same rank, with an
+    optional strength as in my.safetensors:0.8. Read once, before the first step; takes no memory. null: start from
+    zero."""
 
     def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
         one = {"hada_w1_a": (outputs, self.rank), "hada_w1_b": (self.rank, inputs)}

@@ -24,13 +24,17 @@ Targets = (
     | Annotated[list[str], Field(min_length=1)]
 )
 """A named choice of layers, or a list of name endings."""
+Start = Annotated[str, Field(min_length=1)] | None
+"""A LoRA that the first step begins with."""
 
 
 class TargetedMethod(TrainingMethod):
-    """Update linear layers and 1x1 convolutions of a frozen model. Members declare the field ``targets: Targets``."""
+    """Update linear layers and 1x1 convolutions of a frozen model. Members declare the fields ``targets: Targets``
+    and ``start: Start``."""
 
-    if TYPE_CHECKING:  # every member declares it, so that its tag and rank come first in JSON
+    if TYPE_CHECKING:  # every member declares them, so that its tag and rank come first in JSON
         targets: Targets
+        start: Start
 
     def modules(self, shapes: Shapes) -> list[str]:
         """The layers that get an update, from the base model's shapes."""

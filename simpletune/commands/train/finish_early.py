@@ -130,7 +130,7 @@ def _read(folder: Path) -> checkpoint.SavedState:
 
 def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path:
     """Write the result as at the end of a run, from the average if the run keeps one."""
-    adapter, metadata = config.adapter, checkpoint.metadata_of(shareable(config), saved.step)
+    adapter, metadata = config.adapter, checkpoint.metadata_of(run, shareable(config), saved.step)
     if adapter.exports_to_checkpoints:  # the checkpoint's header names local folders, a result's must not
         names = [file.name for file in result_files(config, run)]
         for name in names:

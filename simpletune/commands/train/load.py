@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator
 
+from simpletune.commands.train.start import Start
 from simpletune.config.batches import smaller_batch
 from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
@@ -38,6 +39,7 @@ def load(
     accelerator: Accelerator,
     saved: checkpoint.SavedState | None,
     state_bytes: int | None,
+    start: Start | None = None,
 ) -> tuple[TrainStep, BatchLoader, PreparedData]:
     """Load the model and this process's micro-batches; the configuration is settled.
 
@@ -49,7 +51,7 @@ def load(
     # If any process runs out of memory, all of them halve the micro-batch and load the model again: no step has been
     # taken yet, and random numbers depend only on the step.
     while True:
-        core = load_model(config, prepared, accelerator, saved)
+        core = load_model(config, prepared, accelerator, saved, start)
         processes, train = accelerator.num_processes, config.train
         share = RankMicroBatches(
             accelerator.process_index, processes, train.reduce == "exact", train.uses_fsdp(processes)
@@ -115,9 +117,14 @@ def runs_out(core: TrainStep, batches: BatchLoader, draws: list[SampleDraw], sta
 
 
 def load_model(
-    config: TrainConfig, prepared: PreparedData, accelerator: Accelerator, saved: checkpoint.SavedState | None
+    config: TrainConfig,
+    prepared: PreparedData,
+    accelerator: Accelerator,
+    saved: checkpoint.SavedState | None,
+    start: Start | None = None,
 ) -> TrainStep:
-    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint."""
+    """Load and quantise the model, attach the adapter, place it, create the optimizer, and restore a checkpoint, or
+    begin with the updates of ``start``."""
     device, plan = accelerator.device, prepared.plan
     sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
     if divided:  # each unit moves to the device when it is sharded
@@ -126,6 +133,8 @@ def load_model(
         denoiser = load_base_together(config, accelerator, sizes, cache)
     text = load_text_side(config, prepared.text, plan.captions() if config.text.trains else [], device)
     core = assemble(config, denoiser, accelerator, len(plan.sizes()), text)
+    if start is not None:
+        start.begin(denoiser)
     core.average = average_of(config, denoiser, core.optimizer)
     if core.fsdp is not None:
         driver = RankZeroDriver(core.fsdp)

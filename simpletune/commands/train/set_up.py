@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.commands.train.class_pictures import with_class_pictures
 from simpletune.commands.train.load import load, with_batch_size
+from simpletune.commands.train.start import read_start
 from simpletune.config.batches import of_process, require_processes, with_batch, with_saved_batch
 from simpletune.config.compute import settle_compute
 from simpletune.config.modulation import settle_modulation
@@ -26,6 +27,7 @@ from simpletune.runs.folder import (
     CONFIG,
     DATA,
     ENVIRONMENT,
+    PARENT,
     chosen_before,
     clear_unsaved,
     finished_steps,
@@ -89,6 +91,7 @@ def set_up(
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = resolve_folders(config)
     require_model_rules(resolved)
+    begins = None if saved else read_start(resolved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
@@ -108,6 +111,8 @@ def set_up(
     announce_resume(saved, config, prepared, processes)
     if main:
         open_folder(config, prepared, saved, anew=resume == "auto")
+        if begins is not None:
+            write_json(run_folder(config) / PARENT, begins.about)
         attempt.begin(reason, start, stages)
         put_chosen(resolved, settled, threads)
     state_bytes = None
@@ -115,7 +120,7 @@ def set_up(
         state_bytes = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
         state_bytes = max(gather_object([state_bytes])) if processes > 1 else state_bytes
     with stages.stage("load"):
-        core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes)
+        core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes, begins)
     config = config.model_copy(update={"train": core.config.train})
     if main and tries_batch:
         write_config(config)

@@ -14,6 +14,7 @@ from simpletune.adapters.text.files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, overflow_words
+from simpletune.runs.model_card import parent_words
 from simpletune.runs.report import charts, pictures
 from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTable, format_gib, seconds
 from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
@@ -99,6 +100,8 @@ def headline(run: RunData) -> list[Fact]:
     if run.share is not None:
         trained, total = run.summary["trainable_parameters"], run.summary["total_parameters"]
         facts.append(Fact("Trained share", f"{100 * run.share:.3g}%", f"{trained:,} of {total:,} parameters"))
+    if (parent := run.summary.get("parent")) is not None:
+        facts.append(Fact("Started from", parent["name"], parent_words(parent)))
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
         change = f" {after / before - 1:+.1%}," if before else ""
