@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.targets import LayerMethod, Start, Targets
+from simpletune.adapters.methods.targets import LayerMethod, StartName, Targets
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods.layers import FactorLayer
@@ -37,7 +37,7 @@ class Lokr(LayerMethod):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
-    start: Start = None
+    start: StartName = None
     """LoKr to start from instead of from zero: a file, a run, RUN@STEP or a hub name, of the same factor and rank, with
     an optional strength as in my.safetensors:0.8. Read once, before the first step; takes no memory. null: start from
     zero."""

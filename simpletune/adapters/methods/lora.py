@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
-from simpletune.adapters.methods.targets import Start, TargetedMethod, Targets
+from simpletune.adapters.methods.targets import StartName, TargetedMethod, Targets
 from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
 
@@ -53,7 +53,7 @@ class Lora(TargetedMethod):
     """Data type of the updates, their gradients and the file. bf16 halves their size; keep optimizer.rounding
     stochastic, or small changes are lost."""
 
-    start: Start = None
+    start: StartName = None
     """LoRA to start from instead of from zero: a file in any layout, a run, RUN@STEP or a hub name, for LoRA with an
     optional strength as in my.safetensors:0.8. Another rank gets the best approximation of its product. Read once,
     before the first step; takes no memory. null: start from zero."""

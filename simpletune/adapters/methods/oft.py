@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
-from simpletune.adapters.methods.targets import LayerMethod, Start, Targets
+from simpletune.adapters.methods.targets import LayerMethod, StartName, Targets
 from simpletune.models.lora_names import result_layout
 from simpletune.system.options import Problem
 
@@ -35,7 +35,7 @@ class Oft(LayerMethod):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the blocks, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
-    start: Start = None
+    start: StartName = None
     """OFT to start from instead of from zero: a file, a run, RUN@STEP or a hub name, of the same block size. Read once,
     before the first step; takes no memory. null: start from zero."""
 

@@ -24,17 +24,17 @@ Targets = (
     | Annotated[list[str], Field(min_length=1)]
 )
 """A named choice of layers, or a list of name endings."""
-Start = Annotated[str, Field(min_length=1)] | None
+StartName = Annotated[str, Field(min_length=1)] | None
 """A LoRA that the first step begins with."""
 
 
 class TargetedMethod(TrainingMethod):
     """Update linear layers and 1x1 convolutions of a frozen model. Members declare the fields ``targets: Targets``
-    and ``start: Start``."""
+    and ``start: StartName``."""
 
     if TYPE_CHECKING:  # every member declares them, so that its tag and rank come first in JSON
         targets: Targets
-        start: Start
+        start: StartName
 
     def modules(self, shapes: Shapes) -> list[str]:
         """The layers that get an update, from the base model's shapes."""
