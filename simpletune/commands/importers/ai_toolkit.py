@@ -12,6 +12,7 @@ from simpletune.commands.importers.common_options import (
     take_embedding,
     take_optimizer,
     take_schedule,
+    take_start,
     take_text_lora,
 )
 from simpletune.commands.importers.translation import (
@@ -63,6 +64,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         found.leave("process", "only the first is translated")
     is_sd3 = _family(found)
     method = _adapter(found)
+    take_start(found, "network.pretrained_lora_path")
     found.by_table(tables["options"])
     _precision(found, method)
     _optimizer(found, method)

@@ -101,6 +101,15 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
             found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
 
 
+def take_start(found: Translation, key: str) -> None:
+    """Translate the LoRA that training starts from; a LoRA or a kin of it, from its own kind."""
+    file = found.read(key, as_text)
+    if file and found.get("adapter.method", "lora") in ("lora", "dora", "loha", "lokr", "oft"):
+        found.take(key, "adapter.start", file)
+    elif file:
+        found.leave(key, "only a LoRA, DoRA, LoHa, LoKr or OFT starts from another")
+
+
 def take_text_lora(found: Translation, key: str, rate: float | None, targets: str = "attention") -> None:
     """Translate text encoders that train with a LoRA: an update of its rank and alpha on CLIP; others cannot be
     trained here. ``rate``: their learning rate; None: that of the rest."""

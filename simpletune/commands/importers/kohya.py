@@ -21,6 +21,7 @@ from simpletune.commands.importers.common_options import (
     take_lycoris,
     take_optimizer,
     take_schedule,
+    take_start,
     take_swapped_blocks,
     take_text_lora,
     take_warmup,
@@ -162,6 +163,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     found = Translation(settings, tables["defaults"])
     is_sd3 = _family(found)
     method = _adapter(found, is_sd3)
+    take_start(found, "network_weights")
     _precision(found, method)
     found.by_table(tables["options"])
     _optimizer(found)

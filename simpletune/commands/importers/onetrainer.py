@@ -12,6 +12,7 @@ from simpletune.commands.importers.common_options import (
     take_embedding,
     take_optimizer,
     take_schedule,
+    take_start,
     take_text_lora,
     take_warmup,
 )
@@ -66,6 +67,7 @@ def _options(settings: Json) -> Translation:
     found.seen("concepts", "concept_file_name", "samples", "sample_definition_file_name", "resolution")
     family = _model(found)
     method = _adapter(found)
+    take_start(found, "lora_model_name")
     found.by_table(tables["options"])
     _part(found, "transformer" if family == "sd3" else "unet", method)
     _optimizer(found)

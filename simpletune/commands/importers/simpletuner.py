@@ -12,6 +12,7 @@ from simpletune.commands.importers.common_options import (
     take_lycoris,
     take_optimizer,
     take_schedule,
+    take_start,
     take_swapped_blocks,
     take_warmup,
 )
@@ -69,6 +70,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     found.seen("data_backend_config", "resolution", "resolution_type", "caption_dropout_probability")
     _model(found)
     _adapter(found, folder)
+    take_start(found, "init_lora")
     found.by_table(tables["options"])
     _optimizer(found)
     _length(found)
