@@ -28,9 +28,10 @@ from simpletune.system.redact import redact
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "simpletune"
-MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("np", "load"), ("numpy", "load")}
+SAFE_YAML = {"scan", "safe_load", "SafeLoader", "AliasToken", "YAMLError"}
 ALLOWED = {
     ("adapters/methods/hypernetwork_files.py", "torch.save"),  # export --format a1111 writes one, and nothing reads it
 }
@@ -44,6 +45,10 @@ def forbidden(tree: ast.AST) -> list[str]:
             found += [alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
             found.append(node.module or "")
+        elif isinstance(node, ast.ImportFrom) and node.module == "yaml":
+            found.append("from yaml")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml" and node.attr not in SAFE_YAML:
+            found.append(f"yaml.{node.attr}")
         elif isinstance(node, ast.Call):
             call = node.func
             if isinstance(call, ast.Name) and call.id in BUILTINS:
@@ -80,7 +85,15 @@ def test_nothing_is_unpickled_or_executed() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["import pickle", "from yaml import load", "eval(x)", "torch.load(f)", "f(trust_remote_code=True)", "os.system(x)"],
+    [
+        "import pickle",
+        "from yaml import load",
+        "yaml.load(f)",
+        "eval(x)",
+        "torch.load(f)",
+        "f(trust_remote_code=True)",
+        "os.system(x)",
+    ],
 )
 def test_the_search_finds(code: str) -> None:
     assert forbidden(ast.parse(code))
