@@ -63,7 +63,6 @@ def estimate_config(
     with silent() if as_json else nullcontext():
         config = settle_compute(read_for_estimate(file, overrides), card.capability if card else None)
         config = resolve_auto(config, card, reserved)
-    with silent() if as_json else nullcontext():
         say_what_is_known(config, card, reserved)
     prediction = estimate(config, (card or find_card(REFERENCE)).capability)
     time = None

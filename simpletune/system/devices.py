@@ -42,9 +42,10 @@ def prepare_environment() -> None:
     warnings.filterwarnings("ignore", r"Image size \(\d+ pixels\) exceeds limit", RuntimeWarning)
 
 
-def under_wsl() -> bool:
-    """Whether this Linux runs inside Windows, whose driver model manages the card's memory."""
-    return "microsoft" in platform.release().lower()
+def under_wsl(release: str | None = None) -> bool:
+    """Whether a Linux of this kernel release (None: this one) runs inside Windows, whose driver model manages the
+    card's memory."""
+    return "microsoft" in (platform.release() if release is None else release).lower()
 
 
 def give_up_expandable_segments() -> None:

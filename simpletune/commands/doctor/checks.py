@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
-from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, sm
+from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, sm, under_wsl
 from simpletune.system.disk import format_bytes
 from simpletune.system.options import plural
 
@@ -49,7 +49,7 @@ def python(machine: Machine) -> Iterator[Finding]:
 def in_wsl(machine: Machine) -> bool:
     """Whether this is Linux inside Windows."""
     name, release = machine.system
-    return name == "Linux" and "microsoft" in release.lower()
+    return name == "Linux" and under_wsl(release)
 
 
 def system(machine: Machine) -> Iterator[Finding]:

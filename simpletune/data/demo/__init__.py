@@ -46,12 +46,10 @@ def resolve(name: str, cache: Path) -> Path:
         try:
             if name == SUBJECT:
                 pictures.write_subject_folder(folder)
-            elif name == STYLE:
-                scenes = pictures.balanced_scenes(64, "striped")
-                pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER, all_captions=True)
             else:
-                scenes = pictures.balanced_scenes(32, "striped")
-                pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER)
+                whole, trigger = name == STYLE, pictures.STYLE_TRIGGER
+                scenes = pictures.balanced_scenes(64 if whole else 32, "striped")
+                pictures.write_folder(folder, scenes, seed=0, trigger=trigger, all_captions=whole)
         except FileExistsError:  # another process created the same content first
             pass
     return folder
