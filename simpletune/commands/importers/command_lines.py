@@ -18,8 +18,7 @@ def read_command(text: str) -> Json | None:
     """Return the options of the first command that names a Python script, and the script's name as ``script``; None if
     there is no such command."""
     variables: dict[str, str] = {}
-    for line in _lines(text):
-        words = shlex.split(line, comments=True)
+    for words in _commands(text):
         words = [VARIABLE.sub(lambda found: variables.get(found[1], found[0]), word) for word in words]
         script = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
         if script is not None:
@@ -30,14 +29,13 @@ def read_command(text: str) -> Json | None:
     return None
 
 
-def _lines(text: str) -> Iterator[str]:
-    """Join lines that end in a backslash; skip those with quotes that never close."""
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield each line's words. Joins lines that end in a backslash; skips those with quotes that never close."""
     for line in re.sub(r"[\\^`][ \t]*\r?\n", " ", text).splitlines():
         try:
-            shlex.split(line, comments=True)
+            yield shlex.split(line, comments=True)
         except ValueError:
             continue
-        yield line
 
 
 def read_flags(words: list[str]) -> Json:
