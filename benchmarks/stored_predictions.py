@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +29,10 @@ from simpletune.system.console import say, silent
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.startup import ensure_libraries
 
-# Every shipped configuration of few micro-batches as it is, and those that `simpletune init` starts from on a card with
-# one of these changes.
+# Every shipped configuration of few micro-batches as it is, and those of LoRA for a person's own pictures with one of
+# these changes.
 GRID = {"adapter.rank": (4, 8, 16, 32, 64), "train.batch_size": (1, 2, 4), "data.resolution": (512, 768, 1024)}
-CHANGED = ("sd3_medium_lora_8gb", "sd3_medium_dreambooth_lora", "sd15_lora")
+CHANGED = re.compile("(?!.*study).*_lora")
 MOST_MICRO_BATCHES = 8  # each is simulated: the 128 of a training from scratch take minutes
 SAMPLE = 5  # rows that are computed again before rows of other sources are kept
 PROCESSES, SAVED = 2, 4  # processes; rows after which the file is written
@@ -50,7 +51,8 @@ def grid() -> Iterator[Row]:
     seen, names = set(), shipped_names()
     changes = [f"{setting}={value}" for setting, values in GRID.items() for value in values]
     wanted: list[tuple[str, tuple[str, ...]]] = [(name, ()) for name in names]
-    for file, overrides in [*wanted, *((name, (change,)) for name in CHANGED for change in changes)]:
+    changed = filter(CHANGED.match, names)
+    for file, overrides in [*wanted, *((name, (change,)) for name in changed for change in changes)]:
         try:
             config = settled(file, overrides)
         except UserError:  # the model takes no pictures of that size, for instance

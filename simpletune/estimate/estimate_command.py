@@ -23,7 +23,7 @@ from simpletune.runs.report import charts
 from simpletune.system.console import note, say, silent
 from simpletune.system.devices import CUDA_12_6, CUDA_13_FROM, sm
 from simpletune.system.gpus import Card, find_card
-from simpletune.system.options import UserError, join_names
+from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.prices import card_price
 from simpletune.system.startup import ensure_libraries
 
@@ -35,6 +35,10 @@ def read_for_estimate(file: Path, overrides: Sequence[str]) -> TrainConfig:
     """Read a configuration whose data may be missing; resolve the demo model and ``memory.modulation: auto``."""
     config, notices = read_config(file, list(overrides), needs_data=False)
     note(notices)
+    return _settle_model(config)
+
+
+def _settle_model(config: TrainConfig) -> TrainConfig:
     config = resolve_model_folder(config)
     require_model_rules(config)
     return settle_modulation(config, on_host=False)  # an estimate is for a card, also where there is none
@@ -91,15 +95,32 @@ def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> 
     if known_job(config, capability, size) is not None:
         return
     if (job := shipped_job(config, capability, size)) is not None:
-        others = join_names([f"{name} {version}" for name, version in other_versions().items()])
         found = needs_of(config, with_workspaces(job, capability, config.speed.deterministic), size)
-        for line in estimate_lines(f"{config.name}, as stored for {others}", found, card, reserved):
+        for line in estimate_lines(f"{config.name}, as stored for {_other_versions()}", found, card, reserved):
             say(line)
         say(f"predict {config.name} with the installed versions instead")
         return
     weights = config.model.parameter_count() * config.precision.bytes_per_weight / GIB
     trained = config.adapter.trainable(config.model.known_shapes())
     say(f"predict {config.name}: {weights:.1f} GiB of weights, {trained:,} trained values; a step on fake tensors")
+
+
+def _other_versions() -> str:
+    return join_names([f"{name} {version}" for name, version in other_versions().items()])
+
+
+def shipped_json(config: TrainConfig, card: Card | None) -> Json | None:
+    """What ``estimate --json`` prints, by the prediction that ships, with the versions ``stored_for`` which it is; None
+    if none ships, or it is for the installed versions. Imports no torch."""
+    if not other_versions():
+        return None
+    config = settle_compute(_settle_model(config), card.capability if card else None)
+    capability, size = (card or find_card(REFERENCE)).capability, square(config)
+    if (job := shipped_job(config, capability, size)) is None:
+        return None
+    found = needs_of(config, with_workspaces(job, capability, config.speed.deterministic), size)
+    time = None if card is None else time_of(config, found, card, None).as_json()
+    return {**found.as_json(card), "time": time, "stored_for": _other_versions()}
 
 
 def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> TrainConfig:

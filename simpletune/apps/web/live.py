@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from simpletune import __version__
@@ -18,12 +17,14 @@ from simpletune.apps.web import processes
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import file_stamp
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate.estimate_command import shipped_json
+from simpletune.estimate.stored import versions
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json
 
-FOLDER = "estimates"
+FOLDER, SHIPPED = "estimates", ".shipped"
 IRRELEVANT = {"name", "about", "output", "tracking", "profile", "schema_"}  # to what is shown
 MOST = 32  # forms that wait for a prediction
 KEPT = 2000  # predictions
@@ -43,14 +44,21 @@ def estimate_request(config: TrainConfig, data: Json, card: Card | None) -> Esti
     device = None if card is None else f"{card.gib:.2f}GiB" if card.found == 1.0 else card.name
     options = config.model_dump(mode="json", by_alias=True, exclude=IRRELEVANT)
     sources = [file_stamp(Path(source.path)) for source in config.data.members]
-    about = [options, device, sources, __version__, version("torch")]
+    about = [options, device, sources, __version__, versions()]
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return EstimateRequest(key, data, device)
 
 
 def cached_estimate(roots: Roots, key: str) -> Json | None:
     """Return a cached prediction: ``estimate --json``'s output, or ``{"error": words}``; None if there is none."""
-    return read_json_or_none(_file(roots, key)) if re.fullmatch("[0-9a-f]{24}", key) else None
+    return read_json_or_none(_file(roots, key)) if re.fullmatch(f"[0-9a-f]{{24}}({SHIPPED})?", key) else None
+
+
+def keep_shipped(roots: Roots, key: str, config: TrainConfig, card: Card | None) -> None:
+    """Keep the prediction that ships for other versions of the libraries, if any, as that of ``key + SHIPPED``."""
+    if not _file(roots, key + SHIPPED).exists() and (found := shipped_json(config, card)) is not None:
+        (roots.own / FOLDER).mkdir(parents=True, exist_ok=True)
+        write_json(_file(roots, key + SHIPPED), found, shared=True)
 
 
 class Estimator:

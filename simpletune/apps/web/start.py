@@ -146,6 +146,7 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
         )
         key = estimate.key
         if live.cached_estimate(roots, key) is None:
+            live.keep_shipped(roots, key, filled.planned, filled.card)
             live.estimator(roots).want(form, estimate)
     why = "" if filled.planned else "no prediction until the problems are fixed"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
@@ -162,10 +163,12 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
 
 
 def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str, object]:
-    """Return the live line: the prediction, or, while a new one is made, the last one, greyed out."""
+    """Return the live line: the prediction; while one is made, that which ships for other versions of the libraries, or
+    the last one, greyed out."""
     found = live.cached_estimate(roots, key) if key else None
+    shipped = live.cached_estimate(roots, key + live.SHIPPED) if key and found is None else None
     old = live.cached_estimate(roots, last) if last and found is None else None
-    figures = found or old or {}
+    figures = found or shipped or old or {}
     return {
         "key": key, "last": last, "ready": found is not None, "why": why, "error": figures.get("error"),
         "figures": figures,

@@ -34,6 +34,7 @@ from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
+from simpletune.estimate import stored
 from simpletune.system.gpus import find_card
 from simpletune.system.options import ConfigError, documented, option_classes
 
@@ -340,6 +341,21 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert "no model here. Get one" in client.get(f"/start/live?key={key}&last=..").text
     assert client.get("/start/live?key=../../x").status_code == 200
     assert not list((roots.own / "estimates").glob("*.config.json"))
+
+
+def test_the_live_line_shows_at_once_what_ships_for_other_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(live.Estimator, "want", lambda *_: None)
+    monkeypatch.setattr(presets, "card_here", lambda: None)
+    client = open_pages(tmp_path)
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, base="shipped:demo")
+    assert "stale" not in text and "for torch 2" in text and "predicting for your versions" in text
+    assert "data-topic" in text  # its own follows
+    text, _ = change(client, values, adapter__rank="5")
+    assert "stored" not in text and "stale" in text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
