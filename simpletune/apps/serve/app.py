@@ -24,14 +24,15 @@ from simpletune.apps.http import CLIENT_CLOSED_REQUEST, CLIENT_LEFT, Guard, read
 from simpletune.apps.serve.metrics import CONTENT_TYPE, Metrics
 from simpletune.apps.serve.requests import Capabilities, RequestError, read_requests
 from simpletune.apps.serve.worker import FAILED, STOPPING, GenerationJob, Worker
+from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
 
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/base.css": ("base.css", "text/css; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/": (PAGE / "page.html", "text/html; charset=utf-8"),
+    "/pages.css": (ASSETS / "pages.css", "text/css; charset=utf-8"),
+    "/page.css": (PAGE / "page.css", "text/css; charset=utf-8"),
+    "/page.js": (PAGE / "page.js", "text/javascript; charset=utf-8"),
 }
 STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # fields of a Request, for the page
 
@@ -53,7 +54,7 @@ class HttpOptions:
 
 def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, options: HttpOptions) -> ASGIApp:
     """Build the application around a worker that generates the images."""
-    pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in PAGE_FILES.items()}
+    pages = {path: (file.read_bytes(), kind) for path, (file, kind) in PAGE_FILES.items()}
 
     async def predict(request: Request) -> Response:
         worker.require_ready()

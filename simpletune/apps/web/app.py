@@ -21,16 +21,17 @@ from simpletune.apps.web import data_page, run_page, runs_page, start
 from simpletune.apps.web.access import FAILED, HEADERS, TOKEN, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
 from simpletune.apps.web.roots import Roots, make_roots
-from simpletune.apps.web.templates import SHARED, TEMPLATES, render
+from simpletune.apps.web.templates import TEMPLATES, render
 from simpletune.system.console import say
 from simpletune.system.locks import is_held
 from simpletune.system.options import UserError
+from simpletune.system.package import ASSETS
 
 PAGES = (runs_page, start, data_page, run_page)
 """Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
 STATIC = {
-    "base.css": SHARED, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
-    "start.js": TEMPLATES, "run.js": TEMPLATES,
+    "pages.css": ASSETS, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
+    "start.js": TEMPLATES, "run.js": TEMPLATES, "chart.js": TEMPLATES,
 }  # fmt: skip
 KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
 CONNECTIONS = 256  # a browser keeps one for its events, and a few more while it loads a page

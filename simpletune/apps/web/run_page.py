@@ -83,7 +83,10 @@ def routes() -> list[Route]:
         Route("/run/{name}/file/{path:path}", file),
         Route("/run/{name}/small/{path:path}", small),
         Route("/run/{name}/exports/{file}", export_file),
-        *(Route(f"/run/{{name}}/{word}", partial(part, *made)) for word, made in PARTS.items()),
+        *(
+            Route(f"/run/{{name}}/{word}", partial(part, template, values))
+            for word, (_, template, values) in PARTS.items()
+        ),
     ]
 
 
@@ -166,15 +169,20 @@ class RunView:
         return {"prompt": prompt, **own, **fallback}
 
     def now(self) -> Json:
-        """State and charts."""
-        return {"run": self.progress, "charts": charts_of(self.folder, self.progress.steps)}
+        """State and sections."""
+        return {"run": self.progress}
+
+    def charts(self) -> Json:
+        """Charts, and memory by stage."""
+        planned = self.progress.steps if self.progress.running else None
+        return {"run": self.progress, "charts": charts_of(self.folder, planned)}
 
     def form(self) -> Json:
         """The form for requests to the run, if it is training."""
         return {"run": self.progress, "drawing": self.drawing()}
 
     def pictures(self) -> Json:
-        return {"matrix": self.matrix}
+        return {"run": self.progress, "matrix": self.matrix}
 
     def requests(self) -> Json:
         """Waiting requests, answers and requested pictures, newest first."""
@@ -212,7 +220,7 @@ class RunView:
             "result": OUTPUT if (self.folder / OUTPUT).is_file() else "", "result_step": summary.get("steps"),
             "output": str(summary.get("output", "")), "report": (self.folder / REPORT).is_file(),
             "exports": sorted(file.name for file in exports), "formats": FORMATS, "has_strength": self.has_strength,
-            "strengths": STRENGTHS, "more": more, "drawing": self.drawing(),
+            "strengths": STRENGTHS, "more": more, "drawing": self.drawing(), **self.comparisons(),
         }  # fmt: skip
 
     def jobs(self) -> Json:
@@ -230,15 +238,19 @@ class RunView:
         return {"comparisons": comparisons_of(self.folder)}
 
 
-PARTS: dict[str, tuple[str, Callable[[RunView], Json]]] = {
-    "now": ("run_now.html", RunView.now),
-    "form": ("run_ask.html", RunView.form),
-    "pictures": ("run_pictures.html", RunView.pictures),
-    "requests": ("run_requests.html", RunView.requests),
-    "log": ("run_log.html", RunView.log),
-    "after": ("run_after.html", RunView.after),
-    "jobs": ("run_jobs.html", RunView.jobs),
-    "comparisons": ("run_comparisons.html", RunView.comparisons),
+# In the page's order: the topic that renews a part, its template, and the template's values. `after` contains
+# `comparisons`.
+PARTS: dict[str, tuple[str, str, Callable[[RunView], Json]]] = {
+    "now": ("run", "run_now.html", RunView.now),
+    "ask": ("held", "run_ask.html", RunView.form),
+    "requests": ("requests", "run_requests.html", RunView.requests),
+    "result": ("after", "run_result.html", RunView.after),
+    "jobs": ("jobs", "run_jobs.html", RunView.jobs),
+    "pictures": ("pictures", "run_pictures.html", RunView.pictures),
+    "charts": ("run", "run_charts.html", RunView.charts),
+    "after": ("after", "run_after.html", RunView.after),
+    "log": ("log", "run_log.html", RunView.log),
+    "comparisons": ("comparisons", "run_comparisons.html", RunView.comparisons),
 }
 
 
@@ -257,9 +269,10 @@ with_run_form = partial(with_form, require=view_of)
 def page(request: Request) -> Response:
     """GET /run/NAME: the page with all of its parts."""
     view, all_values = view_of(request), Json()
-    for _, values in PARTS.values():
+    for _, _, values in PARTS.values():
         all_values |= values(view)
-    return render(request, "run.html", name=view.folder.name, **all_values)
+    parts = [(id, topic, template) for id, (topic, template, _) in PARTS.items() if id != "comparisons"]
+    return render(request, "run.html", name=view.folder.name, parts=parts, **all_values)
 
 
 def part(template: str, values: Callable[[RunView], Json], request: Request) -> Response:

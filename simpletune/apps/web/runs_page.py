@@ -1,4 +1,4 @@
-"""The page of all runs: a table with pictures, the settings that differ, and figures; and the queue."""
+"""The page of all runs: cards with a picture, figures and the settings that differ; a chart; and the queue."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from simpletune.apps.web import queue
 from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.run.progress import losses_of
 from simpletune.apps.web.run_state import Runs, file_stamp, stamp, state_of
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.runs.attempts import attempts_of, total_seconds
@@ -23,11 +24,12 @@ from simpletune.system.console import duration
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json, UserError
 
-THUMBNAILS, SIDE = "thumbnails", 176  # pixels
+THUMBNAILS, SIDE = "thumbnails", 512  # pixels
 SAME = ("$schema", "version", "about", "name", "output", "tracking", "profile")  # settings that affect no figure
 LISTED = 6  # settings of a run
 LONGEST = 40  # characters of a setting
 CACHED = 1000  # runs
+CHARTED, MOST_CHARTED = 4, 6  # runs in the chart: at first, and at most, as pages.css has colours
 CHANGES: Mapping[str, Callable[[Roots, str], None]] = {
     "remove": queue.remove, "up": queue.move_up, "stop": queue.stop,
 }  # fmt: skip
@@ -37,6 +39,7 @@ def routes() -> list[Route]:
     return [
         Route("/", all_runs),
         Route("/runs/table", table),
+        Route("/runs/losses", losses),
         Route("/runs/queue", queue_part),
         Route("/runs/thumbnail/{name}", thumbnail),
         Route("/queue/{what}", change_queue, methods=["POST"]),
@@ -52,12 +55,17 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 def all_runs(request: Request) -> Response:
     """GET /: the page."""
     roots = request.app.state.roots
-    return render(request, "all_runs.html", 200, runs=rows(roots), **_queue(roots))
+    return render(request, "all_runs.html", 200, **_runs(request), **_losses(request), **_queue(roots))
 
 
 def table(request: Request) -> Response:
-    """GET /runs/table: only the table, after a change."""
-    return render(request, "all_runs_table.html", runs=rows(request.app.state.roots))
+    """GET /runs/table?run=NAME...: only the cards, after a change; the runs in the chart keep their check marks."""
+    return render(request, "all_runs_table.html", 200, **_runs(request))
+
+
+def losses(request: Request) -> Response:
+    """GET /runs/losses?run=NAME...: only the chart of these runs' losses."""
+    return render(request, "all_runs_losses.html", 200, **_losses(request))
 
 
 def queue_part(request: Request) -> Response:
@@ -80,7 +88,7 @@ def change_queue(request: Request, form: Form) -> Response:
 
 
 def thumbnail(request: Request) -> Response:
-    """GET /runs/thumbnail/NAME?v=STAMP: a small copy of the newest sheet of validation pictures, cached as a file."""
+    """GET /runs/thumbnail/NAME?v=STAMP: a small copy of the newest validation picture, cached as a file."""
     from PIL import Image
 
     roots: Roots = request.app.state.roots
@@ -163,6 +171,23 @@ def flat(settings: Json, prefix: str = "") -> dict[str, str]:
             text = f"{value:g}" if isinstance(value, float) else str(value)
             found[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
     return found
+
+
+def _charted(request: Request) -> list[Path]:
+    """The runs whose losses the page charts: those that it asks for, at first the newest."""
+    roots: Roots = request.app.state.roots
+    if request.url.path == "/":
+        return [roots.runs / row["state"].name for row in rows(roots) if row["state"].loss is not None][:CHARTED]
+    found = [roots.run(name) for name in request.query_params.getlist("run")]
+    return [folder for folder in found if folder is not None][:MOST_CHARTED]
+
+
+def _runs(request: Request) -> dict[str, object]:
+    return {"runs": rows(request.app.state.roots), "charted": [folder.name for folder in _charted(request)]}
+
+
+def _losses(request: Request) -> dict[str, object]:
+    return {"losses": losses_of(_charted(request))}
 
 
 def _queue(roots: Roots) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATES = ASSETS / "web"
-SHARED = Path(__file__).resolve().parent.parent / "serve" / "page"  # base.css
 MOST_FORM = 2**20  # bytes of a form
 Form = dict[str, str]
 

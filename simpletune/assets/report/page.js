@@ -11,7 +11,10 @@
   // Follow the system's light or dark theme until the button is pressed.
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
-  const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const colour = (name) => { // the style has light-dark(#..., #...)
+    const [light, dark] = getComputedStyle(root).getPropertyValue("--" + name).match(/#\w+/g);
+    return root.dataset.theme === "dark" ? dark : light;
+  };
   const paint = () => { root.dataset.theme = chosen || (dark.matches ? "dark" : "light"); };
   paint();
   dark.addEventListener("change", () => { paint(); drawAll(); });

@@ -86,3 +86,13 @@ if (shared) shared.addEventListener("message", (event) => told(event.data));
 document.addEventListener("visibilitychange", visibility);
 window.addEventListener("pagehide", () => { if (release) release(); });
 visibility();
+
+document.addEventListener("load", (event) => { // pictures of a few pixels stay sharp
+  const picture = event.target;
+  if (picture.tagName === "IMG" && picture.naturalWidth <= 128) picture.classList.add("tiny");
+}, true);
+for (const picture of document.images) if (picture.complete && picture.naturalWidth && picture.naturalWidth <= 128) picture.classList.add("tiny");
+document.addEventListener("input", (event) => { // Save appears once a caption is edited
+  const save = event.target.closest(".data-card form")?.querySelector("button");
+  if (save) save.hidden = false;
+});

@@ -1,12 +1,29 @@
-// The slider of a comparison shows one of its pictures.
+// The sliders of a run's page: base against a step, the step of all pictures, and the strength of a comparison.
 "use strict";
+function showStep(number) {
+  const slider = document.getElementById("matrix-step");
+  for (const frame of document.querySelectorAll("#frames .frame")) {
+    const drawn = [...frame.querySelectorAll("img[data-at]")];
+    const shown = drawn.filter((picture) => Number(picture.dataset.at) <= number).pop() || drawn[0];
+    if (!shown) continue;
+    if (shown.dataset.src) { shown.src = shown.dataset.src; delete shown.dataset.src; }
+    for (const picture of drawn) picture.hidden = picture !== shown;
+  }
+  const titles = [...document.querySelectorAll("#matrix thead th")].slice(1).map((each) => each.textContent);
+  slider.setAttribute("aria-valuetext", titles[number]);
+  document.getElementById("matrix-shown").textContent = titles[number];
+  for (const tag of document.querySelectorAll("#frames .tag.right")) tag.textContent = titles[number];
+}
 document.addEventListener("input", (event) => {
-  const slider = event.target.closest("input.frames");
-  if (!slider) return;
-  const figure = document.getElementById(slider.dataset.frames);
-  const pictures = figure.querySelectorAll("img");
-  pictures.forEach((picture, number) => { picture.hidden = number !== Number(slider.value); });
-  const title = pictures[Number(slider.value)].dataset.title;
-  slider.setAttribute("aria-valuetext", title);
-  figure.querySelector("output").textContent = title;
+  const slider = event.target;
+  if (slider.id === "matrix-step") showStep(Number(slider.value));
+  else if (slider.closest(".frame")) slider.closest(".frame").style.setProperty("--cut", slider.value + "%");
+  else if (slider.matches("input.frames")) {
+    const figure = document.getElementById(slider.dataset.frames);
+    const pictures = figure.querySelectorAll("img");
+    pictures.forEach((picture, number) => { picture.hidden = number !== Number(slider.value); });
+    const title = pictures[Number(slider.value)].dataset.title;
+    slider.setAttribute("aria-valuetext", title);
+    figure.querySelector("output").textContent = title;
+  }
 });

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from simpletune.commands.generate.session import GeneratedImages
-from simpletune.runs.report.page import page_template
+from simpletune.runs.report.page import page_style, page_template
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_text
 from simpletune.system.options import plural
@@ -85,7 +85,12 @@ def write_page(
     ]  # fmt: skip
     small = max(request.width for request in requests) <= LOSSLESS
     text = page_template("compare").render(
-        models=models, rows=rows, measures=list(shown.values()), about=about, small=small
+        models=models,
+        rows=rows,
+        measures=list(shown.values()),
+        about=about,
+        small=small,
+        style=page_style("compare"),
     )
     write_text(file, text)
 

@@ -62,6 +62,7 @@ class Reason:
     path: str
     value: object
     why: str
+    override: str = ""  # what to say on the command line for another value
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Choices:
         self.captioned = seen.caption_texts
         guess, by = guess_what(seen)
         self.what: What = answers.what or guess
-        self.by = "you said so" if answers.what else f"a guess from {by}: --what overrides it"
+        self.by = "you said so" if answers.what else f"a guess from {by}"
         self.trigger = answers.words or default_trigger(seen, self.what)
         self.config: Json = {"name": run_name(seen.folder.name, "pictures")}
         self.reasons: list[Reason] = []
@@ -270,6 +271,7 @@ class Choices:
                 "adapter.method",
                 f"{self.config['adapter']['method']}, rank {self.config['adapter'].get('rank')}",
                 f"{self.what} ({ABOUT[self.what]}): {self.by}",
+                "" if self.answers.what else "--what overrides it",
             )
         )
         if self.what == "general" and not self.tiny:
@@ -280,9 +282,7 @@ class Choices:
         if self.what != "subject":
             return
         if not noun:
-            self.notes.append(
-                "name the class too, as in --trigger 'sks dog', and the base keeps what it knows of it (prior.method)"
-            )
+            self.notes.append("name the class too, as in the trigger 'sks dog', and the base keeps what it knows of it")
             return
         prompt = f"a photo of {'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
         prior = (
@@ -291,10 +291,11 @@ class Choices:
             else {"method": "base_prediction", "prompt": prompt}
         )
         self.config["prior"] = prior
-        why = f"every {noun} would become yours otherwise"
+        why, override = f"every {noun} would become yours otherwise", ""
         if not self.answers.words:
-            why += f". The folder's name is taken for the class: --trigger '{TRIGGER} CLASS' overrides it"
-        self.reasons.append(Reason("prior.method", "base_prediction", why))
+            why += ". The folder's name is taken for the class"
+            override = f"--trigger '{TRIGGER} CLASS' overrides it"
+        self.reasons.append(Reason("prior.method", "base_prediction", why, override))
         self.set("validation.class_prompt", prompt)
 
     def length(self) -> None:

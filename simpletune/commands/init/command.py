@@ -80,7 +80,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     if why_none:
         yield f"{'card':<10} none: {why_none}. {to_paste('simpletune', 'doctor')} says more"
     for reason in suggestion.reasons:
-        yield f"  {reason.path} {reason.value}: {reason.why}"
+        yield f"  {reason.path} {reason.value}: {reason.why}{reason.override and f': {reason.override}'}"
     for line in suggestion.notes:
         yield f"{'note':<10} {line}"
     if not suggestion.config["model"]["pretrained"].startswith(DEMO):

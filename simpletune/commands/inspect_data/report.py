@@ -29,10 +29,9 @@ from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import printable_name
-from simpletune.runs.report.page import page_template
+from simpletune.runs.report.page import page_style, page_template
 from simpletune.system.console import say, silent
 from simpletune.system.options import UserError, plural
-from simpletune.system.package import ASSETS
 from simpletune.system.sheets import shorten_to_width
 
 PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
@@ -135,8 +134,7 @@ def page(found: DatasetReport, title: str) -> str:
         outcome=describe_unusable(found),
         plural=plural,
         listed=LISTED,
-        style=(ASSETS / "report" / "page.css").read_text(encoding="utf-8"),
-        more=(ASSETS / "data_report" / "page.css").read_text(encoding="utf-8"),
+        style=page_style("report", "data_report"),
         made_by=f"simpletune {__version__}",
     )
 

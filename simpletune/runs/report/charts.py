@@ -372,8 +372,8 @@ def picture(spec: Json, suffix: str = ".png") -> bytes:
     """Draw a chart in Vega-Lite on white, as ``.svg``, or ``.png`` with twice its pixels."""
     import vl_convert
 
-    css = (ASSETS / "report" / "page.css").read_text(encoding="utf-8")
-    light: Json = dict(re.findall(r"--([\w-]+): (#\w+)", css[: css.index("}")]))  # the first rule is the light theme
+    css = (ASSETS / "pages.css").read_text(encoding="utf-8")
+    light: Json = dict(re.findall(r"--([\w-]+): light-dark\((#\w+)", css))
     light["runs"] = [light[f"part{number}"] for number in RUN_PARTS]
 
     def coloured(value: Any) -> Any:  # replaces @NAME, as page.js does
@@ -392,7 +392,7 @@ def picture(spec: Json, suffix: str = ".png") -> bytes:
 
 # SVG for a page that changes while it is looked at
 
-WIDTH, WIDE, HEIGHT = 560, 1120, 200  # size of the drawing; the page scales it
+WIDTH, HEIGHT = 480, 200  # size of the drawing; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 56, 24, 10, 30
 LEAST = 1e-30
 
@@ -401,31 +401,30 @@ LEAST = 1e-30
 class ChartLine:
     name: str  # in the legend; empty: none
     dots: Sequence[tuple[float, float]]  # step and value
-    kind: str  # its class in app.css: raw, smooth or held
+    kind: str  # its class in app.css: raw, smooth, held or part0 to part5
     errors: Sequence[float] = ()  # half the length of the bar through each dot; empty: no bars and no dots
 
 
-def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None, wide: bool = False) -> str:
-    """Draw lines over the steps as a figure of HTML; empty if no line has a dot.
+def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None) -> str:
+    """Draw lines over the steps as a figure of HTML; empty if no line has two dots.
 
     By hand, because a run's four charts are drawn anew as it trains: 3 ms, whereas Vega takes 60 ms, 930 ms at first,
     and 130 MiB of the page's process (2 CPU cores, November 2026). Without scripts and styles, which the page's content
-    policy forbids.
+    policy forbids; the lines have their values as data, which chart.js shows.
 
     Args:
         title: what it shows.
         lines: in the order in which they are drawn.
         steps: last step of the axis; None: the lines' last step.
-        wide: over the page's whole width.
     """
     drawn = [line for line in lines if line.dots]
-    if not drawn:
+    if max((len(line.dots) for line in drawn), default=0) < 2:
         return ""
-    width, last = WIDE if wide else WIDTH, max(max(dot[0] for line in drawn for dot in line.dots), steps or 0)
+    last = max(max(dot[0] for line in drawn for dot in line.dots), steps or 0) or 1
     low, high = limits(drawn)
 
     def x(step: float) -> float:
-        return round(LEFT + step / (last or 1) * (width - LEFT - RIGHT), 1)
+        return round(LEFT + step / last * (WIDTH - LEFT - RIGHT), 1)
 
     def y(value: float) -> float:
         share = min(max((value - low) / (high - low), 0.0), 1.0)  # a line stays in its frame
@@ -434,21 +433,23 @@ def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None, 
     name = escape(title)
     ends = [f"{each.name or title} {each.dots[-1][1]:.4g} at step {each.dots[-1][0]:,.0f}" for each in drawn]
     keys = [f' <span class="key {line.kind}">{escape(line.name)}</span>' for line in drawn if line.name]
-    scrolls = f' wide" id="chart-wide" tabindex="0" role="group" aria-label="{name}' if wide else ""
     parts = [
-        f'<figure class="chart{scrolls}">\n<figcaption>{name}{"".join(keys)}</figcaption>',
-        f'<svg viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{name} by step: {escape(", ".join(ends))}">',
+        f'<figure class="chart">\n<figcaption><b>{name}</b>{"".join(keys)} <output></output></figcaption>',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{name} by step: '
+        f'{escape(", ".join(ends))}" data-left="{LEFT}" data-right="{WIDTH - RIGHT}" data-last="{last:g}">',
     ]
     for value in ticks(low, high):
         parts += [
-            f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
+            f'<line class="grid-line" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
             f'<text x="{LEFT - 6}" y="{y(value) + 4}" text-anchor="end">{value:.4g}</text>'
         ]
     for step in ticks(0, last, most=6):
         parts += [f'<text x="{x(step)}" y="{HEIGHT - 10}" text-anchor="middle">{step:,.0f}</text>']
     for line in drawn:
         points = " ".join(f"{x(step)},{y(value)}" for step, value in line.dots)
-        parts += [f'<polyline class="{line.kind}" fill="none" points="{points}"/>']
+        values = " ".join(f"{step:g}:{value:.6g}" for step, value in line.dots)
+        own = f'data-name="{escape(line.name)}" data-values="{values}"'
+        parts += [f'<polyline class="{line.kind}" fill="none" points="{points}" {own}/>']
         for (step, value), error in zip(line.dots, line.errors, strict=False):
             ends_at = f'y1="{y(value - error)}" y2="{y(value + error)}"'
             parts += [

@@ -14,6 +14,7 @@ from simpletune.system.package import ASSETS
 if TYPE_CHECKING:
     from jinja2 import Template
 
+PAGES_CSS = ASSETS / "pages.css"
 NUMBER = re.compile(r"[-+$]?[0-9][0-9,.e+-]*(%| [A-Za-z]{1,3})?( \([^)]*\))?$")
 
 
@@ -28,12 +29,18 @@ def page_template(kind: str, **filters: Callable[..., str]) -> Template:
     return environment.get_template("page.html")
 
 
+def page_style(*kinds: str) -> str:
+    """What all pages share, then the rules of each ``assets/KIND/page.css``."""
+    files = [PAGES_CSS, *(ASSETS / kind / "page.css" for kind in kinds)]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
 def page(report: Report) -> str:
     charts = {chart.name: chart.spec for section in report.sections for chart in section.charts}
     return page_template("report").render(
         report=report,
         charts=charts,
-        style=(ASSETS / "report" / "page.css").read_text(encoding="utf-8"),
+        style=page_style("report"),
         script=(ASSETS / "report" / "page.js").read_text(encoding="utf-8"),
         vega=vega_bundle() if charts else "",
         numeric_column=numeric_column,

@@ -84,7 +84,7 @@ def test_a_full_queue_is_shown(tmp_path: Path) -> None:
 
 def test_it_needs_nothing_from_elsewhere_and_every_field_has_a_label() -> None:
     page = {file.name: file.read_text() for file in PAGE.iterdir()}
-    assert set(page) == {"base.css", "page.html", "page.css", "page.js"}
+    assert set(page) == {"page.html", "page.css", "page.js"}
     for name, text in page.items():
         assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text), name
     text = page["page.html"]

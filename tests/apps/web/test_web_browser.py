@@ -125,7 +125,8 @@ def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Ser
     select.send_keys("prod")
     light.until(lambda: light.driver.find_elements("css selector", '[name="optimizer.d_coef"]'), "Prodigy's fields")
     assert light.driver.execute_script("return document.activeElement.name") == "optimizer.name"
-    assert "from: you" in light.raw("#n-optimizer-name") and "from: preset" in light.raw("#n-schedule-name")
+    assert "set by you" in light.raw("#n-optimizer-name")
+    assert "chosen for your card" in light.raw("#n-schedule-name")
     assert light.find('[name="train.batch_size"]').get_attribute("value") == "2"
     assert light.complaints() == []
 

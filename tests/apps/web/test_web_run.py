@@ -20,6 +20,7 @@ from simpletune.apps.web import processes, queue
 from simpletune.apps.web.run.pictures import evenly_spaced, matrix_of
 from simpletune.apps.web.run.progress import read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
+from simpletune.apps.web.run_page import PARTS
 from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.runs.report.charts import ChartLine, limits, svg_lines, ticks
@@ -87,7 +88,7 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
     answer = client.get("/run/one")
     assert answer.status_code == 200
     text = text_of(answer)
-    assert "stopped, step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can continue" in text
+    assert "stopped step 12 of 120" in text and "by SIGTERM after step 12. It is saved and can continue" in text
     assert f"simpletune train {run}/config.json --resume auto" in text
     assert "3.00 GiB: weights 2.00, activations 1.00" in text and "left" not in text
     assert 'id="draw-now"' not in answer.text and 'id="continue"' in answer.text
@@ -96,7 +97,7 @@ def test_the_page_says_how_far_a_run_is_and_what_mends_it(client: TestClient, tm
         answer = client.get("/run/one")
         text = text_of(answer)
         # 108 steps of 2 s; 11 saves of 8 s (one checkpoint is there); 5 validations of 30 s / 2 (of base and one step)
-        assert "running, step 12 of 120, about 6 min 19 s left" in text
+        assert "running step 12 of 120, about 6 min 19 s left" in text
         assert "saves after step 20, in 16 s" in text and "evaluates and draws after step 25, in 26 s" in text
         assert 'id="draw-now"' in answer.text and 'id="continue"' not in answer.text
 
@@ -133,7 +134,7 @@ def test_damaged_files_are_missing_ones(client: TestClient, tmp_path: Path) -> N
 
 
 def test_charts_show_every_line_and_are_read_aloud(client: TestClient) -> None:
-    text = unescape(client.get("/run/one/now").text)
+    text = unescape(client.get("/run/one/charts").text)
     assert text.count("<svg") == 4 and text.count("<polyline") == 6
     assert 'aria-label="Loss by step: each step 0.08333 at step 12, smoothed' in text
     assert "held-out pictures 0.5 at step 10" in text
@@ -143,12 +144,13 @@ def test_charts_show_every_line_and_are_read_aloud(client: TestClient) -> None:
 def test_a_chart_lies_within_its_frame() -> None:
     figure = ElementTree.fromstring(svg_lines(HOSTILE, [ChartLine("a<b", [(1, 5.0), (2, 1.0)], "raw", [1.0, 0.0])], 4))
     caption, svg = figure
-    assert caption.text == HOSTILE + " " and caption[0].text == "a<b"
+    assert caption[0].text == HOSTILE and caption[1].text == "a<b"
     assert svg.get("aria-label") == f"{HOSTILE} by step: a<b 1 at step 2"
     (line,) = svg.findall("polyline")
     left, right = (tuple(map(float, each.split(","))) for each in line.get("points", "").split())
-    frame = next(float(grid.get("x2", "")) for grid in svg.findall("line[@class='grid']"))
+    frame = next(float(grid.get("x2", "")) for grid in svg.findall("line[@class='grid-line']"))
     assert left[0] < right[0] < frame and left[1] < right[1]  # steps to the right, larger values higher
+    assert line.get("data-values") == "1:5 2:1" and line.get("data-name") == "a<b"  # what chart.js shows
     bar, dot = svg.find("line[@class='raw']"), svg.find("circle")
     assert bar is not None and dot is not None
     low, middle, high = bar.get("y1", ""), dot.get("cy", ""), bar.get("y2", "")
@@ -195,11 +197,11 @@ def test_a_file_is_read_once_as_it_grows_and_again_when_it_is_replaced(tmp_path:
 
 def test_pictures_are_a_matrix_of_prompts_and_steps(client: TestClient, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
-    for step in range(20, 220, 10):
+    for step in range(20, 410, 10):
         save_png(Image.new("RGB", (64, 64)), run / f"samples/step-{step:06d}/prompt-00.png", PictureRequest("p", 3))
     matrix = matrix_of(run)
-    assert matrix.titles[:2] == ["base", "step 10"] and matrix.titles[-1] == "step 210"
-    assert len(matrix.titles) == 8 and matrix.left_out == 14
+    assert matrix.titles[:2] == ["base", "step 10"] and matrix.titles[-1] == "step 400"
+    assert len(matrix.titles) == 25 and matrix.left_out == 16
     text = client.get("/run/one/pictures").text
     assert HOSTILE not in text and "onerror" in unescape(text) and "&lt;img" in text
     small = client.get("/run/one/small/samples/base/prompt-00.png")
@@ -346,7 +348,7 @@ def test_a_hostile_run_stays_text(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / name, ended="failed", reason=f"</pre>{HOSTILE}")
     (run / "summary.json").write_text(json.dumps({"steps": 12, "output": HOSTILE}))
     client = open_pages(tmp_path)
-    for part in ("", "/now", "/pictures", "/requests", "/log", "/after", "/jobs", "/comparisons", "/form"):
+    for part in ("", *(f"/{each}" for each in PARTS)):
         answer = client.get(f"/run/{quote(name)}{part}")
         assert answer.status_code == 200 and "<img src=x" not in answer.text, part
     page = client.get(f"/run/{quote(name)}").text

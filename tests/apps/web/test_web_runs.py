@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from web_pages import open_pages
 from simpletune.apps.web import queue, run_state, runs_page
 from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import make_roots
+from simpletune.apps.web.run_state import newest_picture
 from simpletune.apps.web.runs_page import differences, flat
 
 
@@ -50,7 +52,7 @@ def test_the_table_shows_pictures_figures_and_what_differs(tmp_path: Path) -> No
     assert answer.headers["content-type"] == "image/jpeg" and "max-age" in answer.headers["cache-control"]
     (small,) = (tmp_path / "runs" / ".web" / "thumbnails").glob("*.jpg")
     with Image.open(small) as picture:
-        assert picture.size == (176, 59)
+        assert picture.size == (512, 171)
     changed = small.stat().st_mtime_ns
     client.get(f"/runs/thumbnail/{address}")
     assert small.stat().st_mtime_ns == changed  # made once
@@ -132,3 +134,30 @@ def test_a_queued_run_leads_to_its_page_once_it_has_begun(tmp_path: Path) -> Non
     queue.change(roots, lambda old: [entry.model_copy(update={"state": "finished"})])
     assert client.get("/queued/1").headers["location"] == "/run/one"
     assert client.get("/queued/1/part").headers["hx-redirect"] == "/run/one"
+
+
+def test_the_picture_of_a_run_is_the_first_of_its_newest_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", picture=False)
+    for place, colour in (("base", "red"), ("step-000010", "blue"), ("step-000100", "lime")):
+        for number in range(2):
+            (run / "samples" / place).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), colour).save(run / "samples" / place / f"prompt-0{number}.png")
+    assert newest_picture(run / "samples") == run / "samples/step-000100/prompt-00.png"
+    shutil.rmtree(run / "samples/step-000100")
+    shutil.rmtree(run / "samples/step-000010")
+    assert newest_picture(run / "samples") == run / "samples/base/prompt-00.png"
+
+
+def test_losses_of_the_chosen_runs_are_one_chart(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        run = make_run(tmp_path / "runs" / name)
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+    client = open_pages(tmp_path)
+    page = client.get("/").text
+    assert page.count("<polyline") == 4 and page.count(" checked") == 4
+    chart = client.get("/runs/losses?run=b&run=h&run=none&run=../a").text
+    assert chart.count("<polyline") == 2 and 'data-name="b"' in chart and 'data-name="h"' in chart
+    cards = client.get("/runs/table?run=b").text
+    assert cards.count(" checked") == 1 and "<polyline" not in client.get("/runs/losses").text
+    everything = "&".join(f"run={name}" for name in "abcdefgh")
+    assert client.get(f"/runs/losses?{everything}").text.count("<polyline") == 6

@@ -145,7 +145,10 @@ def test_a_users_values_survive_another_base_and_their_sources_are_said() -> Non
     found = apply_edits(twelve, mine)
     assert found.data["optimizer"]["lr"] == 0.0005 and found.data["validation"]["prompts"] == ["one", "two"]
     assert found.data["memory"] == {"profile": "12gb"}
-    sources = {"optimizer.lr": "you", "train.steps": "preset", "memory.checkpointing": "profile 12gb", "ema": "default"}
+    sources = {
+        "optimizer.lr": "set by you", "train.steps": "preset", "ema": "default",
+        "memory.checkpointing": "from the memory profile 12gb",
+    }  # fmt: skip
     assert {path: found.fields[path].source for path in sources} == sources
     assert changes({**shown, "train.seed": "0"}, shown, {"train.seed": "7"}) == {"train.seed": "0"}  # taken back
     assert apply_edits(eight, {"train.seed": "0"}).mine == {}
@@ -247,7 +250,7 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Estima
     client = open_pages(tmp_path)
     text, values = change(client, Form(client.get("/start").text).values, card="RTX4070")
     assert values["memory.profile"] == "12gb" and values["model.pretrained"].startswith("stabilityai/")
-    assert quiet[-1].device == "RTX4070" and "is required" in text
+    assert quiet[-1].device == "RTX4070" and "Give the folder with the pictures" in text
     text, values = change(client, values, base="shipped:sd15_lora")
     assert values["model.family"] == "sd15" and "model.unet" in values and "model.transformer" not in text
     assert client.post("/start/change", data={**values, "card": "none"}, headers=HX).status_code == 422
@@ -327,7 +330,7 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     shown = client.get(f"/start/live?key={state['live']}").text
     assert "stale" not in shown and "5 MiB" in shown and "2.00 GiB" in shown
     text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
-    assert 'class="live"' in text
+    assert 'class="card live"' in text
     begun = time.monotonic()
     text, values = change(client, values, train__steps="9")
     assert "stale" in text and "5 MiB" in text  # the last figures, greyed

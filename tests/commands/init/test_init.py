@@ -192,7 +192,7 @@ def test_a_class_after_the_trigger_is_preserved(tmp_path: Path) -> None:
     assert config["validation"]["class_prompt"] == "a photo of an owl" and why(found, "prior.method")
     assert "a photo of sks owl on a beach at sunset" in config["validation"]["prompts"]
     without = suggest(folder, Answers(trigger="sks"), L4)
-    assert "prior" not in without.config and any("--trigger 'sks dog'" in note for note in without.notes)
+    assert "prior" not in without.config and any("the trigger 'sks dog'" in note for note in without.notes)
     captioned = write(tmp_path / "b", 4, caption="my sks dog, day {}")
     config = accepted(suggest(captioned, Answers("subject", "sks dog"), L4).config)
     assert config["prior"] == {"method": "base_prediction", "prompt": "dog", "trigger": "sks dog"}

@@ -37,7 +37,7 @@ HIDDEN = ("$schema", "version", "about")
 ON = "on"  # for an optional section
 PROFILE = "memory.profile"  # sets other fields, so it counts as structure
 DEEPEST = 4  # nesting depth of structures
-YOU, DEFAULT = "you", "default"
+YOU, DEFAULT = "set by you", "default"
 
 
 @dataclass
@@ -196,7 +196,7 @@ class StartingConfig:
     """A configuration to start from."""
 
     data: Json
-    label: str  # its source as the form shows it at a value: ``preset``, ``file NAME``, ``run NAME``
+    label: str  # its source as the form says it at a value
     origin: str  # the shipped configuration or the file that it was made from, for the command line
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a field has its value, by path
     notes: tuple[str, ...] = ()  # for the user
@@ -298,4 +298,4 @@ def _name_sources(fields: Mapping[str, FormField], base: StartingConfig, data: J
         elif given is not None and get_at(own, path) == given:
             each.source = base.label
         elif value is not None and get_at(family, path) != value:
-            each.source = f"profile {profile}"
+            each.source = f"from the memory profile {profile}"

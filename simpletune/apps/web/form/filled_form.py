@@ -135,10 +135,10 @@ def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> S
         run = roots.run(name)
         if run is None:
             raise UserError(f"There is no run {name[:80]!r}")
-        file, label = run / CONFIG, f"run {name}"
+        file, label = run / CONFIG, f"from the run {name}"
     elif kind == "file":
         file = roots.resolve(name)
-        label = f"file {file.name}"
+        label = f"from the configuration {file.name}"
     else:
         raise UserError(f"{asked.base[:80]!r} is not a configuration to start from")
     data = read_json(file)
@@ -149,7 +149,7 @@ def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> S
 def _problems(data: Json, outside: set[str]) -> list[Problem]:
     """Return the problems that ``check`` finds, without looking at paths that the page may not read."""
     is_empty = get_at(data, FOLDER) == ""
-    required = [Problem(FOLDER, "is required: give the folder with the pictures")] if is_empty else []
+    required = [Problem(FOLDER, "Give the folder with the pictures")] if is_empty else []
     tried = _with_placeholder(data)
     for path in outside:
         if not path.startswith("data.sources"):

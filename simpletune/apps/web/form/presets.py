@@ -15,6 +15,7 @@ from simpletune.config.schema import run_name
 from simpletune.system.gpus import CARDS, Card
 from simpletune.system.options import Json, UserError
 
+CHOSEN = "chosen for your card and pictures"  # the source of a preset's values
 HERE = "here"  # the machine that serves the page
 WITHOUT_CARD, WITH_CARD = "demo", "sd3_medium_lora_8gb"
 CAPTIONS = (".txt", ".caption", ".jsonl")
@@ -63,7 +64,7 @@ def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConf
         set_at(data, "memory.profile", profile)
     data["name"] = run_name(folder.name if folder else "", "my_run")
     _use_folder(data, folder, trigger, reasons)
-    return StartingConfig(data, "preset", origin, reasons, (TRY_OUT,) if card is None else ())
+    return StartingConfig(data, CHOSEN, origin, reasons, (TRY_OUT,) if card is None else ())
 
 
 @lru_cache(maxsize=64)
@@ -73,7 +74,7 @@ def _suggestion(folder: Path, changed: int, card: Card | None, trigger: str) -> 
     reasons = {each.path: each.why for each in found.reasons}
     words = ["init", str(folder), *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
     notes = tuple(found.notes) if card is not None else (TRY_OUT, *found.notes)
-    return StartingConfig(found.config, "preset", f"{found.config['name']}.json", reasons, notes, tuple(words))
+    return StartingConfig(found.config, CHOSEN, f"{found.config['name']}.json", reasons, notes, tuple(words))
 
 
 def shipped_config(name: str, folder: Path | None, trigger: str) -> StartingConfig:
@@ -84,7 +85,7 @@ def shipped_config(name: str, folder: Path | None, trigger: str) -> StartingConf
     data.pop("$schema", None)
     reasons: dict[str, str] = {}
     _use_folder(data, folder, trigger, reasons)
-    return StartingConfig(data, f"file {name}", name, reasons)
+    return StartingConfig(data, f"from the configuration {name}", name, reasons)
 
 
 def _use_folder(data: Json, folder: Path | None, trigger: str, reasons: dict[str, str]) -> None:

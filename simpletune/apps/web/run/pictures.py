@@ -18,8 +18,8 @@ from simpletune.runs.report.run_data import read_object
 from simpletune.stages.png import generation_parameters
 from simpletune.system.options import Json
 
-COLUMNS = 7  # steps in the matrix besides the base
-SIDE = 256  # pixels of a small copy
+COLUMNS = 24  # steps shown besides the base
+SIDE = 512  # pixels of a small copy
 BASE = "base"
 STEP = re.compile(r"^step-(\d{6,})$")
 PROMPT = re.compile(r"^prompt-(\d+)\.png$")
@@ -32,8 +32,9 @@ class Matrix:
     """Validation pictures, prompt by step."""
 
     titles: list[str]  # of the columns
-    rows: list[Json]  # a prompt, and cells: a file relative to the run's folder, empty if missing, and what it shows
+    rows: list[Json]  # a prompt, and cells: the column, a file in the run's folder (empty if missing), what it shows
     left_out: int  # steps in between that are not shown
+    has_base: bool  # whether the first column is the base's
 
 
 def matrix_of(folder: Path) -> Matrix:
@@ -55,11 +56,11 @@ def matrix_of(folder: Path) -> Matrix:
         drawn = (_drawing(file, file_stamp(file)) for file in files)
         prompt = next((str(how["prompt"]) for how in drawn if "prompt" in how), name)
         cells = [
-            {"file": f"{SAMPLES}/{state}/{name}" if file.is_file() else "", "about": f"{prompt}: {title}"}
-            for file, state, title in zip(files, states, titles, strict=True)
+            {"at": at, "file": f"{SAMPLES}/{state}/{name}" if file.is_file() else "", "about": f"{prompt}: {title}"}
+            for at, (file, state, title) in enumerate(zip(files, states, titles, strict=True))
         ]
         rows.append({"prompt": prompt, "cells": cells})
-    return Matrix(titles, rows, len(steps) - len(shown))
+    return Matrix(titles, rows, len(steps) - len(shown), BASE in names)
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,17 @@ class Progress:
     predicted: Json  # memory by stage, as in ``estimate --json``; empty without a prediction
     trouble: str  # why it ended early, and what to do; empty otherwise
     command: str  # that fixes it; empty if nothing needs fixing
+
+    @property
+    def on_card(self) -> bool:
+        """Whether a card's memory was measured."""
+        return any(stage.peak_allocated_gib is not None for stage in self.stages.values())
+
+    @property
+    def peak(self) -> float:
+        """GiB of the largest stage so far, of the card if it was measured, else of the process; 0 before."""
+        found = (each.peak_allocated_gib if self.on_card else each.peak_rss_gib for each in self.stages.values())
+        return max((each for each in found if each is not None), default=0.0)
 
     @property
     def running(self) -> bool:
@@ -93,6 +105,15 @@ def trouble_of(state: RunState) -> str:
     return f"{ending} after step {state.done:,}: no end was recorded. It can continue from its last checkpoint."
 
 
+def losses_of(folders: Sequence[Path]) -> str:
+    """Chart the smoothed losses of several runs; empty if none has one."""
+    series = [(folder.name, follow(folder / METRICS, FOLLOWED).series["loss"].points) for folder in folders]
+    return svg_lines("", [
+        ChartLine(name, [(point.step, point.smooth) for point in points], f"part{number}")
+        for number, (name, points) in enumerate(series)
+    ])  # fmt: skip
+
+
 def charts_of(folder: Path, steps: int | None) -> list[str]:
     """Chart the loss, the learning rate, the gradient norm and the seconds of a step."""
     series = follow(folder / METRICS, FOLLOWED).series
@@ -101,7 +122,7 @@ def charts_of(folder: Path, steps: int | None) -> list[str]:
         ChartLine("each step", [(point.step, point.mean) for point in loss], "raw"),
         ChartLine("smoothed", [(point.step, point.smooth) for point in loss], "smooth"),
     ]
-    found = [svg_lines("Loss", [*lines, *evaluation_lines(folder)], steps, wide=True)]
+    found = [svg_lines("Loss", [*lines, *evaluation_lines(folder)], steps)]
     for name, title in (("lr", "Learning rate"), ("grad_norm", "Gradient norm"), ("seconds", "Seconds per step")):
         dots = [(point.step, point.mean) for point in series[name].points]
         found.append(svg_lines(title, [ChartLine("", dots, "smooth")], steps))
