@@ -14,6 +14,7 @@ from pathlib import Path
 
 from simpletune import __version__
 from simpletune.apps.web import processes
+from simpletune.apps.web.form.filled_form import MODEL_PARTS
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import file_stamp
 from simpletune.config.schema import TrainConfig
@@ -56,7 +57,11 @@ def cached_estimate(roots: Roots, key: str) -> Json | None:
 
 def keep_shipped(roots: Roots, key: str, config: TrainConfig, card: Card | None) -> None:
     """Keep the prediction that ships for other versions of the libraries, if any, as that of ``key + SHIPPED``."""
-    if not _file(roots, key + SHIPPED).exists() and (found := shipped_json(config, card)) is not None:
+    parts = [part for name in MODEL_PARTS if (part := getattr(config.model, name, None)) is not None]
+    known = all(str(part).startswith("demo:") or config.model.bundled_config(str(part)) for part in parts)
+    if not known or _file(roots, key + SHIPPED).exists():
+        return  # another model's configuration would have to be read, perhaps from the hub
+    if (found := shipped_json(config, card)) is not None:
         (roots.own / FOLDER).mkdir(parents=True, exist_ok=True)
         write_json(_file(roots, key + SHIPPED), found, shared=True)
 

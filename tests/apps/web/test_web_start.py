@@ -320,6 +320,7 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     )
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
     monkeypatch.setattr(presets, "card_here", lambda: None)
+    monkeypatch.setattr(live, "shipped_json", lambda *_: None)  # the test below is of it
     client = open_pages(tmp_path)
     values = Form(client.get("/start").text).values
     text, values = change(client, values, data__path="demo:pictures", train__steps="7")
@@ -357,8 +358,10 @@ def test_the_live_line_shows_at_once_what_ships_for_other_versions(
     text, values = change(client, values, base="shipped:demo")
     assert "stale" not in text and "for torch 2" in text and "predicting for your versions" in text
     assert "data-topic" in text  # its own follows
-    text, _ = change(client, values, adapter__rank="5")
-    assert "stored" not in text and "stale" in text
+    text, values = change(client, values, adapter__rank="5")
+    assert "your versions" not in text and "stale" in text
+    text, _ = change(client, values, model__pretrained="org/secret")  # nobody asks the hub for it
+    assert "your versions" not in text and "stale" in text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
