@@ -14,6 +14,7 @@ from simpletune.commands.generate.session import GenerationSession, given_argume
 from simpletune.data.sources.multi_source import example_prompt
 from simpletune.runs.folder import CHECKPOINTS
 from simpletune.runs.outputs import require_new, write_numbered
+from simpletune.runs.stack import given_lora
 from simpletune.runs.text_side import embedding_of, with_embeddings
 from simpletune.runs.weights import (
     BASE,
@@ -154,11 +155,14 @@ def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]
     own = weights.denoiser or weights.trained
     model = _name_of(own) if own else session.config.model.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
+    whole = weights.alone or weights.denoiser is not None
+    names = [] if whole else [given_lora("model.loras", text) for text in session.config.model.loras]
+    stack = {"base_loras": [(_name_of(each.file), each.scale) for each in names]} if names else {}
     precision = precision_of(session.config, weights).weights
     files = [(file, each.token) for file, token in weights.embeddings for each in read_embeddings(file, token)]
     called = {"embeddings": [(file.stem, token) for file, token in files]} if files else {}
     return {
-        "model": model, "loras": loras, **called, "weights": weights.label, "precision": precision,
+        "model": model, **stack, "loras": loras, **called, "weights": weights.label, "precision": precision,
         "sampler": session.config.objective.sampler, **session.speed.lossy(),
     }  # fmt: skip
 
