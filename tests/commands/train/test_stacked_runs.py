@@ -112,14 +112,20 @@ def test_compare_shows_the_base_without_them_too(tiny_config: dict, style: Path,
     assert [each["title"] for each in plain] == ["base", "LoRA style x 1"]
 
 
-def test_finish_builds_the_same_base(tiny_config: dict, style: Path) -> None:
+def test_finish_and_whole_models_have_the_same_base(tiny_config: dict, style: Path) -> None:
     data = tiny_config | {"adapter": {"method": "partial"}}
-    run = run_with(data, name="child", model=on_top_of(style), checkpoint={"every": 4})
+    validation = {"prompts": ["a red disc"], "steps": 1, "loss_samples": 0}
+    run = run_with(data, name="child", model=on_top_of(style), checkpoint={"every": 4}, validation=validation)
     shutil.copytree(run / "transformer", expected := run.parent / "expected")
     shutil.rmtree(run / "transformer")
     (run / "summary.json").unlink()
     assert main(["finish", str(run)]) == 0
     assert_equal(run / "transformer" / WEIGHTS, expected / WEIGHTS)
+    for number, model in enumerate((run, f"{run}@4")):  # which has them already, and which does not
+        words = ["compare", str(model), "--run", str(run), "--out", str(run.parent / str(number))]
+        assert main(words) == 0
+        (drawn,) = (run.parent / str(number)).glob("*child*/000.png")
+        assert_equal_pictures(drawn, run / "samples/step-000004/prompt-00.png")
 
 
 def test_resumed_it_gives_the_same_bits_and_needs_the_same_files(tiny_config: dict, style: Path, capsys) -> None:
@@ -217,11 +223,13 @@ def test_files_that_are_refused_before_any_work(tiny_config: dict, style: Path, 
 
 def test_class_pictures_are_of_the_base_with_them(tiny_config: dict, style: Path) -> None:
     prior = {"method": "class_pictures", "prompt": "a disc", "count": 1}
-    folders = set()
+    folders = []
     for loras in ([], [style], [f"{style}:0.5"]):
         config = resolve_folders(validate(merged(tiny_config, model=on_top_of(*loras), prior=prior), "test"))
-        folders.add(class_folder(config, class_requests(config, config.prior)))
-    assert len(folders) == 3
+        folders.append(class_folder(config, class_requests(config, config.prior)))
+    assert len(set(folders)) == 3
+    run_with(tiny_config, model=on_top_of(style), prior=prior, train={"steps": 1})
+    assert [len(list(folder.glob("*.png"))) for folder in folders] == [0, 1, 0]
 
 
 def test_what_only_plans_does_not_read_them(tiny_config: dict, write_config) -> None:
