@@ -239,9 +239,13 @@ def test_what_only_plans_does_not_read_them(tiny_config: dict, write_config) -> 
 
 
 @pytest.mark.slow
-def test_every_process_trains_on_top_of_them(tiny_config: dict, style: Path, launcher: Launcher) -> None:
-    changes = {"train": {"steps": 2, "gradient_accumulation": 2, "reduce": "exact"}, "model": on_top_of(style)}
-    data = merged(tiny_config, name="child", **changes)
-    together(launcher, data)
-    alone = run_with(tiny_config, name="alone", **changes)
-    assert_equal(run_of(data) / OUTPUT, alone / OUTPUT)
+@pytest.mark.parametrize("levers", [{}, {"memory": {"resident_blocks": 0}}, {"train": {"fsdp": "full"}}], ids=str)
+def test_every_process_trains_on_top_of_them(levers: dict, tiny_config: dict, style: Path, launcher: Launcher) -> None:
+    shared = {"memory": {"checkpointing": "all"}, "model": on_top_of(f"{style}:30")}
+    data = merged(tiny_config, train={"steps": 1, "gradient_accumulation": 2}, **shared)
+    data |= {"adapter": {"method": "full"}} if "train" in levers else {}
+    several = merged(data, name="several", **levers)
+    together(launcher, several)
+    runs = run_of(several), run_with(data, name="alone"), run_with(data, name="plain", model=on_top_of())
+    found, alone, plain = (read_metrics(run)[0]["loss"] for run in runs)
+    assert found == pytest.approx(alone, rel=1e-6) and abs(plain / alone - 1) > 1e-3
