@@ -232,10 +232,11 @@ def test_class_pictures_are_of_the_base_with_them(tiny_config: dict, style: Path
     assert [len(list(folder.glob("*.png"))) for folder in folders] == [0, 1, 0]
 
 
-def test_what_only_plans_does_not_read_them(tiny_config: dict, write_config) -> None:
+def test_what_only_plans_names_them_and_does_not_read_them(tiny_config: dict, write_config, capsys) -> None:
     data = merged(tiny_config, model=on_top_of("nothing"))
     prepare_only(validate(data, "test"))
     assert main(["check", str(write_config(data))]) == 0
+    assert "pipeline (local folder) with nothing merged in, T5 with 8 tokens\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
