@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import original_layout
@@ -96,3 +98,14 @@ def test_a_weight_that_the_bases_fp16_cannot_hold_is_refused(bases: dict, tmp_pa
         UserError, match=r"^model.loras: .* overflows fp16.* Use --dtype bf16 or fp32 in simpletune merge"
     ):
         config.model.load_denoiser(FP32(), CPU, overlay=read_stack(config))
+
+
+def test_a_loaded_base_does_not_hold_their_updates(bases: dict, tmp_path: Path) -> None:
+    file = write_lora(random_lora(bases["sd3"]["pretrained"], 1), tmp_path / "a.safetensors", "diffusers")
+    config = with_loras(bases["sd3"], str(file))
+    stack = read_stack(config)
+    model = config.model.load_denoiser(FP32(), CPU, sizes=[(32, 32)], overlay=stack)
+    known = weakref.ref(stack)
+    del stack
+    gc.collect()
+    assert known() is None and config.model.whole_tensors(model)

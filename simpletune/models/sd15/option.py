@@ -55,7 +55,7 @@ class SD15(Family):
     loras: LoraNames = []
     """LoRAs to train on top of, merged into the UNet before it is quantised: each a file in any layout, a run,
     RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
-    result holds only what is trained. Takes no memory."""
+    result holds only what is trained. Takes no device memory."""
     unet: str | None = None
     """Replaces the UNet: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None

@@ -203,12 +203,11 @@ class Family(FamilyFacts):
         assert bool(self.loras) == (overlay is not None), "whoever loads a base reads its LoRAs"
 
         def tensors() -> TensorSource:
-            if random:
-                return self.random_tensors(config, seed, part.folder)
-            return open_tensors(part) if overlay is None else overlay.over(self, part)
+            return self.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
         def fresh() -> Denoiser:
-            return fill_model(self.empty_model(config), tensors(), precision, device, on_host, part.place)
+            source = tensors() if overlay is None else overlay.over(self, part)
+            return fill_model(self.empty_model(config), source, precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:
             model = fresh()
@@ -217,6 +216,7 @@ class Family(FamilyFacts):
             cached = QuantisedBase(cache, config, partial(self.empty_model, config), part, precision, device, key)
             model = cached.load(on_host) or cached.make(on_host, fresh)
         if sizes is not None:
+            # The model keeps this source to read constants again, so it must not hold an overlay's tensors.
             self.fit_to(model, sizes, tensors, precision.compute_dtype())
         return watch_fp16(model, precision.product_dtype())
 
