@@ -26,24 +26,25 @@ from simpletune.system.options import UserError
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def bases(tmp_path: Path) -> dict[str, dict[str, str]]:
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """``model`` of a configuration by the form of the base."""
-    sd3 = original_layout.build(tmp_path / "sd3")
-    sd15 = tiny_sd15.build(tmp_path / "sd15", "sd15")
-    fp8 = original_layout.write(sd3, tmp_path / "fp8.safetensors", "transformer")
+    folder = tmp_path_factory.mktemp("bases")
+    sd3 = original_layout.build(folder / "sd3")
+    sd15 = tiny_sd15.build(folder / "sd15", "sd15")
+    fp8 = original_layout.write(sd3, folder / "fp8.safetensors", "transformer")
     save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(fp8).items()}, fp8)
-    file = original_layout.write(sd3, tmp_path / "sd3.safetensors")
+    file = original_layout.write(sd3, folder / "sd3.safetensors")
     return {
         "sd3": {"pretrained": str(sd3)},
         "sd3 file": {"pretrained": str(file), "text_encoders": str(sd3)},
         "sd3 fp8": {"pretrained": str(sd3), "transformer": str(fp8)},
         "sd15": {"family": "sd15", "pretrained": str(sd15)},
         "sd15 file": {
-            "family": "sd15", "pretrained": str(original_sd15.write(sd15, tmp_path / "b.safetensors")),
+            "family": "sd15", "pretrained": str(original_sd15.write(sd15, folder / "b.safetensors")),
             "text_encoders": str(sd15),
         },
-        "sd15 fp16": {"family": "sd15", "pretrained": str(tiny_sd15.build(tmp_path / "16", "sd15", dtype="fp16"))},
+        "sd15 fp16": {"family": "sd15", "pretrained": str(tiny_sd15.build(folder / "16", "sd15", dtype="fp16"))},
     }  # fmt: skip
 
 
