@@ -71,6 +71,8 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{model.pretrained} is a model of {other.title}. Set model.family to {other.family}, or name an "
             f"{model.title} model",
         )
+    if model.loras and model.init == "random":
+        yield Problem("model.loras", "LoRAs of a trained model do not suit random weights. Remove them, or model.init")
     if name != model.objective:
         yield Problem(
             "objective.name",

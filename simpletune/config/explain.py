@@ -35,7 +35,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     model, train = config.model, config.train
     local = "single file" if is_single_file(model.pretrained) else "local folder"
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
-    yield "model", f"{model.pretrained} ({source}), {model.describe_text()}"
+    under = f" with {', '.join(model.loras)} merged in" if model.loras else ""
+    yield "model", f"{model.pretrained} ({source}){under}, {model.describe_text()}"
     shapes = _shapes(config)
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)

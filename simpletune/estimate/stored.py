@@ -34,7 +34,7 @@ HARMLESS = (
     "$schema", "version", "about", "name", "device", "schedule", "checkpoint", "profile", "tracking", "output",
     "train.steps", "train.epochs", "train.seed", "train.on_nonfinite", "optimizer.lr", "memory.profile",
     "speed.prefetch", "speed.threads", "prior.trigger", "prior.count",
-    "adapter.start",
+    "adapter.start", "model.loras",
     "data.path", "data.prompt", "data.aspect", "data.max_aspect", "data.max_upscale", "data.crop", "data.flip",
     "data.variants", "data.repeats", "data.caption_lines", "data.caption_prefix", "data.caption_suffix",
     "data.shuffle_tags", "data.tag_dropout", "data.keep_tags", "data.tag_separator", "data.caption_dropout",

@@ -37,7 +37,7 @@ from simpletune.runs.checkpoint_folders import (
     with_checksum,
 )
 from simpletune.runs.figure_sums import figure_sums
-from simpletune.runs.folder import read_parent
+from simpletune.runs.folder import read_parent, read_stacked
 from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
@@ -82,10 +82,13 @@ class SavedState:
 
 
 def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
-    """The header of every result: configuration, step, and the LoRA that the run began with."""
+    """The header of every result: configuration, step, the LoRA that the run began with, and those under it."""
     found = {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
-    parent = read_parent(run)
-    return found if parent is None else found | {"simpletune_parent": json.dumps(parent)}
+    if (parent := read_parent(run)) is not None:
+        found["simpletune_parent"] = json.dumps(parent)
+    if stacked := read_stacked(run):
+        found["simpletune_on_top_of"] = json.dumps(stacked)
+    return found
 
 
 def save_checkpoint(run: Path, state: TrainingState) -> Path:

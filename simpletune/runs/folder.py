@@ -45,6 +45,7 @@ DATA = RunFile("data.json", first=True, file=True)
 SKIPPED = RunFile("skipped.jsonl", first=True, file=True, rows=("step",))
 CHOSEN = RunFile("chosen.json", first=True, file=True)
 PARENT = RunFile("parent.json", first=True, file=True)
+STACK = RunFile("stack.json", first=True, file=True)
 ATTEMPTS = RunFile("attempts.json", first=True, file=True)
 OVERFLOWS = RunFile("overflows.jsonl", first=True, file=True, rows=("step",))
 DRIFT = RunFile("base_predictions.safetensors", first=True, file=True)
@@ -226,9 +227,22 @@ def chosen_before(config: TrainConfig) -> Json:
     return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
 
 
+LORA_RECORD = {"name": (str,), "sha256": (str,), "steps": (int, NoneType), "scale": (float,)}
+
+
 def read_parent(folder: Path) -> Json | None:
     """Read what ``adapter.start`` was when a run began: name, SHA-256, steps or None, and scale; None without."""
-    return read_own(folder / PARENT, {"name": (str,), "sha256": (str,), "steps": (int, NoneType), "scale": (float,)})
+    return read_own(folder / PARENT, LORA_RECORD)
+
+
+def read_stacked(folder: Path) -> list[Json]:
+    """Read what ``model.loras`` was when a run began, each as for ``read_parent``; empty without."""
+    found = read_own(folder / STACK, {"loras": (list,)}) or {"loras": []}
+    for row in found["loras"]:
+        if not isinstance(row, dict) or any(type(row.get(key)) not in of for key, of in LORA_RECORD.items()):
+            set_aside(folder / STACK, "is damaged")
+            return []
+    return list(found["loras"])
 
 
 def put_predicted(folder: Path, steps: int, steps_per_epoch: int, memory: object, time: Json | None) -> None:

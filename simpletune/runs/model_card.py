@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from simpletune.stages.sample import PictureRequest
 
 CARD, GRID = "README.md", "samples/grid.png"
+MERGED = "merged"  # the base with the LoRAs that it was trained on top of
 RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
 
 
@@ -102,12 +103,13 @@ def shareable(config: TrainConfig) -> TrainConfig:
         for name in ("pretrained", config.model.denoiser, "vae", "text_encoders")
         if (value := getattr(config.model, name)) is not None
     }
+    loras = [public_name(lora) for lora in config.model.loras]
     adapter = config.adapter
     if (start := getattr(adapter, "start", None)) is not None:
         adapter = adapter.model_copy(update={"start": public_name(start)})
     return config.model_copy(
         update={
-            "model": config.model.model_copy(update=model),
+            "model": config.model.model_copy(update={**model, "loras": loras}),
             "adapter": adapter,
             "data": with_paths(config.data, last_name),
             "output": type(config.output)(),
@@ -116,7 +118,7 @@ def shareable(config: TrainConfig) -> TrainConfig:
 
 
 def parent_words(parent: Json) -> str:
-    """Describe the LoRA that a run began with, besides its name."""
+    """Describe a LoRA that a run began with or trained on top of, besides its name."""
     steps = "" if parent["steps"] is None else f"{plural(parent['steps'], 'step')}, "
     strength = "" if parent["scale"] == 1 else f"strength {parent['scale']:g}, "
     return f"{steps}{strength}SHA-256 {parent['sha256'][:16]}"
@@ -172,6 +174,8 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "method", escape_cell(", ".join([config.adapter.method, *listed]))
     if (parent := summary.get("parent")) is not None:
         yield "started from", f"{code(parent['name'])}, {parent_words(parent)}"
+    for lora in summary.get("on_top_of", []):
+        yield "on top of", f"{code(lora['name'])}, {parent_words(lora)}"
     if config.text.trains:
         yield "text side", escape_cell("; ".join(config.text.describe()))
     trained, total = summary["trainable_parameters"], summary["total_parameters"]
@@ -214,6 +218,13 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
         result = config.adapter.result(config.model.denoiser)
         yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first
     elif config.adapter.trains or config.text.lora is not None or _loaded_tokens(config):
+        if config.model.loras and not config.adapter.trains_base:
+            loras, base = (
+                (public_name(lora) for lora in config.model.loras),
+                _local_name(config, config.model.weights_from),
+            )
+            merge = shlex.join(["simpletune", "merge", *loras, "--base", base, "--out", MERGED])
+            yield f"It was trained on top of other LoRAs. Merge them into the base first:\n\n```sh\n{merge}\n```"
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     if (option := config.text.embeddings) is not None:
         name = embedding_name(config.name, option.token)
@@ -224,12 +235,16 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     replaced = [f"{name} {code(public_name(value))}" for name, value in parts.items() if value]
     if replaced:
         yield f"The run replaced parts of the base: {', '.join(replaced)}. Code for diffusers uses the base's own."
-    base = config.model.pretrained
-    base = base if is_hub_name(base) or config.is_demo else f"path/to/{public_name(base)}"
+    base = _local_name(config, config.model.pretrained)
     script = "full_model" if config.adapter.trains_base else "lora"  # from the project's folder
     words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
     drawn = shlex.join(["--prompt", example.prompt, "--seed", str(example.seed)])
     yield f"With simpletune:\n\n```sh\n{shlex.join(words)} \\\n    {drawn}\n```"
+
+
+def _local_name(config: TrainConfig, name: str) -> str:
+    """A model's name in commands, where the reader has to put a local one's own place."""
+    return name if is_hub_name(name) or config.is_demo else f"path/to/{public_name(name)}"
 
 
 def _loaded_tokens(config: TrainConfig) -> list[str]:
@@ -245,7 +260,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     model, precision = config.model, config.precision
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
     dtype = f"dtype={whole}"
-    own = None if config.adapter.trains_base else getattr(model, model.denoiser)
+    own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
     part, (kind, pipeline, _) = model.denoiser, model.diffusers
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
     scheduler = config.objective.diffusers_scheduler()

@@ -35,6 +35,7 @@ from simpletune.runs.folder import (
     read_metrics,
     read_parent,
     read_rows,
+    read_stacked,
 )
 from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
@@ -80,6 +81,8 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
     summary |= {name: value for name, value in mishaps.items() if value}
     if (parent := read_parent(run)) is not None:
         summary["parent"] = parent
+    if stacked := read_stacked(run):
+        summary["on_top_of"] = stacked
     if (best := choose_best(run)) is not None:
         summary["best"] = asdict(best)
     if (lowest := lowest_held_out(run)) is not None:

@@ -11,6 +11,7 @@ from simpletune.config.schema import TrainConfig, cache_of_bases
 from simpletune.engine.quant.precision import BF16, FP32, WeightPrecision
 from simpletune.models.shared.buckets import Size
 from simpletune.runs.checkpoint_folders import list_checkpoints
+from simpletune.runs.stack import read_stack
 from simpletune.runs.weights_names import CheckpointRef, WeightsRef, find_in_run, find_lora, split_scale
 from simpletune.system.options import UserError
 
@@ -39,6 +40,7 @@ class Weights:
     short: str = ""  # label for a column title
     more: tuple[tuple[Path, float], ...] = ()  # further LoRAs to apply at once, with their strengths
     embeddings: tuple[Embedding, ...] = ()  # learned, of tokens
+    alone: bool = False  # without the LoRAs that the run trained on top of
 
     @property
     def loras(self) -> list[tuple[Path, float]]:
@@ -51,6 +53,8 @@ class Weights:
 
 
 BASE = Weights("base")
+ALONE = Weights("base alone", alone=True)
+"""The base without ``model.loras``."""
 
 
 def find_weights(named: WeightsRef, scale: float = 1.0) -> Weights:
@@ -135,9 +139,12 @@ def load_weights(
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)
     if weights.denoiser is not None:
-        model = model.model_copy(update={model.denoiser: str(weights.denoiser), "init": "pretrained"})
+        model = model.model_copy(update={model.denoiser: str(weights.denoiser), "init": "pretrained", "loras": []})
         cache = None  # unlike a base, a result is loaded only a few times
-    denoiser = load_base(config.model_copy(update={"model": model, "precision": precision}), device, sizes, cache)
+    if weights.alone:
+        model = model.model_copy(update={"loras": []})
+    config = config.model_copy(update={"model": model, "precision": precision})
+    denoiser = load_base(config, device, sizes, cache, read_stack(config))
     if weights.trained is not None:
         overwrite(denoiser, weights.trained)
     if weights.loras:

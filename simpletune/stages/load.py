@@ -16,6 +16,7 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser
+from simpletune.models.shared.family import Overlay
 from simpletune.stages.modulation_plan import DetachedModulation, detach_modulation
 from simpletune.system.console import say
 from simpletune.system.options import plural
@@ -24,12 +25,17 @@ from simpletune.system.processes import processes_here
 
 
 def load_base(
-    config: TrainConfig, device: torch.device, sizes: Collection[Size], cache: Path | None = None
+    config: TrainConfig,
+    device: torch.device,
+    sizes: Collection[Size],
+    cache: Path | None = None,
+    overlay: Overlay | None = None,
 ) -> Denoiser:
     """Load the base model, cropping positions and keeping modules in host memory as the memory options say.
 
     ``config`` has its folders resolved, ``sizes`` are (width, height) in pixels of every picture that the model will
     see, and ``cache`` is the root folder of the cache for the quantised base; None disables caching.
+    ``overlay`` is the stack of ``model.loras``, if it names any.
     """
     return config.model.load_denoiser(
         config.precision,
@@ -38,11 +44,16 @@ def load_base(
         on_host=stays_on_host(config.memory, config.model),
         sizes=sizes if config.memory.crop_positions else None,
         cache=cache,
+        overlay=overlay,
     )
 
 
 def load_base_together(
-    config: TrainConfig, accelerator: Accelerator, sizes: Collection[Size], cache: Path | None = None
+    config: TrainConfig,
+    accelerator: Accelerator,
+    sizes: Collection[Size],
+    cache: Path | None = None,
+    overlay: Overlay | None = None,
 ) -> Denoiser:
     """Like ``load_base``, in all processes at once. The processes of a machine share frozen weights that stay in host
     memory; a process that cannot share loads its own copy, and the first process logs why.
@@ -52,10 +63,10 @@ def load_base_together(
     """
     device = accelerator.device
     if accelerator.num_processes == 1 or not leaves_weights_on_host(config.memory):
-        return load_base(config, device, sizes, cache)
+        return load_base(config, device, sizes, cache, overlay)
     weights, why = meet(config, accelerator)
     with shared_loading(weights):
-        denoiser = load_base(config, device, sizes, cache)
+        denoiser = load_base(config, device, sizes, cache, overlay)
     filled = weights is not None and weights.fills
     tables: list[Table | None] = gather_object([weights.table(denoiser) if weights is not None and filled else None])
     if weights is not None:

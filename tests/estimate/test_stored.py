@@ -85,6 +85,7 @@ def test_other_shapes_have_another_key() -> None:
     keys = {key_of(config), *(key_of(changed(config, path, value)) for path, value in changes.items())}
     keys |= {stored.prediction_key(config, "math"), stored.prediction_key(config, "efficient", 2)}
     assert len(keys) == len(changes) + 3
+    assert key_of(changed(config, "model.loras", ["a"])) in keys, "LoRAs in the base change values only"
 
 
 def test_the_key_is_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:

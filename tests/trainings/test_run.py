@@ -221,7 +221,8 @@ def test_going_on_with_a_run_that_is_gone_or_left_things_lying(tiny_config: dict
 UNSAVED = {
     "base_predictions.safetensors", "chosen.json", "config.json", "control.json", "control_answers.jsonl", "data.json",
     "drawn", "environment.json", "eval_before.json", "evaluations.jsonl", "metrics.jsonl", "overflows.jsonl",
-    "parent.json", "planned.json", "predicted.json", "remote.json", "samples", "skipped.jsonl", "wandb",
+    "parent.json", "planned.json", "predicted.json", "remote.json", "samples", "skipped.jsonl", "stack.json",
+    "wandb",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from simpletune.models.families import FAMILIES
 from simpletune.models.lora_names import family_of_class
 from simpletune.models.shared.denoiser import quantised_layers
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.model_config import ModelConfig, read_config
+from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import DENOISER_PREFIXES
 from simpletune.system.hub import is_hub_name
@@ -37,24 +38,25 @@ class BaseReader:
     Args:
         name: the folder of a pipeline, transformer or U-Net in diffusers' layout, a single file in the original layout,
             a Hub name, or the folder of a quantised base in a run's cache.
+        located: its family and part, if they are known; ``name`` is then only for messages.
 
     Raises:
         UserError: it is not a denoiser of a known family, or cannot be read.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, located: tuple[Family, Part] | None = None):
         from simpletune.models.shared.weights import open_tensors
 
         self.name = name
         self.part: Part | None = None
-        if (Path(name) / KEPT).is_file():
+        if located is None and (Path(name) / KEPT).is_file():
             self.file: Path | None = None
             quantised = QuantisedBaseReader(Path(name))
             self.tensors: QuantisedBaseReader | TensorSource = quantised
             self.family, self.config = quantised.family, quantised.config
             self.shapes, self.kinds = quantised.shapes, quantised.kinds
             return
-        self.family, self.part = locate_denoiser(name)
+        self.family, self.part = located or locate_denoiser(name)
         self.file, self.tensors = self.part.file, open_tensors(self.part)
         if self.file is None:
             assert self.part.folder is not None
@@ -91,9 +93,7 @@ class BaseReader:
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of every linear layer and 1x1 convolution."""
-        weights = {k: v for k, v in self.shapes.items() if k.endswith(".weight")}
-        matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
-        return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
+        return linear_shapes(self.shapes)
 
     def save_config(self, folder: Path) -> None:
         """Write the denoiser's ``config.json``."""
@@ -102,6 +102,13 @@ class BaseReader:
         else:
             config = {"_class_name": self.family.diffusers.model, **self.config}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def linear_shapes(shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
+    """See ``BaseReader.linear_shapes``."""
+    weights = {k: v for k, v in shapes.items() if k.endswith(".weight")}
+    matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
 
 
 class QuantisedBaseReader:

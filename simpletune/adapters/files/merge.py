@@ -60,6 +60,10 @@ class Merger:
                         f"{list(linears[name])}. The LoRA belongs to another model"
                     )
 
+    @property
+    def names(self) -> set[str]:
+        return set(self.base.shapes)
+
     def kind(self, name: str) -> str:
         """The type of a tensor in the output, by safetensors' name."""
         return KINDS[FLOATS[self._dtype]] if self._dtype else self.base.kinds[name]

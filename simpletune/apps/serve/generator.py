@@ -16,6 +16,7 @@ from simpletune.adapters.text.encoding import TextEncoding, encode_prompts
 from simpletune.adapters.text.side import TextSide
 from simpletune.apps.serve.models import Models, ServedModels
 from simpletune.apps.serve.requests import BASE, ImageRequest
+from simpletune.commands.generate.generate import base_loras
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import Model
 from simpletune.runs.text_side import stand_ins_of, text_side_of
@@ -113,7 +114,8 @@ class ImageGenerator:
         elif image.lora != BASE:
             model = image.lora
         png, sampled = io.BytesIO(), config.objective.sampler
-        save_png(pictures[0], png, image.request, weights=label, model=model, loras=loras, sampler=sampled)
+        under = base_loras(config) if model == config.model.weights_from else {}
+        save_png(pictures[0], png, image.request, weights=label, model=model, **under, loras=loras, sampler=sampled)
         return png.getvalue()
 
     def peak_bytes(self) -> dict[str, float]:

@@ -30,7 +30,16 @@ from simpletune.estimate.simulate.simulate_stages import simulate_stage
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.outputs import folder_name, numbered_folder, require_new
 from simpletune.runs.text_side import with_embeddings
-from simpletune.runs.weights import BASE, Weights, checkpoints_of, find_weights, lora_weights, precision_of, run_result
+from simpletune.runs.weights import (
+    ALONE,
+    BASE,
+    Weights,
+    checkpoints_of,
+    find_weights,
+    lora_weights,
+    precision_of,
+    run_result,
+)
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
@@ -48,7 +57,8 @@ KINDS_BY_OPTION = {"--clip": ("clip",), "--dino": ("dino", "dinov2")}
 
 
 def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> list[Weights]:
-    """Return the base, then the models that the arguments name, or the run's result; each once."""
+    """Return the base, then the models that the arguments name, or the run's result; each once. Before them, the base
+    without the LoRAs that the run trained on top of, if it did."""
     scales = args.scale or SCALES
     wanted = [name for name in args.models if not (args.checkpoints and is_unfinished(Path(name)))]
     models = [BASE, *(weights for name in wanted for weights in resolve_weights(name))]
@@ -68,7 +78,8 @@ def models_to_compare(session: GenerationSession, args: argparse.Namespace) -> l
         own = args.scale or (SCALES if session.strength == 1 else [session.strength])
         models += dict.fromkeys(run_result(session.run, scale, session.step) for scale in own)
     given = given_embeddings(args)
-    return without_twins([models[0], *(with_embeddings(weights, given) for weights in models[1:])])
+    alone = [ALONE] if session.config.model.loras else []
+    return without_twins([*alone, models[0], *(with_embeddings(weights, given) for weights in models[1:])])
 
 
 def first_run(args: argparse.Namespace) -> str | None:

@@ -11,9 +11,11 @@ from PIL import Image
 
 from simpletune.adapters.text.files import read_embeddings
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
+from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import example_prompt
 from simpletune.runs.folder import CHECKPOINTS
 from simpletune.runs.outputs import require_new, write_numbered
+from simpletune.runs.stack import given_lora
 from simpletune.runs.text_side import embedding_of, with_embeddings
 from simpletune.runs.weights import (
     BASE,
@@ -154,13 +156,20 @@ def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]
     own = weights.denoiser or weights.trained
     model = _name_of(own) if own else session.config.model.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
+    under = {} if weights.alone or own else base_loras(session.config)
     precision = precision_of(session.config, weights).weights
     files = [(file, each.token) for file, token in weights.embeddings for each in read_embeddings(file, token)]
     called = {"embeddings": [(file.stem, token) for file, token in files]} if files else {}
     return {
-        "model": model, "loras": loras, **called, "weights": weights.label, "precision": precision,
+        "model": model, **under, "loras": loras, **called, "weights": weights.label, "precision": precision,
         "sampler": session.config.objective.sampler, **session.speed.lossy(),
     }  # fmt: skip
+
+
+def base_loras(config: TrainConfig) -> dict[str, object]:
+    """Return a picture's metadata of the LoRAs in the base, if there are any."""
+    given = [given_lora("model.loras", text) for text in config.model.loras]
+    return {"base_loras": [(_name_of(each.file), each.scale) for each in given]} if given else {}
 
 
 def _name_of(weights: Path) -> str:

@@ -27,6 +27,7 @@ from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.folder import newest_run
+from simpletune.runs.stack import require_stack
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
@@ -239,6 +240,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
         config = validate(bare, "generate", needs_model=False)
     else:
         config = run_config(run.folder, "--run: " if args.run else "")
+        require_stack(config, run.folder)
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, "auto", config.is_demo)
     config = resolve_folders(compute_to_generate(config, capability_of(device)))

@@ -48,9 +48,10 @@ def read_flags(words: list[str]) -> Json:
             key = name.replace("-", "_")
             found[key] = value if equals else True
         elif key:
-            found[key] = word if found[key] is True else [*_listed(found[key]), word]
+            found[key] = word if found[key] is True else [*listed(found[key]), word]
     return found
 
 
-def _listed(value: object) -> list[object]:
+def listed(value: object) -> list[object]:
+    """One value or several, as a list."""
     return value if isinstance(value, list) else [value]

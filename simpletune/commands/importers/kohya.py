@@ -10,8 +10,10 @@ import json
 import math
 import re
 import tomllib
+from itertools import zip_longest
 from pathlib import Path
 
+from simpletune.commands.importers.command_lines import listed
 from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
@@ -164,6 +166,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     is_sd3 = _family(found)
     method = _adapter(found, is_sd3)
     take_start(found, "network_weights")
+    _stack(found)
     _precision(found, method)
     found.by_table(tables["options"])
     _optimizer(found)
@@ -188,6 +191,21 @@ def _options(settings: Json, folder: Path) -> Translation:
         if tracker in ("wandb", "all"):
             found.take("log_with", "tracking.wandb", "online")
     return found
+
+
+def _stack(found: Translation) -> None:
+    """Translate LoRAs that are merged into the base before training; those without a multiplier have 1."""
+
+    def texts(value: object) -> list[str]:
+        return [as_text(each) for each in listed(value)]
+
+    def numbers(value: object) -> list[float]:
+        return [number(each) for each in listed(value)]
+
+    files, scales = found.read("base_weights", texts) or [], found.read("base_weights_multiplier", numbers) or []
+    if files:
+        each = zip_longest(files, scales[: len(files)], fillvalue=1)
+        found.take("base_weights", "model.loras", [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each])
 
 
 def _family(found: Translation) -> bool:
@@ -463,7 +481,7 @@ def _subset(source: Translation, general: Translation) -> None:
 
 def _size(source: Translation, step: int) -> None:
     size = source.read("resolution", lambda value: value)
-    sides = [number(side) for side in (size if isinstance(size, list) else [size])]
+    sides = [number(side) for side in listed(size)]
     width, height = sides[0], sides[-1]
     side = side_of_area(width, height, step)
     same = math.isclose(side * side, width * height)

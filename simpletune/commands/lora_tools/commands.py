@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from simpletune.adapters.files.header import open_lora
 from simpletune.commands.lora_tools.metadata import EMBEDDED, SAID, base_fields, header_of, shared_fields, source_note
 from simpletune.config.load import read_saved
+from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.lora_names import result_layout
 from simpletune.models.shared.text_layers import encoders_in, split_text
@@ -23,6 +24,7 @@ from simpletune.system.startup import import_libraries
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.updates import Updates
+    from simpletune.runs.stack import Stack
 
 A1111 = "a1111"  # format of hypernetworks
 
@@ -197,7 +199,10 @@ def merge(args: argparse.Namespace) -> Path:
         )
     if not single and args.out.suffix == ".safetensors":
         raise UserError(f"--out: {args.out} names a file, but --format diffusers writes a folder. Name a folder")
-    base = BaseReader(args.base or base_name(sources))
+    base, under = BaseReader(args.base or base_name(sources)), list[tuple[str, float]]()
+    if not args.base and (stack := stack_of(sources[0])) is not None:
+        base.tensors = stack.merged(BaseReader(base.name))
+        under = [(each["name"], each["scale"]) for each in stack.about]
     if single and base.file is not None:
         refuse_same(args.out, base.file)
     require_new(args.out, args.overwrite, folder=not single)
@@ -205,7 +210,7 @@ def merge(args: argparse.Namespace) -> Path:
     if args.denoiser_only:
         loras = [(split_text(updates)[0], weight) for updates, weight in loras]
     merger = Merger(base, loras, args.dtype)
-    parts = [(source.name, source.weight * args.scale) for source in sources]
+    parts = [*under, *((source.name, source.weight * args.scale) for source in sources)]
     note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
     with progress("merge", len(base.shapes), "tensors") as advance:
         (merger.write_file if single else merger.write_folder)(args.out, note, advance)
@@ -280,6 +285,14 @@ def base_name(sources: list[NamedLora]) -> str:
     if config.model.init == "random":
         raise UserError(f"--base: {sources[0].run} trained on random weights, which were not saved. Name another base")
     return config.model.weights_from
+
+
+def stack_of(source: NamedLora) -> Stack | None:
+    """Return the LoRAs that a run trained on top of, which its base needs."""
+    from simpletune.runs.stack import read_stack
+
+    config = source.config(open_lora(source.file).metadata)
+    return None if config is None else read_stack(resolve_model_folder(config), source.run)
 
 
 def refuse_same(out: Path, source: Path) -> None:

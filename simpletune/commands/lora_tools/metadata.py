@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from simpletune.adapters.files.updates import Updates
 
 BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
+ORIGIN = ("simpletune_parent", "simpletune_on_top_of")  # of a run's result: see ``runs.checkpoint.metadata_of``
 SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
 MEDIUM_3 = SD3_WIDTHS[1536]
@@ -72,8 +73,9 @@ KEPT = ("author", "description", "license", "tags", "thumbnail", "trigger_phrase
 
 def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], said: Mapping[str, str]) -> Json:
     """Build the model spec fields that tell people what a file is: of its run, else those that it had; what the user
-    said goes first."""
+    said goes first. Keep which LoRAs its run began with and trained on top of."""
     fields = {SPEC + name: known[SPEC + name] for name in KEPT if run is None and SPEC + name in known}
+    fields |= {name: known[name] for name in ORIGIN if name in known}
     if run is not None:
         found = {"date": trained_at(run), "thumbnail": thumbnail(run, step)}
         fields |= {SPEC + name: value for name, value in found.items() if value is not None}
@@ -122,7 +124,8 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
         yield "modelspec.trigger_phrase", trigger
         yield "modelspec.usage_hint", f"Write {trigger!r} into the prompt"
     yield "modelspec.tags", ", ".join((adapter.method, config.model.diffusers.tag, "simpletune"))
-    yield "modelspec.description", f"LoRA for {base}, trained with simpletune {__version__}"
+    under = "".join(f" with {lora}" for lora in public.model.loras)
+    yield "modelspec.description", f"LoRA for {base}{under}, trained with simpletune {__version__}"
     yield "ss_output_name", config.name
     yield "ss_sd_model_name", base
     yield "ss_network_dropout", f"{getattr(adapter, 'dropout', 0.0):g}"

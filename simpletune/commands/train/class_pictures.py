@@ -21,6 +21,7 @@ from simpletune.data.sources.multi_source import MultiSource, scan_sources, subj
 from simpletune.data.storage.claims import KeyedFolder, KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import model_device, model_units
+from simpletune.runs.stack import read_stack
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, modulation_of
 from simpletune.stages.png import save_png
@@ -118,6 +119,7 @@ def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
             model.part(model.denoiser).fingerprint(),
             model.init,
             config.train.seed if model.init == "random" else 0,
+            *([] if (stack := read_stack(config)) is None else [stack.key]),
         ],
         "encoders": [prompts.fingerprint(encoder) for encoder in prompts.encoders],
         "vae": model.part("vae").fingerprint(),
@@ -186,7 +188,7 @@ def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> S
         config = settle_modulation(config, on_host=device.type == "cpu")
     if config.memory.checkpointing == "auto":  # there is no backward pass
         config = config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
-    denoiser = load_base(config, device, sizes, cache_of_bases(config))
+    denoiser = load_base(config, device, sizes, cache_of_bases(config), read_stack(config))
     modulation = modulation_of(denoiser, config.memory, config.precision, device)
     config.memory.attach(model_units(denoiser), model_device(denoiser))
     kernel = partial(attention_by, config.speed.attention)

@@ -17,6 +17,7 @@ from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none, r
 from simpletune.runs.model_card import shareable, write_card
 from simpletune.runs.repair import set_aside
 from simpletune.runs.result import CHECKSUMS, damaged_results, result_checksums, result_files
+from simpletune.runs.stack import read_stack
 from simpletune.runs.summary import summary_at
 from simpletune.runs.weights import overwrite
 from simpletune.runs.weights_names import CheckpointRef, find_in_run, find_run, is_unfinished, run_config
@@ -140,7 +141,8 @@ def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path
         return run / names[0]
     trained = find_in_run(CheckpointRef(run, saved.step)).trained
     assert trained is not None
-    model = resolve_model_folder(config).model
-    denoiser = model.load_denoiser(config.precision, CPU, config.train.seed)
+    config = resolve_model_folder(config)
+    stack = read_stack(config, run)
+    denoiser = config.model.load_denoiser(config.precision, CPU, config.train.seed, overlay=stack)
     overwrite(denoiser, trained)
     return adapter.export(denoiser, run, metadata)

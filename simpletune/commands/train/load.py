@@ -18,6 +18,7 @@ from simpletune.engine.fsdp.rank_zero import GatheredAverage, RankZeroDriver
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs import checkpoint
+from simpletune.runs.stack import read_stack
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_base, load_base_together
 from simpletune.stages.plan_data import PlannedData
@@ -128,9 +129,9 @@ def load_model(
     device, plan = accelerator.device, prepared.plan
     sizes, cache, divided = prepared.sizes(), cache_of_bases(config), config.train.uses_fsdp(accelerator.num_processes)
     if divided:  # each unit moves to the device when it is sharded
-        denoiser = load_base(config, torch.device("cpu"), sizes, cache)
+        denoiser = load_base(config, torch.device("cpu"), sizes, cache, read_stack(config))
     else:
-        denoiser = load_base_together(config, accelerator, sizes, cache)
+        denoiser = load_base_together(config, accelerator, sizes, cache, read_stack(config))
     text = load_text_side(config, prepared.text, plan.captions() if config.text.trains else [], device)
     core = assemble(config, denoiser, accelerator, len(plan.sizes()), text)
     if start is not None:

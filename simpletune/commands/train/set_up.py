@@ -28,6 +28,7 @@ from simpletune.runs.folder import (
     DATA,
     ENVIRONMENT,
     PARENT,
+    STACK,
     chosen_before,
     clear_unsaved,
     finished_steps,
@@ -37,6 +38,7 @@ from simpletune.runs.folder import (
 )
 from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
 from simpletune.runs.resume import check_resumable
+from simpletune.runs.stack import read_stack
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
 from simpletune.stages.plan_data import plan_data
@@ -91,7 +93,7 @@ def set_up(
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
     resolved = resolve_folders(config)
     require_model_rules(resolved)
-    begins = None if saved else read_start(resolved)
+    begins, stacked = None if saved else read_start(resolved), require_base(resolved, saved)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
@@ -113,6 +115,8 @@ def set_up(
         open_folder(config, prepared, saved, anew=resume == "auto")
         if begins is not None:
             write_json(run_folder(config) / PARENT, begins.about)
+        if stacked:
+            write_json(run_folder(config) / STACK, {"loras": stacked})
         attempt.begin(reason, start, stages)
         put_chosen(resolved, settled, threads)
     state_bytes = None
@@ -138,6 +142,15 @@ def set_up(
         predicted=predicted,
         timed=None if saved else timed,
     )
+
+
+def require_base(config: TrainConfig, saved: checkpoint.SavedState | None) -> list[Json]:
+    """Print and return the record of the LoRAs under a run; a ``UserError`` if they do not fit the base, or are not
+    those that a resumed run began with."""
+    stack = read_stack(config, run_folder(config) if saved else None)
+    for each in stack.about if stack else []:
+        say(f"base    with {each['name']} at a strength of {each['scale']:g}, SHA-256 {each['sha256'][:16]}")
+    return stack.about if stack else []
 
 
 def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:

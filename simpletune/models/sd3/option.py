@@ -20,7 +20,7 @@ from simpletune.models.sd3.lora_names import LAYOUTS
 from simpletune.models.sd3.shapes import TABLE, parameter_shapes
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, TextRegion
+from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, LoraNames, TextRegion
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
@@ -52,6 +52,10 @@ class SD3(Family):
     """Branch, tag or commit on the Hub."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Start from the pretrained transformer, or from random weights (training from scratch; reads only its config)."""
+    loras: LoraNames = []
+    """LoRAs to train on top of, merged into the transformer before it is quantised: each a file in any layout, a run,
+    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
+    result holds only what is trained. Takes no device memory."""
     transformer: str | None = None
     """Replaces the transformer: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None

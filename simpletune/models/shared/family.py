@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simpletune.models.shared import sources
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
     from simpletune.models.shared.weights import TensorSource
 
 OnHost = Callable[[str], bool]
+
+
+class Overlay(Protocol):
+    """What changes a model's weights before anything else does: ``model.loras``."""
+
+    @property
+    def key(self) -> object:
+        """JSON that differs where the weights do."""
+
+    def over(self, family: Family, part: Part) -> TensorSource:
+        """The changed tensors of a part."""
 
 
 class Family(FamilyFacts):
@@ -168,6 +179,7 @@ class Family(FamilyFacts):
         on_host: OnHost = lambda name: False,
         sizes: Collection[Size] | None = None,
         cache: Path | None = None,
+        overlay: Overlay | None = None,
     ) -> Denoiser:
         """Load the frozen model, quantising as it loads, with one layer at a time in host memory.
 
@@ -178,6 +190,7 @@ class Family(FamilyFacts):
             on_host: whether the module of a given name stays in host memory.
             sizes: (width, height) in pixels of all pictures it will see, for ``fit_to``; None keeps the whole model.
             cache: the root folder of the cache for the quantised base; None disables caching.
+            overlay: what ``loras`` names (``runs.stack``); None without any.
 
         Raises:
             UserError: weights are missing or do not match the config.
@@ -187,19 +200,23 @@ class Family(FamilyFacts):
         from simpletune.models.shared.weights import fill_model, open_tensors
 
         config, part, random = self.known_config(), self.part(self.denoiser), self.init == "random"
+        assert bool(self.loras) == (overlay is not None), "whoever loads a base reads its LoRAs"
 
         def tensors() -> TensorSource:
             return self.random_tensors(config, seed, part.folder) if random else open_tensors(part)
 
         def fresh() -> Denoiser:
-            return fill_model(self.empty_model(config), tensors(), precision, device, on_host, part.place)
+            source = tensors() if overlay is None else overlay.over(self, part)
+            return fill_model(self.empty_model(config), source, precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:
             model = fresh()
         else:
-            cached = QuantisedBase(cache, config, partial(self.empty_model, config), part, precision, device)
+            key = None if overlay is None else overlay.key
+            cached = QuantisedBase(cache, config, partial(self.empty_model, config), part, precision, device, key)
             model = cached.load(on_host) or cached.make(on_host, fresh)
         if sizes is not None:
+            # The model keeps this source to read constants again, so it must not hold an overlay's tensors.
             self.fit_to(model, sizes, tensors, precision.compute_dtype())
         return watch_fp16(model, precision.product_dtype())
 

@@ -6,7 +6,9 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t text
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, TypedDict
+
+from pydantic import Field
 
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.flops import Flops, TrainedParameters
@@ -60,6 +62,10 @@ class TextRegion(NamedTuple):
     last: bool = False  # its tokens are the last ones, after those of the CLIP encoders, which share the first
 
 
+LoraNames = list[Annotated[str, Field(min_length=1)]]
+"""The type of ``model.loras``."""
+
+
 class FamilyFacts(Option):
     """What every model family states. Members declare the fields below and override what raises NotImplementedError."""
 
@@ -68,6 +74,7 @@ class FamilyFacts(Option):
         pretrained: str
         revision: str | None
         init: str
+        loras: LoraNames
         vae: str | None
         text_encoders: str | None
 

@@ -54,6 +54,7 @@ class QuantisedBase:
         part: the location of its full-precision weights.
         precision: must be ``cacheable``.
         device: the device that quantises.
+        overlay: JSON that tells what changes the weights before; None if nothing does.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class QuantisedBase:
         part: Part,
         precision: WeightPrecision,
         device: torch.device,
+        overlay: object = None,
     ):
         self._empty, self._precision, self._device = empty, precision, device
         file = part.file  # of which samples spread over it are read
@@ -78,6 +80,8 @@ class QuantisedBase:
             "precision": precision.cache_key(),
             "device": device.type,
         }
+        if overlay is not None:
+            self.made_from["overlay"] = overlay
         key = hashlib.sha256(json.dumps(self.made_from, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = cache / "quantised" / key
         self._what = f"base    {self.made_from['precision']['weights']} weights"

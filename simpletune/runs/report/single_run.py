@@ -102,6 +102,7 @@ def headline(run: RunData) -> list[Fact]:
         facts.append(Fact("Trained share", f"{100 * run.share:.3g}%", f"{trained:,} of {total:,} parameters"))
     if (parent := run.summary.get("parent")) is not None:
         facts.append(Fact("Started from", parent["name"], parent_words(parent)))
+    facts += [Fact("On top of", lora["name"], parent_words(lora)) for lora in run.summary.get("on_top_of", [])]
     if len(run.evaluations) > 1:
         (_, before), (step, after) = run.evaluations[0], run.evaluations[-1]
         change = f" {after / before - 1:+.1%}," if before else ""

@@ -16,6 +16,7 @@ import torch
 from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from random_loras import random_lora
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
@@ -51,16 +52,6 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def single(pipeline: Path) -> Path:
     return original_layout.write(pipeline, pipeline.parent / "single.safetensors")
-
-
-def random_lora(pipeline: Path, seed: int, rank: int = 4, scale: float = 1.0) -> dict[str, LoraUpdate]:
-    """Updates of every linear layer, large enough to show."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, (o, i) in BaseReader(str(pipeline)).linear_shapes().items():
-        down, up = torch.randn(rank, i, generator=generator), torch.randn(o, rank, generator=generator)
-        found[name] = LoraUpdate(down / i**0.5, up / rank**0.5, 0.3 * scale)
-    return found
 
 
 @pytest.fixture(scope="module")

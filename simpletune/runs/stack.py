@@ -1,0 +1,186 @@
+"""LoRAs that a configuration names: that of ``adapter.start``, and those of ``model.loras``, the stack under a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.models.shared.text_layers import encoders_in, split_text
+from simpletune.runs.folder import read_stacked
+from simpletune.runs.model_card import public_name
+from simpletune.runs.weights_names import find_lora
+from simpletune.system.checksums import sha256_of
+from simpletune.system.options import Json, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from simpletune.adapters.files.base_reader import BaseReader
+    from simpletune.adapters.files.merge import Merger
+    from simpletune.adapters.files.updates import Updates
+    from simpletune.models.shared.family import Family
+    from simpletune.models.shared.parts import Part
+
+
+@dataclass(frozen=True)
+class GivenLora:
+    """A LoRA that an option names.
+
+    Args:
+        option: ``adapter.start`` or ``model.loras``.
+        name: as the user gave it, without the strength.
+        scale: its strength.
+    """
+
+    option: str
+    name: str
+    file: Path
+    scale: float
+
+    @property
+    def place(self) -> str:
+        """What messages begin with."""
+        return f"{self.option}: {self.name}"
+
+    def read(self) -> tuple[Updates, Updates]:
+        """The updates of the denoiser, and those of text encoders."""
+        from simpletune.adapters.files.read import read_lora
+
+        try:
+            return split_text(read_lora(self.file))
+        except UserError as error:
+            raise UserError(f"{self.option}: {error}", error.code) from None
+
+    def about(self) -> Json:
+        """What runs record of it: name, SHA-256, steps if known, and strength."""
+        from simpletune.adapters.files.header import open_lora
+
+        metadata = open_lora(self.file).metadata
+        steps = metadata.get("simpletune_step", metadata.get("ss_steps", ""))
+        return {
+            "name": public_name(self.name),
+            "sha256": sha256_of(self.file),
+            "steps": int(steps) if steps.isdecimal() else None,
+            "scale": self.scale,
+        }
+
+
+def given_lora(option: str, text: str) -> GivenLora:
+    """Find the LoRA that an option names; a UserError if there is none."""
+    named = find_lora(text, f"{option}: ")
+    assert named.lora is not None
+    return GivenLora(option, named.name, named.lora, 1.0 if named.scale is None else named.scale)
+
+
+def require_elsewhere(given: GivenLora, config: TrainConfig) -> None:
+    """Refuse a LoRA of the older run whose folder a new run of this name moves aside."""
+    own = run_folder(config)
+    if own.resolve() in given.file.resolve().parents:
+        raise UserError(
+            f"{given.place} lies in {own}, which a new run of this name moves aside. Give this run another name"
+        )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The LoRAs of ``model.loras``, an ``Overlay`` of the base.
+
+    Args:
+        loras: updates and strengths.
+        about: the run's record of them.
+    """
+
+    loras: Sequence[tuple[Updates, float]]
+    about: list[Json]
+
+    @property
+    def key(self) -> object:
+        return [[each["sha256"], each["scale"]] for each in self.about]
+
+    def merged(self, base: BaseReader) -> Merger:
+        """The tensors of a base with the LoRAs in it, in its types: the bits of ``simpletune merge``."""
+        from simpletune.adapters.files.merge import Merger
+
+        return Merger(base, self.loras, None)
+
+    def over(self, family: Family, part: Part) -> _StackedTensors:
+        from simpletune.adapters.files.base_reader import BaseReader
+
+        return _StackedTensors(self.merged(BaseReader(part.place, (family, part))))
+
+
+class _StackedTensors:
+    """A merger's tensors, with the place of the mistake in its messages."""
+
+    def __init__(self, merger: Merger):
+        self._merger, self.names = merger, merger.names
+
+    def get(self, name: str) -> Tensor:
+        try:
+            return self._merger.get(name)
+        except UserError as error:
+            raise UserError(f"model.loras: {error} in simpletune merge, and train on its result") from None
+
+
+def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
+    """Read ``model.loras``, if it names any; the configuration has the model's folder resolved.
+
+    Args:
+        run: a run that trained on top of them; the files must be those that it recorded.
+
+    Raises:
+        UserError: a name is none of a LoRA, the LoRA does not fit the base, or has changed.
+    """
+    from simpletune.adapters.files.attach import require_shapes
+    from simpletune.adapters.files.base_reader import linear_shapes
+
+    given = list(_given_for(config, run))
+    if not given:
+        return None
+    if run is None:
+        for each in given:
+            require_elsewhere(each, config)
+    part, shapes = config.model.denoiser, linear_shapes(config.model.known_shapes())
+    loras: list[tuple[Updates, float]] = []
+    for each in given:
+        updates, text = each.read()
+        if text:
+            raise UserError(
+                f"{each.place} also updates {encoders_in(text)}, and model.loras changes only the {part}. Train on "
+                "what simpletune merge writes: a single file with its text encoders, or with --denoiser-only a folder "
+                f"for model.{part}"
+            )
+        require_shapes(each.place, updates, shapes)
+        loras.append((updates, each.scale))
+    return Stack(loras, [each.about() for each in given])
+
+
+def require_stack(config: TrainConfig, run: Path) -> None:
+    """Check that the files of ``model.loras`` are those that a run recorded."""
+    for _ in _given_for(config, run):
+        pass
+
+
+def _given_for(config: TrainConfig, run: Path | None) -> Iterator[GivenLora]:
+    """Find the LoRAs; those of a run must have the SHA-256 that it recorded."""
+    names = config.model.loras
+    before = read_stacked(run) if run is not None else []
+    if len(before) != len(names):  # unknown; other names are refused as a changed setting
+        before = []
+    for text, recorded in zip_longest(names, before):
+        base = recorded and f"{run} was trained on top of {recorded['name']}, SHA-256 {recorded['sha256']}"
+        try:
+            given = given_lora("model.loras", text)
+        except UserError as error:
+            raise UserError(f"{error}. {base}", error.code) if base else error from None
+        if given.scale == 0:
+            raise UserError(f"{given.place}: a strength of 0 adds nothing. Remove the LoRA, or change the strength")
+        if recorded and (digest := sha256_of(given.file)) != recorded["sha256"]:
+            raise UserError(
+                f"{given.place} has the SHA-256 {digest}, but {base}. Put that file back, or train a new run"
+            )
+        yield given
