@@ -77,7 +77,7 @@ torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 ti
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 2 min 20 s on 2 cores (27 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/apps/web/test_web_browser.py
 
-screens: setup  ## draw the screenshots of docs/tutorials/in-the-browser.md: every page, light on a desktop and dark on a phone; 1 min
+screens: setup  ## draw docs/images/web_*: every page in every state, light on a desktop and dark on a phone; 3 min beside other work
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/support/web_screens.py
 
 compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 2 min on one core (27 November 2026)

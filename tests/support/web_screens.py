@@ -1,13 +1,22 @@
-"""Draw the screenshots of docs/images: ``make screens``. Trains the demo model first, to have something to show."""
+"""Draw the screenshots of docs/images: ``make screens``. Trains the demo model first, to have something to show.
+
+Draws every page in every state, light on a desktop and dark on a phone, as two sheets with captions, and some on a desktop
+as files of their own.
+"""
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from PIL import Image, ImageDraw, ImageFont
 from web_browser import DESKTOP, MISSING, PHONE, Browser, browsing, serving
 
 from simpletune.data.demo import resolve
@@ -16,54 +25,124 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "images"
 TALLEST = 2400  # pixels
 QUIET = 1.5  # seconds until pictures are loaded
 STEPS = 60
+SHOWN = {
+    "new run, filled in": "start",
+    "runs": "runs",
+    "a run, finished": "run",
+    "pictures": "data",
+}  # files of their own
+SHEETS = {DESKTOP: ("desktop", 480, 4), PHONE: ("phone_dark", 240, 7)}  # suffix, pixels of a picture's width, columns
+GAP, CAPTION = 24, 28  # pixels
 
 
-def train(url: str, browser: Browser) -> None:
-    """Start a run as a newcomer does, and wait for its end."""
+@dataclass
+class Film:
+    """Pictures with captions, by the browser's size."""
+
+    browser: Browser
+    pictures: dict[tuple[int, int], list[tuple[str, Image.Image]]] = field(
+        default_factory=lambda: {DESKTOP: [], PHONE: []}
+    )
+
+    def draw(self, caption: str, url: str, folder: str = "") -> None:
+        """Draw a page as high as it is, in both sizes; ``folder`` is typed into the form of a new run."""
+        browser = self.browser
+        for size in (DESKTOP, PHONE):
+            dark = size == PHONE
+            browser.look(dark, size)
+            browser.open(url)
+            if folder:
+                browser.fill('[name="data.path"]', folder)
+                browser.until(
+                    lambda: browser.text("#to-mend") == "" and "GiB" in browser.text("#live"), "the form", 120
+                )
+            time.sleep(QUIET)
+            height = browser.driver.execute_script("return document.documentElement.scrollHeight")
+            browser.look(dark, (size[0], min(int(height), TALLEST)))
+            time.sleep(QUIET)
+            data = browser.driver.get_screenshot_as_png()
+            self.pictures[size].append((caption, Image.open(io.BytesIO(data)).convert("RGB")))
+            if caption in SHOWN and not dark:
+                file = DOCS / f"web_{SHOWN[caption]}_desktop.png"
+                file.write_bytes(data)
+                print(file)
+
+    def sheets(self) -> None:
+        """Write one sheet for each size."""
+        for size, (suffix, width, columns) in SHEETS.items():
+            file = DOCS / f"web_film_{suffix}.png"
+            sheet(self.pictures[size], width, columns, size == PHONE).save(file, optimize=True)
+            print(file)
+
+
+def sheet(pictures: list[tuple[str, Image.Image]], width: int, columns: int, dark: bool) -> Image.Image:
+    """Arrange pictures, scaled to a width and cut at three times that height, in columns of the next free place."""
+    paper, ink = ("#101214", "#e8e9ea") if dark else ("#e9e9e5", "#1f2328")
+    font = ImageFont.load_default(16)
+    bottoms, placed = [GAP] * columns, []
+    for caption, picture in pictures:
+        small = picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)
+        small = small.crop((0, 0, width, min(small.height, 3 * width)))
+        column = bottoms.index(min(bottoms))
+        placed.append((caption, small, GAP + column * (width + GAP), bottoms[column]))
+        bottoms[column] += CAPTION + small.height + GAP
+    found = Image.new("RGB", (GAP + columns * (width + GAP), max(bottoms)), paper)
+    draw = ImageDraw.Draw(found)
+    for caption, small, x, y in placed:
+        draw.text((x, y), caption, ink, font)
+        found.paste(small, (x, y + CAPTION))
+    return found.quantize(192)
+
+
+@contextmanager
+def started(url: str, browser: Browser, name: str, *values: tuple[str, str, object], end: str) -> Iterator[None]:
+    """Start a run as a newcomer does; at the end wait until the queue says how it ended."""
+    browser.look(False, DESKTOP)
     browser.open(f"{url}/start")
     browser.fill('[name="data.path"]', "pictures")
     browser.fill('[name="trigger"]', "glim")
     browser.click("#everything > summary")
-    for section, name, value in (("train", "steps", STEPS), ("validation", "every", 10)):
+    for section, field_name, value in (("general", "name", name), *values):
         browser.click(f"#d-{section} > summary")
-        browser.fill(f'[name="{section}.{name}"]', str(value))
+        path = field_name if section == "general" else f"{section}.{field_name}"
+        browser.fill(f'[name="{path}"]', str(value))
         browser.until(lambda section=section: "yours" in browser.text(f"#c-{section}"), section)
     browser.until(lambda: browser.text("#to-mend") == "" and browser.text("#live-state") == "", "the form", 120)
     browser.click("#go")
     browser.until(lambda: "/start" not in browser.driver.current_url, "the queue")
+    yield
+    browser.look(False, DESKTOP)
     browser.open(f"{url}/")
-    browser.until(lambda: "finished" in browser.text("#queue"), "the run's end", 600)
-
-
-def draw(url: str, browser: Browser, name: str, path: str, size: tuple[int, int], dark: bool) -> None:
-    """Draw a page as high as it is."""
-    browser.look(dark, size)
-    browser.open(url + path)
-    if path == "/start":
-        browser.fill('[name="data.path"]', "pictures")
-        browser.until(lambda: browser.text("#to-mend") == "" and "GiB" in browser.text("#live"), "the form", 120)
-    time.sleep(QUIET)
-    height = browser.driver.execute_script("return document.documentElement.scrollHeight")
-    browser.look(dark, (size[0], min(int(height), TALLEST)))
-    time.sleep(QUIET)
-    file = DOCS / f"web_{name}_{'phone' if size == PHONE else 'desktop'}{'_dark' if dark else ''}.png"
-    browser.driver.save_screenshot(str(file))
-    print(file)
+    browser.until(lambda: end in browser.text("#queue"), f"the end: {end}", 600)
 
 
 def main() -> int:
-    """Draw all pages, light on a desktop and dark on a phone."""
+    """Draw all pages."""
     if MISSING:
         print(f"no browser: {' and '.join(MISSING)} missing", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(resolve("demo:pictures", Path(folder) / "cache"), Path(folder) / "pictures")
         with serving(Path(folder)) as server, browsing() as browser:
-            train(server.url, browser)
-            pages = {"start": "/start", "runs": "/", "run": "/run/pictures", "data": "/data?place=pictures"}
-            for name, path in pages.items():
-                draw(server.url, browser, name, path, DESKTOP, dark=False)
-                draw(server.url, browser, name, path, PHONE, dark=True)
+            film, url = Film(browser), server.url
+            film.draw("no runs yet", f"{url}/")
+            film.draw("new run", f"{url}/start")
+            film.draw("new run, filled in", f"{url}/start", "pictures")
+            film.draw("choose pictures", f"{url}/data")
+            film.draw("pictures", f"{url}/data?place=pictures")
+            lengths = ("train", "steps", STEPS), ("validation", "every", 10)
+            with started(url, browser, "glim", *lengths, end="finished"):
+                browser.until(lambda: "/run/glim" in browser.driver.current_url, "the run's page", 120)
+                film.draw("a run, training", f"{url}/run/glim")
+            film.draw("a run, finished", f"{url}/run/glim")
+            with started(url, browser, "glim-fast", *lengths, ("optimizer", "lr", 0.01), end="finished"):
+                film.draw("a run in the queue", f"{url}/")
+            with started(url, browser, "diverged", *lengths, ("optimizer", "lr", 1e30), end="failed"):
+                pass
+            film.draw("a run, failed", f"{url}/run/diverged")
+            film.draw("runs", f"{url}/")
+            film.draw("a page that is not there", f"{url}/run/none")
+            film.sheets()
     return 0
 
 

@@ -14,7 +14,8 @@
 #define KERNELS \
     X(__cudaInitModule) X(__cudaRegisterFatBinaryEnd) X(__cudaRegisterFunction) X(__cudaRegisterVar) \
     X(__cudaUnregisterFatBinary) X(cuCtxSetLimit) X(cuFuncSetAttribute) X(cuFuncSetCacheConfig) \
-    X(cuLaunchCooperativeKernel) X(cuLaunchKernel) X(cuLaunchKernelEx) X(cuModuleUnload) X(cudaFuncSetAttribute) \
+    X(cuLaunchCooperativeKernel) X(cuLaunchKernel) X(cuLaunchKernelEx) X(cuLogsRegisterCallback) \
+    X(cuLogsUnregisterCallback) X(cuModuleUnload) X(cudaFuncSetAttribute) \
     X(cudaKernelSetAttributeForDevice) X(cudaMemcpyToSymbol) X(cudaProfilerStart) X(cudaProfilerStop)
 
 /* Products and their descriptors. */
