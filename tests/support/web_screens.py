@@ -1,7 +1,7 @@
 """Draw the screenshots of docs/images: ``make screens``. Trains the demo model first, to have something to show.
 
-Draws every page in every state, light on a desktop and dark on a phone, as two sheets with captions; some on a desktop as
-files of their own, too.
+Draws every page in every state, light on a desktop and dark on a phone, as two sheets with captions; some on a desktop
+as files of their own, too.
 """
 
 from __future__ import annotations
