@@ -133,6 +133,8 @@ def accounting_like_cuda(
     kernel = attention_kernel(capability or L4, config.precision.settled, config.speed.attention)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
     multiprocessors = most_multiprocessors(capability or L4) if config.speed.deterministic else None
+    if config.optimizer.name.endswith("8bit"):
+        import bitsandbytes  # noqa: F401  # or the constants that it makes when imported would count as the optimizer's
     with autocast, Accounting(temporaries(kernel, multiprocessors), keep, cuda_layouts(kernel)) as accounting:
         yield accounting
 
