@@ -26,6 +26,8 @@ class Roots:
 
     def resolve(self, text: str) -> Path:
         """Resolve a path given by a user, including links; a UserError, with the remedy, if it leads out of them."""
+        if "://" in text:
+            raise UserError(f"{text} is an address, not a path of this machine. Give one below {self.named[0]}")
         given = Path(text).expanduser()
         try:
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
