@@ -25,7 +25,7 @@ from simpletune.data.sources import captions
 from simpletune.data.sources.captions import METADATA, TEXTS, validate_caption
 from simpletune.data.sources.folder_names import meaning
 from simpletune.data.sources.masks import LABEL
-from simpletune.data.sources.pictures import decode, picture_size
+from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import (
     MAX_BYTES,
@@ -80,7 +80,7 @@ def path_parts(path: str) -> tuple[str, ...]:
     return parts
 
 
-def folder_name(text: str) -> str:
+def new_folder_name(text: str) -> str:
     """Return the name for a new folder that a user gave, or the default; a UserError if it is not one."""
     name = unicodedata.normalize("NFC", text.strip()) or DEFAULT
     try:
@@ -178,7 +178,6 @@ class Upload:
         data, digest = read_regular(self._incoming), ""
         if kind in SUFFIXES:
             with _decoding:
-                picture_size(data)
                 decode(data, THUMBNAIL)  # training turns pictures as their EXIF says, so the file keeps its bytes
             if not name.stem.endswith(LABEL):  # masks may well be equal
                 digest = hashlib.sha256(data).hexdigest()
@@ -344,7 +343,7 @@ class Uploads:
 
     def begin(self, name: str, size: int) -> Upload:
         """Begin an upload of ``size`` bytes to a new folder; a UserError if it cannot be."""
-        folder = folder_name(name)
+        folder = new_folder_name(name)
         with self._lock:
             for each in list(self._open.values()):
                 if not each.busy and time.monotonic() - each.touched > IDLE:

@@ -130,5 +130,6 @@ def _using(request: Request) -> Iterator[Upload]:
 
 def folders(request: Request) -> Response:
     """GET /folders?folder=PATH: one level of the folders in the roots."""
-    found = list_folders(request.app.state.roots, request.query_params.get("folder", ""))
-    return render(request, "upload_folders.html", level=found)
+    query = request.query_params
+    found = list_folders(request.app.state.roots, query.get("folder", ""))
+    return render(request, "upload_folders.html", level=found, moved="folder" in query)

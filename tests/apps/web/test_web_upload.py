@@ -55,8 +55,10 @@ def packed(*entries: tuple[str, bytes], change: Callable[[zipfile.ZipInfo], obje
     return content.getvalue()
 
 
-def as_kind(kind: int) -> Callable[[zipfile.ZipInfo], object]:
-    return lambda entry: setattr(entry, "external_attr", (kind | 0o777) << 16)
+def described(name: str, value: object, content: bytes = b"") -> Files:
+    """A zip file whose list of entries says something else of x.png."""
+    entry = ("x.png", content or picture(2))
+    return [("x.zip", packed(entry, change=lambda found: setattr(found, name, value)))]
 
 
 @pytest.fixture
@@ -155,8 +157,13 @@ def test_a_zip_file_is_unpacked_and_its_only_folder_is_dropped_unless_training_r
     ]  # fmt: skip
 
 
-SIZES = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 6, 0, 0, 0)
-BOMB = picture()[:12] + SIZES + struct.pack(">I", zlib.crc32(SIZES)) + picture()[33:]
+def chunk(name: bytes, data: bytes) -> bytes:
+    """A chunk of a PNG with its true sum."""
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+BOMB = picture()[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 6, 0, 0, 0)) + picture()[33:]
+NO_PIXELS = picture()[:33] + chunk(b"IDAT", b"no zlib") + chunk(b"IEND", b"")
 ATTACKS: dict[str, tuple[Files, str]] = {
     # names
     "parent": ([("../x.png", picture(2))], "leads out of the folder"),
@@ -184,6 +191,7 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "drawing": ([("x.svg", b"<svg/>")], "is a picture of a kind that is not read (.svg)"),
     "empty": ([("x.jpg", b"")], "the file is empty"),
     "truncated": ([("x.png", picture(2, (400, 300))[:-60])], "x.png is damaged"),
+    "whole but without pixels": ([("x.png", NO_PIXELS)], "x.png is damaged"),
     "picture bomb": ([("x.png", BOMB)], "has more than 178,956,970 pixels"),
     "caption in bytes": ([("x.txt", b"\xff\xfe\x00")], "is not UTF-8 text"),
     "caption that steers": ([("x.txt", b"a\x1b[2J")], "control character U+001B"),
@@ -192,34 +200,16 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "zip parent": ([("x.zip", packed(("../x.png", picture(2))))], "leads out of the folder"),
     "zip absolute": ([("x.zip", packed(("/tmp/x.png", picture(2))))], "leads out of the folder"),
     "zip backslash": ([("x.zip", packed(("a\\..\\x.png", picture(2))))], "leads out of the folder"),
-    "zip null byte": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "filename", "x.png\0y")))],
-        "control or direction characters",
-    ),
-    "zip without a name": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "filename", "")))], "has no name",
-    ),
-    "zip link": ([("x.zip", packed(("x.png", b"/etc/passwd"), change=as_kind(stat.S_IFLNK)))], "is a link or a device"),
-    "zip device": ([("x.zip", packed(("x.png", b""), change=as_kind(stat.S_IFBLK)))], "is a link or a device"),
-    "zip encrypted": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "flag_bits", 1)))], "is encrypted",
-    ),
+    "zip null byte": (described("filename", "x.png\0y"), "control or direction characters"),
+    "zip without a name": (described("filename", ""), "has no name"),
+    "zip link": (described("external_attr", (stat.S_IFLNK | 0o777) << 16, b"/etc/passwd"), "is a link or a device"),
+    "zip device": (described("external_attr", (stat.S_IFBLK | 0o777) << 16), "is a link or a device"),
+    "zip encrypted": (described("flag_bits", 1), "without a password"),
     "zip in zip": ([("x.zip", packed(("y.zip", packed())))], "is a zip file in a zip file"),
-    "zip of a method": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "compress_type", 99)))],
-        "x.png cannot be unpacked",
-    ),
-    "zip sum": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "CRC", 1)))], "cannot be unpacked",
-    ),
-    "zip understates": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "file_size", 9)))],
-        "cannot be unpacked",
-    ),
-    "zip overstates": (
-        [("x.zip", packed(("x.png", picture(2)), change=lambda each: setattr(each, "file_size", 2**45)))],
-        "would unpack to 32,768.0 GiB; an upload takes 32.0 GiB",
-    ),
+    "zip of a method": (described("compress_type", 99), "x.png cannot be unpacked"),
+    "zip sum": (described("CRC", 1), "cannot be unpacked"),
+    "zip understates": (described("file_size", 9), "cannot be unpacked"),
+    "zip overstates": (described("file_size", 2**45), "would unpack to 32,768.0 GiB; an upload takes 32.0 GiB"),
     "zip bomb": ([("x.zip", packed(("x.png", b"\0" * 2**22)))], "times its size, as no picture does"),
     "zip bomb among noise": (
         [("x.zip", packed(("noise.txt", os.urandom(2**17)), ("x.png", b"\0" * 2**22)))],
@@ -434,6 +424,8 @@ def test_folders_are_listed_level_by_level_with_their_pictures(client: TestClien
     assert "One level up" not in page and "1 picture<" in page and "0 pictures" in page
     page = client.get(f"/folders?folder={quote(str(root / '<b>'))}").text
     assert "One level up" in page and "Use this folder" in page and "2 pictures" in page and 'Open sub"' in page
+    page = client.get(f"/folders?folder={quote(str(root))}").text
+    assert "0 pictures, 1 in folders below" in page and "Use this folder" in page
     assert "no pictures here" in client.get("/folders?folder=empty").text
     for outside in ("..", "/etc", "link", "nothing", "\0"):
         assert client.get(f"/folders?folder={quote(outside)}").status_code == 422, outside
@@ -452,4 +444,4 @@ def test_both_pages_offer_the_kinds_of_files_that_are_read(client: TestClient) -
         kinds = {kind.removeprefix("metadata") for kind in upload.LIMITS}
         assert set(accept[1].split(",")) == kinds
     assert set(json.loads(client.post("/upload", data={"name": ""}, headers=JSON).text)["limits"]) == set(upload.LIMITS)
-    assert unicodedata.is_normalized("NFC", upload.folder_name("e\u0301"))
+    assert unicodedata.is_normalized("NFC", upload.new_folder_name("e\u0301"))
