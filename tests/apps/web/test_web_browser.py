@@ -155,6 +155,13 @@ def test_pictures_come_to_the_page_and_fill_the_form(
     light.find("#upload-folder").send_keys(str(tmp_path / "mine"))
     light.until(lambda: "4 pictures are in" in light.text("#upload-said"), "the folder by its own name")
     assert light.find("#data-place").get_attribute("value") == str(folder / "mine")
+    (tmp_path / "mine" / "sub").mkdir()
+    (tmp_path / "mine" / "0.png").rename(tmp_path / "mine" / "sub" / "0.png")
+    for kind in ("dragEnter", "dragOver", "drop"):
+        data = {"items": [], "files": [str(tmp_path / "mine")], "dragOperationsMask": 1}
+        light.driver.execute_cdp_cmd("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": data})
+    light.until(lambda: "4 pictures are in" in light.text("#upload-said") and "mine-2" in light.text("#upload-said"))
+    assert (folder / "mine-2" / "sub" / "0.png").is_file() and (folder / "mine-2" / "1.png").is_file()
     drop = """
       const content = new DataTransfer();
       content.items.add(new File(['no zip'], 'b.zip'));
