@@ -136,9 +136,9 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def remove_stale(folder: Path) -> None:
-    """Remove unfinished files of killed processes from a folder, but not those of running ones."""
-    for entry in folder.glob(".*.part") if folder.is_dir() else ():
+def remove_stale(folder: Path, name: str = "*") -> None:
+    """Remove unfinished files of killed processes from a folder, but not those of running ones; ``name``: a pattern."""
+    for entry in folder.glob(f".{name}.part") if folder.is_dir() else ():
         match = _SHARED.match(entry.name)
         try:
             if match and match[1] == _machine():

@@ -12,26 +12,27 @@ from types import FrameType
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.apps.http import Guard, HttpServer, bind, is_loopback, loopback_hosts, url_of
-from simpletune.apps.web import data_page, run_page, runs_page, start
+from simpletune.apps.web import data_page, run_page, runs_page, start, upload_page
 from simpletune.apps.web.access import FAILED, HEADERS, TOKEN, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.templates import TEMPLATES, render
+from simpletune.apps.web.upload import Uploads, clean
 from simpletune.system.console import say
 from simpletune.system.locks import is_held
 from simpletune.system.options import UserError
 from simpletune.system.package import ASSETS
 
-PAGES = (runs_page, start, data_page, run_page)
+PAGES = (runs_page, start, data_page, run_page, upload_page)
 """Each has ``routes() -> list[Route]`` and ``stamps(roots, runs) -> dict[str, Hashable]``."""
 STATIC = {
     "pages.css": ASSETS, "app.css": TEMPLATES, "app.js": TEMPLATES, "htmx.min.js": TEMPLATES,
-    "start.js": TEMPLATES, "run.js": TEMPLATES, "chart.js": TEMPLATES,
+    "start.js": TEMPLATES, "run.js": TEMPLATES, "chart.js": TEMPLATES, "upload.js": TEMPLATES,
 }  # fmt: skip
 KEEP = {"cache-control": "max-age=60"}  # seconds: saves requests, and an update shows within a minute
 CONNECTIONS = 256  # a browser keeps one for its events, and a few more while it loads a page
@@ -48,7 +49,11 @@ def run(args: argparse.Namespace) -> None:
     if not local:
         say("warning: other machines can reach this page, and nothing is encrypted: use it in a network that you trust")
     say(f"open {url_of(bound)}{f'?{TOKEN}={token}' if token else ''}")
-    PageServer(app, watch).run(sockets=[bound])
+    clean(roots)
+    try:
+        PageServer(app, watch).run(sockets=[bound])
+    finally:
+        clean(roots)
 
 
 class PageServer(HttpServer):
@@ -79,7 +84,7 @@ def make_app(roots: Roots, access: Access) -> tuple[ASGIApp, FileWatcher]:
         return {topic: stamp for page in PAGES for topic, stamp in page.stamps(roots, runs).items()}
 
     watch = FileWatcher(look)
-    app.state.roots, app.state.watch = roots, watch
+    app.state.roots, app.state.watch, app.state.uploads = roots, watch, Uploads(roots)
     return Guard(app, access.hosts, PlainTextResponse, FAILED, HEADERS, access.refusal), watch
 
 
@@ -93,10 +98,12 @@ async def static(request: Request) -> Response:
 
 def problem(request: Request, error: Exception) -> Response:
     """Show a user's mistake, an unknown path or a wrong method, on a separate page or as a part in the place that sent
-    the request."""
+    the request, or as JSON for a script."""
     status, message, headers = 422, str(error), None
     if isinstance(error, HTTPException):
         status, message, headers = error.status_code, error.detail, error.headers
+    if request.headers.get("accept") == "application/json":
+        return JSONResponse({"problem": message}, status, headers or {"connection": "close"})
     is_part = request.headers.get("hx-request") == "true"
     response = render(request, "problem_part.html" if is_part else "problem.html", status, message=message)
     response.headers.update(headers or {})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlencode
 
@@ -23,7 +25,7 @@ from simpletune.data.sources.captions import one_line
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import SUFFIXES, read_regular
+from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular
 from simpletune.models.shared.buckets import Size, upscaling
 from simpletune.system.options import Json, UserError
 
@@ -31,6 +33,7 @@ PAGE = 48  # pictures
 SHOWN = ("all", "without", "model", "cut")
 SUGGESTED = 40  # folders
 LOOKED_AT = 400  # entries of a root that are searched for suggestions
+COUNTED, FOLDERS = 10_000, 500  # entries of a folder that are counted, and folders that are listed
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,46 @@ def suggestions(roots: Roots) -> list[Path]:
         below = (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
         found += [folder for folder in (root, *below) if _holds_pictures(folder)]
     return found[:SUGGESTED]
+
+
+@dataclass(frozen=True)
+class FolderLevel:
+    """A folder to choose from: how many pictures it holds itself, and the folders below it."""
+
+    path: Path | None  # None: above several roots
+    name: str
+    pictures: int = 0
+    more: bool = False  # whether there are more entries than were counted
+    folders: tuple[FolderLevel, ...] = ()  # each without the folders below it
+    above: str | None = None  # to ask for the level above; None: there is none
+
+
+def list_folders(roots: Roots, text: str) -> FolderLevel:
+    """List one level of the folders in the roots; empty: the root, or all of them. UserError: it is none of them."""
+    if not text and len(roots.named) > 1:
+        return FolderLevel(None, "Folders", folders=tuple(_level(root, str(root)) for root in roots.named))
+    folder = roots.resolve(text) if text else roots.named[0]
+    if not folder.is_dir():
+        raise UserError(f"{text} is not a folder. Choose another")
+    try:
+        entries = sorted(each for each in folder.iterdir() if each.is_dir() and not each.is_symlink())
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror or error}). Choose another") from None
+    shown = [each for each in entries if not each.name.startswith(".") and is_text(each.name) and each != roots.runs]
+    inside = any(folder != root and folder.is_relative_to(root) for root in roots.named)
+    above = str(folder.parent) if inside else "" if len(roots.named) > 1 else None
+    own = _level(folder, folder.name or str(folder))
+    return replace(own, folders=tuple(_level(each, each.name) for each in shown[:FOLDERS]), above=above)
+
+
+def _level(folder: Path, name: str) -> FolderLevel:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, COUNTED + 1)]
+    except OSError:
+        names = []
+    pictures = sum(each.lower().endswith(SUFFIXES) and not each.startswith(".") for each in names)
+    return FolderLevel(folder, name, pictures, len(names) > COUNTED)
 
 
 def _holds_pictures(folder: Path) -> bool:

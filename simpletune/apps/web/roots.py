@@ -1,4 +1,5 @@
-"""The folders that the pages may read and write: the runs' folder and the named roots, nothing else."""
+"""The folders that the pages may read and write: the runs' folder and the named roots, nothing else. In the roots they
+write captions, and below the first one new folders of uploaded pictures."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ class Roots:
 
     def resolve(self, text: str) -> Path:
         """Resolve a path given by a user, including links; a UserError, with the remedy, if it leads out of them."""
+        if "://" in text:
+            raise UserError(f"{text} is an address, not a path of this machine. Give one below {self.named[0]}")
         given = Path(text).expanduser()
         try:
             path = (given if given.is_absolute() else self.named[0] / given).resolve()

@@ -132,6 +132,49 @@ def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Ser
 
 
 @pytest.mark.slow
+def test_pictures_come_to_the_page_and_fill_the_form(
+    server: Server, folder: Path, light: Browser, tmp_path: Path
+) -> None:
+    files = [*sorted(pictures(tmp_path / "mine").iterdir()), tmp_path / "mine" / "0.txt", tmp_path / "mine" / "no.png"]
+    files[-2].write_text("a red cat")
+    files[-1].write_bytes(b"no picture")
+    light.open(server.url + "/start")
+    light.fill("#upload-name", "my cats")
+    light.find("#upload-files").send_keys("\n".join(map(str, files)))
+    light.until(lambda: "4 pictures are in" in light.text("#upload-said"), "the new folder")
+    assert light.text("#upload-left") == "no.png is not a picture that Pillow can read"
+    assert light.find('[name="data.path"]').get_attribute("value") == str(folder / "my cats")
+    assert sorted(each.name for each in (folder / "my cats").iterdir()) == ["0.png", "0.txt", "1.png", "2.png", "3.png"]
+    light.until(lambda: light.text("#to-mend") == "" and "my cats" in light.raw("#command"), "the form as if typed")
+    light.until(lambda: "GiB" in light.text("#live") and light.text("#live-state") == "", "prediction", 120)
+    light.click("#upload-here > summary")
+    light.find('[aria-label="Use pics"]')
+    assert light.violations() == []
+    light.click('[aria-label="Use pics"]')
+    assert light.find('[name="data.path"]').get_attribute("value") == str(folder / "pics")
+    light.open(server.url + "/data")
+    light.find("#upload-folder").send_keys(str(tmp_path / "mine"))
+    light.until(lambda: "4 pictures are in" in light.text("#upload-said"), "the folder by its own name")
+    assert light.find("#data-place").get_attribute("value") == str(folder / "mine")
+    (tmp_path / "mine" / "sub").mkdir()
+    (tmp_path / "mine" / "0.png").rename(tmp_path / "mine" / "sub" / "0.png")
+    for kind in ("dragEnter", "dragOver", "drop"):
+        data = {"items": [], "files": [str(tmp_path / "mine")], "dragOperationsMask": 1}
+        light.driver.execute_cdp_cmd("Input.dispatchDragEvent", {"type": kind, "x": 200, "y": 200, "data": data})
+    light.until(lambda: "4 pictures are in" in light.text("#upload-said") and "mine-2" in light.text("#upload-said"))
+    assert (folder / "mine-2" / "sub" / "0.png").is_file() and (folder / "mine-2" / "1.png").is_file()
+    drop = """
+      const content = new DataTransfer();
+      content.items.add(new File(['no zip'], 'b.zip'));
+      document.dispatchEvent(new DragEvent('drop', {dataTransfer: content, bubbles: true, cancelable: true}));
+    """
+    light.driver.execute_script(drop)
+    light.until(lambda: "No picture could be used" in light.text("#upload-said"), "the refusal")
+    assert [each for each in light.complaints() if "422" not in each] == []
+    assert list(folder.glob(".*.part")) == []
+
+
+@pytest.mark.slow
 def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, light: Browser) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys

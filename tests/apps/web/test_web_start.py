@@ -286,6 +286,33 @@ def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: li
     assert made == hub | {"output": {"runs": str(roots.runs)}}
 
 
+def test_an_address_of_a_store_is_kept_or_refused_and_never_becomes_a_folder(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    pictures(tmp_path / "pics")
+    client = open_pages(tmp_path)
+    values = change(client, Form(client.get("/start").text).values, data__path="pics")[1]
+    for field, address, said in (
+        ("output.cache", "s3://bucket/cache", ""), ("output.cache", "https://host/cache", ""),
+        ("output.cache", "file:///etc", "is an address, not a path"),
+        ("output.runs", "s3://bucket/runs", "s3://bucket/runs is a store, and this page keeps its runs in"),
+        ("output.profiles", "gs://bucket/x", "is an address"), ("model.vae", "s3://bucket/vae", "is an address"),
+        ("data.path", "s3://bucket/x", "does not exist"), ("data.path", "file:///etc", "is an address"),
+    ):  # fmt: skip
+        text, filled = change(client, values, **{field.replace(".", "__"): address})
+        note = re.search(rf'id="n-{field.replace(".", "-")}".*?</div>', text, re.S)
+        assert said or "to fix before" not in text, (field, address, text[:3000])
+        assert note is None or said in note[0], (field, address, note[0])
+        assert client.post("/start/run", data=filled).status_code == (422 if said else 303), (field, address)
+    made = [json.loads(file.read_text())["output"] for file in (tmp_path / "runs" / ".web" / "configs").iterdir()]
+    assert {each["cache"] for each in made} == {"s3://bucket/cache", "https://host/cache"}
+    assert [each.name for each in tmp_path.iterdir() if ":" in each.name] == []
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    streamed = {"data": {"source": "stream", "path": "hf://datasets/a/b", "mask_path": "s3://b/m"}}
+    data, problems = absolute_paths(streamed, roots)
+    assert data["data"]["path"] == "hf://datasets/a/b" and [each.path for each in problems] == ["data.mask_path"]
+
+
 def test_a_file_and_a_run_can_be_opened(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"name": "mine", "data": {"path": "demo:pictures"}, "$schema": "x"}))
     run = tmp_path / "runs" / "old"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -36,6 +37,7 @@ PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
 MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
 OUTPUT = ("profiles", "cache", "prices")
+STORE = re.compile(r"(s3|gs|az|hf|https?)://[^/]+")  # not file://, which would lead out of the roots
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,9 @@ def _problems(data: Json, outside: set[str]) -> list[Problem]:
     is_empty = get_at(data, FOLDER) == ""
     required = [Problem(FOLDER, "Give the folder with the pictures")] if is_empty else []
     tried = _with_placeholder(data)
-    for path in outside:
-        if not path.startswith("data.sources"):
-            set_at(tried, path, PLACEHOLDER if path == FOLDER else None)
+    for section, key, path in _places(tried):
+        if path in outside:
+            section[key] = PLACEHOLDER if key == "path" else None
     try:
         validate(tried, "form")
     except ConfigError as error:
@@ -171,11 +173,13 @@ def _with_placeholder(data: Json) -> Json:
 
 def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
     """Make a configuration's paths absolute, and set its runs' folder to the page's; return the changed JSON, and a
-    problem for each path outside of the roots."""
+    problem for each path outside of the roots. Addresses of stores that a run reads stay."""
     data, problems = copy.deepcopy(data), []
     for section, key, path in _places(data):
         text = section[key]
         if text.startswith(DEMO) or not text:
+            continue
+        if STORE.match(text) and (key == "path" or path == "output.cache"):  # whether this one can: validation says
             continue
         # a repository on the hub, of a model or a data set
         of_hub = path.startswith(("model.", "data.")) and not path.endswith("mask_path") and HUB_NAME.match(text)
@@ -190,6 +194,10 @@ def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
             section[key] = str(found)
     output = data.setdefault("output", {})
     if isinstance(output, dict):
+        runs = output.get("runs")
+        if isinstance(runs, str) and "://" in runs:
+            why = f"{runs} is a store, and this page keeps its runs in {roots.runs}. Clear the field, or start the run "
+            problems.append(Problem("output.runs", f"{why}in a terminal"))
         output["runs"] = str(roots.runs)
     return data, problems
 
