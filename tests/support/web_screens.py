@@ -101,6 +101,8 @@ def started(url: str, browser: Browser, name: str, *values: tuple[str, str, obje
     browser.open(f"{url}/start")
     browser.fill('[name="data.path"]', "pictures")
     browser.fill('[name="trigger"]', "glim")
+    named = lambda: browser.find('[name="name"]').get_attribute("value")  # noqa: E731
+    browser.until(lambda: named() == "pictures" and "glim" in browser.raw("#rest"), "the folder's settings")
     browser.click("#everything > summary")
     for section, field_name, value in (("general", "name", name), *values):
         browser.click(f"#d-{section} > summary")

@@ -76,8 +76,7 @@ def test_every_page_is_accessible_silent_and_stays_on_the_server(server: Server,
     assert light.violations() == []
     light.look(True, PHONE)
     assert light.violations("color-contrast") == []
-    width = light.driver.execute_script("return document.documentElement.clientWidth")
-    assert light.driver.execute_script("return document.documentElement.scrollWidth") <= width
+    assert overflow(light) <= 0
     light.look(False, DESKTOP)
     assert [each for each in light.complaints() if not ("404" in each and path in each)] == []
     assert "owned" not in light.driver.title
@@ -222,11 +221,16 @@ def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, serve
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_newcomers_path(tmp_path: Path) -> None:
-    """Folder, Start, live loss and pictures, stop, continue, compare, a LoRA that loads in diffusers."""
-    pictures(tmp_path / "pics")
-    with serving(tmp_path) as server, browsing(size=DESKTOP) as browser:
+    """From an empty folder, without typing a path: upload, Start, live loss and pictures, stop, continue, compare, the
+    report, a LoRA that loads in diffusers."""
+    files = sorted(pictures(tmp_path / "elsewhere" / "pics").iterdir())
+    root = tmp_path / "root"
+    root.mkdir()
+    with serving(root) as server, browsing(size=DESKTOP) as browser:
         browser.open(server.url + "/start")
-        browser.fill('[name="data.path"]', "pics")
+        browser.fill("#upload-name", "pics")
+        browser.find("#upload-files").send_keys("\n".join(map(str, files)))
+        browser.until(lambda: "4 pictures are in" in browser.text("#upload-said"), "the upload")
         browser.fill('[name="trigger"]', "glim")
         browser.until(
             lambda: browser.text("#to-mend") == "" and "--trigger glim" in browser.raw("#command"), "the form"
@@ -258,7 +262,15 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
         browser.until(lambda: browser.driver.find_elements("css selector", "#frames-1 img"), "the comparison", 300)
         address = browser.find("#download-result").get_attribute("href")
         assert browser.violations() == [] and browser.complaints() == []
-    with serving(tmp_path) as server:  # the address outlives a server
+        comparison = browser.find(".comparison a").get_attribute("href")
+        for page in (browser.find("#open-report").get_attribute("href"), comparison):
+            browser.look(False, DESKTOP)
+            browser.open(page)
+            assert browser.violations() == [], page
+            browser.look(True, PHONE)
+            assert browser.violations("color-contrast") == [], page
+            assert overflow(browser) <= 0, page
+    with serving(root) as server:  # the address outlives a server
         there = urlsplit(address).path
         urlretrieve(server.url + there, tmp_path / "lora.safetensors")
     assert layers_in_diffusers(tmp_path / "lora.safetensors") > 0
@@ -280,6 +292,12 @@ def shorten(browser: Browser, steps: int, every: int) -> None:
         browser.until(
             lambda section=section, words=words: words in browser.text(f"#c-{section}"), f"{section}: {words}"
         )
+
+
+def overflow(browser: Browser) -> int:
+    """By how many pixels a page is wider than the window."""
+    whole = "document.documentElement"
+    return int(browser.driver.execute_script(f"return {whole}.scrollWidth - {whole}.clientWidth"))
 
 
 def step_of(browser: Browser) -> int:
