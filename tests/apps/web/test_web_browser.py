@@ -63,7 +63,8 @@ def light(server: Server) -> Iterator[Browser]:
         yield found
 
 
-FOCUSED = "const e = document.activeElement; return e.name || e.id || e.className || e.tagName"
+FOCUSED = "const e = document.activeElement; return e.name || e.id || e.dataset.opens || e.className || e.tagName"
+TAB, ENTER = "\ue004", "\ue007"  # as WebDriver names the keys
 PAGES = ("/", "/start", "/start?file=hostile.json", "/start?from=old", "/run/old", "/data", "/queued/none")
 
 
@@ -175,35 +176,50 @@ def test_pictures_come_to_the_page_and_fill_the_form(
 
 @pytest.mark.slow
 def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, light: Browser) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     light.open(server.url + "/start")
-
-    def press(*keys: str) -> str:
-        ActionChains(light.driver).send_keys(*keys).perform()
-        return str(light.driver.execute_script(FOCUSED))
-
-    def tab_to(name: str) -> None:
-        for _ in range(60):
-            if press(Keys.TAB) == name:
-                return
-        raise AssertionError(f"{name} cannot be reached by Tab")
-
-    assert press(Keys.TAB) == "skip"
-    tab_to("data.path")
-    press("nothing", Keys.ENTER)  # Enter in a field starts nothing
+    assert press(light, TAB) == "skip"
+    tab_to(light, "data.path")
+    press(light, "nothing", ENTER)  # Enter in a field starts nothing
     light.until(lambda: "does not exist" in light.text("#n-data-path"), "the problem")
     assert light.driver.current_url.endswith("/start")
-    tab_to("trigger")
-    tab_to("go")
-    press(Keys.ENTER)
+    tab_to(light, "trigger")
+    tab_to(light, "go")
+    press(light, ENTER)
     light.until(lambda: light.driver.current_url.endswith("/start/run"), "the form with its problem")
     assert "1 problem to fix" in light.text("#ready")
-    tab_to("data.path")
+    tab_to(light, "data.path")
     assert light.driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
     assert [each for each in light.complaints() if "422" not in each] == []
     assert not (folder / "runs" / ".web" / "queue.json").exists()
+
+
+@pytest.mark.slow
+def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> None:
+    files = sorted(pictures(tmp_path / "elsewhere").iterdir())
+    root = tmp_path / "root"
+    root.mkdir()
+    with serving(root) as server, browsing() as browser:
+        browser.open(server.url + "/")
+        tab_to(browser, "button main")
+        press(browser, ENTER)
+        browser.until(lambda: browser.driver.current_url.endswith("/start"), "the form")
+        browser.driver.execute_script(  # the system's window, which a person would use now
+            "document.getElementById('upload-files').addEventListener('click', (event) => { event.preventDefault(); "
+            "document.title = 'files'; })"
+        )
+        tab_to(browser, "upload-files")
+        press(browser, ENTER)
+        assert browser.driver.title == "files"
+        browser.find("#upload-files").send_keys("\n".join(map(str, files)))
+        browser.until(lambda: "4 pictures are in" in browser.text("#upload-said"), "the upload")
+        tab_to(browser, "trigger")
+        press(browser, "glim")
+        browser.until(lambda: browser.text("#to-mend") == "" and "glim" in browser.raw("#command"), "the form", 120)
+        tab_to(browser, "go")
+        press(browser, ENTER)
+        browser.until(lambda: "/run/" in browser.driver.current_url, "the run's page", 300)
+        browser.until(lambda: "finished" in browser.text("#run-state"), "the end", 600)
+        tab_to(browser, "download-result")
 
 
 @pytest.mark.slow
@@ -292,6 +308,19 @@ def shorten(browser: Browser, steps: int, every: int) -> None:
         browser.until(
             lambda section=section, words=words: words in browser.text(f"#c-{section}"), f"{section}: {words}"
         )
+
+
+def press(browser: Browser, *keys: str) -> str:
+    """Press keys; return what has the focus."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    ActionChains(browser.driver).send_keys(*keys).perform()
+    return str(browser.driver.execute_script(FOCUSED))
+
+
+def tab_to(browser: Browser, name: str) -> None:
+    """Press Tab until an element has the focus."""
+    assert any(press(browser, TAB) == name for _ in range(60)), f"{name} cannot be reached by Tab"
 
 
 def overflow(browser: Browser) -> int:
