@@ -218,7 +218,7 @@ import os, sys, torch
 from simpletune.apps.cli.main import main
 code = main(sys.argv[1:])
 used = [number for number in range(torch.cuda.device_count()) if torch.cuda.max_memory_allocated(number)]
-print("process", os.environ["LOCAL_RANK"], "used devices", used, flush=True)
+os.write(1, f"process {os.environ['LOCAL_RANK']} used devices {used}\\n".encode())  # at once: two processes write
 sys.exit(code)
 """
 
