@@ -91,11 +91,9 @@ def estimate_config(
 def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> None:
     """If a prediction takes seconds, print first what does not: the one that ships, if it is for other libraries, or
     sizes."""
-    capability, size = (card or find_card(REFERENCE)).capability, square(config)
-    if known_job(config, capability, size) is not None:
+    if known_job(config, (card or find_card(REFERENCE)).capability, square(config)) is not None:
         return
-    if (job := shipped_job(config, capability, size)) is not None:
-        found = needs_of(config, with_workspaces(job, capability, config.speed.deterministic), size)
+    if (found := _shipped_estimate(config, card)) is not None:
         for line in estimate_lines(f"{config.name}, as stored for {_other_versions()}", found, card, reserved):
             say(line)
         say(f"predict {config.name} with the installed versions instead")
@@ -103,6 +101,15 @@ def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> 
     weights = config.model.parameter_count() * config.precision.bytes_per_weight / GIB
     trained = config.adapter.trainable(config.model.known_shapes())
     say(f"predict {config.name}: {weights:.1f} GiB of weights, {trained:,} trained values; a step on fake tensors")
+
+
+def _shipped_estimate(config: TrainConfig, card: Card | None) -> Estimate | None:
+    """The estimate by the simulation that ships, by whatever versions of the libraries; None if there is none."""
+    capability, size = (card or find_card(REFERENCE)).capability, square(config)
+    job = shipped_job(config, capability, size)
+    if job is None:
+        return None
+    return needs_of(config, with_workspaces(job, capability, config.speed.deterministic), size)
 
 
 def _other_versions() -> str:
@@ -115,10 +122,8 @@ def shipped_json(config: TrainConfig, card: Card | None) -> Json | None:
     if not other_versions():
         return None
     config = settle_compute(_settle_model(config), card.capability if card else None)
-    capability, size = (card or find_card(REFERENCE)).capability, square(config)
-    if (job := shipped_job(config, capability, size)) is None:
+    if (found := _shipped_estimate(config, card)) is None:
         return None
-    found = needs_of(config, with_workspaces(job, capability, config.speed.deterministic), size)
     time = None if card is None else time_of(config, found, card, None).as_json()
     return {**found.as_json(card), "time": time, "stored_for": _other_versions()}
 

@@ -55,17 +55,19 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 def all_runs(request: Request) -> Response:
     """GET /: the page."""
     roots = request.app.state.roots
-    return render(request, "all_runs.html", 200, **_runs(request), **_losses(request), **_queue(roots))
+    found = rows(roots)
+    charted = [roots.runs / row["state"].name for row in found if row["state"].loss is not None][:CHARTED]
+    return render(request, "all_runs.html", 200, **_cards(found, charted), losses=losses_of(charted), **_queue(roots))
 
 
 def table(request: Request) -> Response:
     """GET /runs/table?run=NAME...: only the cards, after a change; the runs in the chart keep their check marks."""
-    return render(request, "all_runs_table.html", 200, **_runs(request))
+    return render(request, "all_runs_table.html", 200, **_cards(rows(request.app.state.roots), _charted(request)))
 
 
 def losses(request: Request) -> Response:
     """GET /runs/losses?run=NAME...: only the chart of these runs' losses."""
-    return render(request, "all_runs_losses.html", 200, **_losses(request))
+    return render(request, "all_runs_losses.html", losses=losses_of(_charted(request)))
 
 
 def queue_part(request: Request) -> Response:
@@ -174,20 +176,14 @@ def flat(settings: Json, prefix: str = "") -> dict[str, str]:
 
 
 def _charted(request: Request) -> list[Path]:
-    """The runs whose losses the page charts: those that it asks for, at first the newest."""
+    """The runs whose losses the page asks for."""
     roots: Roots = request.app.state.roots
-    if request.url.path == "/":
-        return [roots.runs / row["state"].name for row in rows(roots) if row["state"].loss is not None][:CHARTED]
     found = [roots.run(name) for name in request.query_params.getlist("run")]
     return [folder for folder in found if folder is not None][:MOST_CHARTED]
 
 
-def _runs(request: Request) -> dict[str, object]:
-    return {"runs": rows(request.app.state.roots), "charted": [folder.name for folder in _charted(request)]}
-
-
-def _losses(request: Request) -> dict[str, object]:
-    return {"losses": losses_of(_charted(request))}
+def _cards(found: list[Json], charted: list[Path]) -> dict[str, object]:
+    return {"runs": found, "charted": [folder.name for folder in charted]}
 
 
 def _queue(roots: Roots) -> dict[str, object]:

@@ -43,20 +43,18 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 def begin(request: Request, form: Form) -> Response:
     """POST /upload: begin to fill a new folder; ``bytes`` is the size of all files. The answer has the limits of files,
     so that a page need not send what would be left out."""
-    size = form.get("bytes", "")
-    number = int(size) if size.isdecimal() and len(size) < 20 else 0
-    upload = request.app.state.uploads.begin(form.get("name", ""), number)
+    upload = request.app.state.uploads.begin(form.get("name", ""), _size(form.get("bytes", "")))
     return JSONResponse({"id": upload.id, "limits": LIMITS})
 
 
 async def receive(request: Request) -> Response:
     """POST /upload/ID/file?path=PATH&size=BYTES: one file, whose content is the body; a page leaves out the body of a
     file that is refused for its name or size."""
-    path, size = request.query_params.get("path", ""), request.query_params.get("size", "")
+    path, size = request.query_params.get("path", ""), _size(request.query_params.get("size", ""))
     with _using(request) as upload:
         before, kind = len(upload.left_out), None
         try:
-            kind = upload.admit(path, int(size) if size.isdecimal() and len(size) < 20 else 0)
+            kind = upload.admit(path, size)
             if kind is not None:
                 await _read(request, upload, kind)
                 await run_in_threadpool(upload.settle, path, kind)
@@ -66,6 +64,11 @@ async def receive(request: Request) -> Response:
         is_read = kind is not None and not left_out
         values = {"pictures": upload.pictures, "left_out": left_out}
         return JSONResponse(values, headers=None if is_read else CLOSE)
+
+
+def _size(text: str) -> int:
+    """A size that a page gives; 0 if it gives none."""
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 async def _read(request: Request, upload: Upload, kind: str) -> None:

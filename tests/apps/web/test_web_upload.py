@@ -227,7 +227,7 @@ def test_an_attack_is_refused_with_a_sentence_and_nothing_is_written_outside(
     answer, left_out = put(client, [GOOD, *files])
     assert answer.status_code == 200 and any(said in each for each in left_out), left_out
     kept = {"accents": ["set/good.png", "set/\u00e9.png"], "zip case": ["set/a.png", "set/good.png"]}
-    assert tree(root.parent.parent) == [f"outside/root/{each}" for each in kept.get(attack, ["set/good.png"])]
+    assert tree(root.parent.parent) == [f"outside/{root.name}/{each}" for each in kept.get(attack, ["set/good.png"])]
     assert not Path("/tmp/x.png").exists()
     assert not any(re.search("[\x00-\x08\x0b-\x1f\u202e\n]", each) for each in left_out), "sentences do not steer"
 
