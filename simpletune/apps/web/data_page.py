@@ -1,5 +1,5 @@
-"""The page Data: thumbnails as training crops them, captions and edits, truncated captions; and the processes that it
-starts: the check of all pictures, and captioning by a model."""
+"""The page Data: thumbnails as training crops them, captions and edits and their undo, truncated captions; and the
+processes that it starts: the check of all pictures, and captioning by a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Hashable, Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,7 +16,9 @@ from starlette.routing import Route
 
 from simpletune.apps.web import processes
 from simpletune.apps.web.data_set import (
+    ORDERS,
     PAGE,
+    ROWS,
     SHOWN,
     DataSet,
     card_id,
@@ -24,6 +27,7 @@ from simpletune.apps.web.data_set import (
     select_pictures,
     suggestions,
 )
+from simpletune.apps.web.history import Change, History
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, stamps_in
 from simpletune.apps.web.templates import Form, render, with_form
@@ -31,11 +35,11 @@ from simpletune.commands.inspect_data.caption_edits import Edit, apply, preview,
 from simpletune.commands.inspect_data.prompt_cuts import Cutter
 from simpletune.commands.inspect_data.report import FIGURES
 from simpletune.commands.inspect_data.thumbnails import thumbnail_of
-from simpletune.data.sources.caption_files import ChangedCaption, write_caption
+from simpletune.data.sources.caption_files import ChangedCaption, caption_content, write_caption
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import HUB_NAME
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import Json, UserError, plural
 
 TAGS = 60  # shown
 CHANGES = 20  # shown in a preview
@@ -43,7 +47,8 @@ GROUPS, EACH = 24, 6  # groups of duplicates shown, and pictures in each
 LISTED = 200  # unusable entries
 LINES = 12  # of a log
 LONGEST = 2000  # characters of a field
-CHANGED = "captions-changed"  # event for the parts of the page that count captions
+CHANGED = "captions-changed"  # event for the parts of the page that count captions, or show what can be undone
+UNDONE = "data-undone"  # event for the same parts but what can be undone, which says itself what was
 CHECK, CAPTION = "data-check-", "data-caption-"
 PRECISIONS, DEVICES = ("bf16", "int8", "fp32"), ("auto", "cpu", "cuda")
 REDO = "ours"
@@ -58,6 +63,8 @@ def routes() -> list[Route]:
         Route("/data/caption", save_caption, methods=["POST"]),
         Route("/data/preview", preview_edit, methods=["POST"]),
         Route("/data/apply", apply_edit, methods=["POST"]),
+        Route("/data/undo", undo_part, methods=["GET"]),
+        Route("/data/undo", undo, methods=["POST"]),
         Route("/data/check", check, methods=["GET"]),
         Route("/data/check", start_check, methods=["POST"]),
         Route("/data/captioning", captioning, methods=["GET"]),
@@ -76,7 +83,7 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
     return {topic: tuple(files) for topic, files in found.items()}
 
 
-def _asked(request: Request, given: Mapping[str, str]) -> DataSet:
+def data_set_of(request: Request, given: Mapping[str, str]) -> DataSet:
     """The data set that a request names, in its address or its form."""
     return open_data_set(request.app.state.roots, given.get("place", ""), given.get("source", "0"))
 
@@ -98,7 +105,7 @@ def data(request: Request) -> Response:
 
 def gallery(request: Request) -> Response:
     """GET /data/gallery: a page of thumbnails and captions."""
-    found = _asked(request, request.query_params)
+    found = data_set_of(request, request.query_params)
     return render(request, "data_gallery.html", data=found, query=found.query, **_gallery(request, found))
 
 
@@ -106,23 +113,34 @@ def _gallery(request: Request, found: DataSet) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
     show = show if show in SHOWN else "all"
     number = request.query_params.get("page", "1")
-    entries = select_pictures(found, show, text)
+    order = request.query_params.get("order", "name")
+    order = order if order in ORDERS else "name"
+    report = {} if order == "name" else _read_report(request.app.state.roots, found)
+    entries = select_pictures(found, show, text, order, report)
     pages = max(1, -(-len(entries) // PAGE))
     page = min(max(1, int(number)), pages) if number.isdecimal() and len(number) < 9 else 1
     cards = picture_tiles(found, entries[(page - 1) * PAGE : page * PAGE])
-    return {"cards": cards, "count": len(entries), "show": show, "text": text, "number": page, "pages": pages}
+    view = urlencode({"place": str(found.place), "source": found.index, "show": show, "q": text, "order": order})
+    return {
+        "cards": cards, "count": len(entries), "show": show, "text": text, "number": page, "pages": pages, "view": view,
+        "order": order, "orders": ORDERS, "unordered": order != "name" and not report, "rows": ROWS,
+    }  # fmt: skip
 
 
 def thumbnail(request: Request) -> Response:
-    """GET /data/thumbnail: a picture as training crops it; a link with another version is another thumbnail."""
-    found = _asked(request, request.query_params)
+    """GET /data/thumbnail: a picture as training crops it, or only what its mask leaves; a link with another version is
+    another thumbnail."""
+    found = data_set_of(request, request.query_params)
     roots: Roots = request.app.state.roots
     name = request.query_params.get("name", "")
-    file = found.picture(name)
-    if file is None:
-        raise HTTPException(404)
     try:
-        kept = thumbnail_of(file, found.source, found.config.model.multiple, roots.own / "thumbnails")
+        content = found.content(name, request.query_params.get("masked") == "1")
+        if content is None:
+            raise HTTPException(404)
+        kept = thumbnail_of(
+            content.read, content.version, found.source, found.config.model.multiple, roots.own / "thumbnails",
+            content.mask,
+        )  # fmt: skip
     except UnusablePicture as reason:
         raise HTTPException(404, f"{name} {reason}") from None
     return FileResponse(kept, media_type="image/webp", headers={"cache-control": "private, max-age=86400"})
@@ -130,7 +148,7 @@ def thumbnail(request: Request) -> Response:
 
 def summary(request: Request) -> Response:
     """GET /data/summary: tags, and how many captions are missing or truncated."""
-    found = _asked(request, request.query_params)
+    found = data_set_of(request, request.query_params)
     entries = found.entries()
     texts = [entry.text for entry in entries if entry.text]
     cutter = Cutter(found.config)
@@ -158,17 +176,26 @@ def save_caption(request: Request, form: Form) -> Response:
     except UserError as reason:  # there is nothing to write to; what the user typed returns
         said = str(reason)
         return render(request, "data_unwritten.html", 422, id=card_id(name), name=name, reason=said, typed=typed)
-    said, changed, kept = "", entry.caption.digest != form.get("digest", ""), None
+    said, changed, kept, made = "", entry.caption.digest != form.get("digest", ""), None, None
     if not changed:
         try:
-            write_caption(entry.caption, typed)
+            contents = {entry.caption.file: caption_content(entry.caption.file, typed).encode()}
+            with _history(request, found).change(f"caption of {entry.name}", contents) as made:
+                write_caption(entry.caption, typed)
             said = "Saved"
         except ChangedCaption:
             changed = True
         except UserError as reason:
             said, kept = str(reason), typed
-    values: Json = {"typed": typed if changed else kept, "said": said, "changed": changed}
-    (card,) = picture_tiles(found, [found.entry(entry.name)])
+    return _card(request, found, entry.name, typed=typed if changed else kept, said=said, changed=changed, made=made)
+
+
+def _card(
+    request: Request, found: DataSet, name: str, typed: str | None, said: str, changed: bool, made: Change | None
+) -> Response:
+    """A picture after an attempt to write its caption; ``made`` can be undone."""
+    values: Json = {"typed": typed, "said": said, "changed": changed, "made": made}
+    (card,) = picture_tiles(found, [found.entry(name)])
     response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
     response.headers["hx-trigger"] = CHANGED
     return response
@@ -186,14 +213,55 @@ def preview_edit(request: Request, form: Form) -> Response:
 def apply_edit(request: Request, form: Form) -> Response:
     """POST /data/apply: write an edit that a preview has shown."""
     found = _editable(request, form)
-    written, left = apply(preview(_edit(form), found.entries()), form.get("fingerprint", ""))
+    edit = _edit(form)
+    seen, contents = preview(edit, found.entries()), {}
+    for entry, after in seen.changes:
+        assert entry.caption is not None
+        contents[entry.caption.file] = caption_content(entry.caption.file, after).encode()
+    with _history(request, found).change(f"{plural(len(contents), 'caption')} ({edit.kind})", contents):
+        written, left = apply(seen, form.get("fingerprint", ""))
     response = render(request, "data_applied.html", written=written, left=left, query=found.query)
     response.headers["hx-trigger"] = CHANGED
     return response
 
 
+def undo_part(request: Request) -> Response:
+    """GET /data/undo: what can be undone."""
+    found = data_set_of(request, request.query_params)
+    last = _history(request, found).last()
+    refresh = request.query_params.get("refresh", "")
+    return render(
+        request, "data_undo.html", data=found, last=last, query=found.query, refresh=refresh, undone="", left=[]
+    )
+
+
+@with_form
+def undo(request: Request, form: Form) -> Response:
+    """POST /data/undo: give files what they held before a change; a form that names a picture gets its card."""
+    found, number = data_set_of(request, form), form.get("number", "")
+    history = _history(request, found)
+    what, left = history.undo(int(number) if number.isdecimal() and len(number) < 21 else 0)
+    if "name" in form:
+        said = left[0] if left else "Undone"
+        response = _card(request, found, form["name"], typed=None, said=said, changed=False, made=None)
+    else:
+        refresh = form.get("refresh", "")
+        response = render(
+            request, "data_undo.html", data=found, last=history.last(), query=found.query, refresh=refresh,
+            undone=what, left=left,
+        )  # fmt: skip
+        if refresh and not left:
+            response.headers["hx-refresh"] = "true"
+    response.headers["hx-trigger"] = UNDONE if "name" not in form else CHANGED
+    return response
+
+
+def _history(request: Request, found: DataSet) -> History:
+    return History(request.app.state.roots, found.key)
+
+
 def _editable(request: Request, form: Form) -> DataSet:
-    found = _asked(request, form)
+    found = data_set_of(request, form)
     if found.why_not:
         raise UserError(found.why_not)
     return found
@@ -211,13 +279,13 @@ def _edit(form: Form) -> Edit:
 
 def check(request: Request) -> Response:
     """GET /data/check: the last check's findings: duplicates side by side, and what is unusable and why."""
-    return _check_part(request, _asked(request, request.query_params))
+    return _check_part(request, data_set_of(request, request.query_params))
 
 
 @with_form
 def start_check(request: Request, form: Form) -> Response:
     """POST /data/check: decode and compare all pictures in a separate process (``simpletune data``)."""
-    found, roots = _asked(request, form), request.app.state.roots
+    found, roots = data_set_of(request, form), request.app.state.roots
     place = _check_folder(roots, found)
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / "config.json", found.config.model_dump(mode="json", by_alias=True), shared=True)
@@ -232,13 +300,8 @@ def _check_folder(roots: Roots, found: DataSet) -> Path:
 
 def _check_part(request: Request, found: DataSet) -> Response:
     roots: Roots = request.app.state.roots
+    report = _read_report(roots, found)
     file = _check_folder(roots, found) / FIGURES
-    try:
-        report: Json = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        report = {}
-    if not isinstance(report, dict) or "unusable" not in report:  # another version wrote it
-        report = {}
     checked = time.strftime("%d %B %Y, %H:%M", time.localtime(file.stat().st_mtime)) if report else ""
     groups = [("Identical files", report.get("duplicates", [])), ("Nearly identical", report.get("alike", []))]
     return render(
@@ -247,15 +310,24 @@ def _check_part(request: Request, found: DataSet) -> Response:
     )  # fmt: skip
 
 
+def _read_report(roots: Roots, found: DataSet) -> Json:
+    """The figures of the last check; empty without one."""
+    try:
+        report: Json = json.loads((_check_folder(roots, found) / FIGURES).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) and "unusable" in report else {}  # another version wrote it
+
+
 def captioning(request: Request) -> Response:
     """GET /data/captioning: the form and the state of captioning."""
-    return _captioning_part(request, _asked(request, request.query_params))
+    return _captioning_part(request, data_set_of(request, request.query_params))
 
 
 @with_form
 def start_captioning(request: Request, form: Form) -> Response:
     """POST /data/captioning: start ``simpletune caption`` on the folder."""
-    found, roots = _asked(request, form), request.app.state.roots
+    found, roots = data_set_of(request, form), request.app.state.roots
     try:
         if found.why_not:
             raise UserError(found.why_not)
@@ -290,7 +362,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
 @with_form
 def stop_captioning(request: Request, form: Form) -> Response:
     """POST /data/captioning/stop: end captioning; captions so far stay, and the next start continues."""
-    found = _asked(request, form)
+    found = data_set_of(request, form)
     processes.send_signal(request.app.state.roots, CAPTION + found.key)
     return _captioning_part(request, found)
 

@@ -1,14 +1,16 @@
-"""The pictures on the page Data: one folder source, alone or from a configuration."""
+"""The pictures on the page Data: one source, a folder or a table, alone or from a configuration."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import urlencode
 
 from simpletune.apps.web.form.presets import card_here
@@ -21,16 +23,23 @@ from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.data.sources.caption_files import CaptionFile
 from simpletune.data.sources.captions import one_line
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.mask_files import MaskFile, read_mask
 from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular
+from simpletune.data.sources.source import Mask, UnusablePicture
+from simpletune.data.sources.table import SUFFIXES as TABLES
+from simpletune.data.sources.table import Table
+from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable
 from simpletune.models.shared.buckets import Size, upscaling
 from simpletune.system.options import Json, UserError
 
 PAGE = 48  # pictures
-SHOWN = ("all", "without", "model", "cut")
+SHOWN = ("all", "without", "model", "cut", "unmasked")
+ORDERS = {"name": "name", "small": "smallest first", "large": "largest first", "cropped": "most cropped first",
+          "alike": "duplicates first"}  # fmt: skip
+ROWS = 10 * PAGE  # of a table that are shown
 SUGGESTED = 40  # folders
 LOOKED_AT = 400  # entries of a root that are searched for suggestions
 COUNTED, FOLDERS = 10_000, 500  # entries of a folder that are counted, and folders that are listed
@@ -44,9 +53,11 @@ class DataSet:
     index: int  # the source's in the configuration
     sources: tuple[str, ...]  # paths of all of them
     config: TrainConfig  # with this source alone
-    source: Folder
-    folder: Path  # the source's, links resolved
+    source: Folder | Table
+    folder: Path  # the source's, links resolved; a table may be a file
     why_not: str  # why its captions cannot be edited here; empty if they can
+    mask_folder: Path | None = None  # data.mask_path, links resolved
+    why_no_masks: str = ""  # why masks cannot be painted here; empty if they can
 
     @property
     def key(self) -> str:
@@ -54,11 +65,25 @@ class DataSet:
         return hashlib.sha256(f"{self.place}\0{self.index}".encode()).hexdigest()[:16]
 
     @property
+    def is_table(self) -> bool:
+        return isinstance(self.source, Table)
+
+    @property
     def query(self) -> str:
         return urlencode({"place": str(self.place), "source": self.index})
 
+    def files(self) -> list[Path]:
+        """The pictures of a folder. Masks beside them are none, even if training takes them for pictures."""
+        source = self.source if self.source.mask else self.source.model_copy(update={"mask": "files"})
+        return picture_files(self.folder, source)
+
     def entries(self) -> list[CaptionedPicture]:
-        return read_captions(self.folder, picture_files(self.folder, self.source))
+        if isinstance(self.source, Table):
+            return list(_rows(self.source, _version(self.folder)))
+        files = self.files()
+        return (
+            _captions_elsewhere(self.source, self.folder, files) if self.why_not else read_captions(self.folder, files)
+        )
 
     def entry(self, name: str) -> CaptionedPicture:
         """One picture with its caption; a UserError if the folder has none of this name."""
@@ -79,10 +104,88 @@ class DataSet:
         except (OSError, ValueError, RuntimeError):  # a null byte, an overlong name, a loop of links
             return None
 
+    def mask(self, file: Path) -> MaskFile:
+        """As ``read_mask``, for a picture of the folder."""
+        return read_mask(self.folder, self.mask_folder, file)
+
+    def content(self, name: str, masked: bool) -> PictureContent | None:
+        """What to make a thumbnail of; None if there is no such picture, or no mask if it is asked for."""
+        if isinstance(self.source, Table):
+            row = next((row for row in _rows(self.source, _version(self.folder)) if row.name == name), None)
+            if row is None or row.content is None or (masked and row.content.mask is None):
+                return None
+            return row.content if masked else replace(row.content, mask=None)
+        file = self.picture(name)
+        if file is None:
+            return None
+        read, version = partial(read_regular, file), f"{file}\0{_version(file)}"
+        if not masked:
+            return PictureContent(read, version)
+        if self.source.mask == "alpha":
+            return PictureContent(read, version, Mask("alpha", "", read))
+        found = self.mask(file).found
+        if found is None:
+            return None
+        return PictureContent(read, f"{version}\0{_version(found)}", Mask("file", "", partial(read_regular, found)))
+
     def prompt(self, caption: str) -> str:
         """A caption as the text encoders receive it."""
         parts = (self.source.caption_prefix.strip(), one_line(caption), self.source.caption_suffix.strip())
         return " ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class PictureContent:
+    """A picture's bytes, and its mask."""
+
+    read: Callable[[], bytes]
+    version: str  # changes when the picture or the mask does
+    mask: Mask | None = None
+
+
+@dataclass(frozen=True)
+class TableRow(CaptionedPicture):
+    """A row of a table."""
+
+    content: PictureContent | None = None  # None if it cannot be used
+    size: Size | None = None
+
+
+@lru_cache(maxsize=2)
+def _rows(source: Table, version: str) -> tuple[TableRow, ...]:
+    """The first rows of a table, by name."""
+    limited = source.model_copy(update={"limit": min(ROWS, source.limit or ROWS)})
+    scan = limited.scan(Path(source.path))
+    rows = [
+        TableRow(
+            each.name, Path(each.name), CaptionFile(Path(each.name), each.caption),
+            content=PictureContent(each.read_same, each.digest, each.mask), size=each.size,
+        )
+        for each in scan.pictures
+    ]  # fmt: skip
+    rows += [TableRow(each.name, Path(each.name), None, each.reason) for each in scan.rejected]
+    return tuple(sorted(rows, key=lambda row: row.name))
+
+
+def _version(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_mtime_ns} {status.st_size}"
+
+
+def _captions_elsewhere(source: Folder, folder: Path, files: list[Path]) -> list[CaptionedPicture]:
+    """Pictures with the captions that training reads from metadata.jsonl, file names or data.prompt."""
+    try:
+        caption_of = source.caption_reader(folder, files)[0]
+    except UserError:  # training says why; the pictures can be shown
+        return read_captions(folder, files)
+    entries = []
+    for file in files:
+        name = readable(file.relative_to(folder).as_posix())
+        try:
+            entries.append(CaptionedPicture(name, file, CaptionFile(file, "\n".join(caption_of(file)))))
+        except UnusablePicture as reason:
+            entries.append(CaptionedPicture(name, file, None, str(reason)))
+    return entries
 
 
 def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
@@ -96,25 +199,42 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
     members = config.data.members
     number = int(index) if index.isdecimal() and int(index) < len(members) else 0
     source = members[number]
-    if not isinstance(source, Folder):
-        raise UserError(f"data.source: {source.path} is a table. This page shows folders of pictures")
+    if not isinstance(source, Folder | Table):
+        raise UserError(f"data.source: {source.path} is read while training. This page shows folders and tables")
     folder = roots.resolve(str(Path(source.path).absolute()))
-    if not folder.is_dir():
+    if not (folder.is_dir() if isinstance(source, Folder) else folder.exists()):
         raise UserError(f"data.path: {source.path} is not a folder. Give the folder that holds the pictures")
-    try:
-        require_text_captions(source.model_copy(update={"path": str(folder)}), "")
-        why_not = ""
-    except UserError as reason:
-        why_not = str(reason)
-    alone = config.model_copy(update={"data": source.model_copy(update={"path": str(folder)})})
-    return DataSet(path, number, tuple(each.path for each in members), alone, source, folder, why_not)
+    source = source.model_copy(update={"path": str(folder)})
+    why_not = why_no_masks = ""
+    mask_folder = None
+    if isinstance(source, Table):
+        why_not, why_no_masks = (
+            "a table holds them",
+            "a table's masks are the opacity of its pictures (data.mask=alpha)",
+        )
+    else:
+        try:
+            require_text_captions(source, "")
+        except UserError as reason:
+            why_not = str(reason)
+        try:
+            mask_folder = None if source.mask_path is None else roots.resolve(str(Path(source.mask_path).absolute()))
+        except UserError as reason:
+            why_no_masks = str(reason)
+        if source.mask == "alpha":
+            why_no_masks = "data.mask=alpha takes the opacity of the pictures"
+    alone = config.model_copy(update={"data": source})
+    paths = tuple(each.path for each in members)
+    return DataSet(path, number, paths, alone, source, folder, why_not, mask_folder, why_no_masks)
 
 
 @lru_cache(maxsize=16)
 def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
     """A file's configuration, or the one with which Start trains a folder; cached, because validation takes 50 ms."""
-    if path.is_dir():
+    if path.is_dir() or path.suffix in TABLES:
         data: Json = {"name": "data", "data": {"path": str(path)}}
+        if not path.is_dir():
+            data["data"]["source"] = "table"
         if card_here() is None:  # the tiny model, at its size
             data["data"]["resolution"] = TINY_SIDE
             data["model"] = {"pretrained": TINY}
@@ -136,6 +256,7 @@ class PictureTile:
     seen: str  # the part of its prompt that every encoder sees
     unseen: str  # the rest
     made: bool  # whether a model wrote the caption
+    masked: str  # changes when its mask does; empty if it has none
 
 
 def card_id(name: str) -> str:
@@ -148,10 +269,17 @@ def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[Pi
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
     tiles = []
     for entry, prompt, cuts in zip(entries, prompts, every, strict=True):
-        version, size, bucket, problem = "", None, None, entry.problem
+        version, size, bucket, problem, masked = "", None, None, entry.problem, ""
         try:
-            version = str(entry.file.stat().st_mtime_ns)
-            size = picture_size(read_regular(entry.file))
+            if isinstance(entry, TableRow):
+                if entry.content is None or entry.size is None:
+                    raise UnusablePicture(entry.problem)
+                version, size = entry.content.version, entry.size
+                masked = version if entry.content.mask else ""
+            else:
+                version = str(entry.file.stat().st_mtime_ns)
+                size = picture_size(read_regular(entry.file))
+                masked = version if data.source.mask == "alpha" else data.mask(entry.file).digest[:16]
             bucket = data.source.bucket(size, data.config.model.multiple)
             scale, limit = upscaling(size, bucket), data.source.max_upscale
             if limit is not None and scale > limit:
@@ -162,17 +290,32 @@ def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[Pi
         made = entry.caption is not None and record.of(entry.caption) is not None
         tiles.append(
             PictureTile(
-                card_id(entry.name), entry, version, size, bucket, problem, cuts, prompt[:cut], prompt[cut:], made
+                card_id(entry.name),
+                entry,
+                version,
+                size,
+                bucket,
+                problem,
+                cuts,
+                prompt[:cut],
+                prompt[cut:],
+                made,
+                masked,
             )
         )
     return tiles
 
 
-def select_pictures(data: DataSet, show: str, query: str) -> list[CaptionedPicture]:
-    """The pictures that the user asked for: one of ``SHOWN``, with a text in name or caption in any case."""
+def select_pictures(
+    data: DataSet, show: str, query: str, order: str = "name", report: Mapping[str, Any] | None = None
+) -> list[CaptionedPicture]:
+    """The pictures that the user asked for: one of ``SHOWN``, with a text in name or caption in any case, in one of
+    ``ORDERS``; all but the first need the figures of a check (``report``)."""
     entries = data.entries()
     if show == "without":
         entries = [entry for entry in entries if not entry.text]
+    elif show == "unmasked":
+        entries = [entry for entry in entries if _is_unmasked(data, entry)]
     elif show == "model":
         record = Record(data.folder)
         entries = [entry for entry in entries if entry.caption and record.of(entry.caption) is not None]
@@ -180,7 +323,27 @@ def select_pictures(data: DataSet, show: str, query: str) -> list[CaptionedPictu
         cuts = Cutter(data.config).cuts([data.prompt(entry.text) if entry.text else "" for entry in entries])
         entries = [entry for entry, found in zip(entries, cuts, strict=True) if found]
     wanted = query.casefold()
-    return [entry for entry in entries if wanted in entry.name.casefold() or wanted in entry.text.casefold()]
+    found = [entry for entry in entries if wanted in entry.name.casefold() or wanted in entry.text.casefold()]
+    if order == "name" or not report:
+        return found
+    if order == "alike":
+        groups = [*report.get("duplicates", []), *report.get("alike", [])]
+        ranks = {name: float(rank) for rank, group in reversed(list(enumerate(groups))) for name in group}
+    elif order == "cropped":
+        ranks = {each["name"]: -each["cut_away"] for each in report["usable"]}
+    else:
+        sign = 1 if order == "small" else -1
+        ranks = {each["name"]: float(sign * each["size"][0] * each["size"][1]) for each in report["usable"]}
+    return sorted(found, key=lambda entry: ranks.get(entry.name, math.inf))  # stable, so by name within a rank
+
+
+def _is_unmasked(data: DataSet, entry: CaptionedPicture) -> bool:
+    if isinstance(entry, TableRow):
+        return entry.content is None or entry.content.mask is None
+    try:
+        return data.source.mask != "alpha" and data.mask(entry.file).found is None
+    except UnusablePicture:
+        return True
 
 
 def suggestions(roots: Roots) -> list[Path]:

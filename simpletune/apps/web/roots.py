@@ -1,5 +1,5 @@
 """The folders that the pages may read and write: the runs' folder and the named roots, nothing else. In the roots they
-write captions, and below the first one new folders of uploaded pictures."""
+write captions and masks, and below the first one new folders of uploaded pictures."""
 
 from __future__ import annotations
 

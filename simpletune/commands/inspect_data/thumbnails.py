@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from simpletune.data.sources.pictures import crop_to_bucket, decode, picture_size
-from simpletune.data.sources.source import Source
-from simpletune.data.sources.walk import read_regular
+from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask, picture_size
+from simpletune.data.sources.source import Mask, Source
 from simpletune.models.shared.buckets import Size
 from simpletune.system.atomic import atomic_file
 
 SIDE = 256  # pixels of a thumbnail's longer side
 AT_ONCE = threading.Semaphore(2)  # decoded pictures in memory
 QUALITY = 80
+VEIL = 0.85  # of white over what lies outside of a mask
 
 
 def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
@@ -31,22 +32,28 @@ def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool
     return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
 
 
-def thumbnail_of(file: Path, source: Source, step: int, folder: Path) -> Path:
+def thumbnail_of(
+    read: Callable[[], bytes], version: str, source: Source, step: int, folder: Path, mask: Mask | None = None
+) -> Path:
     """Return the file of a picture's thumbnail; make it if the picture is new or has changed.
 
-    Shows the centre even if training crops at random. The folder may be removed at any time.
+    Shows the centre even if training crops at random; with a mask, what lies outside of it is nearly white. The folder
+    may be removed at any time. ``version`` names the content of picture and mask.
     """
-    status = file.stat()
     cropped = (source.resolution, source.aspect, source.max_aspect, step, SIDE)
-    key = repr((str(file), status.st_mtime_ns, status.st_size, cropped))
+    key = repr((version, cropped, mask is not None))
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     kept = folder / name[:2] / f"{name}.webp"
     if kept.is_file():
         return kept
     with AT_ONCE:
-        data = read_regular(file)
+        data = read()
         bucket = source.bucket(picture_size(data), step)
-        small = tile(decode(data, at_least=2 * SIDE), bucket, ((0.5, 0.5), False), SIDE)
+        image = decode(data, at_least=2 * SIDE)
+        if mask is not None:
+            learned = decode_mask(mask.read(), mask.kind).resize(image.size, Image.Resampling.BILINEAR)
+            image = Image.composite(image, Image.blend(image, Image.new("RGB", image.size, "white"), VEIL), learned)
+        small = tile(image, bucket, ((0.5, 0.5), False), SIDE)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(kept, shared=True) as part:
         small.save(part, "WEBP", quality=QUALITY, method=2)

@@ -50,6 +50,19 @@ def caption_file(root: Path, picture: Path) -> CaptionFile:
     return CaptionFile(file, text.replace("\r\n", "\n").strip(), sha256(data))
 
 
+def caption_content(file: Path, caption: str) -> str:
+    """What a caption file holds for a caption: without surrounding space, with a line feed at its end. UserError: the
+    text is empty, too long, or contains control characters."""
+    try:
+        text = validate_caption(caption.replace("\r\n", "\n"), "the caption")
+    except UnusablePicture as reason:
+        raise UserError(f"{file.name}: {reason}. Nothing was written") from None
+    content = f"{text}\n"
+    if not is_text(content) or len(content.encode()) > MAX_BYTES:
+        raise UserError(f"{file.name}: the caption is longer than {MAX_BYTES:,} bytes, or not text")
+    return content
+
+
 def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
     """Write a caption atomically.
 
@@ -64,13 +77,7 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
         ChangedCaption: the file was changed, created or deleted since it was read; it is left unchanged.
         UserError: the text is empty, too long, or contains control characters.
     """
-    try:
-        text = validate_caption(caption.replace("\r\n", "\n"), "the caption")
-    except UnusablePicture as reason:
-        raise UserError(f"{before.file.name}: {reason}. Nothing was written") from None
-    content = f"{text}\n"
-    if not is_text(content) or len(content.encode()) > MAX_BYTES:
-        raise UserError(f"{before.file.name}: the caption is longer than {MAX_BYTES:,} bytes, or not text")
+    content = caption_content(before.file, caption)
     now = ""
     if os.path.lexists(before.file):
         try:
@@ -83,7 +90,7 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
             "again"
         )
     write_text(before.file, content, shared=True)
-    return CaptionFile(before.file, text, sha256(content.encode()))
+    return CaptionFile(before.file, content[:-1], sha256(content.encode()))
 
 
 def sha256(data: bytes) -> str:

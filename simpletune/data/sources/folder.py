@@ -72,7 +72,7 @@ class Folder(Source):
         """As for ``Source``. UserError: metadata.jsonl cannot be read."""
         found = walk(path, self.links)
         files, said = without_masks(found.pictures, self.mask, self.mask_path)
-        caption_of, described, rejected = self._caption_reader(path, files)
+        caption_of, described, rejected = self.caption_reader(path, files)
         rejected += found.rejected
         pictures = []
         for file in files:
@@ -89,7 +89,7 @@ class Folder(Source):
             notes, said = [], [*said, *(hints(path, names) if self.repeats == 1 else ())]
         return Scan(pictures, rejected, described, dict(found.left_alone), tuple(said), tuple(notes))
 
-    def _caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
+    def caption_reader(self, path: Path, files: list[Path]) -> tuple[CaptionReader, str, list[RejectedEntry]]:
         """A function from file to captions, a description of where captions come from, and rejected lines."""
         prompt, kind = self.prompt, self.captions
         reader: CaptionReader

@@ -49,20 +49,29 @@ def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
     return Mask("alpha", digest, read)
 
 
+def mask_target(root: str | Path, folder: str | Path | None, file: Path) -> Path:
+    """Where the mask of a picture of the data folder ``root`` lies if it is a PNG; ``folder`` is ``data.mask_path``."""
+    if folder is None:
+        return file.with_name(f"{file.stem}{LABEL}.png")
+    return (Path(folder) / file.relative_to(root)).with_suffix(".png")
+
+
+def find_mask(target: Path) -> Path | None:
+    """The file that holds a mask: ``target``, or one that differs in its suffix; None: there is none."""
+    endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
+    places = (target.with_suffix(ending) for ending in endings)
+    return next((place for place in places if os.path.lexists(place)), None)
+
+
 def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, size: Size) -> Mask:
     """Find and check the mask of a picture of the data folder ``root`` in a separate file; ``folder`` is
     ``data.mask_path``. UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the
     picture's."""
-    if folder is None:
-        target = file.with_name(file.stem + LABEL)
-    else:
-        target = Path(folder) / file.relative_to(root).with_suffix("")
-    endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
-    places = (target.with_name(target.name + ending) for ending in endings)
-    place = next((place for place in places if os.path.lexists(place)), None)
+    target = mask_target(root, folder, file)
+    place = find_mask(target)
     if place is None:
         where = "" if folder is None else f" in {Path(folder)}"
-        raise UnusablePicture(f"has no mask: {target.name}.png is missing{where}")
+        raise UnusablePicture(f"has no mask: {target.name} is missing{where}")
     what = f"its mask {place.name}"
     if links == "inside" and place.is_symlink() and is_outside(place, folder or root):
         raise UnusablePicture(f"{what} {OUTSIDE}")

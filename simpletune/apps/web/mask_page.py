@@ -1,0 +1,127 @@
+"""The page that paints a picture's mask, and writes it where training reads it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Hashable
+from pathlib import Path
+from urllib.parse import urlencode
+
+from PIL import Image
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from simpletune.apps.http import read_body
+from simpletune.apps.web.data_page import data_set_of
+from simpletune.apps.web.data_set import DataSet
+from simpletune.apps.web.history import History
+from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.run_state import Runs
+from simpletune.apps.web.templates import render
+from simpletune.commands.inspect_data.thumbnails import AT_ONCE
+from simpletune.data.sources.mask_files import LONGEST_SIDE, painted_mask, painting_size, write_mask
+from simpletune.data.sources.pictures import decode, decode_mask, picture_size
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.walk import read_regular
+from simpletune.models.shared.buckets import Size
+from simpletune.system.options import UserError
+
+MOST_BYTES = 32 * 2**20  # of a painted mask: twice its pixels, of which an encoder may add a little
+QUALITY = 90
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/data/mask", page, methods=["GET"]),
+        Route("/data/mask", save, methods=["POST"]),
+        Route("/data/mask/picture", picture),
+        Route("/data/mask/painted", painted),
+    ]
+
+
+def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
+    """Nothing here changes by itself."""
+    return {}
+
+
+def page(request: Request) -> Response:
+    """GET /data/mask?name=PICTURE: the picture to paint on, its mask so far, and links to its neighbours."""
+    found, name, file = _asked(request)
+    files = found.files()
+    place = files.index(file)
+    near = {"before": files[place - 1] if place else None, "after": files[place + 1] if files[place + 1 :] else None}
+    links = {side: each and each.relative_to(found.folder).as_posix() for side, each in near.items()}
+    mask = found.mask(file)
+    query = urlencode({"place": str(found.place), "source": found.index, "name": name})
+    return render(
+        request, "mask.html", data=found, name=name, query=query, size=painting_size(_size(file)), mask=mask, **links
+    )
+
+
+def picture(request: Request) -> Response:
+    """GET /data/mask/picture?name=PICTURE: the picture as training turns it, at the size at which it is painted on."""
+    _, _, file = _asked(request)
+    with AT_ONCE:
+        data = read_regular(file)
+        image = decode(data, at_least=LONGEST_SIDE).resize(painting_size(picture_size(data)))
+    return _image(image, "JPEG")
+
+
+def painted(request: Request) -> Response:
+    """GET /data/mask/painted?name=PICTURE: its mask so far, grey, at the same size."""
+    found, _, file = _asked(request)
+    mask = found.mask(file).found
+    if mask is None:
+        raise HTTPException(404)
+    with AT_ONCE:
+        image = decode_mask(read_regular(mask), "file").resize(painting_size(_size(file)), Image.Resampling.BILINEAR)
+    return _image(image, "PNG")
+
+
+async def save(request: Request) -> Response:
+    """POST /data/mask?name=PICTURE&digest=SEEN: write the mask that the body, a PNG, holds, unless the mask has changed
+    since the page showed it."""
+    body = await read_body(request, "image/png", MOST_BYTES, "mask", "a PNG")
+    return await run_in_threadpool(_save, request, body)
+
+
+def _save(request: Request, body: bytes) -> Response:
+    found, name, file = _asked(request)
+    with AT_ONCE:
+        content = painted_mask(body, _size(file))
+    before = found.mask(file)
+    if before.digest != request.query_params.get("digest", ""):
+        raise UserError("The mask was changed by something else since this page showed it, and is left. Reload")
+    with History(request.app.state.roots, found.key).change(f"mask of {name}", {before.target: content}):
+        write_mask(before, content)
+    return JSONResponse({"file": before.target.name, "digest": found.mask(file).digest})
+
+
+def _asked(request: Request) -> tuple[DataSet, str, Path]:
+    """The data set and the picture that a request names. HTTPException: there is no such picture, or it cannot be read;
+    UserError: its mask cannot be painted."""
+    found, name = data_set_of(request, request.query_params), request.query_params.get("name", "")
+    if found.why_no_masks:
+        raise UserError(f"Masks cannot be painted here: {found.why_no_masks}")
+    file = found.picture(name)
+    if file is None or file not in found.files():  # a mask is no picture
+        raise HTTPException(404, f"{name}: the folder has no such picture. Open the folder again")
+    try:
+        found.mask(file)
+        _size(file)
+    except UnusablePicture as reason:
+        raise HTTPException(422, f"{name} {reason}") from None
+    return found, name, file
+
+
+def _size(file: Path) -> Size:
+    return picture_size(read_regular(file))
+
+
+def _image(image: Image.Image, kind: str) -> Response:
+    file = io.BytesIO()
+    image.save(file, kind, quality=QUALITY)
+    return Response(file.getvalue(), media_type=f"image/{kind.lower()}")
