@@ -27,11 +27,12 @@ from simpletune.data.sources.caption_files import CaptionFile
 from simpletune.data.sources.captions import one_line
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.mask_files import MaskFile, read_mask
+from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.table import SUFFIXES as TABLES
 from simpletune.data.sources.table import Table
-from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable
+from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable, walk
 from simpletune.models.shared.buckets import Size, upscaling
 from simpletune.system.options import Json, UserError
 
@@ -76,6 +77,12 @@ class DataSet:
         """The pictures of a folder. Masks beside them are none, even if training takes them for pictures."""
         source = self.source if self.source.mask else self.source.model_copy(update={"mask": "files"})
         return picture_files(self.folder, source)
+
+    def hints(self) -> list[str]:
+        """That training would take masks for pictures, if it would."""
+        if isinstance(self.source, Table):
+            return []
+        return without_masks(walk(self.folder, self.source.links).pictures, self.source.mask, self.mask_folder)[1]
 
     def entries(self) -> list[CaptionedPicture]:
         if isinstance(self.source, Table):
@@ -154,16 +161,16 @@ class TableRow(CaptionedPicture):
 @lru_cache(maxsize=2)
 def _rows(source: Table, version: str) -> tuple[TableRow, ...]:
     """The first rows of a table, by name."""
-    limited = source.model_copy(update={"limit": min(ROWS, source.limit or ROWS)})
-    scan = limited.scan(Path(source.path))
+    limited, place = source.model_copy(update={"limit": min(ROWS, source.limit or ROWS)}), Path(source.path)
+    scan = limited.scan(place)
     rows = [
         TableRow(
-            each.name, Path(each.name), CaptionFile(Path(each.name), each.caption),
+            each.name, place / each.name, CaptionFile(place / each.name, each.caption),
             content=PictureContent(each.read_same, each.digest, each.mask), size=each.size,
         )
         for each in scan.pictures
     ]  # fmt: skip
-    rows += [TableRow(each.name, Path(each.name), None, each.reason) for each in scan.rejected]
+    rows += [TableRow(each.name, place / each.name, None, each.reason) for each in scan.rejected]
     return tuple(sorted(rows, key=lambda row: row.name))
 
 

@@ -27,7 +27,7 @@ from simpletune.data.sources.pictures import decode, decode_mask, picture_size
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import read_regular
 from simpletune.models.shared.buckets import Size
-from simpletune.system.options import UserError
+from simpletune.system.options import Json, UserError
 
 MOST_BYTES = 32 * 2**20  # of a painted mask: twice its pixels, of which an encoder may add a little
 QUALITY = 90
@@ -52,12 +52,15 @@ def page(request: Request) -> Response:
     found, name, file = _asked(request)
     files = found.files()
     place = files.index(file)
-    near = {"before": files[place - 1] if place else None, "after": files[place + 1] if files[place + 1 :] else None}
-    links = {side: each and each.relative_to(found.folder).as_posix() for side, each in near.items()}
+    before, after = files[place - 1 : place], files[place + 1 : place + 2]  # none at an end
+    near: Json = {
+        side: one[0].relative_to(found.folder).as_posix() if one else ""
+        for side, one in (("before", before), ("after", after))
+    }
     mask = found.mask(file)
     query = urlencode({"place": str(found.place), "source": found.index, "name": name})
     return render(
-        request, "mask.html", data=found, name=name, query=query, size=painting_size(_size(file)), mask=mask, **links
+        request, "mask.html", data=found, name=name, query=query, size=painting_size(_size(file)), mask=mask, **near
     )
 
 

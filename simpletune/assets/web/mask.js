@@ -25,7 +25,7 @@ function segment({ kind, points, size }, index) {
   context.lineWidth = size;
   context.beginPath();
   context.moveTo(from.x, from.y);
-  context.lineTo(to.x, to.y);
+  context.lineTo(to.x + (index ? 0 : 0.01), to.y); // some browsers draw no line of length 0
   context.stroke();
 }
 
@@ -192,7 +192,7 @@ if (part("next")) part("next").addEventListener("click", async () => { if (await
 window.addEventListener("beforeunload", (event) => { if (!isSaved()) event.preventDefault(); });
 
 async function begin() {
-  canvas.parentElement.style.maxWidth = `${72 * canvas.width / canvas.height}vh`; // the whole picture fits the window
+  canvas.parentElement.style.maxWidth = `${60 * canvas.width / canvas.height}vh`; // the whole picture fits the window
   overlay();
   if (!painter.dataset.painted) return;
   const image = new Image();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 import time
@@ -10,13 +11,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.apps.web import data_page, processes
+from simpletune.apps.web import data_page, data_set, processes
 from simpletune.apps.web.data_page import caption_words
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.inspect_data.caption_edits import (
@@ -384,6 +387,67 @@ def test_a_check_finds_duplicates_and_what_is_unusable(client: TestClient, folde
     assert "Identical files: 1 group" in text and 'alt="a.png"' in text and 'alt="copy.png"' in text
     assert "e.png</th>" in text and "d.png</th>" in text and "is not a picture that Pillow can read" in text
     assert quote("copy.png") in text and list(data_page.stamps(make_roots(tmp_path / "runs", [tmp_path]), []))
+
+
+def test_pictures_are_ordered_by_what_the_check_found(client: TestClient, folder: Path, tmp_path: Path) -> None:
+    def names(order: str) -> list[str]:
+        text = client.get("/data/gallery", params={"place": "pictures", "order": order}).text
+        assert ("The order needs a check" in text) == (
+            order in data_set.ORDERS and order != "name" and not place.exists()
+        )
+        return re.findall(r">([^<]+)</h3>", text)
+
+    key = data_set.open_data_set(make_roots(tmp_path / "runs", [tmp_path]), "pictures", "0").key
+    place = tmp_path / "runs" / ".web" / "data" / key / "data.json"
+    by_name = names("name")
+    assert names("small") == by_name and names("unknown") == by_name
+    place.parent.mkdir(parents=True)
+    sizes = {"a.png": (90, 60), "d.png": (30, 30), "sub/b c.jpg": (50, 50)}
+    cut = {"a.png": 0.1, "d.png": 0.3, "sub/b c.jpg": 0.2}
+    usable = [{"name": name, "size": size, "cut_away": cut[name]} for name, size in sizes.items()]
+    figures = {"unusable": [], "usable": usable, "duplicates": [], "alike": [["d.png", "sub/b c.jpg"]]}
+    place.write_text(json.dumps(figures))
+    assert names("small")[:3] == ["d.png", "sub/b c.jpg", "a.png"] and len(names("small")) == 5
+    assert names("large")[:3] == ["a.png", "sub/b c.jpg", "d.png"]
+    assert names("cropped")[:3] == ["d.png", "sub/b c.jpg", "a.png"]
+    assert names("alike")[:2] == ["d.png", "sub/b c.jpg"]
+
+
+# --- captions and pictures elsewhere --------------------------------------------------------------------------------
+
+
+def test_captions_of_metadata_are_shown(client: TestClient, folder: Path) -> None:
+    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "of <metadata>"}\n')
+    text = client.get("/data", params={"place": "pictures"}).text
+    assert '<p class="data-now">of &lt;metadata&gt;</p>' in text and "a red dog" not in text
+
+
+def test_a_tables_pictures_captions_and_masks_are_shown(client: TestClient, tmp_path: Path) -> None:
+    cells = []
+    for shade in (0, 255):
+        picture = Image.new("RGBA", (64, 64), (0, 128, 0, shade))
+        picture.paste((0, 128, 0, 255), (0, 0, 32, 64))
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        cells.append(file.getvalue())
+    table = pa.table({"image": [*cells, b"no picture"], "text": ["half <i>", "whole", "none"]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(
+        json.dumps({"name": "x", "data": {"source": "table", "path": str(tmp_path / "rows.parquet"), "mask": "alpha"}})
+    )
+    plain = client.get("/data", params={"place": "rows.parquet"}).text
+    assert "3 pictures" in plain and "masked=1" not in plain and "<textarea" not in plain and "/data/mask" not in plain
+    assert '<p class="data-now">half &lt;i&gt;</p>' in plain and "is not a picture that Pillow can read" in plain
+    assert "a table holds them; the first 480 rows are shown" in plain
+    text = client.get("/data", params={"place": "rows.json"}).text
+    first, *_ = (html.unescape(each) for each in re.findall(r'src="([^"]+masked=1[^"]*)"', text))
+    shown = np.asarray(Image.open(io.BytesIO(client.get(first).content)).convert("RGB"), dtype=np.float32)
+    assert shown[:, :100].mean((0, 1)) == pytest.approx((0, 128, 0), abs=8) and shown[:, -100:].min() > 200
+    assert "2 of 3 pictures have a caption" in client.get("/data/summary", params={"place": "rows.json"}).text
+    gone = client.get("/data/thumbnail", params={"place": "rows.json", "name": "rows.parquet#00000009"})
+    assert gone.status_code == 404
+    refused = client.post("/data/mask", params={"place": "rows.json", "name": "rows.parquet#00000000"})
+    assert refused.status_code in (415, 422)
 
 
 def wait_for(client: TestClient, path: str, what: str, seconds: float = 60) -> str:

@@ -161,6 +161,7 @@ def test_a_mask_is_undone_step_by_step(client: TestClient, folder: Path) -> None
     first = post(client, png((60, 90)), seen=seen)  # training reads the PNG first
     kept = (folder / "a-masklabel.png").read_bytes()
     assert post(client, png((60, 90), "grey"), seen=first.json()["digest"]).status_code == 200
+    assert post(client, png((60, 90)), "a-masklabel.png").status_code == 404  # a mask is no picture
     assert "Undone: mask of a.jpg" in undo(client) and (folder / "a-masklabel.png").read_bytes() == kept
     undo(client)
     assert not (folder / "a-masklabel.png").exists() and (folder / "a-masklabel.jpg").read_bytes() == jpeg
@@ -193,6 +194,7 @@ def test_the_gallery_shows_masks_and_finds_pictures_without(client: TestClient, 
     thumbnail = client.get(shown.replace("&amp;", "&"))
     pixels = np.asarray(Image.open(io.BytesIO(thumbnail.content)).convert("L"), dtype=np.float32)
     assert thumbnail.status_code == 200 and pixels[:, -20:].mean() > 200 > 160 > pixels[:, :20].mean()
+    assert "1 file is named like a mask" in client.get("/data", params=PLACE).text
     left = client.get("/data/gallery", params={**PLACE, "show": "unmasked"}).text
     assert "1 picture" in left and ">sub/b c.png</h3>" in left
     assert client.get("/data/thumbnail", params={**PLACE, "name": "sub/b c.png", "masked": "1"}).status_code == 404
