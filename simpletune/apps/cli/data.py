@@ -21,6 +21,9 @@ def data(args: argparse.Namespace) -> None:
     """check a data set before training: unusable, small and duplicate pictures, and crops; needs no weights"""
     from simpletune.commands.inspect_data.report import report
 
+    if args.masks_from is not None:
+        write_masks(args)
+        return
     if is_folder_of_pictures(args.config):
         from simpletune.commands.init.command import config_in_memory
 
@@ -30,11 +33,38 @@ def data(args: argparse.Namespace) -> None:
     report(config, args.out, args.json, args.pictures)
 
 
+def write_masks(args: argparse.Namespace) -> None:
+    """Write the masks of ``data --masks-from``, and no report."""
+    from simpletune.commands.masks import saliency
+    from simpletune.data.sources.folder import Folder
+    from simpletune.system.options import UserError
+
+    if args.json or args.out is not None:
+        raise UserError("--masks-from writes masks and no report. Leave out --out and --json, or call data again")
+    sources: list[Folder] = []
+    if is_folder_of_pictures(args.config):
+        sources.append(Folder(path=str(args.config)))
+    else:
+        from simpletune.config.resolve import resolve_data_folder
+
+        for source in resolve_data_folder(read_config_arguments(args, needs_model=False)).data.members:
+            if not isinstance(source, Folder) or source.mask == "alpha":
+                raise UserError(
+                    f"data.mask: {source.path} has no mask files, but opacity. Set data.mask=files in a folder"
+                )
+            sources.append(source)
+    saliency.write_masks(sources, args.masks_from)
+
+
 def data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG_OR_FOLDER", help=PLACE_HELP)
     add_overrides(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument(
+        "--masks-from", type=Path, metavar="MODEL.onnx",
+        help="write masks instead: what stands out to a saliency model such as U2-Net, for pictures without a mask",
+    )  # fmt: skip
     count = whole_number("a whole number from 0 to 2000", 0, 2000)
     parser.add_argument("--pictures", type=count, default=96, metavar="N", help="show at most N pictures (default: 96)")
 

@@ -62,8 +62,11 @@ def painted_mask(data: bytes, picture: Size) -> bytes:
         raise UserError(f"The mask {reason}. Nothing was written") from None
     if not image.getextrema()[1]:  # training refuses it
         raise UserError("The mask is empty, so nothing would be learned, and nothing was written. Paint what to learn")
-    if image.size != picture:
-        image = image.resize(picture, Image.Resampling.BILINEAR)
+    return mask_content(image if image.size == picture else image.resize(picture, Image.Resampling.BILINEAR))
+
+
+def mask_content(image: Image.Image) -> bytes:
+    """What a mask's file holds for a grey image."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

@@ -1,0 +1,1 @@
+"""Which part of a picture stands out? Masks by a saliency model."""

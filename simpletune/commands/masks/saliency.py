@@ -1,0 +1,137 @@
+"""Masks by a saliency model in the form of U2-Net (arXiv:2005.09007): an ONNX file, [1, 3, h, w] -> [1, 1, h, w]."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.mask_files import mask_content, read_mask, write_mask
+from simpletune.data.sources.masks import without_masks
+from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.walk import printable_name, read_regular, readable, walk
+from simpletune.system.console import progress, say
+from simpletune.system.options import UserError, plural
+from simpletune.system.package import PACKAGE
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB
+SIDE = 320  # of models that take any
+MODEL_BYTES = 2**31  # of a protobuf
+CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+
+
+class SaliencyModel:
+    """A loaded saliency model.
+
+    Args:
+        file: an ONNX file that holds its weights itself.
+
+    Raises:
+        UserError: onnxruntime is missing or cannot load the model, or the model has another input.
+    """
+
+    def __init__(self, file: Path):
+        if find_spec("onnxruntime") is None:
+            raise UserError(
+                "--masks-from: a saliency model needs onnxruntime from the optional extra 'masks'. "
+                f'Run: {sys.executable} -m pip install -e "{PACKAGE.parent}[masks]"',
+                code=3,
+            )
+        import onnxruntime
+
+        self.file = file
+        has_cuda = CUDA in onnxruntime.get_available_providers()
+        try:
+            data = read_regular(file, MODEL_BYTES)  # as bytes, a model cannot name other files
+            self._session = onnxruntime.InferenceSession(data, providers=[CUDA, CPU] if has_cuda else [CPU])
+        except UnusablePicture as reason:
+            raise UserError(f"--masks-from: {file} {reason}. Name an ONNX file") from None
+        except Exception as error:  # its errors have no base class of their own
+            raise UserError(
+                f"--masks-from: {file} cannot be loaded ({_first_line(error)}). Name an ONNX file"
+            ) from None
+        self._input = self._session.get_inputs()[0]
+        shape = self._input.shape
+        if len(shape) != 4 or (isinstance(shape[1], int) and shape[1] != 3):
+            raise UserError(
+                f"--masks-from: the input of {file} is {shape}, not [1, 3, {SIDE}, {SIDE}]. Name another model"
+            )
+        height, width = (size if isinstance(size, int) else SIDE for size in shape[2:])
+        self.size = width, height
+
+    @property
+    def license(self) -> str:
+        """What the file says about its licence; empty if it says nothing."""
+        entries = self._session.get_modelmeta().custom_metadata_map
+        return ", ".join(text for name, text in sorted(entries.items()) if name.lower() in ("license", "licence"))
+
+    def mask(self, picture: Image.Image) -> Image.Image:
+        """The mask of an RGB picture: white where it stands out. UnusablePicture: nothing does."""
+        pixels = np.asarray(picture.resize(self.size, Image.Resampling.LANCZOS), np.float32)
+        scaled = (pixels / max(float(pixels.max()), 1e-6) - MEAN) / STD  # as U2-Net's RescaleT and ToTensorLab do
+        batch = scaled.transpose(2, 0, 1)[None].astype(np.float32)  # [1, 3, height, width]
+        try:
+            saliency = np.squeeze(self._session.run(None, {self._input.name: batch})[0]).astype(np.float64)
+        except Exception as error:
+            raise UserError(f"--masks-from: onnxruntime failed ({_first_line(error)}). Name another model") from None
+        if saliency.shape != batch.shape[2:]:
+            raise UserError(
+                f"--masks-from: the output of {self.file} is {list(saliency.shape)}, not one value for each pixel. "
+                "Name another model"
+            )
+        low, high = saliency.min(), saliency.max()
+        if not high > low:  # neither are NaNs
+            raise UnusablePicture("has nothing that stands out. Paint its mask")
+        grey = ((saliency - low) / (high - low) * 255).round().astype(np.uint8)
+        return Image.fromarray(grey).resize(picture.size, Image.Resampling.BILINEAR)
+
+
+@dataclass
+class MaskResult:
+    """What happened to the pictures."""
+
+    written: int = 0
+    kept: int = 0  # had a mask
+    rejected: list[RejectedEntry] = field(default_factory=list)
+
+
+def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
+    """Write a mask for every picture that has none, and print what was done."""
+    model, result = SaliencyModel(file), MaskResult()
+    named = model.license
+    say(f"license  {named} (by its file)" if named else f"license  {file.name} names none: check that you may use it")
+    for source in sources:
+        root = Path(source.path)
+        folder = None if source.mask_path is None else Path(source.mask_path)
+        files, _ = without_masks(walk(root, source.links).pictures, "files", folder)
+        with progress("masks", len(files), "pictures") as advance:
+            for each in files:
+                try:
+                    before = read_mask(root, folder, each)
+                    if before.found is None:
+                        write_mask(before, mask_content(model.mask(decode(read_regular(each)))))
+                        result.written += 1
+                    else:
+                        result.kept += 1
+                except UnusablePicture as reason:
+                    result.rejected.append(RejectedEntry(readable(each.relative_to(root).as_posix()), str(reason)))
+                advance()
+    say(f"masks    {result.written:,} written; {plural(result.kept, 'picture')} had one")
+    for entry in result.rejected:
+        say(f"         {printable_name(entry.name)} {entry.reason}")
+    if result.rejected:
+        say(f"{plural(len(result.rejected), 'picture has', 'pictures have')} no mask")
+    if any(source.mask != "files" for source in sources):
+        say("training reads masks with data.mask=files; without it, it takes them for pictures")
+    return result
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
