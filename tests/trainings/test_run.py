@@ -113,7 +113,8 @@ def test_an_older_run_of_the_name_is_moved_aside(tiny_config: dict, capsys: pyte
 def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dict) -> None:
     changes: dict = {
         "adapter": {"dropout": 0.3}, "schedule": {"name": "cosine", "warmup_steps": 2},
-        "data": {"caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2, "repeats": 2},
+        "data": {"caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2, "repeats": 2,
+                 "brightness": 0.2, "hue": 20, "rotation": 9},
         "memory": {"checkpointing": "all"}, "checkpoint": {"every": 3},
         "train": {"steps": 6, "batch_size": 2, "gradient_accumulation": 2},
     }  # fmt: skip

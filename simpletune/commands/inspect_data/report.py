@@ -127,6 +127,7 @@ def page(found: DatasetReport, title: str) -> str:
         found=found,
         title=title,
         groups=groups,
+        varied=[(seen, list(map(_embedded, seen.variants))) for seen in found.varied],
         rows={row.size: row for row in found.buckets},
         tables=list(_tables(found)),
         alike=look_alikes(found, _embedded),

@@ -18,7 +18,7 @@ from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
 from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.report import EACH, GROUPS, SIDE, look_alikes
-from simpletune.commands.inspect_data.scan import TILE, DatasetReport, spread_indices
+from simpletune.commands.inspect_data.scan import AUGMENTED, TILE, DatasetReport, spread_indices
 from simpletune.commands.inspect_data.text import format_report
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
@@ -163,6 +163,20 @@ def test_the_number_of_tiles_is_bounded(config: str, tmp_path: Path, capsys: pyt
     page = (tmp_path / "out" / "data.html").read_text()
     assert page[page.index("As training sees them") :].count("<img ") == 3
     assert spread_indices(10, 3) == [0, 3, 6] and spread_indices(2, 5) == [0, 1] and spread_indices(5, 0) == []
+
+
+def test_the_variants_of_augmented_pictures_are_shown(config: str, tmp_path: Path, capsys) -> None:
+    words = ["data.hue=20", "data.rotation=9", "data.variants=3"]
+    assert main(["data", config, "--out", str(tmp_path / "out"), *words]) == 0
+    assert "augmented  hue ±20 degrees, rotation ±9 degrees\n" in capsys.readouterr().out
+    page = (tmp_path / "out" / "data.html").read_text()
+    shown = re.findall('src="([^"]+)" alt="variant', page)
+    assert len(shown) == 3 * AUGMENTED and len(set(shown)) > 2 * AUGMENTED
+    assert json.loads((tmp_path / "out" / "data.json").read_text())["augmentation"] == [
+        "hue ±20 degrees, rotation ±9 degrees"
+    ]
+    assert main(["data", config, "--out", str(tmp_path / "off"), "data.variants=3"]) == 0
+    assert "Variants" not in (tmp_path / "off" / "data.html").read_text()
 
 
 def test_nothing_usable_is_exit_2_with_the_reasons(config: str, messy: Path, capsys) -> None:
