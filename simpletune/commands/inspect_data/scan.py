@@ -210,11 +210,12 @@ def _scan_picture(
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
-    shown, *others = (
-        tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE) if wanted else None
-        for each, wanted in ((view, with_tile), *((variant, True) for variant in variants))
-    )
-    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(others))
+
+    def thumbnail(each: Crop) -> Image.Image:
+        return tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
+
+    shown = thumbnail(view) if with_tile else None
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(map(thumbnail, variants)))
 
 
 def _compare(found: DatasetReport) -> None:
