@@ -274,6 +274,8 @@ class Plan:
         prompts = dict.fromkeys(self.prompt(sample, variant) for variant in range(self.source_of(sample).variants))
         if len(prompts) > 1:
             row["captions"] = list(prompts)
+        if sample.picture.weights:
+            row["weights"] = list(sample.picture.weights)
         if sample.picture.mask is not None:
             row["mask"] = sample.picture.mask.digest
         if not isinstance(self.data, Source):

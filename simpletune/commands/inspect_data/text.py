@@ -133,7 +133,8 @@ def as_json(found: DatasetReport) -> Json:
          "held_out": found.held_out, "held_out_and_alike": found.across,
         "usable": [
             {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,
-             "caption": seen.picture.caption, "upscale": round(seen.upscale, 4),
+             "caption": seen.picture.caption, "captions": seen.picture.captions, "weights": seen.picture.weights,
+             "upscale": round(seen.upscale, 4),
              "cut_away": round(seen.lost, 4), "sha256": seen.picture.digest}
             for seen in found.usable
         ],

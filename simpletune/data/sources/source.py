@@ -56,6 +56,7 @@ class Picture(BytesOnDemand):
     read: Callable[[], bytes] = field(compare=False, repr=False)
     source: int = 0  # the index of its source in ``data.sources``
     more: tuple[str, ...] = ()  # its other captions, if it has several
+    weights: tuple[float, ...] = ()  # how often to use each of its captions, relative to the others; empty: equally
     repeats: int = 1  # how often its folder's name repeats it, beside ``data.repeats``
     mask: Mask | None = None  # None: learn from all of the picture
     by_row: bool = False
@@ -158,7 +159,8 @@ class Source(Option):
     must not set it."""
     caption_lines: Literal["join", "several"] = "join"
     """Lines of a caption (multiline). join: join them with spaces; several: each is a caption of its own, and each
-    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way."""
+    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way. Each may begin with
+    its weight, such as 3::a dog."""
     caption_prefix: str = ""
     """Text before every caption, such as a trigger word; a space is added."""
     caption_suffix: str = ""

@@ -179,6 +179,22 @@ def test_the_variants_of_augmented_pictures_are_shown(config: str, tmp_path: Pat
     assert "Variants" not in (tmp_path / "off" / "data.html").read_text()
 
 
+def test_captions_of_a_picture_are_shown_with_their_shares(config: str, messy: Path, tmp_path: Path, capsys) -> None:
+    (messy / "p3.txt").write_text("3::scene 3\nthe <third>")
+    (messy / "p4.txt").write_text("\n".join(f"scene {letter}" for letter in "abcdef"))
+    assert main(["data", config, "--out", str(tmp_path / "out"), "data.caption_lines=several"]) == 0
+    assert "(2 pictures with several captions, 1 with weights)\n" in capsys.readouterr().out
+    page = (tmp_path / "out" / "data.html").read_text()
+    words = [re.findall('class="words">([^<]*)<', tile) for tile in page.split("<b>")]
+    assert ["75%: scene 3", "25%: the &lt;third&gt;"] in words
+    assert ["scene a", "scene b", "scene c", "scene d", "and 2 more"] in words
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "data.json").read_text())["usable"]}
+    assert (rows["p3.png"]["captions"], rows["p3.png"]["weights"]) == (["scene 3", "the <third>"], [3, 1])
+    (messy / "p3.txt").write_text("0::scene 3\nthe third")
+    reasons = {each["name"]: each["reason"] for each in look(config, capsys=capsys)["unusable"]}
+    assert "Set data.caption_lines=several" in reasons["p3.png"]
+
+
 def test_nothing_usable_is_exit_2_with_the_reasons(config: str, messy: Path, capsys) -> None:
     for file in messy.glob("*"):
         file.write_bytes(b"")
