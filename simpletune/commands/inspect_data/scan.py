@@ -144,8 +144,9 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
     ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
     chosen = {_place(ordered[place].picture) for place in spread_indices(len(ordered), shown)}
-    found.augmentation = [words for source in plan.sources if (words := augmentation_in_words(source))]
-    varied = [sample for sample in plan.samples if not sample.repeat and augmentation_in_words(plan.source_of(sample))]
+    ranges = [augmentation_in_words(source) if source.variants > 1 else "" for source in plan.sources]
+    found.augmentation = [words for words in ranges if words]
+    varied = [sample for sample in plan.samples if not sample.repeat and ranges[sample.picture.source]]
     variants = {
         _place(sample.picture): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
         for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))

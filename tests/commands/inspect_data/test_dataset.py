@@ -175,8 +175,10 @@ def test_the_variants_of_augmented_pictures_are_shown(config: str, tmp_path: Pat
     assert json.loads((tmp_path / "out" / "data.json").read_text())["augmentation"] == [
         "hue ±20 degrees, rotation ±9 degrees"
     ]
-    assert main(["data", config, "--out", str(tmp_path / "off"), "data.variants=3"]) == 0
-    assert "Variants" not in (tmp_path / "off" / "data.html").read_text()
+    for off in ("data.variants=3", "data.hue=20"):  # the first variant stays as it is
+        assert main(["data", config, "--out", str(tmp_path / "off"), off]) == 0
+        assert "augmented " not in capsys.readouterr().out
+        assert "Variants" not in (tmp_path / "off" / "data.html").read_text()
 
 
 def test_captions_of_a_picture_are_shown_with_their_shares(config: str, messy: Path, tmp_path: Path, capsys) -> None:
