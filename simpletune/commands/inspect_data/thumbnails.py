@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
 from simpletune.data.sources.pictures import crop_to_bucket, decode, picture_size
 from simpletune.data.sources.source import Source
 from simpletune.data.sources.walk import read_regular
@@ -20,10 +21,12 @@ AT_ONCE = threading.Semaphore(2)  # decoded pictures in memory
 QUALITY = 80
 
 
-def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
+def tile(
+    image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool, Augmentation], side: int
+) -> Image.Image:
     """Return a thumbnail of the crop that training sees, ``side`` pixels at its longer side.
 
-    ``view``: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
+    ``view``: position of the crop within the excess width and height, 0 to 1, whether it is mirrored, and its changes.
     """
     scale = side / max(bucket)
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
@@ -46,7 +49,7 @@ def thumbnail_of(file: Path, source: Source, step: int, folder: Path) -> Path:
     with AT_ONCE:
         data = read_regular(file)
         bucket = source.bucket(picture_size(data), step)
-        small = tile(decode(data, at_least=2 * SIDE), bucket, ((0.5, 0.5), False), SIDE)
+        small = tile(decode(data, at_least=2 * SIDE), bucket, ((0.5, 0.5), False, UNCHANGED), SIDE)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(kept, shared=True) as part:
         small.save(part, "WEBP", quality=QUALITY, method=2)
