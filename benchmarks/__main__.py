@@ -44,6 +44,13 @@ def host(args: argparse.Namespace) -> object:
     return host.run(args.out, args.minutes, args.rows)
 
 
+def peaks(args: argparse.Namespace) -> object:
+    """peak memory that a peer measured, beside ours predicted and diffusers with peft on a simulated card"""
+    from benchmarks import peaks
+
+    return peaks.run(args.out, args.minutes, args.rows)
+
+
 def quality(args: argparse.Namespace) -> object:
     """what precisions, adapters and memory levers cost in quality, on the tiny SD3"""
     from benchmarks import quality
@@ -212,6 +219,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     estimate: ("rows",),
     dry: ("rows", "card", "predict"),
     host: ("rows",),
+    peaks: ("rows",),
     quality: ("rows", "prompts", "overrides"),
     recipe: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),

@@ -21,6 +21,7 @@ from benchmarks import memory
 from benchmarks.diffusers_training import TARGETS
 from benchmarks.host import STEPS, Row, overrides_of
 from simpletune.adapters.methods.lora import Lora
+from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import replaced
 from simpletune.estimate.timing.host_probes import core_seconds
 from simpletune.system.devices import prepare_environment
@@ -53,33 +54,38 @@ class Ours:
         self.core.step(self._batches.step(0))
 
 
-def theirs(row: Row, wide: bool) -> Step:
-    """A plain step with diffusers' model and PEFT's LoRA, whose factors are in fp32 if ``wide``."""
+def theirs(config: TrainConfig, wide: bool) -> Step:
+    """A plain step with diffusers' model and PEFT's LoRA, whose factors are in fp32 if ``wide``.
+
+    Args:
+        config: gives model, resolution, batch, rank and named targets, and whether blocks are checkpointed.
+        wide: factors and their optimizer states in fp32.
+    """
     from diffusers import SD3Transformer2DModel, UNet2DConditionModel
     from diffusers.training_utils import cast_training_params
     from peft import LoraConfig
 
-    config = memory.config_of(overrides_of(row, "bf16"))
-    family, side = config.model, config.data.resolution
+    family, side, batch = config.model, config.data.resolution, int(config.train.batch_size)
     is_unet = family.family == "sd15"
     with CUDA:
         kind: Any = UNet2DConditionModel if is_unet else SD3Transformer2DModel
         model = kind.from_config(dict(family.known_config()))
     model.requires_grad_(False).to(torch.bfloat16)
-    if row.checkpoints:
+    if config.memory.checkpointing != "none":
         model.enable_gradient_checkpointing()
     assert isinstance(config.adapter, Lora)
-    rank, targets = config.adapter.rank, ["to_q", "to_k", "to_v", "to_out.0"] if is_unet else TARGETS
+    named, rank = config.adapter.targets, config.adapter.rank
+    targets = named if isinstance(named, list) else ["to_q", "to_k", "to_v", "to_out.0"] if is_unet else TARGETS
     model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=targets))
     if wide:
         cast_training_params(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters)
     model.train()
-    shape = 1, *family.latent_shape(side, side)
-    z, t = torch.zeros(shape, dtype=torch.bfloat16, device=CUDA), torch.zeros(1, device=CUDA)
-    text = torch.zeros(1, family.text_tokens, family.text_width, dtype=torch.bfloat16, device=CUDA)
-    more = {} if is_unet else {"pooled_projections": text.new_zeros(1, family.pooled_width)}
+    shape = batch, *family.latent_shape(side, side)
+    z, t = torch.zeros(shape, dtype=torch.bfloat16, device=CUDA), torch.zeros(batch, device=CUDA)
+    text = torch.zeros(batch, family.text_tokens, family.text_width, dtype=torch.bfloat16, device=CUDA)
+    more = {} if is_unet else {"pooled_projections": text.new_zeros(batch, family.pooled_width)}
 
     def step() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
@@ -196,7 +202,8 @@ def stand_in(library: torch.library.Library) -> None:
 def measure(row: Row) -> Json:
     """Take the contenders' steps in turn."""
     steps: dict[str, Step] = {name: Ours(row, name) for name in ("bf16", "int8")}
-    steps |= {"diffusers": theirs(row, False), "diffusers_fp32": theirs(row, True)}
+    plain = memory.config_of(overrides_of(row, "bf16"))
+    steps |= {"diffusers": theirs(plain, False), "diffusers_fp32": theirs(plain, True)}
     for step in steps.values():
         for _ in range(WARM):
             step()

@@ -109,6 +109,7 @@ class Results:
             rows = {name: row for name, row in self.rows.items() if row.get("table") == heading}
             lines += ["", f"## {heading}", "", *table(columns, rows)] if rows else []
         file = self.stem.with_suffix(".md")
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return file
 

@@ -11,6 +11,7 @@ from simpletune.config.prior import BasePrediction, ClassPictures
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.config.validation_schedule import ON_TRAINING
+from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
 from simpletune.models.shared.model_config import Shape
@@ -90,6 +91,7 @@ def _source(source: Source) -> str:
     parts += [f"loss weight {source.weight:g}"] if source.weight != 1 else []
     parts += [f"masks ({source.mask}), weight outside {source.unmasked_weight:g}"] if source.mask else []
     parts += [f"{source.variants} variants"] if source.variants > 1 else []
+    parts += [words] if (words := augmentation_in_words(source)) else []
     parts += ["for regularization"] if source.regularization else []
     return ", ".join([*parts, f"on_error {source.on_error}"])
 

@@ -17,6 +17,7 @@ from simpletune.data.prompts import prompt_of
 from simpletune.data.row_order import in_batches
 from simpletune.data.samples import Crop, Sample, SampleDraw
 from simpletune.data.source_mix import SourceShare
+from simpletune.data.sources.augmentation import draw_augmentation
 from simpletune.data.sources.multi_source import MultiSource
 from simpletune.data.sources.source import Source
 from simpletune.models.objectives import Objective
@@ -45,7 +46,7 @@ class Plan:
 
     Args:
         samples: the samples of an epoch (``make_samples``).
-        data: provides crop, flip, variants, captions and loss weight of each source.
+        data: provides crop, flip, augmentation, variants, captions and loss weight of each source.
         objective: provides the density of noise levels.
         seed: ``train.seed``.
         batch: the batch sizes of a step.
@@ -172,13 +173,14 @@ class Plan:
     def view(self, sample: Sample, variant: int) -> Crop:
         """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         source = self.source_of(sample)
+        augmentation = draw_augmentation(source, self.seed, sample.picture.digest, variant)
         if source.crop != "random" and not source.flip:
-            return Crop(sample.picture, sample.bucket, (0.5, 0.5), False)
+            return Crop(sample.picture, sample.bucket, (0.5, 0.5), False, augmentation)
         draw = stream(self.seed, "view", sample.picture.digest, variant)
         offset = draw.random(), draw.random()  # drawn for a centred crop, too: the flip is the third number
         if source.crop != "random":
             offset = 0.5, 0.5
-        return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5)
+        return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5, augmentation)
 
     def prompt(self, sample: Sample, variant: int) -> str:
         """The prompt of one variant of a sample."""
@@ -272,6 +274,8 @@ class Plan:
         prompts = dict.fromkeys(self.prompt(sample, variant) for variant in range(self.source_of(sample).variants))
         if len(prompts) > 1:
             row["captions"] = list(prompts)
+        if sample.picture.weights:
+            row["weights"] = list(sample.picture.weights)
         if sample.picture.mask is not None:
             row["mask"] = sample.picture.mask.digest
         if not isinstance(self.data, Source):

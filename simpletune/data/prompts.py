@@ -6,17 +6,25 @@ number of variants bounds how many the text encoders must encode.
 
 from __future__ import annotations
 
+from bisect import bisect
+from itertools import accumulate
+
 from simpletune.data.sources.source import Picture, Source
 from simpletune.system.rng import stream
 
 CLOSING = ".,;:!?)"  # a suffix that begins with one of these follows the caption without a space
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
     """The prompt of one variant of a picture, by its source's caption options."""
     captions = picture.captions
     place = variant % len(captions)
-    if len(captions) > 1:  # the variants cycle through them, in a random order per picture
+    if picture.weights:  # steps of the golden ratio: few variants, too, come close to the weights
+        sums = list(accumulate(picture.weights))
+        point = (stream(seed, "caption", picture.digest).random() + variant * GOLDEN) % 1
+        place = min(bisect(sums, point * sums[-1]), len(captions) - 1)
+    elif len(captions) > 1:  # the variants cycle through them, in a random order per picture
         place = int(stream(seed, "caption", picture.digest).permutation(len(captions))[place])
     caption = captions[place]
     if source.shuffle_tags or source.tag_dropout:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
 from simpletune.data.sources.source import Picture, RejectedEntry, Source
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Json
@@ -27,12 +28,14 @@ class Crop:
     Args:
         offset: position of the crop within the excess width and height, 0 to 1.
         flip: whether it is mirrored left to right.
+        augmentation: changes of its colours, and its rotation.
     """
 
     picture: Picture
     bucket: Size
     offset: tuple[float, float]
     flip: bool
+    augmentation: Augmentation = UNCHANGED
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class SourceShare:
         samples: samples of the source in an epoch.
         held_out: pictures that ``validation.split`` holds out.
         prompts: different prompts over all variants, without the empty one of caption dropout; None: not counted.
-        crops: different crops and flips over all variants; None: not counted.
+        crops: different crops, flips and augmentations over all variants; None: not counted.
         masks: how many of the pictures have a mask.
         weight: factor of the loss.
         regularization: whether it is for prior preservation.

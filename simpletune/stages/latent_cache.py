@@ -97,7 +97,9 @@ class LatentCache:
                 data = view.picture.read_same()
             except OSError as error:
                 raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
-            pixels = torch.from_numpy(crop_to_bucket(decode(data), view.bucket, view.offset, view.flip))
+            pixels = torch.from_numpy(
+                crop_to_bucket(decode(data), view.bucket, view.offset, view.flip, view.augmentation)
+            )
             if key in self.cache:  # an identical file under another name has been encoded
                 return 0
             tensors["z_0"] = self.model.encode_pictures(vae(), pixels[None].to(device))[0]

@@ -170,6 +170,21 @@ def repository_file(name: str, file: str, revision: str | None = None) -> Path:
     return found[0].place
 
 
+def files_folder(name: str, files: Sequence[str]) -> Path | None:
+    """Return the local folder of some of a repository's files; fetch them if necessary. None: it lacks one of them, or
+    it cannot be reached and they are not in the cache."""
+    repository = Repository(name)
+    try:
+        found = [each for each in listing(repository) if each.path in files]
+    except Unreachable:
+        folder = _snapshot(repository)
+        return folder if all((folder / file).exists() for file in files) else None
+    if len(found) < len(files):
+        return None
+    fetch_files(found)
+    return found[0].place.parent
+
+
 def data_set_folder(name: str, patterns: list[str]) -> Path:
     """Return the local folder of a data set's files that match the patterns; fetch them if necessary."""
     repository = Repository(name, kind="dataset")

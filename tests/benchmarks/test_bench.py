@@ -58,6 +58,11 @@ def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
     assert (shown(None), shown(12.34), shown("word")) == ("", "12.3", "word")
 
 
+def test_a_table_without_rows_goes_into_a_new_folder(tmp_path: Path) -> None:
+    text = Results(tmp_path / "new" / "grid", {"what": "", "a": "first"}).write_table("Title", "About.", {}).read_text()
+    assert text.splitlines()[-2:] == ["|  | first |", "|---|---|"]
+
+
 def committed(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 

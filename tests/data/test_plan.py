@@ -14,7 +14,8 @@ from plans import SIZES, make_plan, some_pictures
 
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, SampleDraw
-from simpletune.data.storage.cache import crop_key
+from simpletune.data.sources.augmentation import RANGES, Augmentation
+from simpletune.data.storage.cache import LATENTS_VERSION, crop_key
 from simpletune.models.objectives.flow import Flow
 
 
@@ -289,9 +290,21 @@ def test_latents_of_different_views_are_never_confused() -> None:
     first, other = some_pictures([(100, 100)] * 2)
     view = Crop(first, (64, 64), (0.5, 0.5), False)
     changes = {"picture": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
+    changes["augmentation"] = Augmentation(hue=5)
     assert changes.keys() == {field.name for field in fields(Crop)}
     keys = [crop_key(view), *(crop_key(replace(view, **{name: value})) for name, value in changes.items())]
+    keys += [crop_key(replace(view, augmentation=Augmentation(**{name: 5.0}))) for name in RANGES if name != "hue"]
     assert len(set(keys)) == len(keys)
+
+
+def test_without_augmentation_older_caches_stay_valid() -> None:
+    """The key as it was before there was augmentation."""
+    (picture,) = some_pictures([(100, 100)])
+    (view,) = make_plan([picture], variants=4).views()
+    assert crop_key(view) == (
+        f'{{"bucket": [64, 64], "flip": false, "offset": [0.5, 0.5], "sha256": "{picture.digest}", '
+        f'"version": {LATENTS_VERSION}}}'
+    )
 
 
 def test_a_micro_batch_is_drawn_without_listing_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -16,6 +19,8 @@ from simpletune.data.samples import make_samples
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Picture
+from simpletune.data.sources.stream import Stream
+from simpletune.data.sources.table import Table
 from simpletune.models.objectives.flow import Flow
 
 TAGS = "cat, sitting, red sofa, window, 4k"
@@ -123,8 +128,11 @@ def test_lines_of_a_text_file_are_several_captions_if_asked(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_text("a cat\r\n\n  the cat \na cat\n")
     (tmp_path / "b.caption").write_text("a dog")
     found = Folder(path=str(tmp_path), caption_lines="several").scan(tmp_path)
-    assert [each.captions for each in found.pictures] == [("a cat", "the cat"), ("a dog",)]
-    assert found.captions.endswith("(1 picture with several captions)")
+    assert [(each.captions, each.weights) for each in found.pictures] == [
+        (("a cat", "the cat"), (2, 1)),
+        (("a dog",), ()),
+    ]
+    assert found.captions.endswith("(1 picture with several captions, 1 with weights)")
     assert [each.captions for each in Folder(path=str(tmp_path)).scan(tmp_path).pictures][0] == ("a cat the cat a cat",)
 
 
@@ -137,6 +145,85 @@ def test_a_list_of_texts_in_metadata_is_several_captions(tmp_path: Path) -> None
     found = Folder(path=str(tmp_path)).scan(tmp_path)
     assert [each.captions for each in found.pictures] == [("one line", "two"), ("b",)]
     assert {each.name for each in found.rejected} == {"c.png", "metadata.jsonl:4"}
+
+
+def weighted(folder: Path, text: str, **fields: object) -> tuple[list[Picture], list[str]]:
+    """A folder of one picture with this text: its pictures, and why others are not."""
+    write_pictures(folder, "a.png")
+    (folder / "a.txt").write_text(text)
+    found = Folder(path=str(folder), **fields).scan(folder)
+    return found.pictures, [each.reason for each in found.rejected]
+
+
+@pytest.mark.parametrize(
+    ("text", "captions", "weights"),
+    [
+        ("3::a cat\n.5 :: the cat\ncats", ("a cat", "the cat", "cats"), (3, 0.5, 1)),
+        ("a cat\n1::a cat\n1e-1::the cat", ("a cat", "the cat"), (2, 0.1)),
+        ("2::a cat\n2::the cat", ("a cat", "the cat"), ()),
+        ("2::a cat", ("a cat",), ()),
+        ("std::cat\n3d::cat\n4:3 cat", ("std::cat", "3d::cat", "4:3 cat"), ()),
+        ("1" * 500_000, ("1" * 500_000,), ()),  # in linear time
+    ],
+)
+def test_a_caption_may_begin_with_its_weight(tmp_path: Path, text: str, captions: tuple, weights: tuple) -> None:
+    (found,), rejected = weighted(tmp_path, text, caption_lines="several")
+    assert (found.captions, found.weights, rejected) == (captions, weights, [])
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "1,5", "1.2.3", "1e9", "1e999"])
+def test_a_wrong_weight_is_said(tmp_path: Path, weight: str) -> None:
+    found, (reason,) = weighted(tmp_path, f"a cat\n{weight}::the cat", caption_lines="several")
+    assert not found and f"has a caption of weight {weight}, which is not a number above 0 and up to 1000" in reason
+
+
+def test_a_weight_without_caption_and_weights_of_lines_that_are_joined_are_said(tmp_path: Path) -> None:
+    assert "has the weight 2 without a caption" in weighted(tmp_path, "a cat\n2::", caption_lines="several")[1][0]
+    for text in ("a cat\n2::the cat", "2::a cat\nthe cat"):
+        assert "Set data.caption_lines=several" in weighted(tmp_path, text)[1][0]
+
+
+def test_the_texts_of_metadata_and_of_tables_may_have_weights(tmp_path: Path) -> None:
+    texts = ["3::a\ncat", "the cat"]
+    write_pictures(tmp_path / "folder", "a.png")
+    (tmp_path / "folder/metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": texts}))
+    cell = {"bytes": (tmp_path / "folder/a.png").read_bytes()}
+    for name, rows in {"good": [texts], "bad": [["0::a cat"]]}.items():
+        pq.write_table(pa.table({"image": [cell] * len(rows), "text": rows}), tmp_path / f"{name}.parquet")
+    table = Table(source="table", path=str(tmp_path / "good.parquet"))
+    (bad,) = table.scan(tmp_path / "bad.parquet").rejected
+    assert bad.name == "bad.parquet#00000000" and "has a caption of weight 0" in bad.reason
+    for source in (Folder(path=str(tmp_path / "folder")), table):
+        (found,) = source.scan(Path(source.path)).pictures
+        assert (found.captions, found.weights) == (("a cat", "the cat"), (3, 1))
+    stream = Stream(source="stream", path=str(tmp_path / "good.parquet"), aspect="square", resolution=64)
+    found = stream.picture(stream.rows(tmp_path / "local"), 0, (64, 64), 16)
+    assert (found.captions, found.weights) == (("a cat", "the cat"), (3, 1))
+
+
+def test_variants_use_captions_as_often_as_they_weigh() -> None:
+    several = [replace(picture(number, "a", "b", "c"), weights=(6, 3, 1)) for number in range(40)]
+    for count, most in ((10, 2), (64, 3)):
+        for each in several:
+            counts = Counter(prompt_of(each, source(), 0, variant) for variant in range(count))
+            for caption, share in (("a", 0.6), ("b", 0.3), ("c", 0.1)):
+                assert abs(counts[caption] - share * count) < most
+    firsts = Counter(prompt_of(each, source(), 0, 0) for each in several)
+    assert abs(firsts["a"] - 24) < 10 and len(firsts) == 3, "pictures begin at different places"
+    assert [prompt_of(each, source(), 0, 1) for each in several] != [
+        prompt_of(each, source(), 1, 1) for each in several
+    ]
+
+
+def test_a_change_of_weights_is_another_data_set() -> None:
+    """Weights may leave the prompts as they are and change how often each is used."""
+    folder = source(variants=8)
+    (before,), (after,) = (
+        plan_of(folder, replace(picture(0, "a", "b"), weights=weights)).manifest() for weights in ((2, 1), (3, 1))
+    )
+    assert before["captions"] == after["captions"] and before != after
+    (plain,) = plan_of(folder, picture(0, "a", "b")).manifest()
+    assert "weights" not in plain, "manifests of older checkpoints still compare equal"
 
 
 def test_kohyas_folder_names_repeat_caption_and_are_said(tmp_path: Path) -> None:

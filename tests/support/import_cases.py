@@ -531,7 +531,20 @@ ONETRAINER_DATA = [
     ({"image": {"enable_random_flip": True}}, "flip", True, "taken"),
     ({"image": {"enable_crop_jitter": True}}, "crop", "random", None),
     ({"image": {"enable_crop_jitter": True}}, "variants", 8, None),
-    ({"image": {"enable_random_hue": True}}, "x", "unset", "left out"),
+    *(
+        ({"image": {f"enable_random_{kind}": True, f"random_{kind}_max_{word}": given}}, field, ours, "changed")
+        for kind, word, given, field, ours in (
+            ("brightness", "strength", 0.2, "brightness", 0.2),
+            ("contrast", "strength", 0.3, "contrast", 0.3),
+            ("saturation", "strength", 2.0, "saturation", 1),
+            ("hue", "strength", 0.1, "hue", 18),
+            ("rotate", "angle", 5.0, "rotation", 5),
+        )
+    ),
+    ({"image": {"enable_random_hue": True, "random_hue_max_strength": 0.1}}, "variants", 8, "changed"),
+    ({"image": {"enable_random_hue": True}}, "hue", "unset", None),
+    ({"image": {"random_hue_max_strength": 0.1}}, "hue", "unset", None),
+    ({"image": {"enable_fixed_hue": True}}, "hue", "unset", "left out"),
     ({"image": {"enable_resolution_override": True, "resolution_override": "640"}}, "resolution", 640, None),
     ({"loss_weight": 0.5}, "weight", 0.5, "taken"),
     ({"type": "PRIOR_PREDICTION"}, "regularization", True, "taken"),

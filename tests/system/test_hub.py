@@ -26,8 +26,10 @@ from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http, close_session, validate_repo_id
 from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
 from tiny_encoders import write_clip
+from tiny_tagger import TAGS, write_tagger
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.caption.tagger import find_tagger
 from simpletune.commands.evaluate.encoders import find_encoder
 from simpletune.system import hub as ours
 from simpletune.system.hub import (
@@ -505,3 +507,19 @@ def test_an_encoder_comes_from_the_hub_without_pickles(hub: FakeHub, tmp_path: P
     del hub.files["model.safetensors"]
     with pytest.raises(UserError, match="has no model.safetensors with a config.json, only .*pytorch_model.bin"):
         find_encoder(NAME)
+
+
+def test_a_tagger_comes_from_the_hub_with_its_two_files(hub: FakeHub, tmp_path: Path, capsys) -> None:
+    files = {file.name: file.read_bytes() for file in write_tagger(tmp_path / "tagger").iterdir()}
+    hub.files = files | {"config.json": b"{}", "model.safetensors": b"the same for timm", "README.md": b""}
+    about = find_tagger(NAME)
+    assert about is not None and len(about.tags) == len(TAGS) and hub.fetched() == set(files)
+    assert f"in 2 files from {NAME} to " in capsys.readouterr().out
+    hub.failure = Failure("close")
+    forget()
+    assert find_tagger(NAME) == about, "without a network it comes from the cache"
+    assert find_tagger("owner/other") is None, "what cannot be asked for is left to the captioners, which say why"
+    hub.failure = None
+    forget()
+    del hub.files["selected_tags.csv"]
+    assert find_tagger(NAME) is None

@@ -65,11 +65,12 @@ def test_a_pipe_as_weights_of_a_model_is_refused(read: Callable[[Path], object],
         read(tmp_path)
 
 
-def test_toml_nested_beyond_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text("a = " + "[" * 20_000)
+@pytest.mark.parametrize(("name", "start"), [("config.toml", "a = "), ("config.yaml", "")])
+def test_files_nested_beyond_measure(name: str, start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / name
+    file.write_text(start + "[" * 20_000)
     assert main(["import", str(file)]) == 2
-    assert "not valid TOML" in capsys.readouterr().err
+    assert f"{name} is nested too deeply" in capsys.readouterr().err
 
 
 def header_of(text: str, size: int = 16) -> bytes:

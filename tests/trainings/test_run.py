@@ -110,10 +110,17 @@ def test_an_older_run_of_the_name_is_moved_aside(tiny_config: dict, capsys: pyte
     assert newest_run(second.parent) == second
 
 
-def test_resume_is_exact_with_accumulation_dropout_and_schedule(tiny_config: dict) -> None:
+def test_resume_is_exact_with_accumulation_dropout_and_schedule(
+    tiny_config: dict, tiny_pictures: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_pictures, tmp_path / "weighted")
+    for text in folder.glob("*.txt"):
+        text.write_text(f"3::{text.read_text()}\na picture, small, plain")
     changes: dict = {
         "adapter": {"dropout": 0.3}, "schedule": {"name": "cosine", "warmup_steps": 2},
-        "data": {"caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2, "repeats": 2},
+        "data": {"path": str(folder), "caption_dropout": 0.5, "flip": True, "crop": "random", "variants": 2,
+                 "repeats": 2, "brightness": 0.2, "hue": 20, "rotation": 9,
+                 "caption_lines": "several", "shuffle_tags": True},
         "memory": {"checkpointing": "all"}, "checkpoint": {"every": 3},
         "train": {"steps": 6, "batch_size": 2, "gradient_accumulation": 2},
     }  # fmt: skip

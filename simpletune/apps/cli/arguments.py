@@ -72,6 +72,7 @@ non_negative = whole_number("a whole number of at least 0", 0)
 port = whole_number("a port from 0 to 65535", 0, 65535)
 tile = whole_number("a multiple of 64 of at least 128, such as 512", 128, multiple_of=64)  # side in pixels
 finite = number("a number, such as 0.8", math.isfinite)
+probability = number("a number from 0 to 1, such as 0.35", lambda value: 0 <= value <= 1)
 share = number("a number greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
 

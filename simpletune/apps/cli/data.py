@@ -9,6 +9,7 @@ from simpletune.apps.cli.arguments import (
     JSON_HELP,
     add_overrides,
     positive,
+    probability,
     read_config_arguments,
     whole_number,
 )
@@ -70,7 +71,7 @@ def data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def caption(args: argparse.Namespace) -> None:
-    """caption pictures with an image-to-text model; writes NAME.txt, and keeps captions that a person wrote"""
+    """caption pictures with an image-to-text model or a tagger; writes NAME.txt, keeps captions that a person wrote"""
     from simpletune.system.startup import import_libraries
 
     import_libraries()
@@ -81,6 +82,7 @@ def caption(args: argparse.Namespace) -> None:
         CaptionRequest(
             args.place, args.model, tuple(args.overrides), args.prompt, args.prefix, args.trigger, rewrite,
             args.batch_size, args.precision, args.max_new_tokens, args.device, args.predict,
+            args.threshold, args.character_threshold, args.blacklist,
         )
     )  # fmt: skip
 
@@ -89,13 +91,25 @@ def caption_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("place", type=Path, metavar="CONFIG_OR_FOLDER", help=PLACE_HELP)
     add_overrides(parser)
     parser.add_argument(
-        "--model", required=True, metavar="NAME", help="folder or hub name of a Florence-2, Qwen-VL or BLIP model"
-    )
+        "--model", metavar="NAME",
+        help="folder or hub name of a Florence-2, Qwen-VL or BLIP model, or of a WD14 tagger, which needs the extra "
+        "tags (default: a model that fits the machine)",
+    )  # fmt: skip
     parser.add_argument(
         "--prompt", help="a question (Qwen-VL), a task such as <CAPTION> (Florence-2), the caption's beginning (BLIP)"
     )
     parser.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
     parser.add_argument("--trigger", default="", metavar="WORD", help="trigger word, put first in every caption")
+    parser.add_argument(
+        "--threshold", type=probability, metavar="P", help="tagger: least probability of a tag (default: 0.35)"
+    )
+    parser.add_argument(
+        "--character-threshold", type=probability, metavar="P",
+        help="tagger: least probability of a character's name (default: 0.85)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--blacklist", default="", metavar="TAGS", help="tagger: tags to leave out, between commas, or a file of them"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--again", action="store_true", help="also redo captions that a model wrote with other settings")
     which.add_argument("--replace", action="store_true", help="replace every caption, including those written by hand")

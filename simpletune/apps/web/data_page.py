@@ -4,6 +4,7 @@ processes that it starts: the check of all pictures, and captioning by a model."
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -27,10 +28,12 @@ from simpletune.apps.web.data_set import (
     select_pictures,
     suggestions,
 )
+from simpletune.apps.web.form.presets import card_here
 from simpletune.apps.web.history import Change, History
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, stamps_in
 from simpletune.apps.web.templates import Form, render, with_form
+from simpletune.commands.caption.defaults import CAPTIONERS, TAGGER, default_model
 from simpletune.commands.inspect_data.caption_edits import Edit, apply, preview, tag_counts
 from simpletune.commands.inspect_data.prompt_cuts import Cutter
 from simpletune.commands.inspect_data.report import FIGURES
@@ -51,6 +54,7 @@ CHANGED = "captions-changed"  # event for the parts of the page that count capti
 UNDONE = "data-undone"  # event for the same parts but what can be undone, which says itself what was
 CHECK, CAPTION = "data-check-", "data-caption-"
 PRECISIONS, DEVICES = ("bf16", "int8", "fp32"), ("auto", "cpu", "cuda")
+THRESHOLDS = {"threshold": "Least probability", "character-threshold": "Least probability of a character's name"}
 REDO = "ours"
 
 
@@ -100,7 +104,11 @@ def data(request: Request) -> Response:
     found = open_data_set(roots, place, request.query_params.get("source", "0"))
     root = roots.named[0]
     shown = found.folder.relative_to(root) if found.folder.is_relative_to(root) else found.folder
-    return render(request, "data.html", data=found, shown=shown, query=found.query, **_gallery(request, found))
+    card = card_here()
+    return render(
+        request, "data.html", data=found, shown=shown, query=found.query, card=card, default=default_model(card),
+        models=(*CAPTIONERS, TAGGER), **_gallery(request, found),
+    )  # fmt: skip
 
 
 def gallery(request: Request) -> Response:
@@ -346,10 +354,16 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
     is_folder = (roots.named[0] / model).exists() or not HUB_NAME.match(model) or ".." in model
     chosen = str(roots.resolve(model)) if is_folder else model
     words = ["caption", str(folder), f"--model={chosen}"]
-    for name in ("prompt", "prefix", "trigger"):  # one word each, so that no value is read as a flag
+    for name in ("prompt", "prefix", "trigger", "blacklist"):  # one word each, so that no value is read as a flag
         text = form.get(name, "").strip()
         if len(text) > LONGEST or "\0" in text:
             raise UserError(f"{name} has {len(text):,} characters. Use at most {LONGEST:,}")
+        ends = "," if name == "blacklist" else ""  # a text without a comma could name a file outside of the roots
+        words += [f"--{name}={text}{ends}"] if text else []
+    for name, said in THRESHOLDS.items():
+        text = form.get(name, "").strip()
+        if text and not (re.fullmatch(r"[0-9]*\.?[0-9]+", text) and float(text) <= 1):
+            raise UserError(f"{said}: {text} is not a number from 0 to 1. Use one such as 0.35")
         words += [f"--{name}={text}"] if text else []
     for name, known in (("precision", PRECISIONS), ("device", DEVICES)):
         value = form.get(name, known[0])

@@ -1,4 +1,4 @@
-"""How are pictures captioned by image-to-text models of transformers (Florence-2, BLIP, Qwen-VL), without torchvision?
+"""How do models of transformers (Florence-2, BLIP, Qwen-VL), without torchvision, and ONNX taggers caption pictures?
 
-A new kind takes one file, and one line in `loading.KINDS`.
+A new kind of the former takes one file, and one line in `loading.KINDS`.
 """

@@ -1,10 +1,10 @@
-"""``simpletune caption``: write a caption beside each picture that has none."""
+"""``simpletune caption``: write a caption or tags beside each picture that has none."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,24 +12,20 @@ import torch
 from PIL import Image
 
 from simpletune.commands.caption.captioner import Captioner
-from simpletune.commands.caption.loading import (
-    PRECISIONS,
-    CaptionerInfo,
-    estimate_memory,
-    find_captioner,
-    load_captioner,
-)
+from simpletune.commands.caption.defaults import default_model
+from simpletune.commands.caption.loading import PRECISIONS, estimate_memory, find_captioner, load_captioner
 from simpletune.commands.caption.pictures import UncaptionedPicture, find_work, sources_of
+from simpletune.commands.caption.tagger import TagChoice, Tagger, TaggerInfo, find_tagger, read_blacklist
 from simpletune.data.sources.caption_files import ChangedCaption, plain_line, sha256, write_caption
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import printable_name, read_regular
-from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.system.atomic import remove_stale
 from simpletune.system.console import progress, say
 from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
+from simpletune.system.hub import Unreachable
 from simpletune.system.options import UserError, first_lines, join_names, plural
 
 LISTED = 20  # pictures without a caption to list on the screen
@@ -39,7 +35,7 @@ OUT_OF_MEMORY = 5  # exit code
 @dataclass(frozen=True)
 class CaptionRequest:
     place: Path  # a folder of pictures or a configuration
-    model: str  # folder or hub name
+    model: str | None = None  # folder or hub name of a captioner or a tagger; None: what fits the machine
     overrides: tuple[str, ...] = ()  # ``key.path=value`` overrides of the configuration
     prompt: str | None = None  # the question, task or beginning; None: the model's default
     prefix: str = ""  # text before every caption
@@ -50,11 +46,24 @@ class CaptionRequest:
     length: int = 120  # maximum number of tokens in a caption
     device: str = "auto"  # ``auto``, ``cuda`` or ``cpu``
     only_predict: bool = False
+    threshold: float | None = None  # of a tagger: least probability of a tag; None: the default
+    character_threshold: float | None = None  # the same of characters' names
+    blacklist: str = ""  # tags that a tagger leaves out, or a file of them; see ``read_blacklist``
 
     def settings(self) -> str:
         """Return all that decides a caption besides model and picture, in the form of the record."""
         names = ("prompt", "prefix", "trigger", "precision", "length")
         return json.dumps({name: getattr(self, name) for name in names}, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class CaptionWriter:
+    """What writes the captions, not loaded yet."""
+
+    digest: str  # of its files
+    settings: str  # all that decides a caption besides model and picture, in the form of the record
+    require_room: Callable[[], None]  # prints the memory, and refuses a model that does not fit
+    load: Callable[[], Captioner | Tagger]
 
 
 @dataclass
@@ -67,20 +76,18 @@ class CaptionOutcome:
 def run(request: CaptionRequest) -> CaptionOutcome:
     """Caption pictures. Captions already written stay if a later one fails."""
     sources = sources_of(request.place, list(request.overrides))
-    about = find_captioner(request.model)
-    work = find_work(sources, request.rewrite, about.digest, request.settings())
+    tagger = None if request.model is None else find_tagger(request.model)
+    writer = _captioner(request) if tagger is None else _tagger(request, tagger)
+    work = find_work(sources, request.rewrite, writer.digest, writer.settings)
     kept = f", {plural(work.kept, 'picture')} with a caption that is kept" if work.kept else ""
     say(f"caption {plural(len(work.wanted), 'picture')}{kept}")
     if work.sharing:
         names = join_names([printable_name(name) for name in work.sharing], 3)
         say(f"note    {names}: the same name as another picture, so they share its caption file")
-    precision = PRECISIONS[request.precision]
-    device = _device(request)
-    weights, working = estimate_memory(about, precision, request.batch, request.length)
-    _require_room(request, weights, working, device)
+    writer.require_room()
     outcome = CaptionOutcome(0, 0, [f"{each.name}: {each.reason}" for each in work.rejected])
     if work.wanted and not request.only_predict:
-        _caption_all(request, about, work.wanted, precision, device, outcome)
+        _caption_all(request, writer, work.wanted, outcome)
     say(f"written {plural(outcome.written, 'caption')}")
     if outcome.cut:
         longer = "Use a larger --max-new-tokens, or a prompt that asks for less"
@@ -94,9 +101,59 @@ def run(request: CaptionRequest) -> CaptionOutcome:
     return outcome
 
 
+def _captioner(request: CaptionRequest) -> CaptionWriter:
+    """Find the image-to-text model, or choose one."""
+    if request.threshold is not None or request.character_threshold is not None or request.blacklist:
+        raise UserError(
+            "--threshold, --character-threshold and --blacklist are for taggers, and this model writes sentences. "
+            "Leave them out, or name a tagger, such as --model SmilingWolf/wd-vit-tagger-v3"
+        )
+    device = _device(request)
+    name = request.model
+    if name is None:
+        card, held = card_at_hand(device) if device.type == "cuda" else (None, 0)
+        chosen = default_model(card, held, request.precision)
+        name = chosen.name
+        say(f"model   {name} (fits {card.name if card else 'a CPU'}; {chosen.download()}); --model names another")
+    try:
+        about = find_captioner(name)
+    except Unreachable as error:
+        if request.model is not None:
+            raise
+        raise UserError(f"{error}. --model FOLDER names a model on this machine instead of {name}") from None
+    precision = PRECISIONS[request.precision]
+    weights, working = estimate_memory(about, precision, request.batch, request.length)
+    return CaptionWriter(
+        about.digest,
+        request.settings(),
+        lambda: _require_room(request, weights, working, device),
+        lambda: load_captioner(about, precision, device, request.prompt),
+    )
+
+
+def _tagger(request: CaptionRequest, about: TaggerInfo) -> CaptionWriter:
+    if request.prompt is not None:
+        raise UserError("--prompt: a tagger takes none. Leave it out")
+    given = {"threshold": request.threshold, "character": request.character_threshold}
+    choice = TagChoice(
+        **{name: value for name, value in given.items() if value is not None},
+        blacklist=read_blacklist(request.blacklist),
+    )
+    settings = {"prefix": request.prefix, "trigger": request.trigger, **choice.settings()}
+    return CaptionWriter(
+        about.digest,
+        json.dumps(settings, ensure_ascii=False),
+        lambda: say(f"memory  {about.bytes / MIB:,.0f} MiB of weights; the rest is not predicted"),
+        lambda: Tagger(about, choice, request.device),
+    )
+
+
 def _device(request: CaptionRequest) -> torch.device:
     """Choose the device, and print the choice."""
     if request.device == "auto" and not torch.cuda.is_available() and driver_version() is None:
+        if request.model is None:
+            say("device  cpu (no NVIDIA GPU was found; seconds to minutes a picture)")
+            return torch.device("cpu")
         raise UserError(
             "--device: no NVIDIA GPU was found. Use --device cpu and accept seconds to minutes a picture, or a machine "
             "with a card"
@@ -128,16 +185,11 @@ def _require_room(request: CaptionRequest, weights: int, working: int, device: t
 
 
 def _caption_all(
-    request: CaptionRequest,
-    about: CaptionerInfo,
-    wanted: Sequence[UncaptionedPicture],
-    precision: WeightPrecision,
-    device: torch.device,
-    outcome: CaptionOutcome,
+    request: CaptionRequest, writer: CaptionWriter, wanted: Sequence[UncaptionedPicture], outcome: CaptionOutcome
 ) -> None:
     for folder in {one.picture.parent for one in wanted}:
         remove_stale(folder)  # left by a run that was killed
-    captioner = load_captioner(about, precision, device, request.prompt)
+    captioner = writer.load()
     with progress("caption", len(wanted), "pictures") as advance:
         for start in range(0, len(wanted), request.batch):
             batch: list[tuple[UncaptionedPicture, Image.Image]] = []
@@ -150,9 +202,9 @@ def _caption_all(
                 caption = add_prefixes(written, request.prefix, request.trigger)
                 outcome.cut += cut
                 if not caption:
-                    outcome.failed.append(f"{one.name}: the model wrote nothing about it")
+                    outcome.failed.append(f"{one.name}: {captioner.silent}")
                     continue
-                one.record.add(one.before, sha256(f"{caption}\n".encode()), about.digest, request.settings())
+                one.record.add(one.before, sha256(f"{caption}\n".encode()), writer.digest, writer.settings)
                 try:
                     write_caption(one.before, caption)
                     outcome.written += 1
@@ -163,7 +215,10 @@ def _caption_all(
 
 
 def _captions(
-    captioner: Captioner, batch: Sequence[tuple[UncaptionedPicture, Image.Image]], length: int, failed: list[str]
+    captioner: Captioner | Tagger,
+    batch: Sequence[tuple[UncaptionedPicture, Image.Image]],
+    length: int,
+    failed: list[str],
 ) -> Iterator[tuple[UncaptionedPicture, str, bool]]:
     """Caption a batch; if the model rejects one of its pictures, caption them one by one."""
     if not batch:

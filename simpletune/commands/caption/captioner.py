@@ -55,6 +55,8 @@ class Captioner(ABC):
     """Whether the caption continues the prompt's tokens rather than being decoded separately."""
     answers: ClassVar[bool] = False
     """Whether the prompt is a question, which the caption leaves out, rather than its beginning."""
+    silent: ClassVar[str] = "the model wrote nothing about it"
+    """Reason why a picture has no caption if the caption is empty."""
 
     def __init__(self, place: ModelFolder, model: PreTrainedModel, prompt: str | None):
         self.model = model

@@ -45,8 +45,10 @@ def read_any(file: Path) -> object:
         raise UserError(f"{file}:{error.line}:{error.column}: not valid JSON ({error})") from None
     except yaml.YAMLError as error:
         raise UserError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{file}: not valid TOML ({error})") from None
+    except RecursionError:
+        raise UserError(f"{file} is nested too deeply. No trainer writes such a file: name the configuration") from None
 
 
 def _yaml(text: str) -> object:

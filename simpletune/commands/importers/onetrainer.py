@@ -24,6 +24,7 @@ from simpletune.commands.importers.translation import (
     boolean,
     multiple,
     number,
+    round_digits,
     side_of_area,
     trainer_tables,
     whole_number,
@@ -34,6 +35,14 @@ from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
 AUGMENTED = ("rotate", "brightness", "contrast", "saturation", "hue", "circular_mask", "mask_rotate")
+RANDOM = {
+    "brightness": ("random_brightness_max_strength", "brightness", 1, 1),
+    "contrast": ("random_contrast_max_strength", "contrast", 1, 1),
+    "saturation": ("random_saturation_max_strength", "saturation", 1, 1),
+    "hue": ("random_hue_max_strength", "hue", 180, 180),
+    "rotate": ("random_rotate_max_angle", "rotation", 1, 45),
+}
+"""What ``enable_random_*`` switches on: the key of its range, the field, the factor, the largest range."""
 
 
 def flatten(settings: Json) -> Json:
@@ -456,16 +465,22 @@ def _prompts(source: Translation) -> None:
 
 def _image(source: Translation, general: Translation) -> None:
     own = Translation(source.settings.get("image") or {}, {}, f"{source.section}image.", source.place)
+    varied = []
     for key, path, value in (("enable_crop_jitter", "crop", "random"), ("enable_random_flip", "flip", True)):
         if own.read(key, boolean):
             own.take(key, path, value)
-    if (own.get("crop") or own.get("flip")) and (source.get("variants") or 1) == 1:
-        own.take(
-            "enable_crop_jitter" if own.get("crop") else "enable_random_flip",
-            "variants",
-            VARIANTS,
-            "drawn once for each variant",
-        )
+            varied.append(key)
+    for kind, (key, path, factor, most) in RANDOM.items():
+        strength = own.read(key, number) if own.read(f"enable_random_{kind}", boolean) else None
+        if strength:
+            limit = round_digits(abs(strength) * factor)
+            why = "the first variant stays as it is"
+            why += "; enlarged instead of black corners" if kind == "rotate" else ""
+            why += f"; at most {most}" if limit > most else ""
+            own.take(key, path, min(most, limit), why)
+            varied.append(key)
+    if varied and (source.get("variants") or 1) == 1:
+        own.take(varied[0], "variants", VARIANTS, "drawn once for each variant")
     sizes = as_text(
         own.settings.get("resolution_override")
         if own.read("enable_resolution_override", boolean)
@@ -483,8 +498,10 @@ def _image(source: Translation, general: Translation) -> None:
         source.take("aspect_ratio_bucketing", "aspect", "square")
         source.seen("aspect_ratio_bucketing")
     for key, value in own.settings.items():
+        if key.removeprefix("enable_random_") in RANDOM:
+            continue
         if value is True and any(word in key for word in AUGMENTED):
-            own.leave(key, "only crops and flips change pictures")
+            own.leave(key, "colours and rotation change at random, masks only with their picture")
         elif value is True and key == "enable_fixed_flip":
             own.leave(key, "pictures are flipped at random or not")
     source.seen("image", "resolution")

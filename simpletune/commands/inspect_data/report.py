@@ -27,16 +27,17 @@ from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.data.sources.walk import printable_name
 from simpletune.runs.report.page import page_style, page_template
 from simpletune.system.console import say, silent
-from simpletune.system.options import UserError, plural
+from simpletune.system.options import UserError, first_lines, plural
 from simpletune.system.sheets import shorten_to_width
 
 PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
 LISTED = 200  # rows of a table, and groups of duplicates listed by name alone
 COLUMNS, GAP, LINE = 8, 10, 16  # of the contact sheet: tiles in a row, and pixels
+CAPTIONS = 4  # of a picture, shown with its tile
 SIDE = 112  # pixels of a duplicate's thumbnail
 GROUPS, EACH = 24, 6  # groups of duplicates shown, and thumbnails in each
 
@@ -127,9 +128,11 @@ def page(found: DatasetReport, title: str) -> str:
         found=found,
         title=title,
         groups=groups,
+        varied=[(seen, list(map(_embedded, seen.variants))) for seen in found.varied],
         rows={row.size: row for row in found.buckets},
         tables=list(_tables(found)),
         alike=look_alikes(found, _embedded),
+        captions_of=_captions_of,
         charts=charts,
         outcome=describe_unusable(found),
         plural=plural,
@@ -137,6 +140,12 @@ def page(found: DatasetReport, title: str) -> str:
         style=page_style("report", "data_report"),
         made_by=f"simpletune {__version__}",
     )
+
+
+def _captions_of(picture: Picture) -> list[str]:
+    """A picture's captions for its tile, each with its share if some are used more often."""
+    shares = [f"{weight / sum(picture.weights):.0%}: " for weight in picture.weights] or [""] * len(picture.captions)
+    return first_lines([share + caption for share, caption in zip(shares, picture.captions, strict=True)], CAPTIONS)
 
 
 def _tables(found: DatasetReport) -> Iterator[PageTable]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
 from simpletune.data.source_mix import SourceShare
+from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 THREADS = 2
 LARGE = 2**25  # pixels; a single thread decodes larger pictures: 128 MiB each, and another 128 MiB for a copy
 TILE = 144  # pixels of a tile's longer side
+AUGMENTED, EACH = 6, 8  # pictures whose variants are shown, and variants of each
 LONG = 300  # characters taken to be 77 tokens if no tokenizer is available
 
 
@@ -42,6 +44,7 @@ class ScannedImage:
     bucket: Size
     hash: PictureHash
     tile: Image.Image | None = None  # a thumbnail of the crop that training sees; None if it is not shown
+    variants: tuple[Image.Image, ...] = ()  # thumbnails of its variants, of a few augmented pictures
 
     @property
     def upscale(self) -> float:
@@ -92,6 +95,12 @@ class DatasetReport:
     held_out: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
     sources: list[SourceShare] = field(default_factory=list)
+    augmentation: list[str] = field(default_factory=list)  # the ranges of each source that has any, in words
+
+    @property
+    def varied(self) -> list[ScannedImage]:
+        """The pictures whose variants are shown."""
+        return [seen for seen in self.usable if seen.variants]
 
     @property
     def across(self) -> list[list[str]]:
@@ -135,8 +144,15 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
     ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
     chosen = {_place(ordered[place].picture) for place in spread_indices(len(ordered), shown)}
+    ranges = [augmentation_in_words(source) if source.variants > 1 else "" for source in plan.sources]
+    found.augmentation = [words for words in ranges if words]
+    varied = [sample for sample in plan.samples if not sample.repeat and ranges[sample.picture.source]]
+    variants = {
+        _place(sample.picture): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
+        for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))
+    }
     with progress("look", len(firsts), "pictures") as advance:
-        for result in _scan_pictures(firsts.values(), chosen, advance):
+        for result in _scan_pictures(firsts.values(), chosen, variants, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     if found.usable:
         _compare(found)
@@ -168,13 +184,16 @@ def spread_indices(count: int, room: int) -> list[int]:
 
 
 def _scan_pictures(
-    views: Iterable[Crop], tiles: Collection[tuple[int, str]], advance: Callable[[], None]
+    views: Iterable[Crop],
+    tiles: Collection[tuple[int, str]],
+    variants: Mapping[tuple[int, str], Sequence[Crop]],
+    advance: Callable[[], None],
 ) -> Iterator[ScannedImage | RejectedEntry]:
     """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
     with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
         futures = deque(
             (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
-                _scan_picture, view, _place(view.picture) in tiles, advance
+                _scan_picture, view, _place(view.picture) in tiles, variants.get(_place(view.picture), ()), advance
             )
             for view in views
         )
@@ -182,7 +201,9 @@ def _scan_pictures(
             yield futures.popleft().result()
 
 
-def _scan_picture(view: Crop, with_tile: bool, advance: Callable[[], None]) -> ScannedImage | RejectedEntry:
+def _scan_picture(
+    view: Crop, with_tile: bool, variants: Sequence[Crop], advance: Callable[[], None]
+) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
     try:
         image = decode(view.picture.read_same(), at_least=2 * TILE)
@@ -190,8 +211,12 @@ def _scan_picture(view: Crop, with_tile: bool, advance: Callable[[], None]) -> S
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
-    shown = tile(image, view.bucket, (view.offset, view.flip), TILE) if with_tile else None
-    return ScannedImage(view.picture, view.bucket, hash_of(image), shown)
+
+    def thumbnail(each: Crop) -> Image.Image:
+        return tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
+
+    shown = thumbnail(view) if with_tile else None
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(map(thumbnail, variants)))
 
 
 def _compare(found: DatasetReport) -> None:

@@ -69,6 +69,8 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
         yield "hint", hint
     for line in source_lines(found.sources):
         yield "source", line
+    for words in found.augmentation:
+        yield "augmented", words
     if found.held_out:
         yield (
             "held out",
@@ -127,10 +129,12 @@ def as_json(found: DatasetReport) -> Json:
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
         "hints": list(found.hints), "notes": list(found.notes), "sources": [asdict(each) for each in found.sources],
+        "augmentation": found.augmentation,
          "held_out": found.held_out, "held_out_and_alike": found.across,
         "usable": [
             {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,
-             "caption": seen.picture.caption, "upscale": round(seen.upscale, 4),
+             "caption": seen.picture.caption, "captions": seen.picture.captions, "weights": seen.picture.weights,
+             "upscale": round(seen.upscale, 4),
              "cut_away": round(seen.lost, 4), "sha256": seen.picture.digest}
             for seen in found.usable
         ],

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
 from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask, picture_size
 from simpletune.data.sources.source import Mask, Source
 from simpletune.models.shared.buckets import Size
@@ -21,10 +22,12 @@ QUALITY = 80
 VEIL = 0.85  # of white over what lies outside of a mask
 
 
-def tile(image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool], side: int) -> Image.Image:
+def tile(
+    image: Image.Image, bucket: Size, view: tuple[tuple[float, float], bool, Augmentation], side: int
+) -> Image.Image:
     """Return a thumbnail of the crop that training sees, ``side`` pixels at its longer side.
 
-    ``view``: position of the crop within the excess width and height, 0 to 1, and whether it is mirrored.
+    ``view``: position of the crop within the excess width and height, 0 to 1, whether it is mirrored, and its changes.
     """
     scale = side / max(bucket)
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
@@ -53,7 +56,7 @@ def thumbnail_of(
         if mask is not None:
             learned = decode_mask(mask.read(), mask.kind).resize(image.size, Image.Resampling.BILINEAR)
             image = Image.composite(image, Image.blend(image, Image.new("RGB", image.size, "white"), VEIL), learned)
-        small = tile(image, bucket, ((0.5, 0.5), False), SIDE)
+        small = tile(image, bucket, ((0.5, 0.5), False, UNCHANGED), SIDE)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(kept, shared=True) as part:
         small.save(part, "WEBP", quality=QUALITY, method=2)

@@ -18,6 +18,8 @@ from simpletune.system.options import UserError, plural
 METADATA = "metadata.jsonl"
 TEXTS = (".txt", ".caption")  # extensions of caption files
 MAX_BYTES = 2**20  # bytes of a caption file
+WEIGHT = re.compile(r"([-+]?[.,]?\d[\d.,]*(?:e[-+]?\d+)?)\s*::\s*(.*)", re.IGNORECASE)  # that of Dynamic Prompts
+MAX_WEIGHT = 1000
 
 
 def validate_caption(caption: str, what: str) -> str:
@@ -39,22 +41,70 @@ def one_line(caption: str) -> str:
     return " ".join(line.strip() for line in re.split("[\r\n]", caption) if line.strip())
 
 
-def settle_lines(pictures: Sequence[Picture], described: str, several: bool) -> tuple[list[Picture], str]:
-    """Join the lines of every caption as read, or (``several``) take each line as a caption; add to the description of
-    where captions come from how many captions had several lines, or how many pictures have several captions."""
-    settled = []
+def settle_captions(picture: Picture, several: bool) -> Picture:
+    """Join the lines of each caption as read, or (``several``) take each line as a caption; separate captions from
+    their weights, and add up those of a caption that is there more than once.
+
+    Raises:
+        UnusablePicture: a weight is wrong, or before a line that would be joined.
+    """
+    weights: dict[str, float] = {}
+    for caption in picture.captions:
+        lines = [line.strip() for line in re.split("[\r\n]", caption) if line.strip()]
+        if not several and len(lines) > 1:
+            if any(WEIGHT.fullmatch(line) for line in lines[bool(picture.more) :]):  # a text of a list has one in front
+                raise UnusablePicture(
+                    "has lines with weights, and lines are joined into one caption. Set data.caption_lines=several"
+                )
+            lines = [one_line(caption)]
+        for line in lines:
+            weight, text = _weighted(line)
+            weights[text] = weights.get(text, 0) + weight
+    first, *more = weights
+    differ = len(set(weights.values())) > 1
+    return replace(picture, caption=first, more=tuple(more), weights=tuple(weights.values()) if differ else ())
+
+
+def _weighted(line: str) -> tuple[float, str]:
+    """The weight that a caption begins with, or 1, and the rest of it."""
+    found = WEIGHT.fullmatch(line)
+    if found is None:
+        return 1.0, line
+    given, text = found.groups()
+    try:
+        weight = float(given)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight <= MAX_WEIGHT:
+        raise UnusablePicture(
+            f"has a caption of weight {given:.20}, which is not a number above 0 and up to {MAX_WEIGHT}. Write one "
+            "such as 2::a dog, or remove the caption"
+        )
+    if not text:
+        raise UnusablePicture(
+            f"has the weight {given:.20} without a caption. Write one behind the colons, or remove it"
+        )
+    return weight, text
+
+
+def settle_lines(
+    pictures: Sequence[Picture], described: str, several: bool
+) -> tuple[list[Picture], list[RejectedEntry], str]:
+    """``settle_captions`` of all pictures, and those that it rejects; adds to the description of where captions come
+    from how many captions had several lines, or how many pictures have several captions."""
+    settled, rejected, joined = [], [], 0
     for picture in pictures:
-        lines = [one_line(caption) for caption in picture.captions]
-        if several:
-            lines = [line.strip() for caption in picture.captions for line in re.split("[\r\n]", caption)]
-        if distinct := tuple(dict.fromkeys(line for line in lines if line)):
-            settled.append(replace(picture, caption=distinct[0], more=distinct[1:]))
+        try:
+            settled.append(settle_captions(picture, several))
+            joined += "\n" in picture.caption or "\r" in picture.caption
+        except UnusablePicture as reason:
+            rejected.append(RejectedEntry(picture.name, str(reason)))
     if several or any(picture.more for picture in settled):
-        count = sum(bool(picture.more) for picture in settled)
-        return settled, f"{described} ({plural(count, 'picture')} with several captions)" if count else described
-    count = sum(new.caption != old.caption for new, old in zip(settled, pictures, strict=True))
-    many = f" ({plural(count, 'caption')} of several lines, joined with spaces)" if count else ""
-    return settled, described + many
+        count, weighted = sum(bool(each.more) for each in settled), sum(bool(each.weights) for each in settled)
+        said = f"{plural(count, 'picture')} with several captions" + (f", {weighted} with weights" if weighted else "")
+        return settled, rejected, f"{described} ({said})" if count else described
+    many = f" ({plural(joined, 'caption')} of several lines, joined with spaces)" if joined else ""
+    return settled, rejected, described + many
 
 
 def cell_captions(value: object, what: str) -> list[str]:

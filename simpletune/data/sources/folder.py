@@ -81,7 +81,8 @@ class Folder(Source):
             except UnusablePicture as reason:
                 rejected.append(RejectedEntry(readable(file.relative_to(path).as_posix()), str(reason)))
         if self.prompt is None:
-            pictures, described = settle_lines(pictures, described, self.caption_lines == "several")
+            pictures, unsettled, described = settle_lines(pictures, described, self.caption_lines == "several")
+            rejected += unsettled
         names = [picture.name for picture in pictures]
         if self.folder_names == "kohya":
             notes = explain_folder_names(path, names)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from simpletune.data.sources.augmentation import Augmentation
 from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, picture_size, require_alpha
 from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
@@ -89,9 +90,9 @@ def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, s
 
 
 def latent_mask(view: Crop) -> np.ndarray:
-    """The mask of a crop (of a picture that has one), cropped and mirrored like the picture: uint8 [1, h/8, w/8], the
-    mean brightness or opacity of each place, 0 to 255. UnusablePicture: it cannot be read, has changed since the scan,
-    or is black everywhere."""
+    """The mask of a crop (of a picture that has one), cropped, rotated and mirrored like the picture: uint8
+    [1, h/8, w/8], the mean brightness or opacity of each place, 0 to 255. UnusablePicture: it cannot be read, has
+    changed since the scan, or is black everywhere."""
     import numpy as np
     from PIL import Image
 
@@ -105,7 +106,10 @@ def latent_mask(view: Crop) -> np.ndarray:
         raise UnusablePicture("its mask is black everywhere, so nothing would be learned. Paint white what to learn")
     if mask.kind == "file" and image.size != view.picture.size:
         image = image.resize(view.picture.size, Image.Resampling.BILINEAR)
-    pixels = (crop_to_bucket(image.convert("RGB"), view.bucket, view.offset, view.flip)[0] + 1) * 127.5  # [h, w]
+    turned = Augmentation(rotation=view.augmentation.rotation)  # without the change of colours
+    pixels = (
+        crop_to_bucket(image.convert("RGB"), view.bucket, view.offset, view.flip, turned)[0] + 1
+    ) * 127.5  # [h, w]
     height, width = pixels.shape
     places = pixels.reshape(height // DOWNSAMPLING, DOWNSAMPLING, width // DOWNSAMPLING, DOWNSAMPLING).mean((1, 3))
     return np.asarray(places.round()[None], dtype=np.uint8)

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from simpletune.data.prompts import prompt_of
+from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
 from simpletune.data.sources.stream import Stream
@@ -90,7 +91,7 @@ def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
 
 
 def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -> Iterator[str]:
-    """What a user should know about the caption options; ``pictures`` are all sources', if they were scanned."""
+    """What a user should know about variants; ``pictures`` are all sources', if they were scanned."""
     for index, source in enumerate(data.members):
         several = any(len(picture.captions) > 1 for picture in pictures if picture.source == index)
         prompts_vary = several or source.shuffle_tags or source.tag_dropout > 0
@@ -98,6 +99,11 @@ def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -
             yield (
                 f"{field_of(data, index, 'variants')} is 1, so each picture keeps one prompt: one of its captions, one "
                 "order of its tags. Use 4 or more to vary it"
+            )
+        if source.variants == 1 and augmentation_in_words(source):
+            yield (
+                f"{field_of(data, index, 'variants')} is 1, so no picture is augmented: the first variant stays as it "
+                "is. Use 4 or more"
             )
 
 

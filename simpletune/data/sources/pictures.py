@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size
 
@@ -210,15 +211,20 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 
 
 def crop_to_bucket(
-    image: Image.Image, bucket: Size, offset: tuple[float, float] = (0.5, 0.5), flip: bool = False
+    image: Image.Image,
+    bucket: Size,
+    offset: tuple[float, float] = (0.5, 0.5),
+    flip: bool = False,
+    augmentation: Augmentation = UNCHANGED,
 ) -> np.ndarray:
-    """Scale a picture to cover its bucket (Lanczos), crop it, and mirror it if asked.
+    """Scale a picture to cover its bucket (Lanczos), crop it, and rotate, mirror and recolour it if asked.
 
     Args:
         image: RGB.
         bucket: (width, height) in pixels.
         offset: position of the crop within the excess width and height, 0 to 1.
         flip: mirror left to right.
+        augmentation: changes of the crop.
 
     Returns:
         float32 [3, height, width] in -1..1.
@@ -229,14 +235,16 @@ def crop_to_bucket(
     width, height = covering_size(image.size, bucket)
     left, top = int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
     kept = (left, top, left + bucket[0], top + bucket[1])
-    if width * height <= MAX_SPARE * bucket[0] * bucket[1]:
+    x, y = image.width / width, image.height / height
+    box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
+    if augmentation.rotation:
+        image = rotated(image, box, bucket, augmentation.rotation)
+    elif width * height <= MAX_SPARE * bucket[0] * bucket[1]:
         scaled = image if (width, height) == image.size else image.resize((width, height), Image.Resampling.LANCZOS)
         image = scaled.crop(kept)
     else:  # scale only the cropped part: scaling a whole 1x10000 picture would take gigabytes
-        x, y = image.width / width, image.height / height
-        box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))
         image = image.resize(bucket, Image.Resampling.LANCZOS, box)
     if flip:
         image = ImageOps.mirror(image)
-    pixels = np.asarray(image, dtype=np.float32) / 127.5 - 1.0
+    pixels = np.asarray(recoloured(image, augmentation), dtype=np.float32) / 127.5 - 1.0
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))

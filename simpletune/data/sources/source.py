@@ -56,6 +56,7 @@ class Picture(BytesOnDemand):
     read: Callable[[], bytes] = field(compare=False, repr=False)
     source: int = 0  # the index of its source in ``data.sources``
     more: tuple[str, ...] = ()  # its other captions, if it has several
+    weights: tuple[float, ...] = ()  # how often to use each of its captions, relative to the others; empty: equally
     repeats: int = 1  # how often its folder's name repeats it, beside ``data.repeats``
     mask: Mask | None = None  # None: learn from all of the picture
     by_row: bool = False
@@ -135,7 +136,19 @@ class Source(Option):
     flip: bool = False
     """Mirror half of the presentations left to right."""
     variants: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many crops, flips and prompts of each picture to draw and cache; training cycles through them."""
+    """How many crops, flips, augmentations and prompts of each picture to draw and cache; training cycles through
+    them."""
+    brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Multiply the brightness of each variant but the first by a factor from 1 - this to 1 + this (ColorJitter)."""
+    contrast: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The same for the distance of all values from their mean grey."""
+    saturation: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The same for the distance of every pixel from its grey."""
+    hue: Annotated[float, Field(ge=0, le=180)] = 0.0
+    """Shift the hue of each variant but the first by up to this many degrees, either way."""
+    rotation: Annotated[float, Field(ge=0, le=45)] = 0.0
+    """Rotate each variant but the first by up to this many degrees, either way, with its mask. It is enlarged until no
+    corner is empty: 1.08 times for a square at 5 degrees."""
     repeats: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often each picture appears in an epoch."""
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -146,7 +159,8 @@ class Source(Option):
     must not set it."""
     caption_lines: Literal["join", "several"] = "join"
     """Lines of a caption (multiline). join: join them with spaces; several: each is a caption of its own, and each
-    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way."""
+    variant uses one. A list of texts in metadata.jsonl or a table is several captions either way. Each may begin with
+    its weight, such as 3::a dog."""
     caption_prefix: str = ""
     """Text before every caption, such as a trigger word; a space is added."""
     caption_suffix: str = ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.data.sources.captions import cell_captions, settle_lines
+from simpletune.data.sources.captions import cell_captions, settle_captions
 from simpletune.data.sources.pictures import picture_size, require_alpha
 from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.models.shared.buckets import STEP, Size
@@ -120,7 +120,7 @@ class Stream(Source):
         digest, read = rows.key(row), partial(self._read, rows, row, self.bucket(size, step), step)
         mask = Mask("alpha", digest, read, by_row=True) if self.mask == "alpha" else None
         found = Picture(rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True)
-        return settle_lines([found], "", self.caption_lines == "several")[0][0] if self.prompt is None else found
+        return settle_captions(found, self.caption_lines == "several") if self.prompt is None else found
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
         """Read a row's picture, and make the checks that other sources make while scanning. UnusablePicture: it is

@@ -88,7 +88,8 @@ class Table(Source):
             else f"one prompt for all pictures: {self.prompt!r}"
         )
         if self.prompt is None:
-            pictures, described = settle_lines(pictures, described, self.caption_lines == "several")
+            pictures, unsettled, described = settle_lines(pictures, described, self.caption_lines == "several")
+            rejected += unsettled
         return Scan(pictures, rejected, described)
 
     def _cells(self, file: Path) -> Iterator[Cell]:

@@ -300,4 +300,6 @@ def crop_key(crop: Crop) -> str:
     """Everything that a picture's latents and their mask depend on, apart from the autoencoder."""
     cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}
     mask = {} if crop.picture.mask is None else {"mask": mask_identity(crop)}
-    return json.dumps({"sha256": crop.picture.digest, **cut, **mask}, sort_keys=True)
+    changes = crop.augmentation.changes()
+    augmented = {"augmentation": changes} if changes else {}  # older caches have no such key
+    return json.dumps({"sha256": crop.picture.digest, **cut, **augmented, **mask}, sort_keys=True)

@@ -32,6 +32,7 @@ from simpletune.commands.inspect_data.caption_edits import (
 )
 from simpletune.commands.inspect_data.prompt_cuts import Cutter, read_fast_tokenizer
 from simpletune.config.load import validate
+from simpletune.system.gpus import find_card
 from simpletune.system.options import UserError
 
 HOSTILE = "<img src=x onerror=alert(1)> \"&'.png"
@@ -344,12 +345,37 @@ def test_the_words_of_captioning(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "model").mkdir()
     words = caption_words(roots, folder, {"model": "model", "which": "ours"})
     assert words[2] == f"--model={tmp_path}/model" and words[-1] == "--again" and "--replace" not in words
+    tags = {"model": "a/b", "threshold": " .5", "character-threshold": "1", "blacklist": "/etc/hostname"}
+    assert caption_words(roots, folder, tags)[3:6] == [
+        "--blacklist=/etc/hostname,", "--threshold=.5", "--character-threshold=1",
+    ], "a list of one tag: with its comma it names no file"  # fmt: skip
+    for wrong in ("1.5", "-1", "nan", "much"):
+        with pytest.raises(UserError, match=f"Least probability: {wrong} is not a number from 0 to 1"):
+            caption_words(roots, folder, {**tags, "threshold": wrong})
     for wrong in ("../model", "/etc", "a/../../b", "../../etc/passwd", "~"):
         with pytest.raises(UserError, match="is outside of the folders"):
             caption_words(roots, folder, {"model": wrong})
     for change in ({"model": ""}, {"precision": "x"}, {"device": "--x"}, {"prompt": "x" * 2001}, {"prefix": "a\0b"}):
         with pytest.raises(UserError):
             caption_words(roots, folder, {**form, **change})
+
+
+def test_the_form_of_captioning_names_a_model_that_fits_and_its_download(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for card, name, size, device in (
+        (None, "florence-community/Florence-2-base", 0.5, "cpu"),
+        (find_card("RTX3070"), "Qwen/Qwen3-VL-2B-Instruct", 4.3, "auto"),
+    ):
+        monkeypatch.setattr(data_page, "card_here", lambda card=card: card)
+        text = client.get("/data", params={"place": "pictures"}).text
+        assert f'value="{name}" list="data-models"' in text
+        assert ("fits RTX3070: " if card else "The smallest, for a machine without a card: ") in text
+        assert f"{size} GB from huggingface.co/{name}, fetched once" in text
+        assert ('value="cpu" selected' in text) == (device == "cpu")
+        assert "For tags: 0.4 GB from huggingface.co/SmilingWolf/wd-vit-tagger-v3" in text
+        for field in ("threshold", "character-threshold", "blacklist"):
+            assert f'name="{field}"' in text
 
 
 def test_captioning_is_started_and_stopped(

@@ -18,7 +18,7 @@ from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
 from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.report import EACH, GROUPS, SIDE, look_alikes
-from simpletune.commands.inspect_data.scan import TILE, DatasetReport, spread_indices
+from simpletune.commands.inspect_data.scan import AUGMENTED, TILE, DatasetReport, spread_indices
 from simpletune.commands.inspect_data.text import format_report
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
@@ -163,6 +163,38 @@ def test_the_number_of_tiles_is_bounded(config: str, tmp_path: Path, capsys: pyt
     page = (tmp_path / "out" / "data.html").read_text()
     assert page[page.index("As training sees them") :].count("<img ") == 3
     assert spread_indices(10, 3) == [0, 3, 6] and spread_indices(2, 5) == [0, 1] and spread_indices(5, 0) == []
+
+
+def test_the_variants_of_augmented_pictures_are_shown(config: str, tmp_path: Path, capsys) -> None:
+    words = ["data.hue=20", "data.rotation=9", "data.variants=3"]
+    assert main(["data", config, "--out", str(tmp_path / "out"), *words]) == 0
+    assert "augmented  hue ±20 degrees, rotation ±9 degrees\n" in capsys.readouterr().out
+    page = (tmp_path / "out" / "data.html").read_text()
+    shown = re.findall('src="([^"]+)" alt="variant', page)
+    assert len(shown) == 3 * AUGMENTED and len(set(shown)) > 2 * AUGMENTED
+    assert json.loads((tmp_path / "out" / "data.json").read_text())["augmentation"] == [
+        "hue ±20 degrees, rotation ±9 degrees"
+    ]
+    for off in ("data.variants=3", "data.hue=20"):  # the first variant stays as it is
+        assert main(["data", config, "--out", str(tmp_path / "off"), off]) == 0
+        assert "augmented " not in capsys.readouterr().out
+        assert "Variants" not in (tmp_path / "off" / "data.html").read_text()
+
+
+def test_captions_of_a_picture_are_shown_with_their_shares(config: str, messy: Path, tmp_path: Path, capsys) -> None:
+    (messy / "p3.txt").write_text("3::scene 3\nthe <third>")
+    (messy / "p4.txt").write_text("\n".join(f"scene {letter}" for letter in "abcdef"))
+    assert main(["data", config, "--out", str(tmp_path / "out"), "data.caption_lines=several"]) == 0
+    assert "(2 pictures with several captions, 1 with weights)\n" in capsys.readouterr().out
+    page = (tmp_path / "out" / "data.html").read_text()
+    words = [re.findall('class="words">([^<]*)<', tile) for tile in page.split("<b>")]
+    assert ["75%: scene 3", "25%: the &lt;third&gt;"] in words
+    assert ["scene a", "scene b", "scene c", "scene d", "and 2 more"] in words
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "data.json").read_text())["usable"]}
+    assert (rows["p3.png"]["captions"], rows["p3.png"]["weights"]) == (["scene 3", "the <third>"], [3, 1])
+    (messy / "p3.txt").write_text("0::scene 3\nthe third")
+    reasons = {each["name"]: each["reason"] for each in look(config, capsys=capsys)["unusable"]}
+    assert "Set data.caption_lines=several" in reasons["p3.png"]
 
 
 def test_nothing_usable_is_exit_2_with_the_reasons(config: str, messy: Path, capsys) -> None:

@@ -22,6 +22,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, make_samples
+from simpletune.data.sources.augmentation import Augmentation
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask
@@ -95,14 +96,17 @@ def picture_of(mask: np.ndarray, alpha: bool = False, mask_bytes: bytes | None =
         ((64, 64), (64, 64), True, True),
     ],
 )
-def test_a_mask_is_cropped_and_mirrored_as_its_picture(
-    size: tuple[int, int], bucket: tuple[int, int], flip: bool, alpha: bool
+@pytest.mark.parametrize("rotation", [0.0, -12.0])
+def test_a_mask_is_cropped_mirrored_and_rotated_as_its_picture_but_not_recoloured(
+    size: tuple[int, int], bucket: tuple[int, int], flip: bool, alpha: bool, rotation: float
 ) -> None:
+    turned = Augmentation(rotation=rotation)
+    recoloured = replace(turned, brightness=-0.5, hue=90.0)
     for offset in ((0.5, 0.5), (0.0, 0.1), (0.9, 1.0)):
-        found = latent_mask(Crop(picture_of(blob(*size), alpha), bucket, offset, flip))
+        found = latent_mask(Crop(picture_of(blob(*size), alpha), bucket, offset, flip, recoloured))
         assert found.shape == (1, bucket[1] // 8, bucket[0] // 8) and found.dtype == np.uint8
         red = Image.fromarray(np.repeat(blob(*size)[..., None], 3, axis=2))
-        pixels = (crop_to_bucket(red, bucket, offset, flip)[0] + 1) / 2  # [h, w]
+        pixels = (crop_to_bucket(red, bucket, offset, flip, turned)[0] + 1) / 2  # [h, w]
         places = pixels.reshape(bucket[1] // 8, 8, bucket[0] // 8, 8).mean((1, 3))
         assert np.abs(found[0] / 255 - places).max() <= 0.5 / 255 + 1e-6
         assert found.min() == 0 and found.max() > 200
@@ -222,12 +226,15 @@ def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
     cache, picture = latents_in(tmp_path), picture_of(blob(96, 64))
     views = [centred(picture), replace(centred(picture), flip=True), centred(picture, (96, 64))]
     views.append(centred(picture_of(blob(96, 64), mask_bytes=encoded(grey(96, 64)))))
-    assert cache.fill(views, CPU) == (4, []) and len({crop_key(view) for view in views}) == 4
+    views.append(replace(centred(picture), augmentation=Augmentation(brightness=-0.5, rotation=20)))
+    assert cache.fill(views, CPU) == (5, []) and len({crop_key(view) for view in views}) == 5
     assert cache.cache.lacking(map(crop_key, views)) == []
     for view in views:
         z_0, mask = cache.load(view)
         torch.testing.assert_close(mask, torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
-        pixels = crop_to_bucket(decode(view.picture.read_same()), view.bucket, view.offset, view.flip)
+        pixels = crop_to_bucket(
+            decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
+        )
         assert torch.equal(z_0, Autoencoder().encode_pictures(None, torch.from_numpy(pixels)[None])[0])
 
 
