@@ -142,8 +142,8 @@ def test_the_page_is_accessible_and_paints_by_touch_on_a_phone(browser: Browser,
     assert browser.violations("color-contrast") == []
     width = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert browser.driver.execute_script(width) <= 0
-    drag(browser, "touch", (-100, 20), (100, 20))
-    assert painted(browser).max() == 255
+    drag(browser, "touch", (0, 90), (0, 45), (0, 0), (0, -90))  # down the page, unless the picture takes the touch
+    assert painted(browser)[[6, 20, 34], 30].min() == 255
     browser.click("#paint-fill")
     browser.click("#paint-next")
     browser.until(lambda: "Mask of b.png" in browser.text("h1"), "the next picture")
