@@ -21,29 +21,15 @@ if TYPE_CHECKING:
     from PIL import Image
 
 EXIF_ORIENTATION = 0x0112
-FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "AVIF",
-)  # excludes formats that start other programs, such as EPS
+# excludes formats that start other programs, such as EPS
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}  # brands of HEVC pictures (ISO/IEC 23008-12, annex B)
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
 MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
 PNG_TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may contain the EXIF orientation
-DAMAGE = (
-    OSError,
-    EOFError,
-    IndexError,
-    RuntimeError,
-    SyntaxError,
-    ValueError,
-    struct.error,
-)  # what Pillow raises for it
+# what Pillow raises for damaged data, including EXIF
+DAMAGE = (OSError, EOFError, IndexError, RuntimeError, SyntaxError, ValueError, struct.error)
 
 
 @contextmanager
