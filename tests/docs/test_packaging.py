@@ -212,6 +212,7 @@ def imported(folder: Path) -> list[tuple[str, str]]:
         ("simpletune/apps/serve", ["serve"]),
         ("simpletune/system/stores", ["remote"]),
         ("simpletune/commands/caption", ["tags"]),
+        ("simpletune/data/sources", ["heic"]),
         ("benchmarks", ["dev"]),
         ("inference", []),
     ],
@@ -221,15 +222,16 @@ def test_nothing_is_imported_that_is_not_declared(folder: str, extras: list[str]
     known = imported(ROOT / folder.split("/")[0])
     found = {(name, file) for name, file in known if name not in allowed and file.startswith(f"{folder}/")}
     if folder == "simpletune":
-        of_extras = "simpletune/apps/serve/", "simpletune/system/stores/", "simpletune/commands/caption/"
+        folders = "apps/serve", "system/stores", "commands/caption", "data/sources"
+        of_extras = tuple(f"simpletune/{each}/" for each in folders)
         found = {(name, file) for name, file in found if not file.startswith(of_extras)}
     assert sorted(found) == []
 
 
 def test_nothing_is_declared_that_is_never_imported_and_the_exceptions_are_still_exceptions() -> None:
     used = {name for folder in ("simpletune", "benchmarks", "inference") for name, _ in imported(ROOT / folder)}
-    assert sorted(declared("remote", "serve", "tags") - used - set(NEVER_IMPORTED)) == []
+    assert sorted(declared("heic", "remote", "serve", "tags") - used - set(NEVER_IMPORTED)) == []
     by_tests = {name for name, _ in imported(ROOT / "tests")}
-    assert sorted(declared("remote", "serve", "tags", "dev") - used - by_tests - set(NEVER_IMPORTED)) == []
+    assert sorted(declared("heic", "remote", "serve", "tags", "dev") - used - by_tests - set(NEVER_IMPORTED)) == []
     assert set(NOT_DECLARED) <= used - declared()
-    assert set(NEVER_IMPORTED) <= declared("remote", "serve", "tags", "dev") - used
+    assert set(NEVER_IMPORTED) <= declared("heic", "remote", "serve", "tags", "dev") - used
