@@ -266,6 +266,9 @@ class Tracking(Option):
     or continue offline without an API key, which it never asks for."""
     wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "simpletune"
     """Project in wandb."""
+    notify: Literal["end", "pictures"] = "end"
+    """What is posted to the URL in SIMPLETUNE_NOTIFY_URL, if set. end: that the run finished, stopped or failed;
+    pictures: the validation pictures, too."""
 
 
 class Output(Option):
