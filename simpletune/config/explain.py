@@ -81,6 +81,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         board = to_paste("tensorboard", "--logdir", profile_folder(config).parent)
     wandb = config.tracking.wandb
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
+    if config.tracking.trackio is not None:
+        synced += f"; trackio, project {config.tracking.trackio}"
     yield "shows", f"{drawn}; {board}{synced}"
     try:
         receiver = find_receiver()

@@ -1,4 +1,4 @@
-"""Who else is told a run's metrics and pictures? TensorBoard, wandb, a webhook; a tracker that fails is disabled.
+"""Who else is told a run's metrics and pictures? TensorBoard, wandb, trackio, a webhook; one that fails is off.
 
 A new one takes a file here with a ``Tracker``, a field in ``Tracking`` (config/schema.py) and a line in
 ``open_trackers``.
@@ -123,6 +123,11 @@ def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = 
 
         online = option.wandb == "online"
         makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, values, warn)
+    if writes and option.trackio is not None:
+        from simpletune.training.trackers.trackio_project import Trackio
+
+        project = option.trackio
+        makers["trackio"] = lambda warn: Trackio(config.name, project, start, values)
     if writes and option.notify == "pictures" and (receiver := receiver_or_none()) is not None:
         from simpletune.training.trackers.notifications import Notifications
 
