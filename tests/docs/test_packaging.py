@@ -27,6 +27,7 @@ PROJECT, FALLBACK = PYPROJECT["project"], PYPROJECT["tool"]["setuptools_scm"]["f
 OWN = {"simpletune", "benchmarks", "inference", "_venv"}  # inference/_venv.py
 NOT_DECLARED = {
     "triton": "torch for CUDA brings the version it needs; int8_kernel.py runs on CUDA only",
+    "trackio": "no extra can hold it: it wants Pillow below 13; it works with 13, installed without its dependencies",
     "pydantic-core": "part of pydantic, whose documentation names PydanticKnownError there",
 }
 NEVER_IMPORTED = {
