@@ -51,6 +51,13 @@ def peaks(args: argparse.Namespace) -> object:
     return peaks.run(args.out, args.minutes, args.rows)
 
 
+def edges(args: argparse.Namespace) -> object:
+    """whether training treats the edges of a picture as its middle: gradients, autoencoder and drawn pictures"""
+    from benchmarks import edges
+
+    return edges.run(args.out, args.minutes, args.rows)
+
+
 def quality(args: argparse.Namespace) -> object:
     """what precisions, adapters and memory levers cost in quality, on the tiny SD3"""
     from benchmarks import quality
@@ -220,6 +227,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     dry: ("rows", "card", "predict"),
     host: ("rows",),
     peaks: ("rows",),
+    edges: ("rows",),
     quality: ("rows", "prompts", "overrides"),
     recipe: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from simpletune.estimate.simulate.reports import StepReport
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
+os.environ.pop("SIMPLETUNE_NOTIFY_URL", None)  # a developer's own phone
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")

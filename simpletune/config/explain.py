@@ -17,7 +17,8 @@ from simpletune.data.sources.source import Source
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.sources import is_single_file
 from simpletune.system.hub import is_hub_name
-from simpletune.system.options import plural
+from simpletune.system.notify import find_receiver
+from simpletune.system.options import UserError, plural
 from simpletune.system.shell import to_paste
 
 HIGH_LR_FULL = 1e-4
@@ -81,7 +82,17 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         board = to_paste("tensorboard", "--logdir", profile_folder(config).parent)
     wandb = config.tracking.wandb
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
+    if config.tracking.trackio is not None:
+        synced += f"; trackio, project {config.tracking.trackio}"
     yield "shows", f"{drawn}; {board}{synced}"
+    try:
+        receiver = find_receiver()
+    except UserError as error:
+        yield "notifies", str(error)
+    else:
+        if receiver is not None:
+            pictures = " and with validation pictures" if config.tracking.notify == "pictures" else ""
+            yield "notifies", f"{receiver} at the end{pictures}"
 
 
 def _source(source: Source) -> str:

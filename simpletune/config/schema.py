@@ -266,6 +266,11 @@ class Tracking(Option):
     or continue offline without an API key, which it never asks for."""
     wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "simpletune"
     """Project in wandb."""
+    trackio: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None
+    """Project in trackio, on this machine or in the Space that TRACKIO_SPACE_ID names; null: none. Needs trackio."""
+    notify: Literal["end", "pictures"] = "end"
+    """What is posted to the URL in SIMPLETUNE_NOTIFY_URL, if set. end: that the run finished, stopped or failed;
+    pictures: the validation pictures, too."""
 
 
 class Output(Option):
@@ -382,7 +387,7 @@ class TrainConfig(Option):
     profile: Profile = Profile()
     """Profiler traces."""
     tracking: Tracking = Tracking()
-    """TensorBoard and wandb."""
+    """TensorBoard, wandb, trackio and notifications."""
     output: Output = Output()
     """Folders to write to."""
 

@@ -133,6 +133,14 @@ def median_seconds(rows: Sequence[Json], attempts: Sequence[Attempt]) -> float |
     return statistics.median(row["seconds"] for row in warm or timed) if timed else None
 
 
+def how_it_ended(error: BaseException) -> tuple[Ended, str]:
+    """Return how a process ended that raised this error, and why."""
+    if isinstance(error, Stopped | KeyboardInterrupt):
+        return "stopped", error.by if isinstance(error, Stopped) else "SIGINT"
+    # as it is printed to the terminal
+    return "failed", redact(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+
+
 class AttemptRecorder:
     """Maintain the row of this process; as a context manager, record how the process ended.
 
@@ -186,11 +194,7 @@ class AttemptRecorder:
     ) -> None:
         if error is None or self._stages is None:
             return
-        ended: Ended = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
-        if ended == "stopped":
-            reason = error.by if isinstance(error, Stopped) else "SIGINT"
-        else:  # as it is printed to the terminal
-            reason = redact(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
+        ended, reason = how_it_ended(error)
         try:
             self.update(ended=ended, reason=reason)
         except (OSError, DiskFull) as full:  # the error that ended the run matters more

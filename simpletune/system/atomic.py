@@ -23,14 +23,14 @@ STALE = 3600  # seconds after which another machine's unfinished work counts as 
 _SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d+)\.part$")
 
 
-def _machine() -> str:
+def machine_name() -> str:
     """A short name of this machine or container, because process IDs are unique only within one."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
 
 
 def temporary_path(target: Path, shared: bool = False) -> Path:
     """Return the temporary path of a target; ``shared``: other processes may write it at the same time."""
-    writer = f".{_machine()}-{os.getpid()}" if shared else ""
+    writer = f".{machine_name()}-{os.getpid()}" if shared else ""
     return target.with_name(f".{target.name}{writer}.part")
 
 
@@ -141,7 +141,7 @@ def remove_stale(folder: Path, name: str = "*") -> None:
     for entry in folder.glob(f".{name}.part") if folder.is_dir() else ():
         match = _SHARED.match(entry.name)
         try:
-            if match and match[1] == _machine():
+            if match and match[1] == machine_name():
                 has_ended = not Path(f"/proc/{match[2]}").exists() and Path("/proc/self").exists()
                 abandoned = has_ended and int(match[2]) != os.getpid()
             else:

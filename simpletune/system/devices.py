@@ -38,8 +38,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its import warns about hub kernels
-    # Pillow warns above 89 million pixels and refuses twice as many, which is reported by the picture's name.
-    warnings.filterwarnings("ignore", r"Image size \(\d+ pixels\) exceeds limit", RuntimeWarning)
+    # Pillow warns of large pictures and odd tags without their names; what it refuses is reported with the name.
+    warnings.filterwarnings("ignore", module=r"PIL\b|pillow_heif\b")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
 
 
 def under_wsl(release: str | None = None) -> bool:

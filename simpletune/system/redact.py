@@ -9,7 +9,7 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 8  # characters: a shorter value of an environment variable may occur in ordinary text
-NAMED = re.compile(r"(TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$", re.IGNORECASE)
+NAMED = re.compile(r"((TOKEN|API_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?|(NOTIFY|WEBHOOK)_URL)$", re.IGNORECASE)
 SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}"  # GitHub

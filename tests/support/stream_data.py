@@ -1,4 +1,4 @@
-"""Data sets in shards for tests: parquet files, copies of the committed MDS shards, and an MDS writer of our own."""
+"""Data sets in shards for tests: parquet and tar files, the committed MDS shards, and an MDS writer of our own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import struct
+import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -61,6 +62,26 @@ def write_parquet(folder: Path, rows: Sequence[dict], shards: int = 3, group: in
         part = pa.Table.from_pylist(list(rows[number * each : (number + 1) * each]))
         file = folder / f"train-{number:05d}-of-{shards:05d}.parquet"
         pq.write_table(part, file, row_group_size=group, write_page_checksum=True)
+    return folder
+
+
+def add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    about = tarfile.TarInfo(name)
+    about.size = len(data)
+    tar.addfile(about, io.BytesIO(data))
+
+
+def write_tars(folder: Path, rows: Sequence[dict], shards: int = 3, suffix: str = ".tar") -> Path:
+    """Write rows as several tar files, with captions in turn beside the picture as .txt and in a .json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    each = -(-len(rows) // shards)
+    for shard in range(shards):
+        file = folder / f"train-{shard:05d}{suffix}"
+        with tarfile.open(file, "w" if suffix == ".tar" else "w:gz") as tar:
+            for number, row in enumerate(rows[shard * each : (shard + 1) * each]):
+                add_member(tar, f"{number:06d}.png", row["image"]["bytes"])
+                text = ("txt", row["text"]) if number % 2 else ("json", json.dumps({"text": row["text"], "seen": 3}))
+                add_member(tar, f"{number:06d}.{text[0]}", text[1].encode())
     return folder
 
 

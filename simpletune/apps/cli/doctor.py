@@ -12,13 +12,14 @@ def doctor(args: argparse.Namespace) -> None:
     """check this machine, and train 20 steps of each precision; --out writes a file for bug reports"""
     from simpletune.commands.doctor.command import doctor as run
 
-    run(args.out, args.train, args.json, args.steps)
+    run(args.out, args.train, args.json, args.steps, args.notify)
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-train", dest="train", action="store_false", help="only check; takes seconds")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the findings to it, for a bug report")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    parser.add_argument("--notify", action="store_true", help="post a message to the URL in SIMPLETUNE_NOTIFY_URL")
     parser.add_argument("--steps", type=positive, default=20, help=argparse.SUPPRESS)  # fewer, for tests
 
 

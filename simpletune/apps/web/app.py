@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from simpletune.apps.http import Guard, HttpServer, bind, is_loopback, loopback_hosts, url_of
-from simpletune.apps.web import data_page, mask_page, run_page, runs_page, start, upload_page
+from simpletune.apps.web import data_page, mask_page, queue, run_page, runs_page, start, upload_page
 from simpletune.apps.web.access import FAILED, HEADERS, TOKEN, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
 from simpletune.apps.web.roots import Roots, make_roots
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
         say("warning: other machines can reach this page, and nothing is encrypted: use it in a network that you trust")
     say(f"open {url_of(bound)}{f'?{TOKEN}={token}' if token else ''}")
     clean(roots)
+    queue.ensure_runner(roots)  # after a restart of the machine, before anyone opens a page
     try:
         PageServer(app, watch).run(sockets=[bound])
     finally:

@@ -22,7 +22,7 @@ from typing import Any
 
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import json_object
-from simpletune.system.atomic import write_json
+from simpletune.system.atomic import machine_name, write_json
 from simpletune.system.locks import UNSUPPORTED
 from simpletune.system.options import Json, UserError
 from simpletune.system.package import PACKAGE
@@ -44,7 +44,7 @@ def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simp
         if log in _unreaped or not _locked(opened.fileno()):
             raise UserError(f"{log_name} is still running. Wait for its end, or stop it")
         opened.truncate(0)
-        record: Json = {"words": list(words)}
+        record: Json = {"words": list(words), "machine": machine_name(), "since": time.time()}
         write_json(log.with_suffix(".json"), record, shared=True)
         try:
             child = spawn(roots, module, words, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True)
@@ -94,9 +94,18 @@ def send_signal(roots: Roots, log_name: str, number: signal.Signals = signal.SIG
             os.kill(pid, number)
 
 
+def lost_in_restart(roots: Roots, log_name: str) -> bool:
+    """Return whether the last process with this name ended because this machine or container was started again; False
+    on a machine other than its own."""
+    record = read_record(roots, log_name)
+    return (
+        record.get("machine") == machine_name() and record.get("boot") not in (None, _boot()) and "code" not in record
+    )
+
+
 def read_record(roots: Roots, log_name: str) -> Json:
-    """Return what is known of the last process with this name: words, pid, started, boot and, if a page saw its end,
-    code; empty if there was none, or the file is damaged."""
+    """Return what is known of the last process with this name: words, machine, since (seconds of the clock before it
+    began), pid, started, boot and, if a page saw its end, code; empty if there was none, or the file is damaged."""
     return json_object(log_file(roots, log_name).with_suffix(".json"))
 
 
@@ -157,4 +166,5 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Identify this start of the machine or, by its first process, of this container."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {start_time(1)}"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from simpletune.apps.web import processes
 from simpletune.apps.web.roots import Roots
-from simpletune.system.atomic import quarantine, write_json
+from simpletune.system.atomic import flush_to_disk, quarantine, write_json
 from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import Json, UserError
 
@@ -47,6 +47,8 @@ class QueueEntry(BaseModel):
     """Its state."""
     reason: str = ""
     """Why it failed."""
+    restarts: int = 0
+    """How often the machine has restarted while it ran."""
 
 
 _ENTRIES = TypeAdapter(list[QueueEntry])
@@ -86,6 +88,7 @@ def change(roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]]) -> 
         changed = [each for each in changed if each.id not in old]
         if changed != entries:
             write_json(roots.own / FILE, _ENTRIES.dump_python(changed, mode="json"))
+            flush_to_disk(roots.own)  # the new name, too, before anyone is told
         return changed
 
 

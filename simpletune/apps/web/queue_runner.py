@@ -1,14 +1,15 @@
 """Process the queue: ``python -m simpletune.apps.web.queue_runner RUNS ROOT``. Ends when nothing is waiting or running.
 
-Killing a runner loses nothing: the queue is a file, runs are separate processes, and the next runner, which any open
-page starts, finds them by their logs.
+Killing a runner loses nothing: the queue is a file, runs are separate processes, and the next runner, which a server
+starts when it starts and for any open page, finds them by their logs. A run that a restart of the machine ended waits
+again, in its old place, and continues from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune.apps.web import processes, queue
@@ -18,22 +19,26 @@ from simpletune.apps.web.run_state import state_of
 from simpletune.runs.attempts import attempts_of
 from simpletune.system.console import say
 from simpletune.system.locks import is_held
+from simpletune.system.notify import Message, post_now, receiver_or_none
 from simpletune.system.options import UserError
 
 PERIOD = 1.0  # seconds between two looks
 STOPPED = (130, 143)  # exit codes of a run stopped by a signal
 REASON = 500  # characters
+MOST_RESTARTS = 5  # of the machine during a run: more, and the run may be their cause
 ENDINGS: dict[str, State] = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
 
 
 def step(roots: Roots) -> None:
     """Look at the queue once: record runs that have ended, and start those that may start."""
-    outcomes = {each.id: run_outcome(roots, each) for each in queue.read_queue(roots) if each.state == "running"}
-    ended = {which: found for which, found in outcomes.items() if found is not None}
+    running = [each for each in queue.read_queue(roots) if each.state == "running"]
+    ended = [found for each in running if (found := ended_entry(roots, each)) is not None]
     if ended:
         _record(roots, ended)
-        for state, reason in ended.values():
-            say(f"{state} {reason}")
+        for entry in ended:
+            say(f"{entry.name}: {entry.state} {entry.reason}".rstrip())
+            if entry.state == "killed" and (receiver := receiver_or_none()) is not None:  # the others post their end
+                post_now(receiver, Message(entry.name, entry.state, entry.reason or "no reason known"))
     queue.change(roots, lambda entries: [_adopt(roots, each) for each in entries])
     busy = busy_devices(roots)
     for entry in queue.read_queue(roots):
@@ -58,7 +63,7 @@ def begin(roots: Roots, entry: QueueEntry) -> None:
     try:
         queue.change(roots, mark)
     except UserError as error:
-        _record(roots, {entry.id: ("failed", str(error))})
+        _record(roots, [_with(entry, "failed", str(error))])
 
 
 def busy_devices(roots: Roots) -> set[str]:
@@ -74,21 +79,41 @@ def busy_devices(roots: Roots) -> set[str]:
     return busy
 
 
-def run_outcome(roots: Roots, entry: QueueEntry) -> tuple[State, str] | None:
-    """Return how a started run ended, and why; None while it is running."""
+def ended_entry(roots: Roots, entry: QueueEntry) -> QueueEntry | None:
+    """Return the entry of a started run as its end leaves it: waiting again if this machine was restarted meanwhile;
+    None while it is running."""
     if processes.running(roots, log_name(entry.name)):
         return None
     code = processes.exit_code(roots, log_name(entry.name))
     if code is None:  # no runner saw it end: look in its folder
         folder = roots.run(entry.name)
-        found = state_of(folder) if folder is not None else None
-        word = ENDINGS.get(found.word, "killed") if found is not None else "killed"
-        return word, last_error(roots, entry) if word in ("failed", "killed") else ""
+        restarted = processes.lost_in_restart(roots, log_name(entry.name))
+        begun = folder is not None and (not restarted or has_begun(roots, entry))
+        word = ENDINGS.get(state_of(folder).word, "killed") if folder is not None and begun else "killed"
+        if restarted and word in ("killed", "stopped"):  # an orderly shutdown stops runs
+            return _after_restart(entry, begun)
+        return _with(entry, word, last_error(roots, entry) if word in ("failed", "killed") else "")
     if code == 0:
-        return "finished", ""
+        return _with(entry, "finished")
     if code in STOPPED:
-        return "stopped", ""
-    return ("killed", f"signal {-code}") if code < 0 else ("failed", last_error(roots, entry))
+        return _with(entry, "stopped")
+    return _with(entry, "killed", f"signal {-code}") if code < 0 else _with(entry, "failed", last_error(roots, entry))
+
+
+def has_begun(roots: Roots, entry: QueueEntry) -> bool:
+    """Return whether the folder of a started run is its own: a new run moves an older one of its name away late."""
+    since = processes.read_record(roots, log_name(entry.name)).get("since")
+    attempts = attempts_of(roots.runs / entry.name)
+    return bool(attempts) and isinstance(since, float) and attempts[-1].started.timestamp() >= int(since)
+
+
+def _after_restart(entry: QueueEntry, begun: bool) -> QueueEntry:
+    """Let a run that a restart of the machine ended continue, or begin again if it had not begun."""
+    restarts = entry.restarts + 1
+    if restarts > MOST_RESTARTS:
+        return _with(entry, "failed", f"The machine restarted {restarts} times while it ran. Continue it on its page")
+    changes = {"state": "waiting", "resume": entry.resume or begun, "restarts": restarts}
+    return entry.model_copy(update=changes)
 
 
 def last_error(roots: Roots, entry: QueueEntry) -> str:
@@ -111,11 +136,10 @@ def _adopt(roots: Roots, entry: QueueEntry) -> QueueEntry:
     return _with(entry, "running") if processes.running(roots, name) else entry
 
 
-def _record(roots: Roots, outcomes: Mapping[str, tuple[State, str]]) -> None:
-    """Write how entries ended, by their IDs."""
-    queue.change(
-        roots, lambda entries: [_with(each, *outcomes[each.id]) if each.id in outcomes else each for each in entries]
-    )
+def _record(roots: Roots, ended: Sequence[QueueEntry]) -> None:
+    """Write how entries ended."""
+    by_id = {each.id: each for each in ended}
+    queue.change(roots, lambda entries: [by_id.get(each.id, each) for each in entries])
 
 
 def _with(entry: QueueEntry, state: State, reason: str = "") -> QueueEntry:

@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from simpletune import __version__
 from simpletune.apps.http import read_body
+from simpletune.data.sources.walk import SUFFIXES
 from simpletune.system.package import ASSETS
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def jinja_environment() -> Environment:
         lstrip_blocks=True,
     )  # fmt: skip
     made.globals["version"] = __version__
+    made.globals["picture_suffixes"] = ",".join(SUFFIXES)
     return made
 
 

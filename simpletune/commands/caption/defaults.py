@@ -15,7 +15,7 @@ class KnownModel:
     """A model on the hub."""
 
     name: str
-    gigabytes: float  # of its download, 1e9 bytes; as the hub lists the files, November 2026
+    gigabytes: float  # of its download, 1e9 bytes, as public repositories state it; the hub tells the exact size first
     writes: str = "sentences"
 
     def download(self) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from simpletune.commands.doctor.machine import OK, PROBLEM, WARNING, Finding, Level, Machine
 from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPANDABLE, FIXED, sm, under_wsl
 from simpletune.system.disk import format_bytes
-from simpletune.system.options import plural
+from simpletune.system.notify import VARIABLE, Message, find_receiver
+from simpletune.system.options import UserError, plural
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
@@ -183,6 +184,25 @@ def environment(machine: Machine) -> Iterator[Finding]:
     if given.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         yield Finding("launches", WARNING, "CUDA_LAUNCH_BLOCKING is set", "The host waits for every kernel",
                       "Unset CUDA_LAUNCH_BLOCKING")  # fmt: skip
+
+
+def notification(machine: Machine) -> Iterator[Finding]:
+    """Check where the ends of runs are posted; ``doctor --notify`` posts a message."""
+    why, remedy = "The ends of runs are posted nowhere", f"Set {VARIABLE} to your webhook's or topic's URL"
+    try:
+        receiver = find_receiver(machine.environment)
+    except UserError as error:
+        yield Finding("notification", WARNING, str(error), why, remedy)
+        return
+    if receiver is None:
+        if machine.notify:
+            yield Finding("notification", WARNING, f"{VARIABLE} is not set", why, remedy)
+    elif not machine.notify:
+        yield Finding("notification", OK, f"to {receiver}, not tried; --notify posts a message")
+    elif failed := receiver.post(Message("simpletune doctor", "test", "messages about your runs arrive here")):
+        yield Finding("notification", WARNING, failed, why, remedy)
+    else:
+        yield Finding("notification", OK, f"{receiver} took a message")
 
 
 def port(machine: Machine) -> Iterator[Finding]:

@@ -25,16 +25,17 @@ from simpletune.system.redact import redact
 FOUND = 1  # exit code if there are problems
 CHECKS = (
     checks.python, checks.system, checks.memory, checks.disks, checks.windows_files, checks.folders,
-    checks.environment, checks.port, checks.driver, checks.torch, checks.card, checks.bf16, checks.pinned_memory,
-    checks.bitsandbytes, checks.quanto, checks.compiler, checks.int8_products, hub_checks.login, hub_checks.licence,
+    checks.environment, checks.notification, checks.port, checks.driver, checks.torch, checks.card, checks.bf16,
+    checks.pinned_memory, checks.bitsandbytes, checks.quanto, checks.compiler, checks.int8_products,
+    hub_checks.login, hub_checks.licence,
 )  # fmt: skip
 
 
-def doctor(out: Path | None, train: bool, as_json: bool, steps: int) -> None:
+def doctor(out: Path | None, train: bool, as_json: bool, steps: int, notify: bool = False) -> None:
     probe = ProbeProcess()
     findings = []
     try:
-        for finding in run_checks(Machine(probe), steps if train else 0):
+        for finding in run_checks(Machine(probe, notify=notify), steps if train else 0):
             findings.append(finding)
             if not as_json:
                 for line in finding.lines():

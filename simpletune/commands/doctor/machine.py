@@ -68,6 +68,7 @@ class Machine:
     folders: Mapping[str, Path] = field(default_factory=written_folders)
     system: tuple[str, str] = (platform.system(), platform.release())  # name and release
     python: tuple[int, int, int] = sys.version_info[:3]
+    notify: bool = False  # post a message
 
     def ask(self, question: str) -> Json:
         """Ask the child process; if that fails, the answer has ``error``."""

@@ -20,7 +20,7 @@ from simpletune.data.samples import Crop, drop_rejected
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
-from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.pictures import decode, has_more_frames
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.stages.plan_data import make_plan
@@ -45,6 +45,7 @@ class ScannedImage:
     hash: PictureHash
     tile: Image.Image | None = None  # a thumbnail of the crop that training sees; None if it is not shown
     variants: tuple[Image.Image, ...] = ()  # thumbnails of its variants, of a few augmented pictures
+    animated: bool = False  # has more frames or pages than the first, which is used
 
     @property
     def upscale(self) -> float:
@@ -112,6 +113,11 @@ class DatasetReport:
     def small(self) -> list[ScannedImage]:
         """Pictures that are scaled up, largest factor first."""
         return sorted((seen for seen in self.usable if seen.upscale > 1), key=lambda seen: -seen.upscale)
+
+    @property
+    def animated(self) -> list[str]:
+        """Names of the pictures of which only the first frame or page is used."""
+        return [seen.picture.name for seen in self.usable if seen.animated]
 
     @property
     def uncaptioned(self) -> list[RejectedEntry]:
@@ -206,7 +212,8 @@ def _scan_picture(
 ) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
     try:
-        image = decode(view.picture.read_same(), at_least=2 * TILE)
+        data = view.picture.read_same()
+        image, animated = decode(data, at_least=2 * TILE), has_more_frames(data)
     except UnusablePicture as reason:
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
     finally:
@@ -216,7 +223,7 @@ def _scan_picture(
         return tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
 
     shown = thumbnail(view) if with_tile else None
-    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(map(thumbnail, variants)))
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(map(thumbnail, variants)), animated)
 
 
 def _compare(found: DatasetReport) -> None:

@@ -83,6 +83,9 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     if found.left_alone:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         yield "not read", f"{counted}. Convert them to jpg, png or webp to train on them"
+    if found.animated:
+        yield "animated", f"{plural(len(found.animated), 'picture')}: the first frame or page is used"
+        yield from _listed([printable_name(name) for name in found.animated])
     if found.rejected:
         yield "unusable", f"{plural(len(found.rejected), 'entry', 'entries')}: {describe_unusable(found)}"
         yield from _listed([f"{printable_name(each.name)}: {each.reason}" for each in found.rejected])
@@ -139,7 +142,7 @@ def as_json(found: DatasetReport) -> Json:
             for seen in found.usable
         ],
         "unusable": [{"name": each.name, "kind": each.kind, "reason": each.reason} for each in found.rejected],
-        "without_caption": [each.name for each in found.uncaptioned],
+        "animated": found.animated, "without_caption": [each.name for each in found.uncaptioned],
         "scaled_up": {seen.picture.name: round(seen.upscale, 4) for seen in found.small},
         "duplicates": found.exact, "alike": found.near, "same_caption": found.same_caption,
         "too_long": {"limit": limit_in_words(found), "captions": dict(found.long)},

@@ -26,6 +26,7 @@ from simpletune.system.processes import is_first_process, processes
 from simpletune.training.explain_errors import explained
 from simpletune.training.finish import finish
 from simpletune.training.heartbeats import leave, watched
+from simpletune.training.trackers.notifications import end_notified
 from simpletune.training.trainer import Trainer
 
 
@@ -60,12 +61,13 @@ def train(
     with lock, open_checkpoint_store(config, resume) as store, attempt, watched(), writing, one_of(processes()):
         if resume == "auto" and is_finished(config):
             return folder
-        require_place(folder)
-        trainer = Trainer(set_up(config, attempt, store, resume=resume, force=force, estimate_first=estimate_first))
-        with trainer.trackers, explained(trainer), trainer.interrupts:
-            traces = trainer.train()
-            trainer.first_alone(finish, trainer, traces)
-        leave(trainer.accelerator)
+        with end_notified(config):
+            require_place(folder)
+            trainer = Trainer(set_up(config, attempt, store, resume=resume, force=force, estimate_first=estimate_first))
+            with trainer.trackers, explained(trainer), trainer.interrupts:
+                traces = trainer.train()
+                trainer.first_alone(finish, trainer, traces)
+            leave(trainer.accelerator)
         return folder
 
 

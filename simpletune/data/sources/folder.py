@@ -32,7 +32,7 @@ CaptionReader = Callable[[Path], tuple[str, ...]]
 
 
 class Folder(Source):
-    """Pictures in a folder and its subfolders (jpg, jpeg, png, webp)."""
+    """Pictures in a folder and its subfolders."""
 
     source: Literal["folder"] = "folder"
     """A local folder of pictures."""

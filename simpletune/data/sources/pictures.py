@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import io
 import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
@@ -18,12 +21,15 @@ if TYPE_CHECKING:
     from PIL import Image
 
 EXIF_ORIENTATION = 0x0112
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # excludes formats that start other programs, such as EPS
+# excludes formats that start other programs, such as EPS
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}  # brands of HEVC pictures (ISO/IEC 23008-12, annex B)
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
 MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
 PNG_TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may contain the EXIF orientation
-DAMAGE = (OSError, ValueError, SyntaxError, struct.error)  # what Pillow raises for damaged data, including EXIF
+# what Pillow raises for damaged data, including EXIF
+DAMAGE = (OSError, EOFError, IndexError, RuntimeError, SyntaxError, ValueError, struct.error)
 
 
 @contextmanager
@@ -36,14 +42,43 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise UnusablePicture("the file is empty")
     try:
         try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(io.BytesIO(data), formats=_heic_format() if _is_heic(data) else FORMATS)
         except UnidentifiedImageError:
             raise UnusablePicture("is not a picture that Pillow can read") from None
+        if image.format == "TIFF":
+            _silence_libtiff()
         yield image
     except Image.DecompressionBombError:
         raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down") from None
     except DAMAGE as error:
         raise UnusablePicture(f"is damaged ({error})") from None
+
+
+@functools.cache
+def _silence_libtiff() -> None:
+    """Keep libtiff, which Pillow's wheels bring along, from writing to stderr what Pillow raises anyway."""
+    import PIL
+
+    package = Path(PIL.__file__).parent
+    for file in (*package.parent.glob("pillow.libs/libtiff-*"), *package.glob(".dylibs/libtiff.*")):
+        ctypes.CDLL(str(file)).TIFFSetErrorHandler(None)
+
+
+def _is_heic(data: bytes) -> bool:
+    """Whether a file's first box names HEVC, and not AVIF, as what its picture is encoded with."""
+    end = min(int.from_bytes(data[:4], "big"), 256) if data[4:8] == b"ftyp" else 0
+    brands = {data[at : at + 4] for at in range(8, end, 4)}
+    return bool(brands & HEIC) and b"avif" not in brands
+
+
+def _heic_format() -> tuple[str]:
+    """Let Pillow read HEIC. UnusablePicture: the package for it is not installed."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        raise UnusablePicture("is HEIC, which needs one more package. Run: pip install 'simpletune[heic]'") from None
+    register_heif_opener(thumbnails=False)
+    return ("HEIF",)
 
 
 def picture_size(data: bytes) -> Size:
@@ -55,7 +90,8 @@ def picture_size(data: bytes) -> Size:
         # Pillow decodes a PNG to look for chunks after its pixels; skip that if there are none.
         plain = image.format == "PNG" and not has_text_after_pixels(data)
         exif = Image.Image.getexif(image) if plain else image.getexif()
-        turned = exif.get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+        # Pillow has turned a TIFF's size already.
+        turned = image.format != "TIFF" and exif.get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     if not seems_complete(data, image.format):
         decode(data)
     return (image.height, image.width) if turned else (image.width, image.height)
@@ -67,6 +103,8 @@ def seems_complete(data: bytes, kind: str | None) -> bool:
         return _png_is_whole(data)
     if kind in ("JPEG", "MPO"):
         return _jpeg_has_end(data)
+    if kind in ("AVIF", "HEIF"):
+        return _boxes_fill(data)
     return kind == "WEBP" and len(data) >= 8 + int.from_bytes(data[4:8], "little")
 
 
@@ -112,6 +150,25 @@ def _jpeg_has_end(data: bytes) -> bool:
             return data.find(b"\xff\xd9", at) >= 0
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return False
+
+
+def _boxes_fill(data: bytes) -> bool:
+    """Whether the boxes of a file end where it ends (ISO/IEC 14496-12, section 4.2)."""
+    at = 0
+    while at + 16 <= len(data):
+        length = int.from_bytes(data[at : at + 4], "big")
+        length = int.from_bytes(data[at + 8 : at + 16], "big") if length == 1 else length
+        if length < 8:  # 0: up to the end of the file, wherever that is
+            return False
+        at += length
+    return at == len(data)
+
+
+def has_more_frames(data: bytes) -> bool:
+    """Whether it is an animation, or has several pages, of which ``decode`` takes the first. UnusablePicture: it cannot
+    be read."""
+    with _opened(data) as image:  # a camera's MPO has a preview or a depth beside the picture
+        return image.format != "MPO" and bool(getattr(image, "is_animated", False))
 
 
 def decode(data: bytes, at_least: int | None = None) -> Image.Image:

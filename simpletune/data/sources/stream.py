@@ -1,4 +1,4 @@
-"""Data sets in shards, parquet or MDS; a run reads only the rows that it uses."""
+"""Data sets in shards: parquet, MDS or tar; a run reads only the rows that it uses."""
 
 from __future__ import annotations
 
@@ -27,25 +27,32 @@ class Stream(Source):
     """Rows of a data set in shards, found by its own index and read when they are needed."""
 
     source: Literal["stream"] = "stream"
-    """Parquet files or an MDS data set (mosaicml-streaming) of any number of rows: a folder, a pattern (x/*.parquet), a
-    URL (s3://, gs://, az://), or hf://datasets/OWNER/NAME. Only the rows that the run uses are read and encoded."""
-    format: Literal["auto", "parquet", "mds"] = "auto"
-    """Kind of shards. auto: mds if there is an index.json, else parquet."""
+    """Parquet files, an MDS data set (mosaicml-streaming) or tar files (WebDataset) of any number of rows: a folder, a
+    pattern (x/*.parquet), a URL (s3://, gs://, az://), or hf://datasets/OWNER/NAME. Only the rows that the run uses are
+    read and encoded."""
+    format: Literal["auto", "parquet", "mds", "tar"] = "auto"
+    """Kind of shards. auto: mds if there is an index.json, tar if there are .tar, .tar.gz or .tgz and no parquet files,
+    else parquet."""
     split: Annotated[str, Field(min_length=1)] | None = None
-    """Text in the names of the parquet files to use, such as train; for MDS the folder with index.json. null: all."""
+    """Text in the names of the parquet or tar files to use, such as train; for MDS the folder with index.json. null:
+    all."""
     image_column: Annotated[str, Field(min_length=1)] = "image"
-    """Column of the pictures: bytes, or Hugging Face's {bytes, path}; in MDS bytes, jpeg or png."""
+    """Column of the pictures: bytes, or Hugging Face's {bytes, path}; in MDS bytes, jpeg or png. In tar
+    files the ending of their names, such as jpg or cover.jpg; image: that of any kind of picture."""
     caption_column: Annotated[str, Field(min_length=1)] = "text"
-    """Column of the captions: strings, or lists of strings; unused if data.prompt is set."""
+    """Column of the captions: strings, or lists of strings; unused if data.prompt is set. In tar files an ending or a
+    field of the .json beside the picture; text: .txt, .caption, or this field."""
     width_column: Annotated[str, Field(min_length=1)] = "width"
-    """Column of the pictures' widths in pixels, which data.aspect=buckets needs; unused with square."""
+    """Column of the pictures' widths in pixels, which data.aspect=buckets needs; unused with square, and
+    for tar files, whose pictures are measured themselves."""
     height_column: Annotated[str, Field(min_length=1)] = "height"
     """Column of the pictures' heights in pixels."""
     shuffle_window: Annotated[int, Field(ge=1)] = 8192
-    """How many rows are shuffled with each other. An epoch visits the row groups (in MDS the shards) in random order
-    and shuffles their rows in windows of this size, so a short run reads few of them. A larger window mixes better."""
+    """How many rows are shuffled with each other. An epoch visits the row groups (in MDS the shards, of a .tar
+    parts of 256 MiB) in random order and shuffles their rows in windows of this size, so a short run reads few of them.
+    A larger window mixes better."""
     local_gib: Annotated[float, Field(gt=0)] = 16.0
-    """Room in GiB in output.cache for shards of an MDS data set in an object store or on the hub, which are fetched
+    """Room in GiB in output.cache for MDS shards and tar files in an object store or on the hub, which are fetched
     whole; the least recently used are removed first. Parquet files are read in ranges."""
     mask: Literal["alpha"] | None = None
     """Learn only, or mostly, from the opaque parts of the pictures (masked training); null: from all of them."""

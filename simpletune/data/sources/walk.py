@@ -13,8 +13,8 @@ from typing import Literal
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.system import regular_files
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-OTHER_PICTURES = (".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jxl", ".psd", ".svg", ".cr2", ".nef")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".heic", ".heif", ".tif", ".tiff")
+OTHER_PICTURES = (".jxl", ".psd", ".svg", ".cr2", ".nef")
 MAX_BYTES = 2**30  # of a picture file
 LONGEST_NAME = 120  # characters of a name in a message
 BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # they reorder the surrounding text

@@ -20,6 +20,8 @@ from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import RangeFile, StoreError, StoreReader, require_length
 
 PIECE = 2**24  # bytes of one request
+PARQUET, TARS = (".parquet",), (".tar", ".tar.gz", ".tgz")
+PROBES, PROBE = 16, 4096  # number of places that identify a file without a version, and bytes at each
 
 
 class DataFiles:
@@ -43,8 +45,8 @@ class DataFiles:
             folder, pattern = split_path(Path(place))
             if not folder.exists():
                 raise UserError(
-                    f"data.path: {place} does not exist. Give a parquet file, a folder or a pattern ({Path.cwd()}), a "
-                    f"URL such as s3://bucket/pictures, or {HUB}datasets/OWNER/NAME"
+                    f"data.path: {place} does not exist. Give a parquet or tar file, a folder or a pattern "
+                    f"({Path.cwd()}), a URL such as s3://bucket/pictures, or {HUB}datasets/OWNER/NAME"
                 )
             self._store = FolderStore(folder)
         if isinstance(self._store, FolderStore) and pattern:  # where * does not match a slash, and may match a link
@@ -57,13 +59,32 @@ class DataFiles:
             known = {name: of for name, of in known.items() if not pattern or fnmatch.fnmatchcase(name, pattern)}
         self._known = dict(sorted(known.items()))
 
-    def sizes(self, suffix: str = "") -> dict[str, int]:
+    def sizes(self, suffix: str | tuple[str, ...] = "") -> dict[str, int]:
         """The sizes in bytes of the files whose names end so, by name, sorted."""
         return {name: size for name, (size, _) in self._known.items() if name.endswith(suffix)}
+
+    def shards(self, suffixes: tuple[str, ...], split: str | None) -> dict[str, int]:
+        """The sizes of the files whose names end so and contain ``split``. UserError: there are none."""
+        found = {name: size for name, size in self.sizes(suffixes).items() if split is None or split in name}
+        if not found:
+            of = "" if split is None else f" with {split!r} in its name"
+            kinds = " or ".join(suffixes)
+            raise UserError(f"data.path: {self.place} contains no {kinds} file{of}. Name a folder with one")
+        return found
 
     def version(self, name: str) -> str | None:
         """A value that changes with a file's content; None if unknown."""
         return self._known[name][1] or None
+
+    def identity(self, name: str) -> dict[str, str]:
+        """What changes with the content of a file without hashes: its version, or the bytes at some places."""
+        if version := self.version(name):
+            return {"version": version}
+        size = self._known[name][0]
+        last = max(0, size - PROBE)
+        places = sorted({place * last // (PROBES - 1) for place in range(PROBES)})
+        probes = [self.read(name, start, min(size, start + PROBE)) for start in places]
+        return {"probes": hashlib.sha256(b"".join(probes)).hexdigest()}
 
     def keep_copies(self, folder: Path | None, limit: int) -> None:
         """Read remote files whole from now on; keep ``limit`` bytes of copies; None: in a temporary folder."""
@@ -127,6 +148,6 @@ def split_url(url: str) -> tuple[str, str]:
     head, slashes, rest = url.rstrip("/").partition("://")
     parts = rest.split("/")
     first = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
-    if first == len(parts) and parts[-1].endswith(".parquet"):
+    if first == len(parts) and parts[-1].endswith(PARQUET + TARS):
         first -= 1
     return f"{head}{slashes}{'/'.join(parts[:first])}", "/".join(parts[first:])

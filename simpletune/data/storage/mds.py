@@ -26,7 +26,6 @@ INDEX = "index.json"
 MOST_INDEX = 2**28  # bytes
 MOST_RATIO = 1000  # of a shard's bytes to those of its compressed form; pictures hardly shrink
 PIECE = 2**22  # bytes to hash at once
-PROBES, PROBE = 16, 4096  # number of places that the digest of a shard without hashes covers, and bytes at each
 ALGORITHMS = frozenset(hashlib.algorithms_guaranteed) - {"shake_128", "shake_256"}
 CODECS = {"zstd": "zstd", "snappy": "snappy", "br": "brotli"}  # pyarrow's names
 OTHERS = ("gz", "bz2")  # Python's own
@@ -117,14 +116,8 @@ class MDSRows(ShardedRows):
         """Identify a shard's content by its hashes, or, if it has none, by its length and the bytes at some places."""
         file, hashes = entry.file, {**entry.raw.hashes, **{f"zip {n}": h for n, h in entry.file.hashes.items()}}
         about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.picture}
-        name = self._folder + file.name
-        if not hashes and (version := self._files.version(name)):
-            about["version"] = version
-        elif not hashes:
-            last = max(0, file.bytes - PROBE)
-            places = sorted({place * last // (PROBES - 1) for place in range(PROBES)})
-            probes = [self._files.read(name, start, min(file.bytes, start + PROBE)) for start in places]
-            about["probes"] = hashlib.sha256(b"".join(probes)).hexdigest()
+        if not hashes:
+            about |= self._files.identity(self._folder + file.name)
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     def _sample(self, block: int, row: int) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simpletune.data.storage.files import DataFiles
+from simpletune.data.storage.files import PARQUET, DataFiles
 from simpletune.data.storage.rows import (
     MAX_BLOCK,
     Block,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray, Table
     from pyarrow.parquet import FileMetaData, ParquetFile
 
-SUFFIX = ".parquet"
 MOST_CAPTIONS = 2**26  # bytes of captions in memory
 OPEN = 16  # files
 
@@ -48,16 +47,12 @@ class ParquetRows(ShardedRows):
     """
 
     def __init__(self, files: DataFiles, columns: Columns, split: str | None = None):
-        sizes = {name: size for name, size in files.sizes(SUFFIX).items() if split is None or split in name}
-        if not sizes:
-            of = "" if split is None else f" with {split!r} in its name"
-            raise UserError(f"data.path: {files.place} contains no {SUFFIX} file{of}. Name a folder with one")
         self._files, self._lock = files, threading.Lock()
         self._open = lru_cache(maxsize=OPEN)(self._opened)
         self._pictures: LruCache[ChunkedArray] = LruCache()
         self._captions: LruCache[ChunkedArray] = LruCache(MOST_CAPTIONS)
         shards, blocks = list[Shard](), list[Block]()
-        for name, size in sizes.items():
+        for name, size in files.shards(PARQUET, split).items():
             footer, digest = self._footer(name, size, columns)
             shards.append(Shard(name, footer.num_rows, digest))
             blocks += [_block(footer, shards, number, columns) for number in range(footer.num_row_groups)]

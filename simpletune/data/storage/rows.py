@@ -194,7 +194,8 @@ class ShardedRows(ABC):
 
     @abstractmethod
     def _cell(self, block: int, row: int, column: str) -> object:
-        """The picture's or caption's cell in a row of a block; bytes for text that is not UTF-8."""
+        """The picture's or caption's cell in a row of a block; bytes for text that is not UTF-8. UnusablePicture: it
+        cannot be used."""
 
     @abstractmethod
     def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Who else is told a run's metrics and pictures? TensorBoard and wandb; a tracker that fails is disabled.
+"""Who else is told a run's metrics and pictures? TensorBoard, wandb, trackio, a webhook; one that fails is off.
 
 A new one takes a file here with a ``Tracker``, a field in ``Tracking`` (config/schema.py) and a line in
 ``open_trackers``.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from simpletune.config.schema import TrainConfig, profile_folder
 from simpletune.system.console import say
+from simpletune.system.notify import receiver_or_none
 from simpletune.system.options import Json
 from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
@@ -122,4 +123,13 @@ def open_trackers(config: TrainConfig, folder: Path, start: int, writes: bool = 
 
         online = option.wandb == "online"
         makers["wandb"] = lambda warn: Wandb(folder, config.name, option.wandb_project, online, values, warn)
+    if writes and option.trackio is not None:
+        from simpletune.training.trackers.trackio_project import Trackio
+
+        project = option.trackio
+        makers["trackio"] = lambda warn: Trackio(config.name, project, start, values)
+    if writes and option.notify == "pictures" and (receiver := receiver_or_none()) is not None:
+        from simpletune.training.trackers.notifications import Notifications
+
+        makers["notification"] = lambda warn: Notifications(config.name, receiver, warn)
     return Trackers(makers)

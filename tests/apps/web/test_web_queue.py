@@ -7,15 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from inbox import Inbox
 from serving import until
 
-from simpletune.apps.web import processes, queue, queue_runner
+from simpletune.apps.cli.main import parse
+from simpletune.apps.web import app, processes, queue, queue_runner
 from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import Roots, make_roots
+from simpletune.runs.attempts import attempts_of
+from simpletune.system.atomic import machine_name, write_json
 from simpletune.system.locks import exclusive
 from simpletune.system.options import UserError
 from simpletune.system.package import PACKAGE
@@ -34,6 +40,8 @@ run = Path("runs") / name
 run.mkdir(parents=True, exist_ok=True)
 with open("began", "a") as file:
     file.write(name + "\\n")
+with open("words-" + name, "a") as file:
+    file.write(" ".join(sys.argv[3:]) + "\\n")
 while not Path("go-" + name).exists():
     time.sleep(0.01)
 '''
@@ -141,6 +149,137 @@ queue_runner.step(make_roots(Path({str(roots.runs)!r}), [Path({str(tmp_path)!r})
     until(lambda: (tmp_path / "began").read_text().split() == ["one", "two"])
 
 
+RUNNER = """
+import sys, time
+from functools import partial
+from pathlib import Path
+from simpletune.apps.web import processes, queue_runner
+from simpletune.apps.web.roots import make_roots
+processes.start = partial(processes.start, module="stands_in")
+while True:
+    queue_runner.step(make_roots(Path(sys.argv[1]), [Path(sys.argv[2])]))
+    time.sleep(0.05)
+"""
+
+
+def lose_power(roots: Roots, runner: subprocess.Popen[bytes], *names: str) -> None:
+    """Kill a process, then those that nobody sees end; and begin another boot."""
+    runner.kill()
+    runner.wait()
+    for name in names:
+        processes.send_signal(roots, name, signal.SIGKILL)
+        until(lambda name=name: not processes.running(roots, name))
+    for file in (roots.own / "logs").glob("*.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "before"}))
+
+
+def attempt(ended: str | None, reason: str = "", ago: float = 0.0) -> list[dict[str, object]]:
+    started = (datetime.now(UTC) - timedelta(seconds=ago)).replace(microsecond=0).isoformat()
+    figures = {"device": "cpu", "from_step": 0, "last_step": 3, "seconds": 1.0}
+    return [{"started": started, **figures, "ended": ended, "reason": reason}]
+
+
+def test_after_a_restart_of_the_machine_the_queue_goes_on(tmp_path: Path, roots: Roots) -> None:
+    put(roots, "bad", "one", "two")
+    paths = os.pathsep.join([str(PACKAGE.parent), str(tmp_path / "modules")])
+    command = [sys.executable, "-c", RUNNER, str(roots.runs), str(tmp_path)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}) as runner:
+        until((tmp_path / "words-one").exists)
+        until(lambda: states(roots) == [("bad", "failed"), ("one", "running"), ("two", "waiting")])
+        lose_power(roots, runner, "run-one")
+    (tmp_path / "runs" / "one" / "config.json").write_text("{}")
+    (tmp_path / "runs" / "one" / "attempts.json").write_text(json.dumps(attempt(None)))
+    assert_states_become(roots, [("bad", "failed"), ("one", "running"), ("two", "waiting")])
+    until(lambda: (tmp_path / "words-one").read_text() == "\n--resume auto\n")
+    for _ in range(3):
+        queue_runner.step(roots)
+    assert (tmp_path / "began").read_text().split() == ["one", "one"]  # started again once
+    (tmp_path / "go-one").touch()
+    assert_states_become(roots, [("bad", "failed"), ("one", "finished"), ("two", "running")])
+
+
+def lost(roots: Roots, machine: str) -> None:
+    """Leave the queue's only run as running, its process recorded on this machine or another, of an earlier boot."""
+    queue.change(roots, lambda entries: [each.model_copy(update={"state": "running"}) for each in entries])
+    file = processes.log_file(roots, "run-one").with_suffix(".json")
+    file.parent.mkdir(exist_ok=True)
+    since = time.time() - 60
+    write_json(file, {"machine": machine, "boot": "before", "since": since, "words": ["train"], "pid": 1, "started": 1})
+
+
+@pytest.mark.parametrize(
+    ("attempts", "state", "resume"),
+    [
+        (attempt("stopped", "SIGTERM"), "waiting", True),  # an orderly shutdown
+        (None, "waiting", False),  # while it prepared its data
+        (attempt("finished", ago=3600), "waiting", False),  # an older run of this name, still to be moved away
+        (attempt("finished"), "finished", False),
+        (attempt("failed", "no room"), "failed", False),
+    ],
+)
+def test_what_a_restart_ended_waits_again_and_what_had_ended_stays(
+    attempts: list[dict[str, object]] | None, state: str, resume: bool, roots: Roots
+) -> None:
+    put(roots, "one")
+    lost(roots, machine_name())
+    (roots.runs / "one").mkdir()
+    (roots.runs / "one" / "config.json").write_text("{}")
+    if attempts is not None:
+        (roots.runs / "one" / "attempts.json").write_text(json.dumps(attempts))
+    found = queue_runner.ended_entry(roots, queue.read_queue(roots)[0])
+    assert found is not None and (found.state, found.resume) == (state, resume)
+
+
+def test_a_run_that_is_lost_with_the_machine_too_often_fails(roots: Roots) -> None:
+    put(roots, "one")
+    for number in range(queue_runner.MOST_RESTARTS + 1):
+        lost(roots, machine_name())
+        found = queue_runner.ended_entry(roots, queue.read_queue(roots)[0])
+        assert found is not None
+        assert (found.state, found.restarts) == ("waiting", number + 1) or number == queue_runner.MOST_RESTARTS
+        queue.change(roots, lambda entries, found=found: [found])
+    assert found.state == "failed" and "restarted 6 times while it ran" in found.reason
+
+
+def test_a_run_of_another_machine_is_not_started_again(roots: Roots) -> None:
+    put(roots, "one")
+    lost(roots, "another")
+    assert_states_become(roots, [("one", "killed")])
+
+
+def test_a_killed_run_is_posted_by_the_runner(
+    tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Inbox() as inbox:
+        monkeypatch.setenv("SIMPLETUNE_NOTIFY_URL", f"{inbox.url}/secret-path")
+        put(roots, "one")
+        assert_states_become(roots, [("one", "running")])
+        until((tmp_path / "words-one").exists)
+        processes.send_signal(roots, "run-one", signal.SIGKILL)
+        assert_states_become(roots, [("one", "killed")])
+    assert [json.loads(each.body)["text"] for each in inbox.posted] == ["one killed: signal 9"]
+    assert "secret-path" not in "".join(capsys.readouterr())
+    files = [file for file in roots.runs.rglob("*") if file.is_file()]
+    assert files and [file for file in files if b"secret-path" in file.read_bytes()] == []
+
+
+def test_a_server_continues_the_queue_without_an_open_page(
+    tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Roots] = []
+    monkeypatch.setattr(queue, "ensure_runner", asked.append)
+    monkeypatch.setattr(app.PageServer, "run", lambda self, sockets: sockets[0].close())
+    app.run(parse(["web", "--runs", str(roots.runs), "--root", str(tmp_path), "--port", "0"]))
+    assert asked == [roots]
+
+
+def test_a_change_is_on_disk_before_it_is_answered(roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(queue, "flush_to_disk", flushed.append)
+    put(roots, "one")
+    assert flushed == [roots.own] and (roots.own / queue.FILE).exists()
+
+
 def test_the_runner_works_the_queue_off_and_ends(tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # a real runner and a real command, whose configurations do not exist
     put(roots, "one", "two")
@@ -196,3 +335,31 @@ def test_what_a_configuration_trains_on(monkeypatch: pytest.MonkeyPatch) -> None
     assert [queue.queue_device(data) for data in (demo, {}, {"device": "cpu"})] == ["cpu", "gpu", "cpu"]
     monkeypatch.setattr(queue.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     assert queue.queue_device(demo) == "gpu" and queue.queue_device({**demo, "device": "cpu"}) == "cpu"
+
+
+@pytest.mark.slow
+def test_real_runs_go_on_after_a_restart_with_nobody_watching(tiny_config: dict, tmp_path: Path) -> None:
+    roots = make_roots(tmp_path / "runs", [tmp_path])
+    tiny_config |= {"train": {"steps": 100_000}, "checkpoint": {"every": 20}}
+    (tmp_path / "one.json").write_text(json.dumps(tiny_config | {"name": "one"}))
+    (tmp_path / "two.json").write_text(json.dumps(tiny_config | {"name": "two", "train": {"steps": 2}}))
+    entries = [
+        QueueEntry(id=name, name=name, config=str(tmp_path / f"{name}.json"), device="cpu") for name in ("one", "two")
+    ]
+    queue.change(roots, lambda _: entries)
+    words = ["-m", "simpletune", "web", "--runs", str(roots.runs), "--root", str(tmp_path), "--port", "0"]
+    saved = roots.runs / "one" / "checkpoints"
+
+    with subprocess.Popen([sys.executable, *words], cwd=PACKAGE.parent) as server:
+        until(lambda: saved.is_dir() and len(list(saved.glob("step-*"))) > 1, 300)
+        lose_power(roots, server, queue.RUNNER, "run-one")
+    last = max(int(step.name.removeprefix("step-")) for step in saved.glob("step-*"))
+    (tmp_path / "one.json").write_text(json.dumps(tiny_config | {"name": "one", "train": {"steps": last + 5}}))
+
+    with subprocess.Popen([sys.executable, *words], cwd=PACKAGE.parent) as server:
+        until(lambda: states(roots) == [("one", "finished"), ("two", "finished")], 300)
+        server.terminate()
+    assert [(each.from_step, each.ended) for each in attempts_of(roots.runs / "one")] == [
+        (0, "killed"), (last, "finished"),
+    ]  # fmt: skip
+    assert not list(roots.runs.glob("one.*")) and queue.read_queue(roots)[0].restarts == 1

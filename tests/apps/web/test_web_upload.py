@@ -109,7 +109,7 @@ def test_pictures_and_captions_become_a_folder_and_duplicates_and_orphans_are_na
         ("a.png", picture(1)), ("a.txt", b"a red cat"), ("sub/B.JPG", picture(2, kind="JPEG")), ("sub/B.TXT", b"b"),
         ("copy.png", picture(1)), ("copy.txt", b"a red cat"), ("lonely.caption", b"c"), ("a-masklabel.png", mask),
         ("sub/B-masklabel.png", mask), ("metadata.jsonl", b'{"file_name": "a.png", "text": "x"}'),
-        (".DS_Store", b"x"), ("__MACOSX/a.png", b"x"), ("Thumbs.db", b"x"), ("old.gif", b"GIF89a"), ("it.7z", b"7z"),
+        (".DS_Store", b"x"), ("__MACOSX/a.png", b"x"), ("Thumbs.db", b"x"), ("old.psd", b"8BPS"), ("it.7z", b"7z"),
     ])  # fmt: skip
     assert answer.json() | {"left_out": []} == {"folder": str(root / "set"), "pictures": 2, "left_out": []}
     assert tree(root) == [
@@ -118,7 +118,7 @@ def test_pictures_and_captions_become_a_folder_and_duplicates_and_orphans_are_na
     ]  # fmt: skip
     assert left_out == [
         "copy.png has the same content as a.png",
-        "old.gif is a picture of a kind that is not read (.gif). Save it as JPEG or PNG",
+        "old.psd is a picture of a kind that is not read (.psd). Save it as JPEG or PNG",
         "it.7z is an archive of another kind than zip. Unpack it, or pack the pictures as a zip file",
         "lonely.caption is a caption, and no picture has its name",
     ]

@@ -20,6 +20,7 @@ from typing import Any
 import fake_hub
 import pytest
 from fake_hub import Failure
+from inbox import Inbox
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.doctor import checks, command, hub_checks, probe
@@ -182,6 +183,14 @@ WRONG = {
     ),
     "hidden cards": (checks.environment, variable(CUDA_VISIBLE_DEVICES=""), PROBLEM, "hides"),
     "waiting launches": (checks.environment, variable(CUDA_LAUNCH_BLOCKING="1"), WARNING, "waits"),
+    "an address that is none": (
+        checks.notification, variable(SIMPLETUNE_NOTIFY_URL="ntfy.sh/topic"), WARNING, "no http or https URL",
+    ),
+    "nobody to try to notify": (checks.notification, {"notify": True}, WARNING, "SIMPLETUNE_NOTIFY_URL is not set"),
+    "a webhook that is gone": (
+        checks.notification, {"notify": True} | variable(SIMPLETUNE_NOTIFY_URL="http://127.0.0.1:9/secret"), WARNING,
+        r"JSON \(127.0.0.1\) did not take a message \(Connection refused\) (?!.*secret)",
+    ),
     "a taken port": (checks.port, {"taken": True}, WARNING, "8000: Address already in use"),
     "no port": (checks.port, variable(AIP_HTTP_PORT="http"), WARNING, "AIP_HTTP_PORT=http"),
     "no driver": (
@@ -227,6 +236,15 @@ WRONG = {
         checks.int8_products, answer("int8 products", error="RuntimeError: PTX"), WARNING, "PTX",
     ),
 }  # fmt: skip
+
+
+def test_doctor_can_try_the_notification() -> None:
+    with Inbox() as inbox:
+        asked = variable(SIMPLETUNE_NOTIFY_URL=f"{inbox.url}/secret")
+        assert "JSON (127.0.0.1), not tried" in levels(checks.notification, machine(**asked))[OK]
+        assert inbox.posted == []
+        assert "JSON (127.0.0.1) took a message" in levels(checks.notification, machine(**asked, notify=True))[OK]
+    assert [each.path for each in inbox.posted] == ["/secret"]
 
 
 def test_linux_own_disk_in_wsl_is_right() -> None:
@@ -438,7 +456,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_doctor_writes_the_file_that_is_asked_for_and_ends_with_0_on_a_right_machine(
     offline: Path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(command, "Machine", lambda probe: machine())
+    monkeypatch.setattr(command, "Machine", lambda probe, notify: machine())
     assert main(["doctor"]) == 0 and list(offline.iterdir()) == []  # nothing is written unasked
     assert "For a bug report, add --out FILE" in capsys.readouterr().out
     assert main(["doctor", "--out", "doctor.txt"]) == 0
@@ -455,11 +473,11 @@ def test_doctor_writes_the_file_that_is_asked_for_and_ends_with_0_on_a_right_mac
 def test_problems_end_it_with_1_and_the_file_is_private(offline: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("HF_TOKEN", fake_hub.TOKEN)
     wrong = {"bitsandbytes": {"error": f"OSError: /home/ann/lib.so of {fake_hub.TOKEN}"}}
-    monkeypatch.setattr(command, "Machine", lambda probe: machine(wrong))
+    monkeypatch.setattr(command, "Machine", lambda probe, notify: machine(wrong))
     assert main(["doctor", "--no-train", "--out", "doctor.txt"]) == 1
     assert "1 problem," in capsys.readouterr().err
     assert "OSError: ~/lib.so of ***" in (offline / "doctor.txt").read_text()
-    monkeypatch.setattr(command, "Machine", lambda probe: machine(python=(3, 9, 0)))
+    monkeypatch.setattr(command, "Machine", lambda probe, notify: machine(python=(3, 9, 0)))
     assert main(["doctor", "--no-train", "--out", "other.txt"]) == 1
     assert "problem  Python: 3.9.0" in capsys.readouterr().out
     assert "problem  Python: 3.9.0" in (offline / "other.txt").read_text()

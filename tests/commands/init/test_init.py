@@ -18,6 +18,7 @@ from simpletune.commands.init.answers import ask
 from simpletune.commands.init.choices import PROFILES, profile_of
 from simpletune.config.load import read_config, validate
 from simpletune.data.sources.multi_source import scan_sources
+from simpletune.data.sources.walk import SUFFIXES
 from simpletune.data.split import split_pictures
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
@@ -261,9 +262,9 @@ def test_steps_follow_pictures_and_length(length: str, factor: float, tmp_path: 
 def test_duplicates_and_other_formats_are_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", 3)
     (folder / "again.png").write_bytes((folder / "0.png").read_bytes())
-    (folder / "phone.heic").touch()
+    (folder / "layers.psd").touch()
     notes = " ".join(suggest(folder).notes)
-    assert "1 group of identical files, such as 0.png, again.png" in notes and "1 .heic" in notes
+    assert "1 group of identical files, such as 0.png, again.png" in notes and "1 .psd" in notes
 
 
 @pytest.mark.parametrize("name", ["my pictures", "käse 猫", "-rf", "x\ny", "con", "...", "a" * 200])
@@ -279,12 +280,12 @@ def test_folders_of_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("a", {}, "contains no pictures (.jpg, .jpeg, .png, .webp). Add some"),
+        ("a", {}, f"contains no pictures ({', '.join(SUFFIXES)}). Add some"),
         ("a/nothing", {}, "nothing does not exist. Give a folder with pictures"),
         ("a/x", {"x": ""}, "x is a file. Give the folder"),
         ("a", {"metrics.jsonl": "", "0.png": None}, "is the folder of a run"),
         ("a", {"a.png": "no picture"}, "none of 1 picture can be used: a.png is not a picture"),
-        ("a", {"a.heic": ""}, "It has 1 .heic: convert them"),
+        ("a", {"a.psd": ""}, "It has 1 .psd: convert them"),
     ],
 )
 def test_what_is_no_folder_of_pictures(

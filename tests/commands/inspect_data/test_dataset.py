@@ -55,7 +55,7 @@ def messy(tmp_path: Path) -> Path:
     (folder / "bare.png").write_bytes((folder / "p0.png").read_bytes())
     scene(8, (12, 12)).save(folder / "tiny.png")
     (folder / "tiny.txt").write_text("tiny")
-    (folder / "film.gif").write_bytes(b"GIF89a")
+    (folder / "film.psd").write_bytes(b"8BPS")
     return folder
 
 
@@ -83,7 +83,16 @@ def test_all_that_is_odd_is_found(config: str, capsys: pytest.CaptureFixture[str
     assert found["same_caption"] == {"scene 2": ["near.jpg", "p2.png"]}
     (name, tokens), *others = found["too_long"]["captions"].items()
     assert (found["too_long"]["limit"], name, others) == ("77 CLIP tokens", "same.png", []) and tokens >= 102
-    assert found["left_alone"] == {".gif": 1}
+    assert found["left_alone"] == {".psd": 1}
+
+
+def test_an_animation_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scene(1).save(tmp_path / "film.gif", save_all=True, append_images=[scene(2)])
+    scene(3).save(tmp_path / "still.gif")
+    assert main(["data", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert "animated   1 picture: the first frame or page is used" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "data.json").read_text())["animated"] == ["film.gif"]
+    assert "is used of 1 picture: film.gif." in (tmp_path / "out" / "data.html").read_text()
 
 
 def test_the_text_says_what_was_scaled_up(config: str, capsys: pytest.CaptureFixture[str]) -> None:

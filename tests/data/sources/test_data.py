@@ -494,7 +494,7 @@ def test_metadata_that_is_missing_or_no_text(tmp_path: Path) -> None:
 def test_pictures_are_found_in_the_order_of_their_names(tmp_path: Path) -> None:
     names = ["b.png", "B.png", "a b.png", "a/z.png", "a.jpg", "10.webp", "2.jpeg", "ä.png"]
     hidden = [".hidden.png", ".cache/a.png", "a/.b/c.png"]
-    others = ["notes.md", "film.mp4", "picture.tiff", "thumbs.db"]
+    others = ["notes.md", "film.mp4", "picture.psd", "thumbs.db"]
     put(tmp_path, {name: PICTURE for name in reversed([*names, *hidden, *others])})
     (tmp_path / "folder.png").mkdir()
     scan = Folder(path=str(tmp_path), prompt="x").scan(tmp_path)

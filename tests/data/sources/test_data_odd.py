@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import io
 import json
 import os
+import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,14 +18,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from stream_data import ASSETS as MDS
 
 from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.pictures import decode, picture_size
+from simpletune.data.sources.pictures import decode, has_more_frames, picture_size
 from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, printable_name, read_regular, walk
+from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, printable_name, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.options import UserError
+
+ASSETS = MDS.parent
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -68,7 +75,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     assert [each.name for each in walk(tmp_path, "inside").rejected] == ["."]
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"])
 def test_a_truncated_picture_is_found_while_scanning(kind: str, tmp_path: Path) -> None:
     """Not hours later, when its turn to be encoded comes."""
     data = encoded(noise(64, 64), kind)
@@ -81,9 +88,9 @@ def test_whole_pictures_are_not_decoded_by_a_scan(tmp_path: Path, monkeypatch: p
     exif = Image.Exif()
     exif[0x0112] = 6
     expected = {}
-    for kind in ("PNG", "JPEG", "WEBP"):
+    for kind in ("PNG", "JPEG", "WEBP", "AVIF"):
         for name, size, more in ((f"plain-{kind}.png", (9, 5), {}), (f"turned-{kind}.png", (5, 9), {"exif": exif})):
-            (tmp_path / name).write_bytes(encoded(noise(9, 5), kind, **more))
+            (tmp_path / name).write_bytes(encoded(noise(9, 5), kind, **copy.deepcopy(more)))  # AVIF's writer empties it
             expected[name] = size
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
     assert {picture.name: picture.size for picture in scan(tmp_path, prompt="x").pictures} == expected
@@ -100,24 +107,24 @@ def test_an_orientation_behind_the_pixels_of_a_png_is_seen() -> None:
     assert picture_size(late) == decode(late).size == (5, 9)
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
 def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
     red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     data = encoded(red, kind, save_all=True, append_images=[blue])
-    assert Image.open(io.BytesIO(data)).n_frames == 2
+    assert has_more_frames(data) and not has_more_frames(encoded(red, kind))
     assert picture_size(data) == (16, 16)
     np.testing.assert_allclose(np.asarray(decode(data))[8, 8], [255, 0, 0], atol=3)
 
 
 def test_other_files_are_left_alone_refused_or_never_waited_for(tmp_path: Path) -> None:
-    for name in ("a.png", "b.gif", "c.GIF", "d.heic", "Thumbs.db", ".DS_Store", "notes.txt"):
+    for name in ("a.png", "b.psd", "c.PSD", "d.jxl", "Thumbs.db", ".DS_Store", "notes.txt"):
         (tmp_path / name).write_bytes(PICTURE)
     with (tmp_path / "film.png").open("wb") as file:
         file.truncate(MAX_BYTES + 1)  # sparse
     os.mkfifo(tmp_path / "pipe.png")
     found = scan(tmp_path, prompt="x")
     assert [picture.name for picture in found.pictures] == ["a.png"]
-    assert found.left_alone == {".gif": 2, ".heic": 1}
+    assert found.left_alone == {".psd": 2, ".jxl": 1}
     assert {each.name: each.reason for each in found.rejected} == {
         "film.png": "has 1,073,741,825 bytes; the limit is 1,073,741,824",
         "pipe.png": "is not a regular file",
@@ -136,18 +143,152 @@ def test_levels_in_floating_point_are_refused() -> None:
         decode(encoded(image, "TIFF"))
 
 
+def modes() -> dict[str, Image.Image]:
+    """A picture in the modes that formats store."""
+    rgb = noise(9, 5)
+    levels = np.random.default_rng(1).integers(0, 65536, (5, 9), dtype=np.uint16)
+    opacity = Image.fromarray((levels % 256).astype(np.uint8))
+    clear = rgb.copy()
+    clear.putalpha(opacity)
+    spotted = rgb.quantize(8)
+    spotted.info["transparency"] = 3
+    return {
+        "RGB": rgb, "L": rgb.convert("L"), "1": rgb.convert("1"), "P": rgb.quantize(8), "spotted": spotted,
+        "RGBA": clear, "LA": clear.convert("LA"), "I;16": Image.fromarray(levels),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "options"),
+    [
+        ("TIFF", ("RGB", "L", "1", "P", "RGBA", "LA", "I;16"), {}),
+        ("TIFF", ("RGB", "RGBA", "I;16"), {"compression": "tiff_lzw"}),
+        ("BMP", ("RGB", "L", "1", "P"), {}),
+        ("GIF", ("L", "1", "P", "spotted"), {}),
+        ("AVIF", ("RGB", "L", "RGBA"), {"quality": 100, "subsampling": "4:4:4"}),
+    ],
+)
+def test_a_picture_has_the_pixels_of_a_png_of_it(kind: str, stored: tuple[str, ...], options: dict) -> None:
+    for name in stored:
+        image = modes()[name]
+        found, expected = (np.asarray(decode(data)) for data in (encoded(image, kind, **options), encoded(image)))
+        np.testing.assert_allclose(found.astype(int), expected, atol=3 if kind == "AVIF" else 0, err_msg=name)
+
+
+def test_inks_of_a_tiff_are_those_of_a_jpeg() -> None:
+    inks = Image.new("CMYK", (16, 16), (200, 30, 0, 60))
+    found, expected = (np.asarray(decode(encoded(inks, kind))) for kind in ("TIFF", "JPEG"))
+    np.testing.assert_allclose(found.astype(int), expected, atol=3)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_picture_is_read_as_a_png_of_it(kind: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    blocks = Image.fromarray(np.kron(np.asarray(noise(4, 2)), np.ones((16, 16, 1), np.uint8)))
+    turned, expected = encoded(blocks, kind, exif=copy.deepcopy(exif)), decode(encoded(blocks, exif=exif))
+    assert picture_size(turned) == decode(turned).size == expected.size
+    np.testing.assert_allclose(
+        np.asarray(decode(turned))[8::16, 8::16].astype(int), np.asarray(expected)[8::16, 8::16], atol=25
+    )
+
+
+HEIC = (ASSETS / "turned.heic").read_bytes()
+
+
+def test_a_heic_is_read_or_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    for name in ("phone.HEIC", "renamed.jpg"):
+        (tmp_path / name).write_bytes(HEIC)
+    needs = "is HEIC, which needs one more package. Run: pip install 'simpletune[heic]'"
+    assert reasons(tmp_path, prompt="x") == {"phone.HEIC": needs, "renamed.jpg": needs}
+    monkeypatch.undo()
+    assert [picture.size for picture in scan(tmp_path, prompt="x").pictures] == [(48, 64), (48, 64)]
+    pixels = np.asarray(decode(HEIC)).astype(int)
+    assert not has_more_frames(HEIC)
+    for place, colour in (((10, 10), (40, 60, 220)), ((10, 40), (220, 30, 30)), ((50, 10), (255, 255, 255))):
+        np.testing.assert_allclose(pixels[place], colour, atol=6)
+    with pytest.raises(UnusablePicture):
+        picture_size(HEIC[:-200])
+
+
+def _end_of_directory(data: bytes, start: int | None = None) -> int:
+    at = struct.unpack_from("<I", data, 4)[0] if start is None else start
+    return at + 2 + 12 * struct.unpack_from("<H", data, at)[0]
+
+
+def _entry(data: bytes, tag: int) -> int:
+    """Where a TIFF's first directory has a tag."""
+    places = range(struct.unpack_from("<I", data, 4)[0] + 2, _end_of_directory(data), 12)
+    return next(at for at in places if struct.unpack_from("<H", data, at)[0] == tag)
+
+
+def with_wide_tag(data: bytes, width: int, count: int = 1) -> bytes:
+    changed, at = bytearray(data), _entry(data, 256)
+    struct.pack_into("<HII", changed, at + 2, 4, count, width)
+    return bytes(changed)
+
+
+def bmp_head(width: int, height: int) -> bytes:
+    return b"BM" + struct.pack("<IIIIiiHHIIiiII", 2**32 - 1, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        bmp_head(2**30, 2**30),
+        b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b",\0\0\0\0\xff\xff\xff\xff\0\2\1\0\0;",
+        with_wide_tag(encoded(noise(8, 8), "TIFF"), 2**31 - 1),
+    ],
+    ids=["BMP", "GIF", "TIFF"],
+)
+def test_a_head_that_announces_too_many_pixels_is_refused(head: bytes) -> None:
+    for read in (picture_size, decode, has_more_frames):
+        with pytest.raises(UnusablePicture, match="has more than 178,956,970 pixels"):
+            read(head)
+
+
+def test_only_the_first_page_of_a_tiff_is_decoded() -> None:
+    page = noise(8, 8)
+    data = bytearray(encoded(page, "TIFF", save_all=True, append_images=[noise(8, 8, 1)] * 200))
+    first = decode(bytes(data))
+    (second,) = struct.unpack_from("<I", data, _end_of_directory(data))
+    struct.pack_into("<I", data, _end_of_directory(data, second), second)  # the third page is the second: a cycle
+    assert picture_size(bytes(data)) == (8, 8) and has_more_frames(bytes(data))
+    assert np.asarray(decode(bytes(data))).tolist() == np.asarray(first).tolist() == np.asarray(page).tolist()
+
+
+def test_what_libraries_say_about_a_picture_reaches_nobody(tmp_path: Path) -> None:
+    """They name no file; the reasons do."""
+    lzw = encoded(noise(12, 10), "TIFF", compression="tiff_lzw")
+    (start,) = struct.unpack_from("<I", lzw, _entry(lzw, 273) + 8)
+    (tmp_path / "lzw.tif").write_bytes(lzw[: start + 2] + b"\xff" * 40 + lzw[start + 42 :])
+    (tmp_path / "odd.tif").write_bytes(with_wide_tag(encoded(noise(8, 8), "TIFF"), 0, count=2))
+    (tmp_path / "large.bmp").write_bytes(bmp_head(10_000, 9_000))
+    (tmp_path / "fine.png").write_bytes(encoded(Image.new("RGB", (800, 800))))
+    done = subprocess.run(
+        [sys.executable, "-m", "simpletune", "data", str(tmp_path), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == "", done.stderr
+    assert {each["name"] for each in json.loads(done.stdout)["unusable"]} >= {"lzw.tif", "large.bmp"}
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]),
+    st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIC"]),
     st.lists(st.tuples(st.floats(0, 0.9999), st.integers(0, 255)), min_size=1, max_size=4),
     st.floats(0.1, 1),
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_fuzzed_pictures_are_read_or_refused(kind: str, changes: list[tuple[float, int]], kept: float) -> None:
-    data = bytearray(encoded(noise(12, 10), kind))
+    data = bytearray(HEIC if kind == "HEIC" else encoded(noise(12, 10), kind))
     for place, value in changes:
         data[int(place * len(data))] = value
-    for read in (picture_size, decode):
+    for read in (picture_size, decode, has_more_frames):
         try:
             found = read(bytes(data[: int(kept * len(data)) + 1]))
         except UnusablePicture as reason:
@@ -161,10 +302,10 @@ def test_fuzzed_pictures_are_read_or_refused(kind: str, changes: list[tuple[floa
 
 def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PICTURE)
-    (tmp_path / "b.gif").write_bytes(PICTURE)
+    (tmp_path / "b.psd").write_bytes(PICTURE)
     rows = [{"file_name": "a.png", "text": "fine"}, {"text": "x"}, {"file_name": "../a.png", "text": "x"},
             {"file_name": "a.png", "text": "half \ud83d"},
-            {"file_name": "gone.png", "text": "x"}, {"file_name": "b.gif", "text": "x"},
+            {"file_name": "gone.png", "text": "x"}, {"file_name": "b.psd", "text": "x"},
             {"file_name": "nul\0.png", "text": "x"}, {"file_name": "n" * 300 + ".png", "text": "x"}]  # fmt: skip
     (tmp_path / METADATA).write_text("\n".join(map(json.dumps, rows)))
     found = reasons(tmp_path)
@@ -172,7 +313,7 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     assert "'../a.png' is outside the folder" in found[f"{METADATA}:3"]
     assert "lone surrogate" in found[f"{METADATA}:4"]
     assert found[f"{METADATA}:5"] == "names 'gone.png', which does not exist"
-    assert "not a .jpg, .jpeg, .png, .webp file" in found[f"{METADATA}:6"]
+    assert f"not a {', '.join(SUFFIXES)} file" in found[f"{METADATA}:6"]
     with pytest.raises(
         UserError, match="^data.path: 7 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
     ):

@@ -7,7 +7,8 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from launching import Launcher
 from PIL import Image
 from safetensors.torch import load_file
-from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet
+from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet, write_tars
 from stream_order import micro_batches
 
 from simpletune.apps.cli.main import main
@@ -169,11 +170,13 @@ def require_same(run: Path, other: Path) -> None:
     assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(other)]
 
 
-@pytest.mark.parametrize("form", ["parquet", pytest.param("zstd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["parquet", pytest.param("zstd", marks=pytest.mark.slow), ".tar"])
 def test_resuming_in_the_middle_of_an_epoch_is_exact(
     form: str, tiny_config: dict, shards: Path, tmp_path: Path, shared_cache: Path
 ) -> None:
     place = shards if form == "parquet" else stream_data.ASSETS / form
+    if form == ".tar":
+        place = write_tars(tmp_path / "tars", rows_of(20))
     data = config_of(tiny_config, place, aspect="buckets", shuffle_window=5, caption_dropout=0.2)
     data |= {"train": {"steps": 4, "batch_size": 2}, "memory": {"modulation": "plan", "modulation_window": 3}}
     data["validation"] = {"prompts": [], "loss_samples": 2}
@@ -196,12 +199,20 @@ def test_a_stream_trains_on_the_pictures_that_a_table_reads(tiny_config: dict, s
 
 @pytest.mark.parametrize("batch", [(1, 5), (3, 4)])
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-@pytest.mark.parametrize("form", ["parquet", "table", "folder", *FORMS])
+@pytest.mark.parametrize("form", ["parquet", "table", "folder", ".tar", *FORMS])
 def test_each_process_count_shows_every_sample_once_an_epoch(
-    form: str, processes: int, batch: tuple[int, int], tiny_config: dict, shards: Path, tiny_pictures: Path
+    form: str,
+    processes: int,
+    batch: tuple[int, int],
+    tiny_config: dict,
+    shards: Path,
+    tiny_pictures: Path,
+    tmp_path: Path,
 ) -> None:
     """And after a resume in the middle of the second epoch on another number of processes."""
     place = {"parquet": shards, "table": shards, "folder": tiny_pictures}.get(form, stream_data.ASSETS / form)
+    if form == ".tar":
+        place = write_tars(tmp_path / "tars", rows_of(20))
     data, listed = config_of(tiny_config, place), form in ("table", "folder")
     if listed:
         data["data"] |= {"source": form}
@@ -235,7 +246,7 @@ def test_the_plan_does_not_know_how_many_processes_there_are(tiny_config: dict, 
     assert larger.batch_size == 4 and larger.steps_per_epoch == 3
 
 
-def broken(folder: Path) -> Path:
+def broken(folder: Path, write: Callable[..., Path] = write_parquet) -> Path:
     """Twelve rows of which one picture has no bytes, one is damaged, one is too small, and one has no caption."""
     small = io.BytesIO()
     Image.new("RGB", (8, 8)).save(small, "png")
@@ -246,7 +257,7 @@ def broken(folder: Path) -> Path:
         9: {"text": " "},
     }
     rows = [{**row, **changes.get(index, {})} for index, row in enumerate(rows_of(12))]
-    return write_parquet(folder / "broken", rows, shards=2)
+    return write(folder / "broken", rows, shards=2)
 
 
 class Looks:
@@ -318,10 +329,11 @@ def test_the_places_of_unusable_rows_are_taken_and_resuming_stays_exact(tiny_con
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("write", [write_parquet, partial(write_tars, suffix=".tgz")], ids=["parquet", "tgz"])
 def test_two_processes_and_a_change_to_one_give_the_bits_of_one(
-    launcher: Launcher, tiny_config: dict, tmp_path: Path
+    write: Callable[..., Path], launcher: Launcher, tiny_config: dict, tmp_path: Path
 ) -> None:
-    data = config_of(tiny_config, broken(tmp_path), on_error="skip", shuffle_window=5)
+    data = config_of(tiny_config, broken(tmp_path, write), on_error="skip", shuffle_window=5)
     data |= {"train": {"steps": 6, "gradient_accumulation": 2, "reduce": "exact"}, "checkpoint": {"every": 2}}
     data["output"] |= {"cache": str(tmp_path / "cache")}
     one = train(validate({**data, "name": "one", "checkpoint": {"every": None}}, "stream"))

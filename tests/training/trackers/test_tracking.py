@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -259,9 +260,69 @@ def test_what_tensorboards_thread_cannot_write_is_said_at_the_end(tmp_path: Path
     assert trackers.warnings == ["TensorBoard failed and is off for the rest of the run (OSError: no space left)"]
 
 
+class FakeTrackio(ModuleType):
+    """Stands for trackio: keeps what is logged, and prints as it does."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.ends = 0
+
+    def init(self, **options: Any) -> FakeTrackio:
+        print("* Trackio project initialized")
+        self.started.append(options)
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def Image(self, image: Image.Image) -> tuple[str, str]:  # noqa: N802
+        return "image", image.mode
+
+    def Markdown(self, text: str) -> tuple[str, str]:  # noqa: N802
+        return "text", text
+
+    def finish(self) -> None:
+        print("* Run finished")
+        self.ends += 1
+
+
+def test_trackio_has_figures_pictures_and_summary(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    changes = {"validation": {"prompts": ["a red disc"], "steps": 1}, "tracking": {"trackio": "discs"}}
+    run = run_with(tiny_config, train={"steps": 2}, **changes)
+    assert summary_of(run)["warnings"] == []
+    (started,) = fake.started
+    assert {key: started[key] for key in ("project", "name", "resume", "private")} == {
+        "project": "discs", "name": "tiny", "resume": "never", "private": True,
+    }  # fmt: skip
+    assert started["config"]["adapter"]["rank"] == 2
+    assert [step for step, values in fake.logged if "loss" in values] == [1, 2]
+    assert (2, {"samples": ("image", "RGB")}) in fake.logged
+    last = fake.logged[-1]
+    assert last[0] == 2 and '"final_loss"' in last[1]["summary"][1] and fake.ends == 1
+    shown = capsys.readouterr().out
+    assert "* " not in shown and "trackio show --project discs" in shown
+    run_with(tiny_config, "latest", train={"steps": 3}, tracking={"trackio": "discs"})
+    assert fake.started[1]["resume"] == "allow"
+    assert [step for step, values in fake.logged if "loss" in values] == [1, 2, 3]
+
+
+def test_without_trackio_the_warning_says_how_to_install_it(tiny_config: dict, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    (warning,) = summary_of(run_with(tiny_config, train={"steps": 1}, tracking={"trackio": "discs"}))["warnings"]
+    assert "trackio failed and is off for the rest of the run (ImportError: " in warning
+    assert "Install it: pip install --no-deps trackio" in warning
+
+
 def test_nothing_is_loaded_or_written_when_all_is_off(tiny_config: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "trackio", None)
     run = run_with(tiny_config, train={"steps": 1}, tracking={"tensorboard": False})
     assert summary_of(run)["warnings"] == []
     assert not (tmp_path / "profiles").exists() and not (run / "wandb").exists()
@@ -315,6 +376,8 @@ def test_what_counts_as_credentials(environment: dict, entry: str | None, expect
         ({"wandb": True}, "tracking.wandb"),
         ({"tensorboard": "true"}, "tracking.tensorboard: .*true or false, without quotes"),
         ({"wandb_project": "a/b"}, "tracking.wandb_project"),
+        ({"trackio": "a/b"}, "tracking.trackio"),
+        ({"notify": "all"}, "tracking.notify"),
         ({"wand": "online"}, "tracking.wand: unknown field.*did you mean wandb|tracking.wand: .*wandb"),
     ],
 )

@@ -1,0 +1,170 @@
+"""``edges``: whether training treats the edges of a picture as its middle.
+
+Users of another trainer see artefacts at the left and bottom edges with their LoRAs of SD3.5 Medium, elsewhere than in
+the trainer's own samples (github.com/Nerogar/OneTrainer/issues/651). Here: gradients by position beside diffusers'
+blocks, on a random SD3.5 Medium of full size, and pictures of a trained tiny SD3 off its training size.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.quality import GUIDANCE, Easel, prompts_of
+from benchmarks.table import Results, describe_machine
+from simpletune.commands.train.train import train
+from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_folders
+from simpletune.config.schema import TrainConfig
+from simpletune.data.demo import pictures
+from simpletune.models.sd3.joint_block import use_joint_blocks
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.positions import crop_positions
+from simpletune.runs.weights import BASE, Weights, run_result
+from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
+from simpletune.system.console import say
+from simpletune.system.devices import choose_device
+from simpletune.system.options import Json
+
+SIZES = [(64, 64), (48, 48), (80, 80), (96, 64), (64, 96)]
+PROMPTS, STEPS = 32, 12
+BAND = 8  # an edge of gradients is an eighth of the side
+RIM = 2  # and of a picture two pixels
+GRADIENTS, AUTOENCODER = "gradients, SD3.5 Medium", "autoencoder of the tiny SD3"
+COLUMNS = {"what": "", **{side: side for side in ("left", "right", "top", "bottom")}, "most": "largest difference"}
+ABOUT = f"""\
+Each figure is a mean over an edge; of gradients, an edge is the outermost eighth.
+
+- *Gradients*: of the loss, by the picture's tokens, norms over width; SD3.5 Medium with random weights in fp32, 512 px,
+  batch 1. Ours (our blocks, the position table cropped to 512 px) over diffusers' own; *largest difference* of any
+  token, relative. 1 on all sides: no position counts more or less than in the reference.
+- *Autoencoder*: how far the outermost {RIM} pixels of decoded latents are from the picture, in levels of 255.
+- *Pictures*: the tiny SD3 and the demo's LoRA of it (trained at 64 px), {PROMPTS} held-out prompts with the trigger,
+  {STEPS} steps, guidance {GUIDANCE:g}, the same noise. How far the outermost {RIM} pixels are from the background,
+  in levels of 255: an artefact at an edge would stand out in the result. *Largest difference* between sides.
+- 48 px are three patches, an odd number: SD3 then sees the upper left three of the four that it was trained on, base
+  and result alike, and cuts figures off on the right and below. Multiples of 32 px do not shift."""
+
+
+def bands(values: np.ndarray, wide: int) -> dict[str, float]:
+    """Means over the outermost values [h, w] of each side, so many rows or columns."""
+    found = {"left": values[:, :wide], "right": values[:, -wide:], "top": values[:wide], "bottom": values[-wide:]}
+    return {side: float(band.mean()) for side, band in found.items()}
+
+
+def gradients(layers: int | None = None, side: int = 512) -> Json:
+    """Compare gradients by position between our blocks and diffusers'.
+
+    Args:
+        layers: of SD3.5 Medium; None: all.
+        side: of the picture in pixels.
+    """
+    from diffusers import SD3Transformer2DModel
+
+    family = SD3(pretrained="stabilityai/stable-diffusion-3.5-medium")
+    config = dict(family.known_config())
+    if layers is not None:
+        config |= {"num_layers": layers, "dual_attention_layers": tuple(range(layers))}
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel.from_config(config).requires_grad_(False)
+    torch.nn.init.normal_(model.proj_out.weight, std=0.02)
+    latents = torch.randn(1, *family.latent_shape(side, side))
+    text = torch.randn(1, 154, family.text_width)
+    pooled = torch.randn(1, family.pooled_width)
+
+    def by_position() -> torch.Tensor:  # [h, w], of patches
+        tokens = []
+        hook = model.pos_embed.register_forward_hook(lambda *called: tokens.append(called[2].requires_grad_()))
+        found = model(latents, text, pooled, torch.full((1,), 500.0), return_dict=False)[0]
+        hook.remove()
+        (grad,) = torch.autograd.grad((found - latents).square().mean(), tokens)
+        count = latents.shape[-1] // config["patch_size"]
+        return grad[0].norm(dim=-1).view(count, count)
+
+    theirs = by_position()
+    use_joint_blocks(model.transformer_blocks)
+    crop_positions(model.pos_embed, [(side, side)], lambda: torch.empty(0))
+    ratio = (by_position() / theirs).double().numpy()
+    return {**bands(ratio, len(ratio) // BAND), "most": float(np.abs(ratio - 1).max())}
+
+
+def deviations(images: list[Image.Image]) -> dict[str, float]:
+    """How far the outermost pixels of each side are from the picture's background, in levels of 255.
+
+    Backgrounds of the demo's scenes are plain and figures do not touch the border, so the median of the border is the
+    background.
+    """
+    values = np.stack([np.asarray(image, float) for image in images])
+    sides = {
+        "left": values[:, :, :RIM], "right": values[:, :, -RIM:], "top": values[:, :RIM], "bottom": values[:, -RIM:]
+    }  # fmt: skip
+    rim = np.concatenate([side.reshape(len(values), -1, 3) for side in sides.values()], axis=1)
+    background = np.median(rim, axis=1)[:, None, None]
+    return {name: float(np.abs(side - background).mean()) for name, side in sides.items()}
+
+
+def autoencoder() -> Json:
+    """How far the outermost pixels of decoded latents are from the picture, in levels of 255, by side."""
+    config = resolve_folders(read_config(Path("configs/demo.json"))[0])
+    vae = config.model.load_vae(torch.device("cpu"), torch.float32)
+    images = [
+        pictures.draw(scene, seed=n) for n, scene in enumerate(pictures.sample_scenes(PROMPTS, seed=9, held_out=True))
+    ]
+    values = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        z = vae.encode(values).latent_dist.mode()  # type: ignore[operator]
+        decoded = vae.decode(z).sample  # type: ignore[operator]
+    error = (decoded - values).abs().mean(dim=(0, 1)).double().numpy() * 127.5
+    found = bands(error, RIM)
+    return {**found, "most": max(found.values()) - min(found.values()), "all": float(error.mean())}
+
+
+def drawn(config: TrainConfig, weights: Weights, size: tuple[int, int]) -> list[Image.Image]:
+    """Draw the prompts at a size, width first."""
+    device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+    config = resolve_folders(config)
+    easel = Easel(config, weights, device)
+    prompts = prompts_of(PROMPTS, "striped", pictures.STYLE_TRIGGER)
+    easel.text.fill([prompt.text for prompt in prompts] + [""], device)
+    requests = [PictureRequest(p.text, p.seed, "", *size, STEPS, GUIDANCE) for p in prompts]
+    sampler = Sampler(easel.transformer, config.model, config.precision, easel.modulation, objective=config.objective)
+    return generate_pictures(sampler, easel.vae, config.model, requests, easel.text.load)
+
+
+def demo_at_sizes(names: list[str]) -> Iterator[tuple[str, Json]]:
+    """Train the demo, and compare its pictures' edges with the base's, by size."""
+    scratch = Path(tempfile.mkdtemp(prefix="simpletune-edges-"))
+    places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "name=edges"]
+    quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "checkpoint.every=null"]
+    quiet += ["tracking.tensorboard=false", "output.report=false", "memory.crop_positions=false"]
+    config = read_config(Path("configs/demo.json"), [*places, *quiet])[0]
+    result = run_result(train(config))
+    for name in names:
+        size, weights = PICTURES[name]
+        found = deviations(drawn(config, weights or result, size))
+        yield name, {**found, "most": max(found.values()) - min(found.values())}
+
+
+PICTURES: dict[str, tuple[tuple[int, int], Weights | None]] = {
+    f"pictures, {width}x{height} px, {what}": ((width, height), weights)
+    for width, height in SIZES
+    for what, weights in (("base", BASE), ("result", None))
+}
+
+
+def run(folder: Path, minutes: float, only: str = "") -> Path:
+    """Measure the missing rows."""
+    results = Results(folder / "edges", COLUMNS)
+    missing = [name for name, _ in results.missing(dict.fromkeys((GRADIENTS, AUTOENCODER, *PICTURES)), minutes, only)]
+    for name, measure in {GRADIENTS: gradients, AUTOENCODER: autoencoder}.items():
+        if name in missing:
+            results.add(name, measure())
+    for name, row in demo_at_sizes([name for name in missing if name in PICTURES]):
+        results.add(name, row)
+        say(f"bench   {name}: largest difference {row['most']:.2g}")
+    return results.write_table("Edges of pictures", ABOUT, describe_machine())
