@@ -213,6 +213,13 @@ def elementwise(args: argparse.Namespace) -> object:
     return elementwise.run(args.out, args.minutes, args.rows)
 
 
+def cards(args: argparse.Namespace) -> object:
+    """the page of what doctor --bench measured on users' cards, and the constants of time fitted to it"""
+    from benchmarks import cards
+
+    return cards.run(args.out)
+
+
 def pair(args: argparse.Namespace) -> object:
     """complete runs compared with diffusers' DreamBooth LoRA recipe, on the CPU"""
     from benchmarks import pair
@@ -250,8 +257,13 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     remote_cache: ("rows",),
     kernels: ("rows",),
     elementwise: ("rows",),
+    cards: (),
     pair: ("steps", "rounds", "overrides"),
 }
+
+
+RESULTS = Path("benchmarks/results")
+OUT: dict[Grid, Path] = {dry: RESULTS, cards: Path("docs/reference")}  # dry: a folder per card
 
 
 def name_of(grid: Grid) -> str:
@@ -266,9 +278,10 @@ def parser() -> argparse.ArgumentParser:
     for grid, names in GRIDS.items():
         sub = grids.add_parser(name_of(grid), help=grid.__doc__, description=grid.__doc__)
         sub.set_defaults(run=grid)
-        out = Path("benchmarks/results") if grid is dry else Path("benchmarks/results/cpu")  # dry: a folder per card
-        sub.add_argument("--out", type=Path, default=out, help="folder for the results")
-        sub.add_argument("--minutes", type=float, default=8.0, help="start no row after this many minutes (default: 8)")
+        sub.add_argument("--out", type=Path, default=OUT.get(grid, RESULTS / "cpu"), help="folder for the results")
+        if grid is not cards:  # which measures nothing
+            said = "start no row after this many minutes (default: 8)"
+            sub.add_argument("--minutes", type=float, default=8.0, help=said)
         for name in names:
             flag = name if name == "overrides" else f"--{name}"
             sub.add_argument(flag, **ARGUMENTS[name])

@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks import memory, speed_rows
 from simpletune.apps.cli.arguments import positive
 from simpletune.system.atomic import write_json
+from simpletune.system.gpus import file_words
 from simpletune.system.options import plural
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,8 +241,7 @@ def card_name() -> str | None:
 
 def folder_of(card: str) -> Path:
     """Folder of a card's results: ``NVIDIA L4`` -> ``gpu-l4``."""
-    words = re.sub(r"\b(NVIDIA|GeForce|Tesla)\b", "", card).lower()
-    return RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', words).strip('-')}"
+    return RESULTS / f"gpu-{file_words(card)}"
 
 
 def tell(text: str) -> None:

@@ -20,7 +20,7 @@ from benchmarks.table import Results, describe_machine, selected
 from simpletune.runs.folder import read_json_or_none
 from simpletune.system.console import say
 from simpletune.system.devices import prepare_environment
-from simpletune.system.options import UserError
+from simpletune.system.options import ConfigError, UserError
 
 CHILD = (sys.executable, "-m", "benchmarks.measured_memory")
 STORED = Path(__file__).resolve().parent / "results" / "cpu" / "memory.json"
@@ -121,6 +121,8 @@ def child(work: Sequence[Sequence[Any]]) -> None:
             found = memory_row.measure(tuple(overrides))
         except torch.OutOfMemoryError:
             found = {"at": "out of memory"}
+        except ConfigError:
+            found = {"at": "not supported on this card"}
         found |= {"allocated_before_mib": round(before, 1), "capability": torch.cuda.get_device_capability()}
         print(json.dumps([name, found]), flush=True)
 

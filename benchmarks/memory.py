@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Results, describe_machine
+from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.system.console import say
@@ -131,10 +132,14 @@ table also predicts the other stages, with an allowance for cuDNN's workspaces f
 SM_89 = (8, 9)
 
 
-def config_of(overrides: tuple[str, ...]) -> TrainConfig:
-    """Return a row's configuration."""
+def config_of(overrides: tuple[str, ...], capability: tuple[int, int] | None = None) -> TrainConfig:
+    """Return a row's configuration; on a card, with the type that it computes in.
+
+    Raises:
+        ConfigError: the card lacks what the row needs.
+    """
     config, _ = read_config(CONFIG, [*ENOUGH, *overrides, "data.path=demo:pictures"])
-    return config
+    return config if capability is None else settle_compute(config, capability)
 
 
 def predict(overrides: tuple[str, ...]) -> dict[str, Any]:

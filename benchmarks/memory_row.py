@@ -23,13 +23,15 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
     import torch
 
     from benchmarks.memory import config_of
+    from simpletune.commands.doctor.bench_steps import let_go
     from simpletune.stages.load import empty_base
     from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
     from simpletune.stages.step.train_step import assemble
+    from simpletune.system.devices import capability_of
     from simpletune.system.stage_timer import peak_rss_gib
 
-    config = config_of(overrides)
     device = torch.device(where)
+    config = config_of(overrides, capability_of(device))
     sizes = [(config.data.resolution, config.data.resolution)]
     transformer = empty_base(config.model, config.memory, config.precision, device, sizes)
     core = assemble(config, transformer, SingleProcess(device))
@@ -39,6 +41,7 @@ def measure(overrides: tuple[str, ...], where: str = "cuda") -> dict[str, Any]:
     for step in range(STEPS):
         core.step(synthetic.step(step))
     torch.cuda.synchronize()
+    let_go(core.optimizer)
     return {
         "measured_mib": round(torch.cuda.max_memory_allocated() / 2**20),
         "reserved_mib": round(torch.cuda.max_memory_reserved() / 2**20),

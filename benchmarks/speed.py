@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 from benchmarks.roofline import finish, least_seconds, rates
 from benchmarks.speed_rows import ABOUT, COLUMNS, CONFIG, ENOUGH, RATES, ROOFLINE, Row, demo_grid, grid
 from benchmarks.table import Results, describe_machine
+from simpletune.commands.doctor.bench_steps import RandomWeights, Steps, random_steps
+from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
@@ -29,52 +30,14 @@ from simpletune.engine.profiling.option import Profile
 from simpletune.engine.profiling.traces import TraceWindow, Window
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.shared.flops import Flops, trained_of
-from simpletune.models.shared.weights import TensorSource, fill_model
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.load import stays_on_host
-from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
-from simpletune.stages.step.train_step import assemble
 from simpletune.system.console import say
-from simpletune.system.devices import choose_device
+from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.gpus import peak_tflops
-from simpletune.system.options import UserError
+from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
 
 WARM_UP, LEAST, MOST, SECONDS = 3, 5, 20, 20.0
-
-
-@dataclass
-class Steps:
-    """A model in training.
-
-    Args:
-        step: takes one step.
-        model: with its trained parameters.
-        optimizer: of the trained parameters.
-    """
-
-    step: Callable[[], Tensor]
-    model: nn.Module
-    optimizer: Any
-
-
-class Drawn:
-    """Random weights of a transformer, created on the device: norms one, biases zero, the rest normal.
-
-    Args:
-        tensors: of the same shapes, without values.
-        device: of the weights.
-    """
-
-    def __init__(self, tensors: TensorSource, device: torch.device):
-        self._tensors, self.names, self.device = tensors, tensors.names, device
-
-    def get(self, name: str) -> Tensor:
-        """Create one tensor in fp32 on the device."""
-        tensor = torch.empty(self._tensors.get(name).shape, device=self.device)
-        if tensor.dim() > 1:
-            return tensor.normal_(0, tensor[0].numel() ** -0.5)
-        return tensor.fill_(1.0 if "norm" in name and name.endswith(".weight") else 0.0)
 
 
 def run(folder: Path, minutes: float, only: str = "", model: str | None = None, device: str = "auto") -> Path:
@@ -129,17 +92,30 @@ def compare(results: Results, rows: Mapping[str, Row]) -> None:
             results.add(name, {**row, "times_diffusers": round(ratio, 4)})
 
 
-def config_of(overrides: tuple[str, ...]) -> TrainConfig:
-    """Return a row's configuration with folders resolved; downloads nothing, since weights are random."""
-    return resolve_data_folder(resolve_model_folder(read_config(CONFIG, [*ENOUGH, *overrides])[0]))
+def config_of(overrides: tuple[str, ...], capability: tuple[int, int] | None = None) -> TrainConfig:
+    """Return a row's configuration with folders resolved and the type that the device computes in; downloads nothing,
+    since weights are random.
+
+    Raises:
+        ConfigError: the device lacks what the row needs.
+    """
+    config = settle_compute(read_config(CONFIG, [*ENOUGH, *overrides])[0], capability)
+    return resolve_data_folder(resolve_model_folder(config))
 
 
 def measure(name: str, row: Row, device: torch.device, rates: Mapping[str, Any]) -> dict[str, Any]:
     """Measure one row; if it does not fit on the device, return a row with a note."""
     free_memory(device)  # from the previous row
-    config, stages = config_of(row.overrides), StageTimer(cuda=device.type == "cuda")
+    stages = StageTimer(cuda=device.type == "cuda")
     try:
-        with theirs(config, device) if name == row.beside else ours(config, device) as steps, stages.stage("train"):
+        config = config_of(row.overrides, capability_of(device))
+    except ConfigError:
+        return {"note": "not supported on this card"}
+    try:
+        with (
+            theirs(config, device) if name == row.beside else random_steps(config, device) as steps,
+            stages.stage("train"),
+        ):
             seconds = timed(steps.step, device)
             divided = profiled(steps.step, device)
             found = figures(config, steps, statistics.median(seconds), dict(rates), device)
@@ -226,29 +202,6 @@ def profiled(step: Callable[[], Tensor], device: torch.device) -> dict[str, floa
 
 
 @contextmanager
-def ours(config: TrainConfig, device: torch.device) -> Any:
-    """Set up the trainer's step on random latents and prompts."""
-    side, shapes = config.data.resolution, config.model.known_config()
-    on_host = stays_on_host(config.memory, config.model)
-    family, empty = config.model, config.model.empty_tensors(shapes)
-    model = fill_model(family.empty_model(shapes), Drawn(empty, device), config.precision, device, on_host)
-    if config.memory.crop_positions:
-        family.fit_to(model, [(side, side)], lambda: Drawn(empty, device), config.precision.compute_dtype())
-    core = assemble(config, model, SingleProcess(device))
-    synthetic, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
-    model.train()
-
-    def step() -> Tensor:
-        batches = synthetic.step(next(count))
-        for batch in batches:
-            for tensor in (batch.z_0, batch.noise, batch.prompt_embeds):
-                tensor.normal_()
-        return core.step(batches)[0]
-
-    yield Steps(step, model, core.optimizer)
-
-
-@contextmanager
 def theirs(config: TrainConfig, device: torch.device) -> Any:
     """Set up diffusers' step on random pictures and prompts, with a configuration's settings."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
@@ -260,7 +213,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
     dtype = torch.float32 if rank is None else torch.bfloat16
     model, tensors = (
         nn.Module.to(config.model.empty_model(shapes), dtype),
-        Drawn(config.model.empty_tensors(shapes), device),
+        RandomWeights(config.model.empty_tensors(shapes), device),
     )
     model = model.to_empty(device=device)
     with torch.no_grad():

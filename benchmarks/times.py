@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.speed import ours
 from benchmarks.table import Results, describe_machine
+from simpletune.commands.doctor.bench_steps import random_steps
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
@@ -178,7 +178,7 @@ def predicted(config: TrainConfig, speeds: CalibratedSpeeds) -> Json:
 def measured(config: TrainConfig, constants: Constants) -> Json:
     """Time steps in units of the reference load."""
     watch = CpuStopwatch()
-    with ours(config, CPU) as steps:
+    with random_steps(config, CPU) as steps:
         for _ in range(WARM_UP):
             steps.step()
         ratios = watch.ratios(lambda: cpu_seconds(steps.step), STEPS)

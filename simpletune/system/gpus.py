@@ -117,6 +117,12 @@ def cards_like(name: str) -> list[Card]:
     return found
 
 
+def file_words(name: str) -> str:
+    """CUDA's name of a device as part of a file's: ``NVIDIA GeForce RTX 4090`` -> ``rtx-4090``."""
+    words = re.sub(r"\b(NVIDIA|GeForce|Tesla)\b", "", name).lower()
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+
+
 def peak_tflops(device: str) -> float | None:
     """Return the peak dense throughput of a device by its CUDA name; None if unknown."""
     return next((card.tflops for card in cards_like(device)), None)

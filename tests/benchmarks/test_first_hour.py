@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import first_hour, measured_memory, memory, memory_row, speed_rows
+from benchmarks import first_hour, measured_memory, memory, memory_row, speed, speed_rows
 from benchmarks.__main__ import parser as grids_parser
 from benchmarks.first_hour import Stage
 from benchmarks.table import Results, selected
 from simpletune.apps.cli.main import parse
 from simpletune.config.load import read_config
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
-from simpletune.system.options import UserError
+from simpletune.system.options import ConfigError, Problem, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -241,12 +241,27 @@ def test_rows_that_do_not_fit_say_so_and_the_others_follow(
     def measure(overrides: tuple[str, ...]) -> dict:
         if overrides == ("large",):
             raise torch.OutOfMemoryError("no room")
+        if overrides == ("full",):
+            raise ConfigError([Problem("precision.weights", "needs bf16")])
         return {"measured_mib": 1}
 
     monkeypatch.setattr(memory_row, "measure", measure)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    measured_memory.child([["one", ["small"]], ["two", ["large"]], ["three", ["small"]]])
+    measured_memory.child([["one", ["small"]], ["two", ["large"]], ["full", ["full"]], ["three", ["small"]]])
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [name for name, _ in found] == ["one", "two", "three"]
+    assert [name for name, _ in found] == ["one", "two", "full", "three"]
     assert found[1][1]["at"] == "out of memory" and "measured_mib" not in found[1][1]
+    assert found[2][1]["at"] == "not supported on this card"
+
+
+def test_rows_on_a_t4_compute_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, which it lacks, torch would emulate products and choose another attention kernel."""
+    for module in (memory, speed):
+        assert module.config_of(memory.NF4, (7, 5)).precision.compute == "fp16"
+        assert module.config_of(memory.NF4, (8, 9)).precision.compute == "bf16"
+        with pytest.raises(ConfigError, match="updates are lost"):
+            module.config_of(memory.FULL, (7, 5))
+    monkeypatch.setattr(speed, "capability_of", lambda device: (7, 5))
+    found = speed.measure("full", speed_rows.Row(memory.FULL), torch.device("cpu"), {})
+    assert found == {"note": "not supported on this card"}

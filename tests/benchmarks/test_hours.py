@@ -24,7 +24,7 @@ from benchmarks.published import PICTURES, RATE, STEP, Row, rows
 from simpletune.config.load import validate
 from simpletune.estimate.job_time import step_range
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.estimate.timing.datasheet import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, DatasheetSpeeds, _products
+from simpletune.estimate.timing.datasheet import OTHERWISE, OTHERWISE_GEFORCE, PRODUCTS, DatasheetSpeeds, products_of
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.runs.report import write_report
 from simpletune.system.gpus import CARDS, find_card
@@ -151,11 +151,11 @@ def test_a_page_of_some_rows_is_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_products_run_at_rates_that_were_measured() -> None:
-    rates = {card.name: _products(card) for card in CARDS}
+    rates = {card.name: products_of(card) for card in CARDS}
     assert rates["A100-40GB"] == pytest.approx(PRODUCTS["A100-40GB"]) and rates["A100-80GB"] == PRODUCTS["A100-80GB"]
     assert rates["RTX3080-10GB"] == pytest.approx(PRODUCTS["RTX3080"])
     assert rates["RTX4070"] == pytest.approx((58 * OTHERWISE_GEFORCE[0], 29.1 * OTHERWISE_GEFORCE[1]))
-    assert _products(H100_PCIE)[0] == pytest.approx(756 * PRODUCTS["H100"][0] / 989)
+    assert products_of(H100_PCIE)[0] == pytest.approx(756 * PRODUCTS["H100"][0] / 989)
     assert rates["A10"] == pytest.approx((125 * OTHERWISE[0], 31.2 * OTHERWISE[1]))
 
 

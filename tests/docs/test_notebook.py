@@ -18,6 +18,7 @@ from zipfile import ZipFile
 import pytest
 from PIL import Image
 
+from benchmarks import first_hour
 from simpletune.apps.cli.main import main, parse
 from simpletune.config.load import read_config
 
@@ -133,11 +134,30 @@ def test_every_command_of_the_notebook_is_parsed_and_its_configuration_read(monk
         "doctor", "train", "generate", "data", "estimate", "report",
     }  # fmt: skip
     for each in words:
+        if each[:2] == ["python", "-m"]:
+            assert each[2] == "benchmarks.first_hour" and first_hour.main([*each[3:], "--dry-run"]) == 0
         if each[0] != "simpletune":
             continue
         args = parse(each[1:])
         if hasattr(args, "config"):
             read_config(args.config, args.overrides, needs_data=False, needs_model=False)
+
+
+def test_what_a_card_measured_is_packed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of doctor --bench under its own name, and the first hour's folder with its logs; nothing else."""
+    (cell,) = (cell for cell in CODE if "card.zip" in "".join(cell["source"]) and "colab" not in tags(cell))
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / first_hour.folder_of("Tesla T4") / "logs"
+    logs.mkdir(parents=True)
+    mine = ["t4-15gib.json", str(logs / "doctor.log"), str(logs.parent / "stages.json")]
+    for name in (*mine, "constraints.txt", "my.jpg", "benchmarks/results/canary.md"):
+        (tmp_path / name).write_text("{}")
+    execute(cell, {}, lambda command: pytest.fail(command))
+    with ZipFile("card.zip") as archive:
+        assert sorted(archive.namelist()) == sorted(os.path.relpath(tmp_path / name) for name in mine)
+    assert "gpu-t4/stages.json" in capsys.readouterr().out
 
 
 def test_the_notebook_is_clean_and_its_cells_are_marked() -> None:

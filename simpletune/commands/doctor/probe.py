@@ -142,18 +142,31 @@ def int8_facts() -> Json:
     return {"why_not": reason, "triton": None if reason else version("triton")}
 
 
+def core_facts() -> Json:
+    """The processor, and the seconds by which its cores compare."""
+    from simpletune.estimate.timing.host_probes import core_seconds
+    from simpletune.system.environment import cpu_name
+
+    return {"processor": cpu_name(), "seconds": core_seconds()}
+
+
 QUESTIONS: dict[str, Callable[[], Json]] = {
     "torch": torch_facts,
     "bitsandbytes": bitsandbytes_facts,
     "optimum-quanto": quanto_facts,
     "pinned memory": pinned_facts,
     "int8 products": int8_facts,
+    "core": core_facts,
 }
 
 
 def answer(question: str) -> Json:
     """Answer one question; an exception becomes its reason, in one line."""
     try:
+        if question.startswith("bench "):
+            from simpletune.commands.doctor.bench_steps import measure
+
+            return measure(*json.loads(question.partition(" ")[2]))
         if not question.startswith("steps "):
             return QUESTIONS[question]()
         from simpletune.commands.doctor.probe_steps import take_steps

@@ -80,7 +80,7 @@ class DatasheetSpeeds:
         self._host = 1.0 if core is None else core / CORE
         self.launch = self._host * LAUNCH
         self.is_known = card.tflops is not None
-        self._rate, self._fp32 = (rate * 1e12 for rate in _products(card))
+        self._rate, self._fp32 = (rate * 1e12 for rate in products_of(card))
         self._bandwidth = (card.bandwidth or UNKNOWN_BANDWIDTH) * 1e9 * OF_BANDWIDTH
         self._multiprocessors = card.multiprocessors or UNKNOWN_MULTIPROCESSORS
 
@@ -107,7 +107,7 @@ class DatasheetSpeeds:
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
-            forward, backward = ATTENTION[self._attention(dtype)]
+            forward, backward = ATTENTION[self.attention(dtype)]
             products, share = (5, backward) if kind == "attention_backward" else (2, forward)
             operations = products * 2 * heads * queries * keys * max(width, 32)
             return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled(heads * queries, TILE)
@@ -125,7 +125,7 @@ class DatasheetSpeeds:
         """Operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
 
-    def _attention(self, dtype: str) -> str:
+    def attention(self, dtype: str) -> str:
         """The kernel that torch chooses for a type, as ``attention_kernel`` does."""
         if dtype == "fp32" or self.card.capability < FLASH_FROM:
             return "efficient"
@@ -147,7 +147,7 @@ class DatasheetSpeeds:
         return m * n / (waves * self._multiprocessors * tile * tile)
 
 
-def _products(card: Card) -> tuple[float, float]:
+def products_of(card: Card) -> tuple[float, float]:
     """TFLOP/s of a card's large products, in 16 bits and in fp32; an L4's if the card is unknown."""
     if card.tflops is None or card.fp32_tflops is None:
         return PRODUCTS["L4"]

@@ -236,7 +236,7 @@ def test_attention_runs_at_the_rate_of_its_kernel_on_a_card() -> None:
     for card in CARDS:
         for name in ("fp32", "fp16"):
             kernel = attention_kernel(card.capability, name)
-            assert DatasheetSpeeds(card)._attention(name).partition(" ")[0] == kernel, card.name
+            assert DatasheetSpeeds(card).attention(name).partition(" ")[0] == kernel, card.name
 
 
 def test_geforce_multiplies_int8_at_four_times_its_16_bits_others_at_twice() -> None:
