@@ -15,9 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from simpletune.adapters.files.attach import load_loras
+from simpletune.adapters.files.attach import fold_lora, load_loras
+from simpletune.adapters.files.factors import resize_all
 from simpletune.adapters.files.header import ADAPTER_METADATA
 from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods.layers import ADAPTER, all_layers, outer_layers
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
@@ -101,7 +103,9 @@ def test_layers_train_as_their_entries_say(method: str, tiny_config: dict) -> No
 def test_ranks_by_layer_are_counted_attached_and_written(method: str, tmp_path: Path) -> None:
     adapter, model = made(method, RANKS), transformer(FP32())
     adapter.attach(model, 1)
-    shake_updates(model)
+    draw = torch.Generator().manual_seed(2)
+    for parameter in (each for each in model.parameters() if each.requires_grad):
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=draw)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == adapter.trainable(SHAPES)
     assert adapter.trainable(SHAPES) < made(method, []).trainable(SHAPES)
     assert "rank 2 to 3" in adapter.describe(SHAPES) and "adapter.layers leaves out 1" in adapter.describe(SHAPES)
@@ -157,6 +161,23 @@ def test_diffusers_applies_ranks_and_alphas_by_layer(tmp_path: Path) -> None:
     fresh.load_lora_adapter(str(tmp_path), weight_name=file.name, prefix="transformer")
     torch.testing.assert_close(output(fresh), output(model.eval()))
     assert not torch.equal(output(fresh), before)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya", "comfy"])
+def test_every_layout_merges_and_resizes_what_some_layers_lack(layout: str, tmp_path: Path) -> None:
+    """Also where q, k and v are one module of the original model, and have three ranks, or no q."""
+    layers = [*ALPHAS, {"pattern": "blocks.2.attn.to_q", "rank": 0}]
+    adapter, model = made("lora", layers, targets="all_linear"), transformer(FP32())
+    adapter.attach(model, 1)
+    shake_updates(model)
+    file = write_lora(read_lora(adapter.export(model, tmp_path, {})), tmp_path / "x.safetensors", layout)
+    again, expected = transformer(FP32()), output(model.eval())
+    load_loras(again, [(file, 1.0)])
+    torch.testing.assert_close(output(again), expected)
+    fold_lora(again)
+    torch.testing.assert_close(output(again), expected)
+    resized, _ = resize_all(read_lora(file), 2, None)
+    assert {update.rank for update in resized.values()} == {2}
 
 
 def test_a_lora_without_layers_is_attached_as_before() -> None:
