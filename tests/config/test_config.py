@@ -377,6 +377,7 @@ def test_long_lists_are_cut_and_say_how_many_they_leave_out() -> None:
         ("steps=30", "train.steps or prior.steps or validation.steps"),
         ("learning_rate=0.1", "optimizer.lr"),
         ("lora_rank=4", "adapter.rank"),
+        ("adapter.block_dims=4", "adapter.layers"),
         ("adapter.learning_rate=1", "optimizer.lr"),
         ("adapter.rnk=4", "rank?"),
         ("repeat=2", "data.repeats"),
