@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.adapters.text.option import Embeddings, TextLora
 from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.batches import batch_rules
@@ -108,6 +109,14 @@ def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
             f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients. Use b_lr_ratio 1, "
             "or another optimizer",
         )
+    layers = config.adapter.layers if isinstance(config.adapter, TargetedMethod) else ()
+    for number, each in enumerate(layers):
+        if each.lr_ratio not in (None, 0, 1) and not config.optimizer.steps_in_backward:
+            yield Problem(
+                f"adapter.layers.{number}.lr_ratio",
+                f"optimizer.name {config.optimizer.name} computes one learning rate from all gradients. Use lr_ratio "
+                "1 or 0, or another optimizer",
+            )
     if getattr(config.adapter, "max_norm", None) is not None and config.optimizer.averages:
         yield Problem(
             "adapter.max_norm",

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "lora_rank": "adapter.rank", "network_dim": "adapter.rank", "lora_alpha": "adapter.alpha",
     "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "use_dora": "adapter.method",
     "use_rslora": "adapter.rank_stabilized", "loraplus_lr_ratio": "adapter.b_lr_ratio",
+    "block_dims": "adapter.layers", "block_alphas": "adapter.layers", "rank_pattern": "adapter.layers",
     "scale_weight_norms": "adapter.max_norm", "lr_scheduler": "schedule.name",
     "lr_warmup_steps": "schedule.warmup_steps", "max_train_steps": "train.steps", "num_train_epochs": "train.epochs",
     "max_train_epochs": "train.epochs", "train_batch_size": "train.batch_size",

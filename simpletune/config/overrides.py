@@ -87,9 +87,16 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     union = union_of(parent) if parent is not None else None
     member = member_for(parent, section) if parent is not None and union is not None and union.tag == leaf else None
     if member is not None:
-        kept = member.model_fields
-        dropped = [key for key in section if key not in kept]
-        for key in dropped:
+        had, has = option.model_fields if option else {}, member.model_fields
+        dropped = []
+        for key in list(section):
+            if key not in has:
+                dropped.append(key)
+            elif key in had and (item_of(had[key]) is None) != (item_of(has[key]) is None):
+                if section[key]:  # adapter.layers, whose entries are texts in one method and objects in the others
+                    dropped.append(f"the entries of {key}")
+            else:
+                continue
             del section[key]
         if dropped:
             return [f"{path}={text}: dropped {', '.join(dropped)}, which {text} does not have"]

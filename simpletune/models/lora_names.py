@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.family import Family
@@ -13,11 +16,32 @@ from simpletune.system.options import UserError
 LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
 """Layouts of each family's files; the first is the one of a run's result."""
 TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
+SHORT = {short: whole for names in LAYOUTS for short, whole in names.short.items()}
+NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*", re.ASCII)
+"""Numbers of blocks in a pattern: ``3``, ``0-11`` or ``0,2,5-7``."""
 
 
 def is_target(target: str, layer: str) -> bool:
     # Layers have other names in each family, so the family need not be known.
     return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
+
+
+@functools.cache  # of few patterns and layers, but for every trained tensor
+def matches_layer(pattern: str, layer: str) -> bool:
+    """Whether the words of a pattern, between its dots, are consecutive words of a layer's name. A word may have ``*``
+    or be ``NUMBERS``; the first may be a short name of blocks, with which a layer's name then begins."""
+    wanted, words = pattern.split("."), layer.split(".")
+    starts = range(len(words) - len(wanted) + 1)
+    if wanted[0] in SHORT:
+        wanted[0], starts = SHORT[wanted[0]], starts[:1]
+    return any(all(map(_fits, wanted, words[start:])) for start in starts)
+
+
+def _fits(wanted: str, word: str) -> bool:
+    if not (word.isdecimal() and NUMBERS.fullmatch(wanted)):
+        return fnmatchcase(word, wanted)
+    ends = (part.partition("-") for part in wanted.split(","))
+    return any(int(first) <= int(word) <= int(last or first) for first, _, last in ends)
 
 
 def context_layers(layers: Iterable[str]) -> dict[str, bool]:

@@ -165,12 +165,18 @@ def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[st
         yield f"![Pictures of the base and the result from the same noise]({GRID})"
 
 
+def _text(value: object) -> str:
+    """A setting of the adapter in a cell; an entry of ``layers`` as its pattern and what it sets."""
+    if isinstance(value, dict):
+        return f"{value['pattern']} ({', '.join(f'{key} {own}' for key, own in value.items() if key != 'pattern')})"
+    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
+
+
 def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
     """Yield the main settings and results."""
     train = config.train
     settings = config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method", "start"})
-    texts = {key: ", ".join(map(str, v)) if isinstance(v, list) else v for key, v in settings.items()}
-    listed = [f"{key} {text}" for key, text in texts.items()]
+    listed = [f"{key} {_text(value)}" for key, value in settings.items() if value != []]
     yield "method", escape_cell(", ".join([config.adapter.method, *listed]))
     if (parent := summary.get("parent")) is not None:
         yield "started from", f"{code(parent['name'])}, {parent_words(parent)}"

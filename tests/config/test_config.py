@@ -100,7 +100,7 @@ def test_minimal_is_valid_and_defaults_are_complete() -> None:
     assert TrainConfig.model_validate_json(json.dumps(written), strict=True) == config
     expected = {"rank": 16, "alpha": None, "targets": "attention", "dropout": 0.0, "dtype": "fp32"}
     expected |= {"rank_stabilized": False, "rank_dropout": 0.0, "module_dropout": 0.0, "max_norm": None, "start": None}
-    assert written["adapter"] == {"method": "lora", "b_lr_ratio": 1.0} | expected
+    assert written["adapter"] == {"method": "lora", "layers": [], "b_lr_ratio": 1.0} | expected
     assert validate(merged({"adapter": {"rank": 3}}), "x.json").adapter.rank == 3, "tags may be left out"
     with pytest.raises(ValueError, match="frozen"):
         config.name = "y"  # type: ignore[misc]
@@ -377,6 +377,7 @@ def test_long_lists_are_cut_and_say_how_many_they_leave_out() -> None:
         ("steps=30", "train.steps or prior.steps or validation.steps"),
         ("learning_rate=0.1", "optimizer.lr"),
         ("lora_rank=4", "adapter.rank"),
+        ("adapter.block_dims=4", "adapter.layers"),
         ("adapter.learning_rate=1", "optimizer.lr"),
         ("adapter.rnk=4", "rank?"),
         ("repeat=2", "data.repeats"),

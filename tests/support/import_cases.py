@@ -11,6 +11,35 @@ OLD = {"pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5", "netwo
 OLD_OT = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 
 
+SD3_BASE = {"pretrained_model_name_or_path": MEDIUM, "network_module": "networks.lora_sd3"}
+EIGHTS = ",".join(["8"] * 25)
+BLOCK_WEIGHTS = [  # network_args of kohya's networks.lora, and adapter.layers
+    ([f"block_dims={EIGHTS}"], []),
+    (["block_dims=0,4,4,8,4,4,8,8,8,8,8,8,2,8,8,8,16,16,16,16,16,16,0,0,8"],
+     [{"pattern": "mid", "rank": 2}, {"pattern": "down.0,1", "rank": 4},
+      {"pattern": "up.3.attentions.0", "rank": 0}, {"pattern": "up.3.attentions.1", "rank": 0},
+      {"pattern": "up.1,2", "rank": 16}]),
+    ([f"block_alphas={','.join(['4'] * 12)},1,{','.join(['4'] * 12)}"], [{"pattern": "mid", "alpha": 1}]),
+    (["down_lr_weight=1,.5,.5", "mid_lr_weight=0.05", "block_lr_zero_threshold=0.1"],
+     [{"pattern": "mid", "lr_ratio": 0}, {"pattern": "down.0", "lr_ratio": 0.5}]),
+    (["up_lr_weight=zeros+.25", "down_lr_weight=zeros"],
+     [{"pattern": "down.0,1,2", "lr_ratio": 0}, {"pattern": "up.1,2,3", "lr_ratio": 0.25}]),
+    (["up_lr_weight=reverse_linear", "block_lr_zero_threshold=.5"],
+     [{"pattern": "up.1.attentions.0", "lr_ratio": 0.727273}, {"pattern": "up.1.attentions.1", "lr_ratio": 0.636364},
+      {"pattern": "up.1.attentions.2", "lr_ratio": 0.545455}, {"pattern": "up.2,3", "lr_ratio": 0}]),
+    ([f"block_dims={EIGHTS},8"], "unset"),
+    (["down_lr_weight=steep"], "unset"),
+]  # fmt: skip
+SD3_LAYERS = [  # network_args of networks.lora_sd3
+    (["train_block_indices=0,1,8-10"],
+     [{"pattern": "blocks", "lr_ratio": 0}, {"pattern": "blocks.0,1,8-10", "lr_ratio": 1}]),
+    (["train_block_indices=all"], []),
+    (["context_attn_dim=0", "x_mlp_dim=2", "x_mod_dim=0"],
+     [{"pattern": "attn.*add*", "rank": 0}, {"pattern": "ff", "rank": 2}, {"pattern": "norm1", "rank": 0}]),
+    (["block_dims=1,2"], "unset"),
+]  # fmt: skip
+
+
 SIMPLETUNER = [
     ({"model_type": "full"}, "adapter.method", "full", "taken"),
     ({"lora_rank": "32"}, "adapter.rank", 32, "taken"),
@@ -218,6 +247,11 @@ KOHYA = [
     ({"network_args": ["loraplus_lr_ratio=16"]}, "adapter.b_lr_ratio", 16, None),
     ({"network_args": ["rank_dropout=0.1", "module_dropout=0.2"]}, "adapter.module_dropout", 0.2, None),
     ({"network_args": ["conv_dim=4"]}, "adapter.conv", "unset", None),
+    *(
+        (OLD | {"network_args": given, "network_dim": 8, "network_alpha": 4}, "adapter.layers", layers, None)
+        for given, layers in BLOCK_WEIGHTS
+    ),
+    *((SD3_BASE | {"network_args": given}, "adapter.layers", layers, None) for given, layers in SD3_LAYERS),
     ({"scale_weight_norms": 1}, "adapter.max_norm", 1, "taken"),
     ({"unet_lr": 1e-4, "learning_rate": 5e-5}, "optimizer.lr", 1e-4, None),
     ({"learning_rate": "5e-5"}, "optimizer.lr", 5e-5, "taken"),
@@ -571,6 +605,8 @@ KOHYA_SS = [
     ({"LoRA_type": "LyCORIS/Native Fine-Tuning"}, "adapter", {"method": "full"}, None),
     ({"LoRA_type": "Kohya LoCon", "conv_dim": 4}, "adapter.method", "lora", "left out"),
     ({"LoRA_type": "Kohya LoHa"}, "adapter.method", "loha", None),
+    ({"mid_lr_weight": "0.5"}, "adapter.layers", [{"pattern": "mid", "lr_ratio": 0.5}], "taken"),
+    ({"LoRA_type": "Kohya LoHa", "mid_lr_weight": "0.5"}, "adapter.layers", "unset", None),
     ({"LoRA_type": None}, "adapter.method", "full", None),
     ({"LoRA_type": None, "token_string": "zz", "init_word": "dog"}, "text.embeddings.token", "zz", "taken"),
     ({}, "model.family", "sd15", None),
@@ -595,7 +631,7 @@ KOHYA_SS = [
     ({"sample_prompts": "a dog --w 512\na cat"}, "validation.prompts", ["a dog", "a cat"], "taken"),
     ({"image_folder": "pics", "dataset_repeats": "4"}, "data.repeats", 4, "taken"),
     ({"train_data_dir": "pics"}, "data.folder_names", "kohya", None),
-    ({"down_lr_weight": "1,2"}, "x", "unset", "left out"),
+    ({"down_lr_weight": "1,2,2"}, "adapter.layers", [{"pattern": "down.0", "lr_ratio": 2}], "taken"),
     ({"model_list": "custom"}, "x", "unset", "left out"),
     ({"min_snr_gamma": 0, "save_every_n_steps": 0}, "checkpoint.every", None, "taken"),
 ]

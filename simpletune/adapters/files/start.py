@@ -35,10 +35,12 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
     trained = set(method.modules(shapes))
     if strays := [layer for layer in updates if layer not in trained]:
         fitting = [name for name in TARGETS if all(is_target(name, layer) for layer in updates)]
-        remedy = fitting[0] if fitting else "a list with the endings of these names"
+        remedy = f"Use adapter.targets {fitting[0] if fitting else 'a list with the endings of these names'}"
+        if all(map(method.is_targeted, strays)):
+            remedy = "Use an adapter.layers that does not leave them out"
         raise UserError(
             f"{place}: {len(strays)} of {plural(len(updates), 'layer')} are not trained by this run: "
-            f"{join_names(strays, 5)}. Use adapter.targets {remedy}"
+            f"{join_names(strays, 5)}. {remedy}"
         )
     if others := {update.kind: layer for layer, update in updates.items() if update.kind != method.title}:
         kind, layer = next(iter(others.items()))
@@ -55,7 +57,7 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
             outputs, inputs = shapes[f"{layer}.weight"][:2]
             own = {name: tuple(factor.shape) for name, factor in factors_of(update, inputs).items()}
             fused = isinstance(update, LokrUpdate) and not update.is_own  # with another layer
-            if fused or own != (wanted := method.factor_shapes(outputs, inputs)):
+            if fused or own != (wanted := method.factor_shapes(outputs, inputs, layer)):
                 raise UserError(
                     f"{place}: {layer} has the factors {_listed(own)}, and this run trains {_listed(wanted)}. Use the "
                     "adapter settings that the file was trained with"

@@ -90,7 +90,7 @@ def write_lora(
     file.parent.mkdir(parents=True, exist_ok=True)
     extra = {}
     if layout == "diffusers" and not dora:
-        extra = _adapter_metadata(low_rank, text)
+        extra = adapter_metadata(low_rank, text)
     extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
@@ -268,7 +268,7 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str]) -> bool:
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 
-def _adapter_metadata(denoiser: LoraUpdates, text: Updates) -> dict[str, str]:
+def adapter_metadata(denoiser: LoraUpdates, text: Updates | None = None) -> dict[str, str]:
     """PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
@@ -276,7 +276,7 @@ def _adapter_metadata(denoiser: LoraUpdates, text: Updates) -> dict[str, str]:
     parts: dict[str, dict[str, int]] = {}  # the ranks of each part of the pipeline, by its layers
     if denoiser:
         parts[names_of(denoiser).denoiser] = {layer: update.rank for layer, update in denoiser.items()}
-    for layer, update in text.items():
+    for layer, update in (text or {}).items():
         if isinstance(update, LoraUpdate):
             encoder, name = encoder_of(layer)
             parts.setdefault(encoder, {})[name] = update.rank

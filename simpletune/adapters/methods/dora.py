@@ -45,11 +45,12 @@ class Dora(Lora):
 
         dropouts = self.dropout, self.rank_dropout, self.module_dropout
         for name in self.modules(freeze_for_updates(model, seed)):
-            layer = DoraLayer(model.get_submodule(name), self.rank, self.scale, FLOATS[self.dtype], dropouts=dropouts)
+            rank, scale = self.rank_of(name), self.scale_of(name)
+            layer = DoraLayer(model.get_submodule(name), rank, scale, FLOATS[self.dtype], dropouts=dropouts)
             wrap(model, name, layer)
 
-    def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((layer.lora_A.weight, layer.lora_B.weight) for _, layer in dora_layers(model))
+    def factors(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        return ((name, layer.lora_A.weight, layer.lora_B.weight) for name, layer in dora_layers(model))
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors, which ComfyUI applies exactly; so does diffusers for SD3."""

@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.targets import LayerMethod, StartName, Targets
+from simpletune.adapters.methods.targets import LayerMethod, LayerSettings, StartName, Targets
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods.layers import FactorLayer
+
+
+class LohaLayers(LayerSettings):
+    """What differs in some of the layers of LoHa."""
+
+    rank: Annotated[int, Field(ge=0, le=32)] | None = None
+    """Rank in these layers. 0: they get no update. null: as without this entry."""
 
 
 class Loha(LayerMethod):
@@ -26,6 +33,8 @@ class Loha(LayerMethod):
     targets: Targets = "attention"
     """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
     name endings such as ["attn.to_q", "ff.net.2"]."""
+    layers: list[LohaLayers] = []
+    """Other ranks and learning rates for some of these layers, by a pattern of their names, as for LoRA."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
@@ -34,9 +43,10 @@ class Loha(LayerMethod):
     optional strength as in my.safetensors:0.8. Read once, before the first step; takes no memory. null: start from
     zero."""
 
-    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
-        one = {"hada_w1_a": (outputs, self.rank), "hada_w1_b": (self.rank, inputs)}
-        return one | {"hada_w2_a": (outputs, self.rank), "hada_w2_b": (self.rank, inputs)}
+    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
+        rank = self.rank_of(layer) or self.rank
+        one = {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, inputs)}
+        return one | {"hada_w2_a": (outputs, rank), "hada_w2_b": (rank, inputs)}
 
     def layer_class(self) -> type[FactorLayer]:
         from simpletune.adapters.methods.loha_layer import LohaLayer
@@ -44,4 +54,4 @@ class Loha(LayerMethod):
         return LohaLayer
 
     def describe(self, shapes: Shapes) -> str:
-        return f"LoHa of rank {self.rank}, on {self.counted(shapes)}"
+        return f"LoHa of rank {self.ranks(shapes)}, on {self.counted(shapes)}"

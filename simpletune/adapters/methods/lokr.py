@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
-from simpletune.adapters.methods.targets import LayerMethod, StartName, Targets
+from simpletune.adapters.methods.targets import LayerMethod, RankedLayers, StartName, Targets
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods.layers import FactorLayer
@@ -34,6 +34,8 @@ class Lokr(LayerMethod):
     targets: Targets = "attention"
     """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
     name endings such as ["attn.to_q", "ff.net.2"]."""
+    layers: list[RankedLayers] = []
+    """Other ranks and learning rates for some of these layers, by a pattern of their names, as for LoRA."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the factors, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
@@ -42,14 +44,15 @@ class Lokr(LayerMethod):
     an optional strength as in my.safetensors:0.8. Read once, before the first step; takes no memory. null: start from
     zero."""
 
-    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
         firsts = []  # l and m: the largest divisor of each side up to the factor (-1: no bound) and its square root
         for side in (outputs, inputs):
             most = math.isqrt(side) if self.factor < 0 else min(self.factor, math.isqrt(side))
             firsts.append(next(divisor for divisor in range(most, 0, -1) if side % divisor == 0))
         left, right = firsts
         found: dict[str, tuple[int, int]] = {}
-        ranks = self.rank if self.decompose_both else None, self.rank
+        own = self.rank_of(layer)
+        ranks = own if self.decompose_both else None, own
         matrices = (left, right), (outputs // left, inputs // right)
         for name, (tall, wide), rank in zip(("lokr_w1", "lokr_w2"), matrices, ranks, strict=True):
             if rank is None or 2 * rank >= max(tall, wide):  # whole: two factors would not be smaller
@@ -64,5 +67,7 @@ class Lokr(LayerMethod):
         return LokrLayer
 
     def describe(self, shapes: Shapes) -> str:
-        size = "whole factors" if self.rank is None else f"rank {self.rank}"
+        sizes = [f"rank {ranks}"] if (ranks := self.ranks(shapes)) else []
+        sizes += ["whole factors"] if None in map(self.rank_of, self.modules(shapes)) else []
+        size = " or ".join(sizes)
         return f"LoKr of factor {self.factor}, {size}, on {self.counted(shapes)}"

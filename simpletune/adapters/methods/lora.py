@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
-from simpletune.adapters.methods.targets import StartName, TargetedMethod, Targets
+from simpletune.adapters.methods.targets import RankedLayers, StartName, TargetedMethod, Targets, spread
 from simpletune.models.lora_names import result_layout
-from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class LoraLayers(RankedLayers):
+    """What differs in some of the layers of LoRA and DoRA."""
+
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """alpha in these layers; null: as without this entry."""
 
 
 class Lora(TargetedMethod):
@@ -36,6 +43,11 @@ class Lora(TargetedMethod):
     attention_mlp: attention and feed-forward; all_linear: every linear layer of the transformer blocks, and of a U-Net
     also proj_in and proj_out (1x1 convolutions in SD 1.5), as kohya's scripts do; or a list of name endings such as
     ["attn.to_q", "ff.net.2"]."""
+    layers: list[LoraLayers] = []
+    """Other ranks, alphas and learning rates for some of these layers, by a pattern of their names, such as
+    [{"pattern": "blocks.0-11", "rank": 4}, {"pattern": "to_out", "lr_ratio": 0}]. Where several entries match a layer
+    and set a field, the last one counts. Without an alpha of their own, layers have adapter.alpha; if that is null,
+    their rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
     rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -61,16 +73,20 @@ class Lora(TargetedMethod):
     holds_lora: ClassVar[bool] = True
     output_name: ClassVar[str] = OUTPUT
 
-    @property
-    def scale(self) -> float:
-        alpha = self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+    def rank_of(self, layer: str) -> int:
+        return super().rank_of(layer) or self.rank
+
+    def scale_of(self, layer: str) -> float:
+        rank = self.rank_of(layer)
+        alpha = self.setting("alpha", layer) or self.alpha or rank
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def describe(self, shapes: Shapes) -> str:
-        return f"{self.title} of rank {self.rank}, scale {self.scale:g}, on {self.counted(shapes)}"
+        scales = spread(map(self.scale_of, self.modules(shapes)))
+        return f"{self.title} of rank {self.ranks(shapes)}, scale {scales}, on {self.counted(shapes)}"
 
     def trainable(self, shapes: Shapes) -> int:
-        return sum(self.rank * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
+        return sum(self.rank_of(name) * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
@@ -85,11 +101,16 @@ class Lora(TargetedMethod):
             lora_layers,
         )
 
+        names = self.modules(freeze_for_updates(model, seed))
+        ranks = {name: self.rank_of(name) for name in names}
+        alphas = {name: self.scale_of(name) * rank for name, rank in ranks.items()}
         config = LoraConfig(
             r=self.rank,
-            lora_alpha=self.scale * self.rank,
+            lora_alpha=(alpha := self.scale_of("") * self.rank_of("")),
+            rank_pattern=_by_value(ranks, self.rank),
+            alpha_pattern=_by_value(alphas, alpha),
             lora_dropout=self.dropout,
-            target_modules=self.modules(freeze_for_updates(model, seed)),
+            target_modules=names,
         )
         inject_adapter_in_model(config, model)
         compute_in_output_type(model, FLOATS[self.dtype])
@@ -99,35 +120,42 @@ class Lora(TargetedMethod):
         cast_together(model.get_submodule(name) for name in getattr(model, "units", ()))  # of a denoiser
 
     def lr_ratio(self, name: str) -> float:
-        return self.b_lr_ratio if ".lora_B." in name else 1.0
+        return super().lr_ratio(name) * (self.b_lr_ratio if ".lora_B." in name else 1.0)
 
     def constrain(self, model: nn.Module) -> None:
-        from simpletune.adapters.methods.lora_layers import limit_norms
+        from simpletune.adapters.methods.lora_layers import limit_norm
 
         if self.max_norm is not None:
-            limit_norms(self.factors(model), self.scale, self.max_norm)
+            for name, a, b in self.factors(model):
+                limit_norm(a, b, self.scale_of(name), self.max_norm)
 
-    def factors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield A and B of every update."""
+    def factors(self, model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the layer's name, A and B of every update."""
         from simpletune.adapters.methods.lora_layers import lora_factors
 
-        return ((a, b) for _, a, b in lora_factors(model))
+        return lora_factors(model)
 
     def export(self, model: nn.Module, folder: Path, metadata: dict[str, str]) -> Path:
         """Write pytorch_lora_weights.safetensors in the layout that most tools read: diffusers' for SD3, with the scale
         folded into lora_B; kohya's for a U-Net, with the scale as alpha."""
-        import torch
-
-        from simpletune.adapters.methods.lora_layers import lora_factors
+        from simpletune.adapters.files.updates import LoraUpdate
+        from simpletune.adapters.files.write import adapter_metadata, file_tensors
         from simpletune.system.safetensors_file import write_safetensors
 
-        factors = {name: (a.detach(), b.detach()) for name, a, b in lora_factors(model)}
-        layout, state = result_layout(factors), {}
-        for name, (down, up) in factors.items():
-            state[layout.key(name, DOWN)] = down
-            # Other tools silently ignore a scale in the header of diffusers' layout; when folded in, all of them apply
-            # it. In bf16, a scale that is not a power of two rounds lora_B once more.
-            state[layout.key(name, UP)] = up if layout.alpha else (up.float() * self.scale).to(up.dtype)
-            if layout.alpha:
-                state[layout.key(name, ALPHA)] = torch.tensor(self.scale * self.rank)
-        return write_safetensors(state, folder / OUTPUT, metadata)
+        updates = {}
+        for name, a, b in self.factors(model):
+            down, up = a.detach(), b.detach()
+            updates[name] = LoraUpdate(down.flatten(1), up.flatten(1), self.scale_of(name), pointwise=down.dim() == 4)
+        layout = result_layout(updates)
+        extra = {} if layout.alpha else adapter_metadata(updates)
+        return write_safetensors(file_tensors(updates, layout), folder / OUTPUT, {**metadata, **extra})
+
+
+def _by_value(values: Mapping[str, float], common: float) -> dict[str, float]:
+    """PEFT's patterns for layers whose value is not the common one: one for each value, because PEFT tries every
+    pattern on every layer."""
+    layers: dict[float, list[str]] = {}
+    for name, value in values.items():
+        if value != common:
+            layers.setdefault(value, []).append(re.escape(name))
+    return {f"^({'|'.join(names)})": value for value, names in layers.items()}

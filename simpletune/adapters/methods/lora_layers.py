@@ -383,15 +383,14 @@ def product_norm(
 
 
 @torch.no_grad()
-def limit_norms(factors: Iterable[tuple[Tensor, Tensor]], scale: float, limit: float) -> None:
-    """Scale both factors, A and B, of every update with ||s B A|| > limit in place, by the same number, so that its
-    norm is limit. Equivalent to kohya's ``scale_weight_norms``. Does not read from the device.
+def limit_norm(a: Tensor, b: Tensor, scale: float, limit: float) -> None:
+    """Scale both factors of an update with ||s B A|| > limit in place, by the same number, so that its norm is limit.
+    Equivalent to kohya's ``scale_weight_norms``. Does not read from the device.
     """
-    for a, b in factors:
-        norm = scale * product_norm(a.flatten(1), b.flatten(1))
-        root = (limit / norm.clamp_min(TINY)).clamp_max(1).sqrt()
-        a.mul_(root)
-        b.mul_(root)
+    norm = scale * product_norm(a.flatten(1), b.flatten(1))
+    root = (limit / norm.clamp_min(TINY)).clamp_max(1).sqrt()
+    a.mul_(root)
+    b.mul_(root)
 
 
 def row_norms(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
-from simpletune.adapters.methods.targets import LayerMethod, StartName, Targets
+from simpletune.adapters.methods.targets import LayerMethod, LayerSettings, StartName, Targets
 from simpletune.models.lora_names import result_layout
 from simpletune.system.options import Problem
 
@@ -32,6 +32,8 @@ class Oft(LayerMethod):
     targets: Targets = "attention"
     """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
     name endings such as ["attn.to_q", "ff.net.2"]."""
+    layers: list[LayerSettings] = []
+    """Other learning rates for some of these layers, by a pattern of their names, as for LoRA."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the blocks, their gradients and the file. With bf16 keep optimizer.rounding stochastic, or small
     changes are lost."""
@@ -44,7 +46,7 @@ class Oft(LayerMethod):
         whole = outputs // 2 if outputs % 2 == 0 else outputs
         return next(side for side in range(min(self.block_size, whole), 0, -1) if whole % side == 0)
 
-    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
         side = self.side(outputs)
         return {"oft_triangle": (outputs // side, side * (side - 1) // 2)}  # above each block's diagonal
 

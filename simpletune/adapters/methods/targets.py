@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
-from simpletune.models.lora_names import TARGETS, is_target, result_layout
+from simpletune.models.lora_names import SHORT, TARGETS, is_target, matches_layer, result_layout
 from simpletune.models.shared.lora_names import ALPHA
-from simpletune.system.options import Problem
+from simpletune.system.options import Option, Problem, join_names, plural
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,12 +30,32 @@ StartName = Annotated[str, Field(min_length=1)] | None
 """A LoRA that the first step begins with."""
 
 
+class LayerSettings(Option):
+    """What differs in some of the layers that an adapter updates."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """The layers: consecutive words of their names, between dots. A word may contain * and, for the numbers of blocks,
+    be 0-11 or 0,2,5-7. The first word may be blocks (SD3's), down, mid or up (a U-Net's): blocks.0-11, mid,
+    up.1.attentions.0, attn2, to_v."""
+    lr_ratio: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate of these layers, as a multiple of optimizer.lr. 0: they get no update. null: as without this
+    entry."""
+
+
+class RankedLayers(LayerSettings):
+    """What differs in some of the layers of an adapter with a rank."""
+
+    rank: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Rank in these layers. 0: they get no update. null: as without this entry."""
+
+
 class TargetedMethod(TrainingMethod):
-    """Update linear layers and 1x1 convolutions of a frozen model. Members declare the fields ``targets: Targets``
-    and ``start: StartName``."""
+    """Update linear layers and 1x1 convolutions of a frozen model. Members declare the fields ``targets: Targets``,
+    ``layers: list[LayerSettings]``, or of a class that extends it, and ``start: StartName``."""
 
     if TYPE_CHECKING:  # every member declares them, so that its tag and rank come first in JSON
         targets: Targets
+        layers: Sequence[LayerSettings]
         start: StartName
 
     def modules(self, shapes: Shapes) -> list[str]:
@@ -41,9 +63,31 @@ class TargetedMethod(TrainingMethod):
         return [name for name in _layers(shapes) if not self.is_untouched(name)]
 
     def is_untouched(self, module: str) -> bool:
+        return not self.is_targeted(module) or 0 in (self.setting("rank", module), self.setting("lr_ratio", module))
+
+    def is_targeted(self, layer: str) -> bool:
+        """Whether ``targets`` chooses a layer, which ``layers`` may then leave out."""
         if isinstance(self.targets, str):
-            return not is_target(self.targets, module)
-        return not any(_ends(module, ending) for ending in self.targets)
+            return is_target(self.targets, layer)
+        return any(_ends(layer, ending) for ending in self.targets)
+
+    def setting(self, field: str, layer: str) -> Any:
+        """What ``layers`` sets for a field in a layer: its last entry that matches and sets it; None if none does."""
+        values = (getattr(each, field, None) for each in reversed(self.layers) if matches_layer(each.pattern, layer))
+        return next((value for value in values if value is not None), None)
+
+    def rank_of(self, layer: str) -> int | None:
+        """The rank in a layer that gets an update; None of a method, or of a matrix, without."""
+        found = self.setting("rank", layer)
+        return getattr(self, "rank", None) if found is None else found
+
+    def lr_ratio(self, name: str) -> float:
+        found = self.setting("lr_ratio", _OF_UPDATE.sub("", name))
+        return 1.0 if found is None else found
+
+    def ranks(self, shapes: Shapes) -> str:
+        """The ranks of the layers that get an update, for ``describe``; empty without any."""
+        return spread(rank for rank in map(self.rank_of, self.modules(shapes)) if rank is not None)
 
     def counted(self, shapes: Shapes) -> str:
         """Count the layers that get an update, and name the choice, for ``describe``."""
@@ -51,12 +95,18 @@ class TargetedMethod(TrainingMethod):
         modules = self.modules(shapes)
         pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
         convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
-        return f"{len(modules) - pointwise} linear layers{convolutions} ({targets})"
+        left_out = sum(map(self.is_targeted, _layers(shapes))) - len(modules)
+        ratios = [ratio for ratio in (self.setting("lr_ratio", name) for name in modules) if ratio not in (None, 1)]
+        without = f"; adapter.layers leaves out {left_out}" if left_out else ""
+        rates = f", learning rate times {spread(ratios)} in {len(ratios)}" if ratios else ""
+        return f"{len(modules) - pointwise} linear layers{convolutions} ({targets}{without}){rates}"
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         layers = _layers(shapes)
+        targeted = [layer for layer in layers if self.is_targeted(layer)]
+        yield from self._problems_of_layers(layers, targeted)
         if isinstance(self.targets, str):
-            if not self.modules(shapes):
+            if not targeted:
                 known = [name for name in TARGETS if any(is_target(name, layer) for layer in layers)]
                 remedy = f"Use {', '.join(known)}" if known else "Use a list of name endings"
                 yield Problem("adapter.targets", f"{self.targets!r} names no layer of this model. {remedy}")
@@ -66,6 +116,42 @@ class TargetedMethod(TrainingMethod):
             if not any(_ends(layer, ending) for layer in layers):
                 remedy = f"Use endings such as {', '.join(list(examples)[:3])}"
                 yield Problem("adapter.targets", f"{ending!r} matches no linear layer or 1x1 convolution. {remedy}")
+
+    def _problems_of_layers(self, layers: Sequence[str], targeted: Sequence[str]) -> Iterator[Problem]:
+        for number, each in enumerate(self.layers if targeted else ()):
+            if any(matches_layer(each.pattern, layer) for layer in targeted):
+                continue
+            if any(matches_layer(each.pattern, layer) for layer in layers):
+                said = f"{each.pattern!r} matches only layers without an update. Choose them by adapter.targets"
+            else:
+                near = difflib.get_close_matches(each.pattern, _parts_of_names(targeted), n=3, cutoff=0)
+                said = f"{each.pattern!r} matches no layer. The nearest names are {join_names(near)}"
+            yield Problem(f"adapter.layers.{number}.pattern", said)
+        if targeted and all(map(self.is_untouched, targeted)):
+            yield Problem(
+                "adapter.layers", f"leaves out {plural(len(targeted), 'layer')}, all that adapter.targets chooses"
+            )
+
+
+_OF_UPDATE = re.compile(r"\.(lora_[AB]|magnitude|lokr_\w+|hada_\w+|oft_\w+)(\..*)?$")
+"""What the name of a trained parameter adds to that of its layer."""
+
+
+def spread(numbers: Iterable[float]) -> str:
+    """The smallest and the largest of some numbers: ``4 to 16``; a single one, or none, as it is."""
+    found = sorted(set(numbers))
+    return " to ".join(f"{number:g}" for number in dict.fromkeys((found[0], found[-1]))) if found else ""
+
+
+def _parts_of_names(layers: Sequence[str]) -> list[str]:
+    """What could stand in a pattern: beginnings, with short names of blocks, and ends of layers' names."""
+    short = {whole: each for each, whole in SHORT.items()}
+    found: dict[str, None] = {}
+    for first, *words in (layer.split(".") for layer in layers):
+        whole = [short.get(first, first), *words]
+        found |= dict.fromkeys(".".join(whole[:end]) for end in range(1, len(whole) + 1))
+        found |= dict.fromkeys(".".join(words[start:]) for start in range(len(words)))
+    return list(found)
 
 
 def _layers(shapes: Shapes) -> list[str]:
@@ -94,7 +180,7 @@ class LayerMethod(TargetedMethod):
             "--format diffusers --rank 32`, which prints what is left out."
         )
 
-    def factor_shapes(self, outputs: int, inputs: int) -> dict[str, tuple[int, int]]:
+    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
         """The shapes of the factors of one layer's update, by their names in files."""
         raise NotImplementedError
 
@@ -104,8 +190,8 @@ class LayerMethod(TargetedMethod):
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:
-        sides = (shapes[f"{name}.weight"][:2] for name in self.modules(shapes))
-        return sum(math.prod(shape) for o, i in sides for shape in self.factor_shapes(o, i).values())
+        sides = {name: shapes[f"{name}.weight"][:2] for name in self.modules(shapes)}
+        return sum(math.prod(each) for n, (o, i) in sides.items() for each in self.factor_shapes(o, i, n).values())
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
@@ -114,7 +200,8 @@ class LayerMethod(TargetedMethod):
 
         shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
         for name in self.modules(shapes):
-            factors = layer_class.initial_factors(self.factor_shapes(*shapes[f"{name}.weight"][:2]))
+            outputs, inputs = shapes[f"{name}.weight"][:2]
+            factors = layer_class.initial_factors(self.factor_shapes(outputs, inputs, name))
             cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
             wrap(model, name, layer_class(model.get_submodule(name), cast))
 
@@ -131,5 +218,5 @@ class LayerMethod(TargetedMethod):
         for name, layer in layers.items():
             state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}
             # readers divide it by the rank, so the scale is 1; they ignore it where all of LoKr's matrices are whole
-            state[layout.key(name, ALPHA)] = torch.tensor(float(self.rank or 1))
+            state[layout.key(name, ALPHA)] = torch.tensor(float(self.rank_of(name) or 1))
         return write_safetensors(state, folder / OUTPUT, metadata)

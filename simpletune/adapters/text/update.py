@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from simpletune.adapters.files.header import ADAPTER_METADATA
 from simpletune.adapters.text.files import COSINES, EmbeddingFile, write_embeddings
 from simpletune.adapters.text.inputs import TextInputs
 from simpletune.adapters.text.option import Text, embedding_name
@@ -193,6 +194,13 @@ class TextUpdate(nn.Module):
         if file.exists():
             known = WeightReader([file]).get_all()
             header = {key: value for key, value in read_header(file)["__metadata__"].items() if key != "format"}
+        if ADAPTER_METADATA in header:  # of a denoiser with several ranks: diffusers then takes all settings from it
+            settings = json.loads(header[ADAPTER_METADATA])
+            for key in (key for key in state if key.endswith(layout.down)):
+                part, _, layer = key.removesuffix(f".{layout.down}").partition(".")
+                settings |= {f"{part}.r": option.rank, f"{part}.lora_alpha": option.rank}
+                settings.setdefault(f"{part}.target_modules", []).append(layer)
+            header[ADAPTER_METADATA] = json.dumps(settings)
         write_safetensors({**known, **state}, file, header)
 
 

@@ -37,11 +37,13 @@ from simpletune.commands.importers.translation import (
     multiple,
     number,
     pairs,
+    round_digits,
     side_of_area,
     trainer_tables,
     whole_number,
 )
 from simpletune.config.schema import run_name
+from simpletune.models.lora_names import NUMBERS
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
@@ -52,6 +54,17 @@ NETWORK_ARGUMENTS = {
     "loraplus_unet_lr_ratio": "b_lr_ratio",
     "rank_dropout": "rank_dropout",
     "module_dropout": "module_dropout",
+}
+RATES = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
+BLOCKS = (*RATES, "block_lr_zero_threshold", "block_dims", "block_alphas")  # of networks.lora
+OF_SIDE = 12  # blocks of a U-Net on its way down, and up; with the middle one 25
+SD3_DIMS = {
+    "context_attn_dim": "attn.*add*",
+    "context_mlp_dim": "ff_context",
+    "context_mod_dim": "norm1_context",
+    "x_attn_dim": "attn*.to_[qkvo]*",
+    "x_mlp_dim": "ff",
+    "x_mod_dim": "norm1",
 }
 INHERITED = (
     "flip_aug",
@@ -249,6 +262,10 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
         found.take("network_module", "adapter.method", "lora")
         found.take("network_dim", "adapter.rank", rank)
         take_alpha(found, "network_alpha", alpha, rank)
+        if module == "networks.lora_sd3":
+            _layers_of_sd3(found, arguments)
+        else:
+            _layers_of_unet(found, arguments, rank, alpha)
     if found.get("adapter.method") in ("lora", "dora"):
         found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
         for name, value in arguments.items():
@@ -259,6 +276,87 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
                 key = found.part("network_args", name, value)
                 found.leave(key, "simpletune has no such option, or adapter.targets")
     return str(found.get("adapter.method"))
+
+
+def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | None, alpha: float | None) -> None:
+    """Translate ranks, alphas and learning rates of a U-Net's 25 blocks."""
+    given = {name: arguments.pop(name) for name in BLOCKS if name in arguments}
+    keys = {name: found.part("network_args", name, value) for name, value in given.items()}
+    read: dict[str, list[float]] = {}
+    for name, value in given.items():
+        try:
+            kind = whole_number if name == "block_dims" else number
+            read[name] = _rates(value) if name in RATES else [kind(part) for part in value.split(",")]
+        except ValueError:
+            found.leave(keys[name], "expected: numbers")
+        else:
+            if name.endswith("s") and len(read[name]) != 2 * OF_SIDE + 1:
+                found.leave(keys[name], f"expected: {2 * OF_SIDE + 1} numbers")
+                del read[name]
+    least = read.get("block_lr_zero_threshold", [0.0])[0]
+    rates: list[float] = []
+    for name, count in zip(RATES, (OF_SIDE, 1, OF_SIDE), strict=True):
+        own = [*read.get(name, ()), *[1.0] * count][:count]  # those that are lacking are 1
+        rates += [rate if rate > least or name not in read else 0 for rate in own]
+    columns = {"lr_ratio": rates}
+    columns |= {ours: read[name] for ours, name in (("rank", "block_dims"), ("alpha", "block_alphas")) if name in read}
+    usual = {"lr_ratio": 1, "rank": rank, "alpha": alpha}
+    rows = zip(*([(name, value) for value in values] for name, values in columns.items()), strict=True)
+    entries = _of_blocks([{name: value for name, value in row if value != usual[name]} for row in rows])
+    for name in read:
+        found.take(keys[name], "adapter.layers", entries)
+
+
+def _rates(text: str) -> list[float]:
+    """Learning rates of a side's blocks: numbers, or the name of a curve, to which a number may be added."""
+    name, _, base = text.partition("+")
+    if not name[:1].isalpha():
+        return [number(part) if part.strip() else 0.0 for part in text.split(",")]
+    rise = [index / (OF_SIDE - 1) for index in range(OF_SIDE)]
+    arc = [math.sin(math.pi * each / 2) for each in rise]
+    curves = {"sine": arc, "cosine": arc[::-1], "linear": rise, "reverse_linear": rise[::-1], "zeros": [0.0] * OF_SIDE}
+    if name not in curves:
+        raise ValueError
+    return [round_digits(each + number(base or 0)) for each in curves[name]]
+
+
+def _of_blocks(settings: list[Json]) -> list[Json]:
+    """``adapter.layers`` from what differs in each block: 12 down, of which the first is no level's, one in the middle,
+    12 up. A level has three, of which two have layers on the way down; its last level and the first one up have none.
+    """
+    rows = [("mid", settings[OF_SIDE])]
+    for side, first, levels, width in (("down", 1, range(3), 2), ("up", OF_SIDE + 1, range(1, 4), 3)):
+        alike: dict[str, list[int]] = {}  # levels without differences within
+        for level in levels:
+            own = settings[first + 3 * level :][:width]
+            if all(each == own[0] for each in own):
+                alike.setdefault(json.dumps(own[0]), []).append(level)
+            else:
+                rows += [(f"{side}.{level}.attentions.{index}", each) for index, each in enumerate(own)]
+        rows += [(f"{side}.{','.join(map(str, found))}", json.loads(each)) for each, found in alike.items()]
+    return [{"pattern": pattern, **each} for pattern, each in rows if each]
+
+
+def _layers_of_sd3(found: Translation, arguments: dict[str, str]) -> None:
+    """Translate ranks by kind of layer, and the blocks that train."""
+    entries: list[Json] = []
+    keys: list[str] = []
+    for name in [name for name in (*SD3_DIMS, "train_block_indices") if name in arguments]:
+        value = arguments.pop(name)
+        key = found.part("network_args", name, value)
+        chosen = value.replace(" ", "")
+        if name in SD3_DIMS and chosen.isdecimal():
+            entries.append({"pattern": SD3_DIMS[name], "rank": int(chosen)})
+        elif name not in SD3_DIMS and NUMBERS.fullmatch(chosen):
+            entries += [{"pattern": "blocks", "lr_ratio": 0}, {"pattern": f"blocks.{chosen}", "lr_ratio": 1}]
+        elif chosen != "all":
+            found.leave(key, "expected: a whole number" if name in SD3_DIMS else "expected: numbers of blocks, or all")
+            continue
+        keys.append(key)
+    for key in keys:
+        found.take(key, "adapter.layers", entries)
+    for name in [name for name in BLOCKS if name in arguments]:
+        found.leave(found.part("network_args", name, arguments.pop(name)), "networks.lora_sd3 ignores it", same=True)
 
 
 def _precision(found: Translation, method: str) -> None:

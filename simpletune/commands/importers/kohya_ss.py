@@ -66,7 +66,9 @@ def _used(settings: Json) -> Json:
 def _options(used: Json) -> Json:
     """Return the scripts' options."""
     tables = trainer_tables(NAME)
-    drop = {*tables["left_out"], *tables["no_effect"], *tables["networks"]["arguments"], "sample_prompts", "LoRA_type"}
+    networks = tables["networks"]
+    drop = {*tables["left_out"], *tables["no_effect"], "sample_prompts", "LoRA_type"}
+    drop |= {*networks["arguments"], *networks["blocks"]}
     found = {tables["rename"].get(key, key): value for key, value in used.items() if key not in drop}
     found |= read_flags(shlex.split(str(found.pop("additional_parameters", ""))))
     if isinstance(found.get("optimizer_args"), str):
@@ -80,11 +82,12 @@ def _options(used: Json) -> Json:
     found["lr_warmup_steps"] = number(used.get("lr_warmup", 0)) / 100 if is_off(steps) else steps
     kind = str(used.get("LoRA_type", ""))
     if kind:
-        module, algo = tables["networks"]["of"][kind]
+        module, algo = networks["of"][kind]
         found["network_module"] = (
             "networks.lora_sd3" if module == "networks.lora" and "sd3_checkbox" in used else module
         )
-        passed = tables["networks"]["arguments"] if kind != "Standard" else ()
+        passed = networks["arguments"] if kind != "Standard" else []
+        passed = passed + (networks["blocks"] if module == "networks.lora" else [])
         arguments = {name: used[name] for name in passed if not is_off(used.get(name))}
         found["network_args"] = [f"{name}={value}" for name, value in ({"algo": algo} | arguments).items() if value]
         found["network_args"] += [f"{name}={found.pop(name)}" for name in ("loraplus_lr_ratio",) if name in found]

@@ -33,6 +33,7 @@ class UNetNames(LoraNames):
 
     title = "Stable Diffusion 1.5 or 2"
     denoiser = "unet"
+    short = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
     targets = {
         "attention": re.compile(rf"{_BLOCK}attn[12]\.(to_[qkv]|to_out\.0)$"),
         "attention_qv": re.compile(rf"{_BLOCK}attn[12]\.to_[qv]$"),

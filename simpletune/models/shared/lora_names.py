@@ -26,6 +26,8 @@ class LoraNames:
     """The denoiser's folder in a pipeline, which is also the prefix of its keys in diffusers' LoRA files."""
     targets: ClassVar[Mapping[str, re.Pattern[str]]]
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
+    short: ClassVar[Mapping[str, str]]
+    """What the first word of a pattern in ``adapter.layers`` may abbreviate: short names of the denoiser's blocks."""
     contexts: ClassVar[re.Pattern[str] | None] = None
     """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
     None: the family's attention reads both at once."""

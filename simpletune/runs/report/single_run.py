@@ -10,6 +10,7 @@ from PIL import Image
 
 from simpletune.adapters.files.describe import describe
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
+from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
@@ -76,6 +77,8 @@ def summary_sentence(run: RunData) -> str:
     base = base if not os.path.isabs(base) else os.path.basename(base)
     rank = getattr(config.adapter, "rank", None)
     method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"
+    varied = isinstance(config.adapter, TargetedMethod) and config.adapter.layers
+    method += " (other settings in some layers)" if varied else ""
     return (
         f"{method} on {base}, {config.precision.weights} weights, "
         f"{config.data.resolution} px, batch {config.train.micro_batch}"

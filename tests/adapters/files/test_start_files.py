@@ -144,11 +144,23 @@ def test_layers_without_an_update_start_from_zero(tmp_path: Path) -> None:
     assert any(name.endswith("to_k") and not delta.any() for name, delta in products(model).items())
 
 
+@pytest.mark.parametrize("kind", [Lora, Dora, Loha, Lokr])
+def test_ranks_by_layer_start_from_a_file_with_the_same(kind: Any, tmp_path: Path) -> None:
+    method = kind(rank=2, layers=[{"pattern": "to_q", "rank": 3}])
+    file = trained_file(tmp_path, method)
+    model, left_out = started(file, method)
+    torch.testing.assert_close(loss(model), drawn(file))
+    assert left_out == 0
+
+
 @pytest.mark.parametrize(
     ("saved", "method", "scale", "message"),
     [
         (Lora(rank=2, targets="all_linear"), Lora(), 1,
          r"start: \d+ of \d+ layers are not trained by this run: .*ff.*Use adapter.targets all_linear"),
+        (Lora(rank=2), Lora(layers=[{"pattern": "to_v", "rank": 0}]), 1,
+         r"layers are not trained by this run: .*to_v.*Use an adapter.layers that does not leave them out"),
+        (Loha(rank=2, layers=[{"pattern": "to_q", "rank": 3}]), Loha(rank=2), 1, "has the factors hada_w1_a 32 x 3"),
         (Lora(rank=2, targets=["norm_out.linear"]), Lora(), 1, "Use adapter.targets a list with the endings"),
         (Lora(rank=2), Dora(), 1,
          r"start is LoRA \(.*\), and DoRA starts only from its own kind. Use adapter.method lora"),

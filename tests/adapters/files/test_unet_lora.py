@@ -277,6 +277,24 @@ def test_every_layout_does_the_same_in_diffusers(layout: str, updates_of: Any, t
     assert about["targets"]["proj_in"] == about["targets"]["attn1.to_q"] == about["layers"] // 12
 
 
+def test_a_result_with_other_ranks_and_alphas_in_some_layers_is_the_same_in_diffusers(tmp_path: Path) -> None:
+    layers = [
+        {"pattern": "down.1", "rank": 2, "alpha": 3.0},
+        {"pattern": "mid", "rank": 5},
+        {"pattern": "to_v", "rank": 0},
+    ]
+    lora, model = Lora(rank=3, alpha=2.0, targets="all_linear", layers=layers), tiny()
+    lora.attach(model, 0)
+    draw = torch.Generator().manual_seed(2)
+    for _, layer in lora_layers(model):
+        layer.lora_B["default"].weight.data.normal_(0, 0.2, generator=draw)
+    file, expected = lora.export(model, tmp_path, {}), predict(model)
+    close(in_diffusers(file, tiny()), expected)
+    assert (expected - predict(tiny())).abs().max() > 0.01
+    about = describe(file)
+    assert about["ranks"] == {"2": 10, "3": 20, "5": 10} and "different alphas" not in str(about["tools"])
+
+
 def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) -> None:
     """Which is why files get one alpha; ``inspect`` says it of others' files."""
     file = tmp_path / "x.safetensors"

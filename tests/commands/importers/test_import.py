@@ -9,15 +9,21 @@ from pathlib import Path
 import peer_configs
 import pytest
 import yaml
-from import_cases import CASES, LARGE, REFUSED
+from import_cases import CASES, LARGE, OLD, REFUSED
 
+from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES, take_alpha
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
+from simpletune.commands.importers.kohya import SD3_DIMS
 from simpletune.commands.importers.translation import Translation, trainer_tables
 from simpletune.config.load import read_json, validate
 from simpletune.config.schema import run_name
+from simpletune.models.lora_names import matches_layer
 from simpletune.models.sd3.files import HUB_NAMES
+from simpletune.models.sd3.lora_names import NAMES
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15
 from simpletune.system.options import Json, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -423,6 +429,41 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
         options = {row.key for part in ("options", "options_data") for row in tables.get(part, ())}
         for name in ("values", "why", "otherwise"):
             assert tables.get(name, {}).keys() <= options, (trainer, name)
+
+
+def test_each_of_kohya_s_25_blocks_is_the_layers_that_its_script_counts_in_it(tmp_path: Path) -> None:
+    """By get_block_index of sd-scripts' networks/lora.py."""
+
+    def block(layer: str) -> int:
+        match = re.search(r"(up|down)_blocks\.(\d+)\.attentions\.(\d+)\.", layer)
+        if match is None:
+            return 12
+        index = 3 * int(match[2]) + int(match[3])
+        return 1 + index if match[1] == "down" else 13 + index
+
+    shapes = SD15().known_shapes()
+    layers = Lora(targets="all_linear").modules(shapes)
+    assert {block(layer) for layer in layers} == {1, 2, 4, 5, 7, 8, 12, *range(16, 25)}
+    for number in range(25):
+        ranks = ",".join(str(2 if index == number else 8) for index in range(25))
+        given = {"network_dim": 8, "network_args": [f"block_dims={ranks}"]}
+        lora = imported("kohya", tmp_path, OLD | given).config["adapter"] | {"method": "lora"}
+        adapter = Lora.model_validate_json(json.dumps(lora), strict=True)
+        assert list(adapter.problems(shapes)) == []
+        found = {layer for layer in layers if adapter.rank_of(layer) == 2}
+        assert found == {layer for layer in layers if block(layer) == number}
+
+
+def test_kohya_s_kinds_of_sd3_s_layers_are_those_of_its_script() -> None:
+    """By the words that networks/lora_sd3.py looks for in a layer's original name."""
+    kinds = {"attn": "attn", "mlp": "mlp", "mod": "adaLN_modulation"}
+    shapes = SD3().known_shapes() | {f"transformer_blocks.0.attn2.to_{x}.weight": (1536, 1536) for x in ("q", "out.0")}
+    layers = Lora(targets="all_linear").modules(shapes)
+    for name, pattern in SD3_DIMS.items():
+        stream, kind, _ = name.split("_")
+        words = f"{stream}_block", kinds[kind]
+        found = {layer for layer in layers if matches_layer(pattern, layer)}
+        assert found == {layer for layer in layers if all(word in NAMES.original(layer)[0] for word in words)} != set()
 
 
 def test_the_documentation_has_a_line_for_every_key() -> None:

@@ -187,6 +187,17 @@ def test_a_lora_is_its_arithmetic_and_no_cycle_keeps_tensors_between_steps(
     assert type(torch.zeros(1)) is torch.Tensor
 
 
+@pytest.mark.parametrize("method", ["lora", "dora", "lokr", "loha", "oft"])
+def test_layers_of_other_ranks_and_rates_take_the_same_bytes_real_and_fake(
+    method: str, tiny_config: dict, three_blocks: Path
+) -> None:
+    layers = [{"pattern": "blocks.0", "lr_ratio": 0.5}, {"pattern": "to_v", "lr_ratio": 0}]
+    adapter = {"method": method, "layers": layers}
+    if method != "oft":
+        adapter |= {"rank": 3, "layers": [*layers, {"pattern": "blocks.1-2", "rank": 2}]}
+    assert_same_bytes(with_blocks(tiny_config, three_blocks, adapter=adapter))
+
+
 def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three_blocks: Path) -> None:
     peaks = {}
     for checkpointing in CHECKPOINTING:

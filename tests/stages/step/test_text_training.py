@@ -14,6 +14,7 @@ import pytest
 import tiny_sd15
 import torch
 from accelerate import Accelerator
+from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 from simulated import assert_same_bytes
 from slow_cases import slow_but
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from simpletune.adapters.files.read import read_lora
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
@@ -468,6 +470,23 @@ def test_the_result_has_what_was_trained(tiny_config: dict) -> None:
     assert any(key.startswith("transformer.") for key in lora)
     card = (run / "README.md").read_text()
     assert "write `embedding:tiny_flat` for `flat`" in card and "LoRA of rank 3" in card
+
+
+def test_a_file_of_several_ranks_says_those_of_the_text_encoders_too(tiny_config: dict) -> None:
+    """diffusers takes no rank from the tensors if the header has any."""
+    layers = [{"pattern": "to_q", "rank": 3}]
+    data = data_of(tiny_config, text=LORA) | {"adapter": {"method": "lora", "rank": 2, "layers": layers}}
+    file = train(validate(data | {"train": {"steps": 1}}, "ranks")) / "pytorch_lora_weights.safetensors"
+    state, settings = StableDiffusion3Pipeline.lora_state_dict(
+        str(file.parent), weight_name=file.name, return_lora_metadata=True
+    )
+    for part in ("transformer", "text_encoder", "text_encoder_2"):
+        own = {key.removeprefix(f"{part}."): value for key, value in settings.items() if key.startswith(f"{part}.")}
+        downs = {key: t for key, t in state.items() if key.startswith(f"{part}.") and ".lora_A." in key}
+        assert {f"{part}.{layer}.lora_A.weight" for layer in own["target_modules"]} == set(downs)
+        ranks = {"r", "lora_alpha", "target_modules"} | ({"rank_pattern", "alpha_pattern"} if own["r"] == 2 else set())
+        assert set(own) == ranks and all(len(t) == own["r"] or "to_q" in key for key, t in downs.items())
+    assert {update.scale for update in read_lora(file).values()} == {1.0}
 
 
 def test_the_text_stage_skips_encoders_that_run_in_every_step(tiny_config: dict, tmp_path: Path) -> None:
