@@ -59,6 +59,8 @@ def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> s
         part = options.get(section) if section else options
         if isinstance(part, dict):  # several sources are a list
             part.pop(name, None)
+    if not options["adapter"].get("layers"):  # keeps the keys from before there was this field
+        options["adapter"].pop("layers", None)
     options["precision"]["compute"] = config.precision.settled
     options["validation"]["prompts"] = config.validation.prompts != []
     options["prior"]["prompt"] = getattr(config.prior, "prompt", None) is not None
