@@ -19,6 +19,7 @@ quality: setup  ## run ruff and mypy, change nothing; 50 s without mypy's cache;
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy --platform win32 --cache-dir .mypy_cache/win32 simpletune
 	@$(PY) tests/support/repeated_names.py
 
 style: setup  ## let ruff fix and format the code; 1 s

@@ -33,13 +33,20 @@ from simpletune.system.package import PACKAGE
 from simpletune.system.redact import secret_paths
 from simpletune.system.strict_json import JsonError
 
-SHIPPED_FOLDER = PACKAGE / "configs"
-"""Link to ``configs/`` in a checkout; folder in an installed package."""
 REPAIRS = 3  # removing one wrong value can make another wrong, such as the fields of an unknown tag
 _SECRET = (
     "contains a token or a password, but the configuration is copied into checkpoints, results and reports. Remove it, "
     "and set HF_TOKEN or WANDB_API_KEY in the environment"
 )
+
+
+def shipped_folder(package: Path) -> Path:
+    """Return ``configs/``: a folder of an installed package, a link of a checkout, or, where git writes links as text
+    (Windows), the link's target."""
+    return folder if (folder := package / "configs").is_dir() else package.parent / "configs"
+
+
+SHIPPED_FOLDER = shipped_folder(PACKAGE)
 
 
 def shipped_names() -> list[str]:

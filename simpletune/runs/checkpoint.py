@@ -39,10 +39,11 @@ from simpletune.runs.checkpoint_folders import (
 from simpletune.runs.figure_sums import figure_sums
 from simpletune.runs.folder import read_parent, read_stacked
 from simpletune.runs.result import export_result
-from simpletune.system.atomic import atomic_folder, flush_to_disk, quarantine, temporary_path
+from simpletune.system.atomic import atomic_folder, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
+from simpletune.system.portable import flush_to_disk, name_inside
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
 from simpletune.system.safetensors_file import INDEX_SUFFIX, WeightReader, write_safetensors
@@ -125,7 +126,8 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
             "torch": torch.__version__,
             "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
         }
-        (part / STATE).write_text(with_checksum(values))  # last, because it has the checksums of the others
+        # Last, because it has the checksums of the others.
+        (part / STATE).write_text(with_checksum(values), encoding="utf-8")
         flush_to_disk(part / STATE)
     flush_to_disk(folder.parent)
     remove_oldest(run, state.config.checkpoint, step_to_keep(run))
@@ -232,7 +234,7 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise ValueError("sha256")
     if not {TRAINABLE, OPTIMIZER} <= {name.replace(INDEX_SUFFIX, ".safetensors") for name in checksums}:
         raise ValueError("sha256")
-    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in checksums):
+    if any(name_inside(name) is None for name in checksums):
         raise ValueError("a file outside the checkpoint")
 
 

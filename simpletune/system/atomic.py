@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.system.disk import room_for
+from simpletune.system.portable import flush_to_disk
 
 STALE = 3600  # seconds after which another machine's unfinished work counts as abandoned
 _SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d+)\.part$")
@@ -96,6 +97,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         _refuse_if_filled(folder)
+        if folder.exists():
+            folder.rmdir()  # Windows does not rename over a folder, not even an empty one
         os.replace(part, folder)
     finally:
         remove(part)
@@ -109,7 +112,7 @@ def _refuse_if_filled(folder: Path) -> None:
 def write_text(file: Path, text: str, shared: bool = False) -> None:
     """Write a text file atomically; ``shared`` as for ``atomic_file``."""
     with atomic_file(file, len(text), shared) as part:
-        part.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8", newline="\n")  # the same bytes on every system
 
 
 def write_json(file: Path, value: Any, shared: bool = False) -> None:
@@ -125,25 +128,15 @@ def quarantine(place: Path) -> Path:
     return damaged
 
 
-def flush_to_disk(path: Path) -> None:
-    """Call fsync on a file, or on a folder's entries."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:  # names no file
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(handle)
-
-
 def remove_stale(folder: Path, name: str = "*") -> None:
     """Remove unfinished files of killed processes from a folder, but not those of running ones; ``name``: a pattern."""
+    import psutil
+
     for entry in folder.glob(f".{name}.part") if folder.is_dir() else ():
         match = _SHARED.match(entry.name)
         try:
             if match and match[1] == machine_name():
-                has_ended = not Path(f"/proc/{match[2]}").exists() and Path("/proc/self").exists()
-                abandoned = has_ended and int(match[2]) != os.getpid()
+                abandoned = not psutil.pid_exists(int(match[2]))
             else:
                 abandoned = time.time() - entry.stat().st_mtime > STALE
         except FileNotFoundError:

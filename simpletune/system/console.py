@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -25,6 +26,13 @@ BAR_WIDTH = 12  # characters
 WINDOW = 20  # steps in the mean of seconds per step
 WARM_UP = 2  # first steps, excluded from that mean
 _SILENT: list[bool] = []
+
+
+def print_any_text() -> None:
+    """Write UTF-8 to files and pipes, for which Windows has cp1252; replace what a terminal's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
 
 
 def say(text: str) -> None:

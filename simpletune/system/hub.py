@@ -247,7 +247,7 @@ def _snapshot(repository: Repository) -> Path:
 
     revision = repository.revision or constants.DEFAULT_REVISION
     note = repository.cache / "refs" / revision
-    return repository.cache / "snapshots" / (note.read_text().strip() if note.is_file() else revision)
+    return repository.cache / "snapshots" / (note.read_text(encoding="utf-8").strip() if note.is_file() else revision)
 
 
 def in_cache(part: HubPart) -> Path | None:
@@ -286,9 +286,9 @@ def fetch_files(files: Sequence[HubFile]) -> None:
         _fetch_file(file)
     for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
         note = repository.cache / "refs" / (repository.revision or constants.DEFAULT_REVISION)
-        if note.name != commit and (not note.exists() or note.read_text() != commit):
+        if note.name != commit and (not note.exists() or note.read_text(encoding="utf-8") != commit):
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(commit)
+            note.write_text(commit, encoding="utf-8")
 
 
 def _fetch_file(file: HubFile) -> None:

@@ -1,14 +1,11 @@
-"""Lock between processes with ``flock``, and ranges of keys with ``fcntl``; the system releases a lock whenever its
-process ends."""
+"""Lock folders, files and ranges of keys between processes; the system releases a lock whenever its process ends."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from simpletune.system.console import say
 from simpletune.system.options import UserError
+from simpletune.system.portable import lock_file, lock_range, unlock_range
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on file systems without locks
 
@@ -31,14 +29,17 @@ def exclusive(folder: Path, remedy: str = "or give this run another name: name=.
     try:
         lock = _acquire(file)
     except Timeout:
-        holder = file.read_text(errors="replace").strip()
+        holder = ""
+        with suppress(PermissionError):  # locks of Windows are mandatory
+            holder = file.read_text(encoding="utf-8", errors="replace").strip()
         raise UserError(
             f"{folder} is in use by another run{f' (process {holder})' if holder else ''}. Wait for its end or "
             f"stop it, {remedy}"
         ) from None
     try:
         if lock.is_locked:
-            file.write_text(f"{os.getpid()}\n")
+            with suppress(PermissionError):  # locks of Windows are mandatory
+                file.write_text(f"{os.getpid()}\n", encoding="utf-8")
         yield
     finally:
         lock.release()
@@ -51,7 +52,7 @@ def is_held(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_file(handle, shared=True)
     except OSError as error:
         return error.errno not in UNSUPPORTED
     finally:
@@ -94,7 +95,7 @@ class Ranges:
     def __enter__(self) -> Ranges:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:  # read-only or full: later writes report the cause
             self.sure = False
             _warn_unlocked(self.file.parent, f"cannot be locked ({error.strerror})")
@@ -114,7 +115,7 @@ class Ranges:
             yield True
             return
         try:
-            self._lock(fcntl.F_WRLCK, first, last, wait)
+            lock_range(self._handle, first, last, wait)
         except OSError as error:
             if error.errno not in UNSUPPORTED and error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise UserError(f"{self.file} cannot be locked ({error.strerror}). Remove it") from None
@@ -126,13 +127,7 @@ class Ranges:
         try:
             yield True
         finally:
-            self._lock(fcntl.F_UNLCK, first, last)
-
-    def _lock(self, kind: int, first: int, last: int, wait: bool = False) -> None:
-        """Change a range's lock, with ``struct flock`` of 64-bit Linux."""
-        assert self._handle is not None
-        asked = struct.pack("hhqqi4x", kind, os.SEEK_SET, first, last - first + 1, 0)
-        fcntl.fcntl(self._handle, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, asked)
+            unlock_range(self._handle, first, last)
 
 
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:

@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from simpletune.system.portable import NONBLOCK
+
 
 class NotRegular(OSError):
     """Report a pipe, a device or a folder in place of a file."""
@@ -32,7 +34,7 @@ def open_regular(file: str | Path) -> BinaryIO:
         OSError: it cannot be opened.
         ValueError: no file can have this name.
     """
-    stream = open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    stream = open(file, "rb", opener=lambda path, flags: os.open(path, flags | NONBLOCK))
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise NotRegular(file)

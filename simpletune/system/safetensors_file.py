@@ -179,7 +179,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def files_of_index(index: Path) -> list[Path]:
     """List the files that an index of shards names, which must be in its own folder."""
     try:
-        names = [str(each["file"]) for each in json.loads(index.read_text())["files"]]
+        names = [str(each["file"]) for each in json.loads(index.read_text(encoding="utf-8"))["files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index} is damaged ({type(error).__name__}). Use another checkpoint") from None
     if any(name != Path(name).name or name in ("", ".", "..") for name in names):

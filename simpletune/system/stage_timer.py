@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from simpletune.system.portable import peak_resident_bytes
+
 GIB = 2**30
 
 
@@ -57,7 +59,7 @@ class StageTimer:
         # Reset the kernel's record of the peak resident set. Where that is not supported, the peak covers the whole
         # process so far, which is never too low.
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         if self.cuda:
             import torch
 
@@ -106,10 +108,8 @@ def round_figure(value: float | None) -> float | None:
 def peak_rss_gib() -> float:
     """Return the peak resident set since the last reset, in GiB."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
         line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024 / GIB
     except (OSError, StopIteration):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        return peak_resident_bytes() / GIB

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from simpletune.system.portable import cores_of_process
+
 PARAMETERS_PER_THREAD = 50_000_000
 """Parameters of the transformer per thread. With fewer, two threads are slower than one even on an idle machine,
 because a step consists of many short operations and threads synchronise after each. Measured on two cores with 7 to
@@ -16,9 +18,9 @@ AUTO = "SIMPLETUNE_AUTO_THREADS"  # marks an OMP_NUM_THREADS that we set; child 
 
 def usable_cores() -> int:
     """Count the cores that this process may use, within a container's quota, which torch ignores."""
-    cores = len(os.sched_getaffinity(0))
+    cores = cores_of_process()
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max": no quota
         return cores

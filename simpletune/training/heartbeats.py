@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from accelerate import Accelerator
 from torch.distributed import Store
 
 from simpletune.system.options import UserError
+from simpletune.system.portable import end_after
 from simpletune.system.printable import describe_exception
 from simpletune.system.processes import process_number, processes, progressed
 from simpletune.system.signals import Stopped
@@ -263,8 +263,7 @@ def watched() -> Iterator[None]:
         why = watch.why_connection_failed()
         watch.close(FAILED, why)
         if threading.current_thread() is threading.main_thread():  # closing the connections may take longer
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(watch.patience.closing)
+            end_after(watch.patience.closing)
         raise UserError(message_of(f"{why} ({describe_exception(error)})"), code=LOST) from error
     except BaseException as error:
         watch.close(FAILED, describe_exception(error))

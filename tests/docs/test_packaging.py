@@ -18,7 +18,7 @@ import pytest
 from packages import SOURCES, build, copy_sources
 
 from simpletune.apps.cli.main import main
-from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_names
+from simpletune.config.load import SHIPPED_FOLDER, read_config, read_json, shipped_folder, shipped_names
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,3 +240,22 @@ def test_nothing_is_declared_that_is_never_imported_and_the_exceptions_are_still
     )
     assert set(NOT_DECLARED) <= used - declared()
     assert set(NEVER_IMPORTED) <= declared("heic", "masks", "remote", "serve", "tags", "dev") - used
+
+
+# A checkout on Windows
+
+
+def test_a_checkout_whose_links_are_text_has_its_configurations(tmp_path: Path) -> None:
+    (tmp_path / "simpletune").mkdir()
+    (tmp_path / "simpletune" / "configs").write_text("../configs")
+    assert shipped_folder(tmp_path / "simpletune") == tmp_path / "configs"
+    assert shipped_folder(ROOT / "simpletune") == ROOT / "simpletune" / "configs"
+
+
+def test_git_writes_the_same_bytes_on_windows() -> None:
+    names = ["simpletune/setup.sh", "simpletune/assets/tiny_sd3/model_index.json"]
+    command = ["git", "check-attr", "eol", "--", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this is no checkout of git")
+    assert done.stdout.count(": eol: lf\n") == len(names)

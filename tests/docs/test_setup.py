@@ -797,3 +797,43 @@ def test_the_server_takes_40_minutes_at_most(server: Machine, before: int) -> No
     server.run(".ci/dry", str(before))
     limits = [int(call.split()[0]) for call in server.calls("timeout")]
     assert before + sum(limits) == 2200 < 40 * 60 and limits[0] >= 300 and limits[1] == 700
+
+
+# Windows, where nobody has run it: the text of train.ps1 says what train.sh and setup.sh say
+
+
+def test_train_ps1_offers_what_train_sh_offers() -> None:
+    script = (REPOSITORY / "train.ps1").read_text(encoding="ascii")  # Windows' own PowerShell takes UTF-8 for cp1252
+    shell, setup = ((REPOSITORY / name).read_text() for name in ("train.sh", "simpletune/setup.sh"))
+    (usage,) = re.findall(r"cat <<'EOF'\n(.*?)\nEOF", shell, re.S)
+    usage = usage.replace("./train.sh", r".\train.ps1").replace("PYTHON=... chooses", "$env:PYTHON chooses")
+    usage = usage.replace("SIMPLETUNE_TORCH_INDEX=URL", "$env:SIMPLETUNE_TORCH_INDEX")
+    (offered,) = re.findall(r"@'\n(.*?)\n'@", script, re.S)
+    assert offered.split() == usage.split()
+    assert f"$minDriver = {re.findall(r'_SIMPLETUNE_MIN_DRIVER=([0-9]+)', setup)[0]} " in script
+    for name in ("installing", "installed-run", "torch-index"):
+        assert f".simpletune-{name}" in setup and f"'.simpletune-{name}'" in script
+    assert set(re.findall(r"Stop-Setup (\d)", script)) == set(re.findall(r"_setup_stop (\d)", setup))
+    assert "-m simpletune train $config @words" in script and "-m simpletune train --help" in script
+    pyproject = (REPOSITORY / "pyproject.toml").read_text()
+    (pattern,) = re.findall(r"-Pattern '(.*?)'", script)
+    assert re.findall(pattern, pyproject, re.M) == re.findall(r'^ *"(torch[<>=][^"]*)"', pyproject, re.M)
+
+
+def test_train_ps1_closes_what_it_opens() -> None:
+    """PowerShell is not here to parse it: brackets outside of strings and comments, and calls of functions it has."""
+    script = (REPOSITORY / "train.ps1").read_text()
+    code = re.sub(r"@'\n.*?\n'@|'[^'\n]*'|\"[^\"\n]*\"|#.*", "", script, flags=re.S | re.M)
+    code = re.sub(r"#.*", "", code)
+    opened: list[str] = []
+    for mark in re.findall(r"[(){}\[\]]", code):
+        if mark in "({[":
+            opened.append({"(": ")", "{": "}", "[": "]"}[mark])
+        else:
+            assert opened and opened.pop() == mark
+    assert opened == []
+    own = set(re.findall(r"^function ([\w-]+)", script, re.M))
+    cmdlets = {"Get-Location", "Join-Path", "Get-Command", "Out-Null", "Test-Path", "Get-Content", "Select-Object",
+               "Get-FileHash", "Get-ChildItem", "Get-Item", "New-Item", "Select-String", "Set-Content", "Remove-Item",
+               "Push-Location", "Pop-Location"}  # fmt: skip
+    assert set(re.findall(r"\b[A-Z][a-z]+-[A-Z][a-zA-Z]+\b", code)) <= own | cmdlets

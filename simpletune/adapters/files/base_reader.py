@@ -101,7 +101,7 @@ class BaseReader:
             shutil.copyfile(self.part.folder / "config.json", folder / "config.json")
         else:
             config = {"_class_name": self.family.diffusers.model, **self.config}
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def linear_shapes(shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
@@ -120,7 +120,7 @@ class QuantisedBaseReader:
 
         from simpletune.engine.quant import Precision
 
-        about: Json = json.loads((folder / KEPT).read_text())
+        about: Json = json.loads((folder / KEPT).read_text(encoding="utf-8"))
         self.config: ModelConfig = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])

@@ -181,7 +181,7 @@ class LoraHeader:
         beside = self.file.with_name("adapter_config.json")
         if self.layout_name == "peft" and beside.is_file():
             try:
-                return _valid_settings(json.loads(beside.read_text()), str(beside))
+                return _valid_settings(json.loads(beside.read_text(encoding="utf-8")), str(beside))
             except ValueError:
                 raise UserError(f"{beside} is not JSON. {DAMAGED}") from None
         return None

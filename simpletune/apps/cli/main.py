@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from simpletune import __version__
 from simpletune.apps.cli import control, data, doctor, estimate, evaluate, generate, lora, serve, start, train
+from simpletune.system.console import print_any_text
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
 from simpletune.system.printable import printable
@@ -153,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         gradient, 6 for a full disk, 7 if another process of the run is gone, 130 after Ctrl-C or a request to stop, 143
         after SIGTERM.
     """
+    print_any_text()
     args = parse(argv)
     prepare_environment()
     try:

@@ -5,12 +5,12 @@ Both stay in memory if there is room; otherwise a request for one loads it in pl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 
@@ -165,11 +165,7 @@ def free_model_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free_memory(device)
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # a system without it: all RAM
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available
 
 
 def share_equal_tensors(model: nn.Module, other: nn.Module) -> None:

@@ -7,7 +7,6 @@ boot, because IDs are reused.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ from simpletune.system.atomic import machine_name, write_json
 from simpletune.system.locks import UNSUPPORTED
 from simpletune.system.options import Json, UserError
 from simpletune.system.package import PACKAGE
+from simpletune.system.portable import lock_file
 
 LOGS = "logs"
 TAIL = 2**16  # bytes of a log that are read from its end
@@ -71,7 +71,7 @@ def running(roots: Roots, log_name: str) -> bool:
     log = log_file(roots, log_name)
     try:
         with _starting, log.open("rb") as opened:
-            free = _locked(opened.fileno(), fcntl.LOCK_SH)
+            free = _locked(opened.fileno(), shared=True)
     except FileNotFoundError:
         return False
     return not free or log in _unreaped or find_process(roots, log_name) is not None
@@ -137,20 +137,20 @@ def start_time(pid: int) -> int | None:
     """Return the start time of a process in clock ticks since boot (proc(5), field 22); None if it has ended, also as a
     zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _locked(handle: int, kind: int = fcntl.LOCK_EX) -> bool:
+def _locked(handle: int, shared: bool = False) -> bool:
     """Lock a log, and return whether that worked; always true on a file system without locks."""
-    for _ in range(LOOKS if kind == fcntl.LOCK_EX else 1):
+    for _ in range(1 if shared else LOOKS):
         try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            lock_file(handle, shared)
             return True
         except BlockingIOError:
-            time.sleep(PAUSE if kind == fcntl.LOCK_EX else 0)
+            time.sleep(0 if shared else PAUSE)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
@@ -167,4 +167,4 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
 
 def _boot() -> str:
     """Identify this start of the machine or, by its first process, of this container."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {start_time(1)}"
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='utf-8').strip()} {start_time(1)}"

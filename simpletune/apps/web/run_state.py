@@ -53,7 +53,7 @@ def state_of(folder: Path) -> RunState:
     planned = train.get("steps") if isinstance(train, dict) else None
     steps = summary.get("steps") or (planned if isinstance(planned, int) else None)
     drawn = newest_picture(folder / SAMPLES)
-    picture = None if drawn is None else str(drawn.relative_to(folder))
+    picture = None if drawn is None else drawn.relative_to(folder).as_posix()
     return RunState(
         folder.name, word, reason, row.get("step", 0), steps, row.get("loss"), settings, picture, summary, tuple(notes)
     )

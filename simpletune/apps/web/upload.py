@@ -35,9 +35,10 @@ from simpletune.data.sources.walk import (
     read_regular,
     too_large,
 )
-from simpletune.system.atomic import flush_to_disk, remove, remove_stale, temporary_path
+from simpletune.system.atomic import remove, remove_stale, temporary_path
 from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes, reason_full
 from simpletune.system.options import UserError, plural
+from simpletune.system.portable import flush_to_disk
 from simpletune.system.printable import STEERING
 
 HIDDEN = "simpletune-upload-"  # begins the name of an upload's folder while it is filled

@@ -18,6 +18,7 @@ from simpletune.data.sources.walk import read_regular
 from simpletune.system import strict_json
 from simpletune.system.disk import room_for
 from simpletune.system.options import UserError
+from simpletune.system.portable import NOFOLLOW
 
 RECORD = "captions.jsonl"
 MAX_BYTES = 2**28  # of a record; a line takes about 400
@@ -67,11 +68,12 @@ class Record:
         """Record a caption that is about to be written: SHA-256 of the file after writing, the model's fingerprint."""
         made = WrittenCaption(self._name(caption), digest, model, settings)
         with room_for(f"writing {RECORD}", self.folder, None, lambda: None):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NOFOLLOW
             with os.fdopen(os.open(self.place, flags, 0o666), "rb+", buffering=0) as stream:
                 line = json.dumps(asdict(made), ensure_ascii=False).encode() + b"\n"
                 size = os.fstat(stream.fileno()).st_size
-                cut = size > 0 and os.pread(stream.fileno(), 1, size - 1) != b"\n"
+                stream.seek(max(0, size - 1))
+                cut = size > 0 and stream.read(1) != b"\n"
                 stream.write(b"\n" + line if cut else line)
         self._made[made.file] = made
 

@@ -58,9 +58,12 @@ def system(machine: Machine) -> Iterator[Finding]:
     name, release = machine.system
     lines = (machine.read("/etc/os-release") or "").splitlines()
     title = next((line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")), name)
-    if name != "Linux":
+    if name == "Windows":
+        yield Finding("system", WARNING, f"{name} {release}", "Natively, nobody has tried simpletune on Windows yet",
+                      "Use WSL 2 (docs/how-to/wsl.md), or report what fails (docs/how-to/install.md)")  # fmt: skip
+    elif name != "Linux":
         yield Finding("system", PROBLEM, f"{name} {release}", "simpletune runs on Linux only",
-                      "On Windows, use WSL 2; otherwise, rent a machine (docs/tutorials/rented-l4.md)")  # fmt: skip
+                      "Rent a machine (docs/tutorials/rented-l4.md)")  # fmt: skip
     elif in_wsl(machine):
         yield Finding("system", WARNING, f"{title} in WSL, kernel {release}",
                       "WSL limits pinned memory, with which offloading hides its copies, and the Windows driver may "
@@ -75,6 +78,10 @@ def memory(machine: Machine) -> Iterator[Finding]:
     """Check how much host memory there is, within a container's limit."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB", machine.read("/proc/meminfo") or "", re.M)
     amounts = {name: int(number) * 1024 for name, number in lines}
+    if "MemTotal" not in amounts:
+        yield Finding("host memory", WARNING, "unknown", "It is read from /proc/meminfo, which this system lacks",
+                      f"Look it up elsewhere: {format_bytes(LEAST_MEMORY)} are the least")  # fmt: skip
+        return
     total, free = amounts["MemTotal"], amounts.get("MemAvailable", amounts["MemTotal"])
     limits = [text.strip() for text in map(machine.read, LIMITS) if text]
     limit = min((int(text) for text in limits if text.isdecimal()), default=total)

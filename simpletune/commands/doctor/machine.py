@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from typing import Literal
 from simpletune.commands.doctor.probe import ProbeProcess
 from simpletune.system.disk import existing, free_disk_bytes
 from simpletune.system.options import Json
+from simpletune.system.portable import locked_memory_limit
 
 SECONDS = 20  # timeout of nvidia-smi
 Level = Literal["ok", "warning", "problem"]
@@ -85,7 +85,7 @@ class Machine:
     def read(self, path: str) -> str | None:
         """Read a small file; None if it does not exist."""
         file = Path(path)
-        return file.read_text(errors="replace") if file.is_file() else None
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
     def has_python_header(self) -> bool:
         return (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
@@ -95,8 +95,7 @@ class Machine:
 
     def locked_limit(self) -> int | None:
         """``ulimit -l`` in bytes; None: unlimited."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        return None if limit == resource.RLIM_INFINITY else limit
+        return locked_memory_limit()
 
     def free(self, folder: Path) -> tuple[int, int]:
         """Return the device number of a folder's disk, and its free bytes."""

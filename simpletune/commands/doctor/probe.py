@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import IO
 
@@ -35,7 +37,7 @@ class ProbeProcess:
         self._answers: dict[str, Json] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._unread = b""
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def ask(self, question: str) -> Json:
         """Return the answer, cached for each question; it has ``error`` if there is none."""
@@ -46,33 +48,30 @@ class ProbeProcess:
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            with suppress(BrokenPipeError), self._process.stdin:  # type: ignore[union-attr]
+                self._process.wait()
             self._process = None
 
     def _ask(self, question: str) -> Json:
         """Ask, and read until there is an answer, the child ends, or time runs out."""
         if self._process is None:
-            self._unread = b""
+            self._lines = queue.SimpleQueue()
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
             )
-        assert self._process.stdin is not None and self._process.stdout is not None
+            threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{question}\n".encode())
             self._process.stdin.flush()
-        except BrokenPipeError:
+        except OSError:  # a broken pipe; on Windows it is an invalid argument
             return self._ended()
-        stream, deadline = self._process.stdout, time.monotonic() + self.seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(stream, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                read = os.read(stream.fileno(), 2**16)
-                if not read:
-                    return self._ended()
-                *lines, self._unread = (self._unread + read).split(b"\n")
-                for line in lines:
-                    if line.startswith(MARK.encode()):
-                        return json.loads(line[len(MARK) :])
+        deadline = time.monotonic() + self.seconds
+        with suppress(queue.Empty):
+            while line := self._lines.get(timeout=max(0.0, deadline - time.monotonic())):
+                if line.startswith(MARK.encode()) and line.endswith(b"\n"):
+                    return json.loads(line[len(MARK) :])
+            return self._ended()
         self.close()
         return {"error": f"no answer within {self.seconds:.0f} s"}
 
@@ -85,6 +84,14 @@ class ProbeProcess:
         last = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return {"error": f"the process ended ({how}){': ' + last[-1][:200] if last else ''}"}
+
+
+def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
+    """Queue a pipe's lines, then no bytes. In a thread, because Windows cannot wait for a pipe with a timeout."""
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(b"")
 
 
 def torch_facts() -> Json:

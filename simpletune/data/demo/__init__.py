@@ -57,4 +57,4 @@ def resolve(name: str, cache: Path) -> Path:
 
 def transformer_config() -> Json:
     """The tiny SD3's."""
-    return json.loads((SHIPPED / "transformer" / "config.json").read_text())
+    return json.loads((SHIPPED / "transformer" / "config.json").read_text(encoding="utf-8"))

@@ -8,12 +8,13 @@ import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from simpletune.data.sources.folder_names import MissingCaption
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, too_large
 from simpletune.system.options import UserError, plural
+from simpletune.system.portable import name_inside
 
 METADATA = "metadata.jsonl"
 TEXTS = (".txt", ".caption")  # extensions of caption files
@@ -222,7 +223,7 @@ def _read_line(line: str) -> tuple[str, tuple[str, ...]]:
         raise UnusablePicture("file_name must be a string, and text a string or a list of them")
     if not is_text("".join([name, *texts])):
         raise UnusablePicture("contains a lone surrogate, which is not valid text")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
+    inside = name_inside(name)
+    if inside is None:
         raise UnusablePicture(f"file_name {name!r} is outside the folder. Use paths inside it")
-    return path.as_posix(), tuple(texts)
+    return inside, tuple(texts)

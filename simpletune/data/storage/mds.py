@@ -13,13 +13,13 @@ import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 import numpy as np
 
 from simpletune.data.storage.files import DataFiles
 from simpletune.data.storage.rows import Block, Columns, LruCache, Shard, ShardedRows, require_columns
 from simpletune.system.options import Json, UserError, plural
+from simpletune.system.portable import name_inside
 from simpletune.system.printable import describe_exception
 
 INDEX = "index.json"
@@ -241,11 +241,11 @@ def read_index(data: bytes | bytearray, place: str) -> list[MDSShard]:
 
 
 def _stored(entry: Json) -> MDSFile:
-    name = PurePosixPath(entry["basename"])
-    if name.is_absolute() or ".." in name.parts:
-        raise ValueError(f"{str(name)!r} is outside the data set")
+    name = name_inside(entry["basename"])
+    if name is None:
+        raise ValueError(f"{entry['basename']!r} is outside the data set")
     hashes = {str(algorithm): str(value) for algorithm, value in (entry.get("hashes") or {}).items()}
-    return MDSFile(name.as_posix(), _number(entry["bytes"]), hashes)
+    return MDSFile(name, _number(entry["bytes"]), hashes)
 
 
 def _number(value: object) -> int:

@@ -7,7 +7,6 @@ into a shard and removed after it is stored; the next process joins what a kille
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -310,12 +309,16 @@ class ShardWriter:
                     break
         except FileNotFoundError:
             return  # another process has joined them, on a file system without locks
-        with open(joined, "rb") as handle:
-            header, start = parse_header(lambda end: os.pread(handle.fileno(), end, 0), shard, 8)
+        header, start = parse_header(lambda end: _beginning(joined, end), shard, 8)
         self.shards.put(shard, joined)
         self.index.add(sample_locations(shard, header, start))
         for each in new:
             remove(each)
+
+
+def _beginning(file: Path, count: int) -> bytes:
+    with open(file, "rb") as handle:
+        return handle.read(count)
 
 
 def shards_of(files: list[Path]) -> Iterator[tuple[list[Path], bool]]:

@@ -195,7 +195,7 @@ class SavedStates:
             self._parts = {name: [(0, size)] for name, size in sizes.items()}
             self._files = [_StateFile(reader, named, _by_state_name(scalars, names))]
             return
-        found: Json = json.loads(file.read_text())
+        found: Json = json.loads(file.read_text(encoding="utf-8"))
         self._parts = {
             name: list(pairwise([*about["starts"], math.prod(about["shape"])]))
             for name, about in found["parameters"].items()

@@ -18,6 +18,7 @@ from torch import Tensor
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.system.console import say
+from simpletune.system.portable import private_pages
 
 CopyEvent = torch.cuda.Event | None
 """A CUDA event; None for completed work."""
@@ -135,11 +136,7 @@ def host_bytes(count: int, device: torch.device) -> Tensor:  # uint8 [count]
         buffer = torch.empty(count, dtype=torch.uint8)
         accounting.register([buffer], HOST)
         return buffer
-    pages = PinnedPages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork, a write of this process would go to a new page, while the device reads the pinned one.
-    pages.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # a kernel may be built without them; they make pinning faster
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = private_pages(PinnedPages, count)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     try:
         pages.pin(buffer.data_ptr(), count)

@@ -25,6 +25,7 @@ from simpletune.engine.memory.copy_stream import PinnedPages
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.tensors import is_wrapper, move_own_tensors, own_tensors, plain_tensors, set_tensor, to_device
 from simpletune.system.options import UserError
+from simpletune.system.portable import memory_file
 
 NAME = "simpletune-weights"  # in /proc/PID/maps
 HEAD = mmap.PAGESIZE  # bytes before the first tensor, which identify the file
@@ -85,10 +86,10 @@ class MachineWeights:
         Raises:
             OSError: the system has no such files, or cannot map that much.
         """
-        handle = os.memfd_create(NAME)
+        handle = memory_file(NAME)
         try:
             os.ftruncate(handle, HEAD + room)
-            os.pwrite(handle, secrets.token_bytes(16), 0)
+            os.write(handle, secrets.token_bytes(16))
             return cls(handle, HEAD + room, fills=True)
         except (OSError, ValueError) as error:
             os.close(handle)
@@ -107,9 +108,9 @@ class MachineWeights:
             OSError: it cannot be opened or mapped, or that process is on another machine.
         """
         file = f"/proc/{offer.process}/fd/{offer.handle}"
-        handle = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        handle = os.open(file, os.O_RDWR)
         try:
-            if os.pread(handle, 16, 0) != offer.token:
+            if os.read(handle, 16) != offer.token:
                 raise OSError(f"{file} is not the file of the first process of this machine")
             return cls(handle, os.fstat(handle).st_size, fills=False)
         except ValueError as error:  # of mmap

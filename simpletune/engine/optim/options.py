@@ -94,9 +94,11 @@ class OptimizerOption(Option):
             parameter = parameters[int(match[1])]
             value = merged[source]
             if key in scalars["shared"] or source in scalars["shared"].values():
-                value = moved.setdefault(f"{source}@{parameter.device}", value.to(parameter.device))
+                value = moved.setdefault(f"{source}@{parameter.device}", value.to(parameter.device, copy=True))
             elif source in tensors:
-                value = self.place(parameter, match[2], value)
+                placed = self.place(parameter, match[2], value)
+                # Not a view of the file: Windows does not remove a checkpoint that is mapped.
+                value = value.clone() if placed is value else placed
             optimizer.state[parameter][match[2]] = value
 
     def average(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Average | None:

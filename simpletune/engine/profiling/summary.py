@@ -58,7 +58,7 @@ def summarise(
 
 def add_memory(file: Path, snapshots: Sequence[MemorySnapshot]) -> None:
     """Add the snapshots of a step's predicted memory, in order, to a summary.json."""
-    values = json.loads(file.read_text())
+    values = json.loads(file.read_text(encoding="utf-8"))
     values["memory"] = memory_over(snapshots, values["phases"])
     values["notes"] = [note for note in values["notes"] if note != PREDICTED] + [PREDICTED]
     write_summary(file.parent, values)

@@ -82,7 +82,7 @@ class Level:
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
     """The configurations by version (sd15; sd2, for 2 and 2.1; sd2_base) and part."""
     # parts.json holds each part's config.json in the repositories of HUB_NAMES, without unused entries.
-    found: dict[str, Mapping[str, ModelConfig]] = json.loads((Path(__file__).parent / "parts.json").read_text())
+    found: dict[str, Mapping[str, ModelConfig]] = json.loads((Path(__file__).parent / "parts.json").read_bytes())
     found["sd2_base"] = {part: {**config, **BASE.get(part, {})} for part, config in found["sd2"].items()}
     return found
 

@@ -68,9 +68,12 @@ FUSED = {
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
     """The configurations by version and part. Parts other than the transformer have SD3 Medium's sizes."""
     folder = Path(__file__).parent
-    parts = json.loads((folder / "medium_parts.json").read_text())
+    parts = json.loads((folder / "medium_parts.json").read_bytes())
     return {
-        version: {**parts, "transformer": json.loads((folder / f"{version}_transformer.json").read_text())}
+        version: {
+            **parts,
+            "transformer": json.loads((folder / f"{version}_transformer.json").read_bytes()),
+        }
         for version in HUB_NAMES.values()
     }
 

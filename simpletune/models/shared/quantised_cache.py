@@ -26,13 +26,14 @@ from simpletune.models.shared.denoiser import Denoiser, quantised_layers
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.weights import put_module
-from simpletune.system.atomic import flush_to_disk, quarantine, remove, remove_stale, temporary_path
+from simpletune.system.atomic import quarantine, remove, remove_stale, temporary_path
 from simpletune.system.checksums import fingerprint_of_range, sha256_of
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_disk_bytes
 from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import UserError, join_names
+from simpletune.system.portable import flush_to_disk
 from simpletune.system.processes import is_first_process
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 
@@ -147,7 +148,7 @@ class QuantisedBase:
         file = write_safetensors(tensors, part / FILE, {"simpletune_quantised_from": about})
         size = file.stat().st_size
         sums = {"place": self._place, "size": size, "sha256": sha256_of(file)}
-        (part / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n")
+        (part / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n", encoding="utf-8")
         flush_to_disk(part / ABOUT)
         try:
             os.replace(part, self.folder)
@@ -161,7 +162,7 @@ class QuantisedBase:
     def _check_bytes(self) -> None:
         """Verify the file's size and SHA-256, which takes about a second per one or two GB."""
         try:
-            about = json.loads((self.folder / ABOUT).read_text())
+            about = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
             size, checksum = about["size"], about["sha256"]
         except (ValueError, KeyError, TypeError) as error:
             raise _DamagedBase(f"{ABOUT} cannot be read ({error!r})") from None

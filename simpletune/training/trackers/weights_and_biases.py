@@ -96,8 +96,8 @@ def run_id(folder: Path) -> str:
     file = folder / FOLDER / ID
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(secrets.token_hex(4))
-    return file.read_text().strip()
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:

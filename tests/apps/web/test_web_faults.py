@@ -123,17 +123,17 @@ def test_a_log_s_lock_is_tried_again_and_its_absence_is_no_error(
 
         return lock
 
-    busy, shared = errno.EWOULDBLOCK, fcntl.LOCK_SH
-    for numbers, kind, expected, count in (
-        ((0,), fcntl.LOCK_EX, True, 1),
-        ((busy, busy, 0), fcntl.LOCK_EX, True, 3),
-        ((busy,), fcntl.LOCK_EX, False, processes.LOOKS),
-        ((busy,), shared, False, 1),
-        *(((number,), fcntl.LOCK_EX, True, 1) for number in UNSUPPORTED),
+    busy = errno.EWOULDBLOCK
+    for numbers, shared, expected, count in (
+        ((0,), False, True, 1),
+        ((busy, busy, 0), False, True, 3),
+        ((busy,), False, False, processes.LOOKS),
+        ((busy,), True, False, 1),
+        *(((number,), False, True, 1) for number in UNSUPPORTED),
     ):
         monkeypatch.setattr(fcntl, "flock", answers(*numbers))
-        assert (processes._locked(3, kind), len(tries)) == (expected, count), numbers
-        assert set(tries) == {kind | fcntl.LOCK_NB}
+        assert (processes._locked(3, shared), len(tries)) == (expected, count), numbers
+        assert set(tries) == {(fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB}
     monkeypatch.setattr(fcntl, "flock", answers(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         processes._locked(3)

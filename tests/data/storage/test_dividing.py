@@ -82,7 +82,7 @@ def test_processes_divide_the_keys_and_all_see_them_at_the_end(
     locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not locked:
-        monkeypatch.setattr(locks.Ranges, "_lock", Mock(side_effect=OSError(37, "No locks available")))
+        monkeypatch.setattr(locks, "lock_range", Mock(side_effect=OSError(37, "No locks available")))
     folder = tmp_path / "text" / "a"
     children = [Child(folder, KeyRange(number, 3)) for number in range(3)]
     made, lacked = zip(*(child.end() for child in children), strict=True)

@@ -65,7 +65,10 @@ def test_state_goes_to_disk_and_back_bit_for_bit(name: str, dtype: torch.dtype) 
     tables = [key for key in tensors if ".qmap" in key]
     assert len(tables) <= 2 and bool(tables) == ("8bit" in name)
     again = option.build(halves)
-    option.load_state(again, load(on_disk[0]), json.loads(on_disk[1]))
+    loaded = load(on_disk[0])
+    option.load_state(again, loaded, json.loads(on_disk[1]))
+    held = [value for state in again.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert not {tensor.data_ptr() for tensor in held} & {tensor.data_ptr() for tensor in loaded.values()}
     steps(halves, again, 3, 3)
     for ours, theirs in zip(halves, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
