@@ -42,6 +42,8 @@ def build_requests(
     arguments. Of the default prompts, None stands for the run's first."""
     option = session.config.validation
     width, height = args.size or session.config.picture_size()
+    if max(width, height) > (most := session.config.model.largest_side):
+        raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
     changed = given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
     requests = []
     for prompt in args.prompt or default:

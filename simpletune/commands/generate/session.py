@@ -20,7 +20,7 @@ from simpletune.adapters.methods.layers import detach, move_updates, rescale
 from simpletune.config.compute import compute_to_generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.engine.quant import Precision
 from simpletune.models.families import family_of
 from simpletune.models.shared.buckets import Size
@@ -236,7 +236,8 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     if run is None:
         family = family_of(args.model)
         model = {"family": family.family} if family else {}
-        bare: Json = {"name": "generate", "model": model, "data": {"path": "demo:pictures"}}
+        data = {"path": "demo:pictures", **({"resolution": 64} if str(args.model).startswith(DEMO) else {})}
+        bare: Json = {"name": "generate", "model": model, "data": data}
         config = validate(bare, "generate", needs_model=False)
     else:
         config = run_config(run.folder, "--run: " if args.run else "")
