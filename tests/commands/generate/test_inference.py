@@ -284,9 +284,9 @@ def test_what_cannot_be_drawn_is_said(words: str, message, tiny_pipeline: Path, 
 
 def test_the_demo_model_draws_at_its_own_size_and_refuses_one_without_positions(here: Path) -> None:
     words = ["--model", "demo:tiny-sd3", "--base", "--prompt", "a red disc", "--steps", "1"]
-    assert Image.open(generate(generate_arguments(words))).size == (64, 64)
+    assert Image.open(generate(parsed(generate_arguments, *words))).size == (64, 64)
     with pytest.raises(UserError, match="--size: 64x1024, but the model has positions for at most 512 px a side"):
-        generate(generate_arguments([*words, "--size", "64x1024"]))
+        generate(parsed(generate_arguments, *words, "--size", "64x1024"))
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
