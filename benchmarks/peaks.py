@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.dry import LAUNCHER
 from benchmarks.memory import SM_89
-from benchmarks.published import PEER_SD3, PEER_SD15, SD15, SD35, SWEEP
+from benchmarks.published import PEER, PEER_SD3, PEER_SD15, SD15, SD35, SWEEP
 from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
@@ -25,6 +25,7 @@ from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 GIB = 2**30
+KOHYA = "SD3.5 Large, LoRA r4, fp8 weights, checkpointed, batch 1"
 STEPS = 3  # the optimizer's states exist after the first
 COLUMNS = {
     "what": "", "published_gib": "published, GiB", "plain_gib": "diffusers + peft, GiB",
@@ -39,6 +40,7 @@ simulated L40S: no hardware, torch's CUDA build over a stub of the CUDA runtime.
 by `simpletune estimate`, without the CUDA context. *Our setting*: the nearest where ours differs; we have no fp8, and
 int8 takes as many bytes.
 
+- *SD3.5 Large*: sd-scripts' README (before commit 884fc8c7) names no peak, but cards of 16 GB for its example.
 - *bf16, all checkpointed*: diffusers and PEFT with an fp32 LoRA take what was published. Autocast keeps inputs of
   products in both types; our layers keep one.
 - *None checkpointed*: our blocks keep less than diffusers'. With theirs our step is predicted at 26.5 GiB for SD3.5
@@ -92,9 +94,11 @@ def _rows() -> dict[str, Row]:
         "int8, none checkpointed": (3.04, (none, int8)),
         "int8, checkpointed": (1.74, (every, int8)),
     }
+    large = (*PEER, "data.resolution=1024", "train.batch_size=1", "adapter.rank=4", every, int8)
     return {
         **{f"SD3.5 Medium, {name}": Row(gib, SD35, (*PEER_SD3, *own), ours) for name, (gib, own, ours) in sd3.items()},
         **{f"SD 1.x, {name}": Row(gib, SD15, (*PEER_SD15, *own)) for name, (gib, own) in sd15.items()},
+        KOHYA: Row(16 * 10**9 / GIB, Path("configs/sd35_large_lora_24gb.json"), large, "int8"),
     }
 
 
