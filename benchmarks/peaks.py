@@ -98,7 +98,7 @@ def _rows() -> dict[str, Row]:
     return {
         **{f"SD3.5 Medium, {name}": Row(gib, SD35, (*PEER_SD3, *own), ours) for name, (gib, own, ours) in sd3.items()},
         **{f"SD 1.x, {name}": Row(gib, SD15, (*PEER_SD15, *own)) for name, (gib, own) in sd15.items()},
-        KOHYA: Row(16 * 10**9 / GIB, Path("configs/sd35_large_lora_24gb.json"), large, "int8"),
+        KOHYA: Row(14.9, Path("configs/sd35_large_lora_24gb.json"), large, "int8"),
     }
 
 
