@@ -202,7 +202,7 @@ def test_left_over_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     mine = atomic.temporary_path(target, shared=True)
     here, young, old = (
         mine.with_name(f".x.safetensors.{name}.part")
-        for name in (f"{atomic._machine()}-{2**22 + 1}", "abcdef-1", "abcdef-2")
+        for name in (f"{atomic.machine_name()}-{2**22 + 1}", "abcdef-1", "abcdef-2")
     )
     for file in (mine, here, young, old):
         file.write_text("half")

@@ -282,7 +282,7 @@ def test_a_broken_line_amid_the_metrics_is_no_half_written_last_one(tmp_path: Pa
 
 def test_peak_memory_where_the_kernel_does_not_tell_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     told, large = stages.peak_rss_gib(), bytearray(2**20)
-    monkeypatch.setattr(Path, "read_text", lambda file: "VmRSS: 1 kB")
+    monkeypatch.setattr(Path, "read_text", lambda file, **_: "VmRSS: 1 kB")
     assert 0.9 * told < stages.peak_rss_gib() < 100 * told and large
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -210,22 +210,22 @@ def lost(roots: Roots, machine: str) -> None:
 @pytest.mark.parametrize(
     ("attempts", "state", "resume"),
     [
-        (attempt("stopped", "SIGTERM"), "waiting", True),  # an orderly shutdown
+        (lambda: attempt("stopped", "SIGTERM"), "waiting", True),  # an orderly shutdown
         (None, "waiting", False),  # while it prepared its data
-        (attempt("finished", ago=3600), "waiting", False),  # an older run of this name, still to be moved away
-        (attempt("finished"), "finished", False),
-        (attempt("failed", "no room"), "failed", False),
+        (lambda: attempt("finished", ago=3600), "waiting", False),  # an older run of this name, still to be moved away
+        (lambda: attempt("finished"), "finished", False),
+        (lambda: attempt("failed", "no room"), "failed", False),
     ],
 )
 def test_what_a_restart_ended_waits_again_and_what_had_ended_stays(
-    attempts: list[dict[str, object]] | None, state: str, resume: bool, roots: Roots
+    attempts: Callable[[], list[dict[str, object]]] | None, state: str, resume: bool, roots: Roots
 ) -> None:
     put(roots, "one")
     lost(roots, machine_name())
     (roots.runs / "one").mkdir()
     (roots.runs / "one" / "config.json").write_text("{}")
     if attempts is not None:
-        (roots.runs / "one" / "attempts.json").write_text(json.dumps(attempts))
+        (roots.runs / "one" / "attempts.json").write_text(json.dumps(attempts()))
     found = queue_runner.ended_entry(roots, queue.read_queue(roots)[0])
     assert found is not None and (found.state, found.resume) == (state, resume)
 
