@@ -131,7 +131,7 @@ if ($args -contains '--help' -or $args -contains '-h') {
 }
 
 $config = 'configs/demo.json'
-$words = @($args)
+$words = @($args | ForEach-Object { @($_) -join ',' }) # PowerShell makes a list of a,b
 if ($words.Count -and ((Test-Path -LiteralPath $words[0]) -or $words[0] -notmatch '=|^-')) {
     $config = $words[0]
     $words = @($words | Select-Object -Skip 1)
@@ -147,6 +147,9 @@ Push-Location $root
 try {
     if ($caller -ne $root) {
         [Console]::Error.WriteLine("train.ps1: relative paths in the config and in overrides are taken from $root")
+    }
+    if ($PSVersionTable.PSVersion -lt [version]'7.3') { # which pass " on as it is
+        $words = @($words | ForEach-Object { $_ -replace '(\\*)"', '$1$1\"' })
     }
     & $venvPython -m simpletune train $config @words
     exit $LASTEXITCODE

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from simpletune.config.schema import Checkpoint
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.options import Json, UserError
+from simpletune.system.portable import replace
 from simpletune.system.safetensors_file import INDEX_SUFFIX
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -55,7 +55,7 @@ def remove_oldest(run: Path, option: Checkpoint, best: int | None = None) -> Non
     stay = {*option.kept([step for step, _ in found]), best}
     for old in [folder for step, folder in found if step not in stay]:
         gone = temporary_path(old)  # a kill during removal must not leave half a checkpoint
-        os.replace(old, gone)
+        replace(old, gone)
         remove(gone)
 
 
@@ -71,7 +71,7 @@ def rewind(run: Path, step: int, option: Checkpoint, best: Callable[[Path], int 
         if number > step:
             later.append(folder.with_name(f"{folder.name}.superseded"))
             remove(later[-1])
-            os.replace(folder, later[-1])
+            replace(folder, later[-1])
     remove_oldest(run, option, best(run))
     return later
 

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from simpletune.system.disk import room_for
-from simpletune.system.portable import flush_to_disk
+from simpletune.system.portable import flush_to_disk, replace
 
 STALE = 3600  # seconds after which another machine's unfinished work counts as abandoned
-_SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d+)\.part$")
+_SHARED = re.compile(r"^\..*\.([0-9a-f]{6})-(\d{1,9})\.part$")
 
 
 def machine_name() -> str:
-    """A short name of this machine or container, because process IDs are unique only within one."""
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+    """A short name of this machine or container, because process IDs are unique only within one; Windows and its WSL
+    have the same host name."""
+    return hashlib.sha256(f"{os.name} {socket.gethostname()}".encode()).hexdigest()[:6]
 
 
 def temporary_path(target: Path, shared: bool = False) -> Path:
@@ -51,7 +52,7 @@ def atomic_file(file: Path, needed: int | None = None, shared: bool = False) -> 
     with room_for(f"writing {file.name}", file.parent, needed, lambda: part.unlink(missing_ok=True)):
         yield part
         flush_to_disk(part)
-        os.replace(part, file)
+        replace(part, file)
 
 
 @contextmanager
@@ -73,12 +74,12 @@ def atomic_folder(folder: Path, what: str | None = None, needed: int | None = No
         yield part
         remove(old)
         if folder.exists():
-            os.replace(folder, old)
+            replace(folder, old)
         try:
-            os.replace(part, folder)
+            replace(part, folder)
         except OSError:
             if old.exists():
-                os.replace(old, folder)
+                replace(old, folder)
             raise
         remove(old)
 
@@ -97,9 +98,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         _refuse_if_filled(folder)
-        if folder.exists():
-            folder.rmdir()  # Windows does not rename over a folder, not even an empty one
-        os.replace(part, folder)
+        try:
+            os.replace(part, folder)
+        except PermissionError:  # Windows does not rename over a folder, not even an empty one
+            folder.rmdir()
+            os.replace(part, folder)
     finally:
         remove(part)
 
@@ -124,7 +127,7 @@ def quarantine(place: Path) -> Path:
     """Rename a damaged file or folder to ``NAME.damaged`` for inspection, replacing an older one; return that path."""
     damaged = place.with_name(f"{place.name}.damaged")
     remove(damaged)
-    os.replace(place, damaged)
+    replace(place, damaged)
     return damaged
 
 

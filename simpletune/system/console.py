@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from simpletune.system.options import plural
+from simpletune.system.portable import PIPES
 from simpletune.system.printable import printable
 from simpletune.system.processes import is_first_process
 from simpletune.system.redact import redact
@@ -32,7 +33,8 @@ def print_any_text() -> None:
     """Write UTF-8 to files and pipes, for which Windows has cp1252; replace what a terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
-            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
+            is_asked = stream.isatty() or "PYTHONIOENCODING" in os.environ
+            stream.reconfigure(encoding=None if is_asked else PIPES, errors="replace")
 
 
 def say(text: str) -> None:

@@ -19,6 +19,8 @@ Pages = TypeVar("Pages", bound=mmap.mmap)
 NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # flags of os.open that Windows lacks
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 PAUSE = 0.05  # seconds between two attempts to lock
+PIPES: str | None = None  # encoding of files and pipes; None: the user's
+PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # and between those to rename
 
 
 def name_inside(name: str, system: type[PurePath] = PurePath) -> str | None:
@@ -33,6 +35,7 @@ if sys.platform == "win32":
     import threading
 
     join_words = subprocess.list2cmdline
+    PIPES = "utf-8"  # rather than cp1252
     SHIFT = 32  # msvcrt takes positions below 2 ** 31: keys below 2 ** 62 that differ in the last bits share a lock
 
     def lock_file(handle: int, shared: bool = False) -> None:
@@ -65,6 +68,15 @@ if sys.platform == "win32":
         """Flush a file to the disk; Windows flushes no folder's entries, and wants a handle that can write."""
         if not os.path.isdir(path):
             _flush(path, os.O_RDWR)
+
+    def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Rename over what is there; waits for a scanner or an indexer that has a new file open for a moment."""
+        for pause in PAUSES:
+            try:
+                return os.replace(source, target)
+            except PermissionError:
+                time.sleep(pause)
+        os.replace(source, target)
 
     def cores_of_process() -> int:
         """Count the cores that this process may use."""
@@ -123,6 +135,10 @@ else:
     def flush_to_disk(path: str | os.PathLike[str]) -> None:
         """Flush a file, or a folder's entries, to the disk."""
         _flush(path, os.O_RDONLY)
+
+    def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Rename over what is there."""
+        os.replace(source, target)
 
     def cores_of_process() -> int:
         """Count the cores that this process may use."""

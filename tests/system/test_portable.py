@@ -79,7 +79,9 @@ with atomic.new_folder(Path("empty")) as part:
 assert Path("empty/x").exists()
 for process in (2**22 + 1, atomic.os.getpid()):
     Path(f".x.{atomic.machine_name()}-{process}.part").touch()
+Path(f".y.{atomic.machine_name()}-{10**11}.part").touch()  # no process has this number
 atomic.remove_stale(Path())
+assert Path(f".y.{atomic.machine_name()}-{10**11}.part").exists()
 assert [file.name for file in Path().glob(".x.*")] == [atomic.temporary_path(Path("x"), shared=True).name]
 portable.flush_to_disk(Path("empty"))
 

@@ -286,11 +286,12 @@ def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[Pi
             else:
                 version = str(entry.file.stat().st_mtime_ns)
                 size = picture_size(read_regular(entry.file))
-                masked = version if data.source.mask == "alpha" else data.mask(entry.file).digest[:16]
             bucket = data.source.bucket(size, data.config.model.multiple)
             scale, limit = upscaling(size, bucket), data.source.max_upscale
             if limit is not None and scale > limit:
                 problem = f"is too small: it would be scaled up {scale:.1f} times; the limit is {limit:g}"
+            if not isinstance(entry, TableRow):  # last: what is wrong with a mask leaves the picture to be shown
+                masked = version if data.source.mask == "alpha" else data.mask(entry.file).digest[:16]
         except (UnusablePicture, OSError) as reason:
             problem = str(reason)
         cut = min((cut.place for cut in cuts), default=len(prompt))

@@ -75,18 +75,22 @@ class History:
             what, *files = (json.loads(line) for line in place.read_text(encoding="utf-8").splitlines())
         except (OSError, ValueError):
             raise UserError(GONE) from None
-        left = []
+        left, kept = [], []
         for name, before, digest in files:
             file = Path(name)
             self._roots.resolve(name)  # a UserError if a link now leads out of the roots
             if not _has(file, digest):
+                kept.append([name, before, digest])
                 left.append(f"{file.name} was changed by something else since, and is left as it is")
             elif before is None:
                 file.unlink()
             else:
                 with atomic_file(file, shared=True) as part:
                     part.write_bytes(b64decode(before))
-        place.unlink(missing_ok=True)
+        if kept and any(each.stem > place.stem for each in self._places()):  # a later change, which can be undone first
+            write_text(place, "\n".join(map(json.dumps, [what, *kept])), shared=True)
+        else:
+            place.unlink(missing_ok=True)
         return what, left
 
     def _place(self, number: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Hashable
 from pathlib import Path
+from threading import Lock
 from urllib.parse import urlencode
 
 from PIL import Image
@@ -25,12 +26,13 @@ from simpletune.commands.inspect_data.thumbnails import AT_ONCE
 from simpletune.data.sources.mask_files import LONGEST_SIDE, painted_mask, painting_size, write_mask
 from simpletune.data.sources.pictures import decode, decode_mask, picture_size
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import read_regular
+from simpletune.data.sources.walk import is_text, read_regular
 from simpletune.models.shared.buckets import Size
 from simpletune.system.options import Json, UserError
 
 MOST_BYTES = 32 * 2**20  # of a painted mask: twice its pixels, of which an encoder may add a little
 QUALITY = 90
+SAVING = Lock()  # two saves of one mask at once
 
 
 def routes() -> list[Route]:
@@ -50,7 +52,7 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 def page(request: Request) -> Response:
     """GET /data/mask?name=PICTURE: the picture to paint on, its mask so far, and links to its neighbours."""
     found, name, file = _asked(request)
-    files = found.files()
+    files = [each for each in found.files() if is_text(str(each))]  # the others have no address
     place = files.index(file)
     before, after = files[place - 1 : place], files[place + 1 : place + 2]  # none at an end
     near: Json = {
@@ -95,12 +97,13 @@ def _save(request: Request, body: bytes) -> Response:
     found, name, file = _asked(request)
     with AT_ONCE:
         content = painted_mask(body, _size(file))
-    before = found.mask(file)
-    if before.digest != request.query_params.get("digest", ""):
-        raise UserError("The mask was changed by something else since this page showed it, and is left. Reload")
-    with History(request.app.state.roots, found.key).change(f"mask of {name}", {before.target: content}):
-        write_mask(before, content)
-    return JSONResponse({"file": before.target.name, "digest": found.mask(file).digest})
+    with SAVING:
+        before = found.mask(file)
+        if before.digest != request.query_params.get("digest", ""):
+            raise UserError("The mask was changed by something else since this page showed it, and is left. Reload")
+        with History(request.app.state.roots, found.key).change(f"mask of {name}", {before.target: content}):
+            write_mask(before, content)
+        return JSONResponse({"file": before.target.name, "digest": found.mask(file).digest})
 
 
 def _asked(request: Request) -> tuple[DataSet, str, Path]:

@@ -81,7 +81,7 @@ def find_process(roots: Roots, log_name: str) -> int | None:
     """Return the ID of the running process with this name; None if it has ended."""
     record = read_record(roots, log_name)
     pid = record.get("pid")
-    if record.get("boot") != _boot() or not isinstance(pid, int):
+    if record.get("boot") not in _boots() or not isinstance(pid, int):
         return None
     return pid if start_time(pid) == (record.get("started") or 0) else None
 
@@ -99,7 +99,7 @@ def lost_in_restart(roots: Roots, log_name: str) -> bool:
     on a machine other than its own."""
     record = read_record(roots, log_name)
     return (
-        record.get("machine") == machine_name() and record.get("boot") not in (None, _boot()) and "code" not in record
+        record.get("machine") == machine_name() and record.get("boot") not in (None, *_boots()) and "code" not in record
     )
 
 
@@ -163,6 +163,11 @@ def _reap(child: subprocess.Popen[bytes], log: Path, record: Json) -> None:
     with _starting:
         write_json(log.with_suffix(".json"), {**record, "code": code}, shared=True)
         _unreaped.discard(log)
+
+
+def _boots() -> tuple[str, str]:
+    """This boot, and as version 0.1 first recorded it: without the first process."""
+    return _boot(), _boot().split()[0]
 
 
 def _boot() -> str:

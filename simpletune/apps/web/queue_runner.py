@@ -37,7 +37,8 @@ def step(roots: Roots) -> None:
         _record(roots, ended)
         for entry in ended:
             say(f"{entry.name}: {entry.state} {entry.reason}".rstrip())
-            if entry.state == "killed" and (receiver := receiver_or_none()) is not None:  # the others post their end
+            unposted = entry.state == "killed" or (entry.state == "failed" and not has_begun(roots, entry))
+            if unposted and (receiver := receiver_or_none()) is not None:  # a run that has begun posts its end itself
                 post_now(receiver, Message(entry.name, entry.state, entry.reason or "no reason known"))
     queue.change(roots, lambda entries: [_adopt(roots, each) for each in entries])
     busy = busy_devices(roots)

@@ -192,9 +192,13 @@ if (part("next")) part("next").addEventListener("click", async () => { if (await
 window.addEventListener("beforeunload", (event) => { if (!isSaved()) event.preventDefault(); });
 
 async function begin() {
+  for (const name of ["save", "next"]) if (part(name)) part(name).disabled = true; // until the mask so far is known
   canvas.parentElement.style.maxWidth = `${60 * canvas.width / canvas.height}vh`; // the whole picture fits the window
   overlay();
-  if (!painter.dataset.painted) return;
+  if (painter.dataset.painted) await showPainted();
+  for (const name of ["save", "next"]) if (part(name)) part(name).disabled = false;
+}
+async function showPainted() {
   const image = new Image();
   image.src = painter.dataset.painted;
   await image.decode();

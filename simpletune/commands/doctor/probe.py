@@ -48,7 +48,7 @@ class ProbeProcess:
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
-            with suppress(BrokenPipeError), self._process.stdin:  # type: ignore[union-attr]
+            with suppress(OSError), self._process.stdin:  # type: ignore[union-attr]
                 self._process.wait()
             self._process = None
 

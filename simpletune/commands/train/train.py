@@ -58,16 +58,19 @@ def train(
     attempt = AttemptRecorder(folder, time.perf_counter() if started is None else started)
     lock = exclusive(folder) if is_first_process() else nullcontext()
     writing = room_for("writing the run's files", folder)
-    with lock, open_checkpoint_store(config, resume) as store, attempt, watched(), writing, one_of(processes()):
+    with (
+        lock, end_notified(config) as end, open_checkpoint_store(config, resume) as store, attempt, watched(), writing,
+        one_of(processes()),
+    ):  # fmt: skip
         if resume == "auto" and is_finished(config):
+            end.silent = True
             return folder
-        with end_notified(config):
-            require_place(folder)
-            trainer = Trainer(set_up(config, attempt, store, resume=resume, force=force, estimate_first=estimate_first))
-            with trainer.trackers, explained(trainer), trainer.interrupts:
-                traces = trainer.train()
-                trainer.first_alone(finish, trainer, traces)
-            leave(trainer.accelerator)
+        require_place(folder)
+        trainer = Trainer(set_up(config, attempt, store, resume=resume, force=force, estimate_first=estimate_first))
+        with trainer.trackers, explained(trainer), trainer.interrupts:
+            traces = trainer.train()
+            trainer.first_alone(finish, trainer, traces)
+        leave(trainer.accelerator)
         return folder
 
 

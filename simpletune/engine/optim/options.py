@@ -94,7 +94,10 @@ class OptimizerOption(Option):
             parameter = parameters[int(match[1])]
             value = merged[source]
             if key in scalars["shared"] or source in scalars["shared"].values():
-                value = moved.setdefault(f"{source}@{parameter.device}", value.to(parameter.device, copy=True))
+                place = f"{source}@{parameter.device}"
+                if place not in moved:
+                    moved[place] = value.to(parameter.device, copy=True)
+                value = moved[place]
             elif source in tensors:
                 placed = self.place(parameter, match[2], value)
                 # Not a view of the file: Windows does not remove a checkpoint that is mapped.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +32,7 @@ from simpletune.system.disk import DiskFull, free_disk_bytes
 from simpletune.system.locks import lock_of, wait_for_lock
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import UserError, join_names
-from simpletune.system.portable import flush_to_disk
+from simpletune.system.portable import flush_to_disk, replace
 from simpletune.system.processes import is_first_process
 from simpletune.system.safetensors_file import WeightReader, write_safetensors
 
@@ -151,7 +150,7 @@ class QuantisedBase:
         (part / ABOUT).write_text(json.dumps({**self.made_from, **sums}, indent=2) + "\n", encoding="utf-8")
         flush_to_disk(part / ABOUT)
         try:
-            os.replace(part, self.folder)
+            replace(part, self.folder)
         except OSError:
             if not self.folder.is_dir():
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,18 +42,25 @@ class Notifications:
         self._sender.close()
 
 
+@dataclass
+class End:
+    """What is posted of a run's end. ``silent``: nothing, because nothing was trained."""
+
+    silent: bool = False
+
+
 @contextmanager
-def end_notified(config: TrainConfig) -> Iterator[None]:
+def end_notified(config: TrainConfig) -> Iterator[End]:
     """Post how the run within this context ended, and why; only the first of several processes does."""
-    receiver = receiver_or_none() if is_first_process() else None
+    receiver, end = receiver_or_none() if is_first_process() else None, End()
     try:
-        yield
+        yield end
     except BaseException as error:
         if receiver is not None:
             ended, reason = how_it_ended(error)
             post_now(receiver, Message(config.name, ended, reason.partition("\n")[0]))
         raise
-    if receiver is not None:
+    if receiver is not None and not end.silent:
         post_now(receiver, Message(config.name, "finished", _result(read_summary(run_folder(config)) or {})))
 
 

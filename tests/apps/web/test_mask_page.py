@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -245,3 +246,24 @@ def test_only_the_latest_changes_are_kept(client: TestClient, tmp_path: Path, mo
     assert len(list((tmp_path / "runs" / ".web" / "history").rglob("*.jsonl"))) == 3
     save(client, "a.jpg", "caption 4")  # changes nothing
     assert "Undone: caption of a.jpg" in undo(client)
+
+
+def test_an_older_change_can_be_undone_after_the_later_one(client: TestClient, folder: Path) -> None:
+    save(client, "a.jpg", "one")
+    older = re.search(r'name="number" value="(\d+)"', client.get("/data/undo", params=PLACE).text)
+    save(client, "a.jpg", "two")
+    assert older is not None
+    left = client.post("/data/undo", data={**PLACE, "number": older[1]}).text  # as another tab still offers it
+    assert "changed by something else since" in left and (folder / "a.txt").read_text() == "two\n"
+    undo(client)
+    assert (folder / "a.txt").read_text() == "one\n"
+    undo(client)
+    assert (folder / "a.txt").read_text() == "a dog\n"
+
+
+def test_a_broken_mask_and_a_name_without_an_address_leave_the_pages(client: TestClient, folder: Path) -> None:
+    (folder / "a-masklabel.png").symlink_to(folder.parent / "nowhere.png")
+    (folder / os.fsdecode(b"c\xe9.png")).write_bytes((folder / "sub" / "b c.png").read_bytes())
+    shown = client.get("/data/gallery", params=PLACE)
+    assert shown.status_code == 200 and "Unusable: " in shown.text and "b c.png" in shown.text
+    assert client.get("/data/mask", params={**PLACE, "name": "sub/b c.png"}).status_code == 200

@@ -81,6 +81,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         record.write_text(json.dumps({**known, **change}))
         assert processes.find_process(roots, "it") is None
     assert processes.running(roots, "it")  # the log tells
+    record.write_text(json.dumps({**known, "boot": known["boot"].split()[0]}))  # as an older version wrote it
+    assert processes.find_process(roots, "it") == known["pid"] and not processes.lost_in_restart(roots, "it")
     record.write_text(json.dumps(known))
     processes.send_signal(roots, "it")
     until(lambda: not processes.running(roots, "it"))

@@ -263,6 +263,17 @@ def test_a_killed_run_is_posted_by_the_runner(
     assert files and [file for file in files if b"secret-path" in file.read_bytes()] == []
 
 
+def test_a_run_that_failed_before_it_began_is_posted_by_the_runner(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Inbox() as inbox:
+        monkeypatch.setenv("SIMPLETUNE_NOTIFY_URL", inbox.url)
+        put(roots, "bad")
+        assert_states_become(roots, [("bad", "failed")])
+    told = [json.loads(each.body)["text"] for each in inbox.posted]
+    assert told == ["bad failed: data.path: nothing is there. Add pictures"]
+
+
 def test_a_server_continues_the_queue_without_an_open_page(
     tmp_path: Path, roots: Roots, monkeypatch: pytest.MonkeyPatch
 ) -> None:

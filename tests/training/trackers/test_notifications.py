@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from inbox import Inbox
 from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
+from simpletune.config.schema import TrainConfig
+from simpletune.runs.remote.checkpoint_store import open_checkpoint_store
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import notify
 from simpletune.system.options import UserError
@@ -43,6 +47,27 @@ def test_the_end_is_posted_and_the_url_is_in_no_file(
     assert {"report.html", "environment.json", "summary.json"} <= {file.name for file in files}
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
     assert SECRET not in "".join(capsys.readouterr())
+
+
+def test_a_run_whose_last_upload_fails_is_not_posted_as_finished(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def store(config: TrainConfig, resume: str | None) -> Iterator[object]:
+        with open_checkpoint_store(config, resume) as opened:
+            yield opened
+        raise UserError("output.store: not all of it could be uploaded")
+
+    tiny_config["train"] = {"steps": 1}
+    with Inbox() as inbox:
+        with monkeypatch.context() as patched, pytest.raises(UserError, match="not all of it"):
+            patched.setattr("simpletune.commands.train.train.open_checkpoint_store", store)
+            run(tiny_config, monkeypatch, inbox.url)
+        monkeypatch.setenv(notify.VARIABLE, inbox.url)
+        train(
+            validate(tiny_config | {"tracking": {"wandb": "offline"}}, "test"), resume="auto"
+        )  # nothing is left to do
+    assert texts(inbox) == ["tiny failed: output.store: not all of it could be uploaded"]
 
 
 def test_a_failure_and_a_stop_are_posted_with_their_reason(
