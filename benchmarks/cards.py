@@ -121,7 +121,7 @@ def page(files: Sequence[CardFile], samples: Sequence[Sample]) -> str:
                 row["memory"] = round(run.predicted_mib / run.measured_mib - 1, 4)
             if run.predicted_seconds and run.seconds:
                 row["time"] = round(run.seconds / run.predicted_seconds, 3)
-            rows[f"{file.card}: {run.name}"] = row
+            rows[f"{file.file_name.removesuffix('.json')}: {run.name}"] = row
     lines += ["", *table(COLUMNS, rows)]
     if scales := fitted(samples):
         lines += ["", "## Constants of time, fitted", "",

@@ -138,6 +138,8 @@ def drawn(config: TrainConfig, weights: Weights, size: tuple[int, int]) -> list[
 
 def demo_at_sizes(names: list[str]) -> Iterator[tuple[str, Json]]:
     """Train the demo, and compare its pictures' edges with the base's, by size."""
+    if not names:
+        return
     scratch = Path(tempfile.mkdtemp(prefix="simpletune-edges-"))
     places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "name=edges"]
     quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "checkpoint.every=null"]

@@ -101,10 +101,10 @@ def test_the_page_shows_predicted_and_measured_and_what_was_left_out(
     put(folder, "z9-15gib-wsl.json", other)
     text = run(tmp_path, folder).read_text()
     assert "- Tesla T4, 14.8 GiB: 2026-11-27, Linux, driver 580.65.06, torch 2.13.0, simpletune 0.1.0\n" in text
-    assert "| Tesla T4: LoRA int8, 512 px | 2653.1 | 2700.0 | -0.017 | 1.500 | 3.000 | 2.000 |  |" in text
-    assert "| Tesla T4: full bf16, 512 px |  |  |  |  |  |  | not supported |" in text
+    assert "| t4-15gib: LoRA int8, 512 px | 2653.1 | 2700.0 | -0.017 | 1.500 | 3.000 | 2.000 |  |" in text
+    assert "| t4-15gib: full bf16, 512 px |  |  |  |  |  |  | not supported |" in text
     assert "- NVIDIA Z9, 14.8 GiB: 2026-11-27, WSL, driver unknown, torch" in text
-    assert "| NVIDIA Z9: a run of before |  |  |  |  | 1.000 |  |  |" in text
+    assert "| z9-15gib-wsl: a run of before |  |  |  |  | 1.000 |  |  |" in text
     assert "| PRODUCTS T4 | 0." in text and "| 42.3, 4.3 |" in text
     assert asked == [("LoRA int8, 512 px", (7, 5))], "a card without figures and a run of before are no part of a fit"
 

@@ -161,7 +161,7 @@ def weighted(folder: Path, text: str, **fields: object) -> tuple[list[Picture], 
         ("3::a cat\n.5 :: the cat\ncats", ("a cat", "the cat", "cats"), (3, 0.5, 1)),
         ("a cat\n1::a cat\n1e-1::the cat", ("a cat", "the cat"), (2, 0.1)),
         ("2::a cat\n2::the cat", ("a cat", "the cat"), ()),
-        ("2::a cat", ("a cat",), ()),
+        ("2::a cat", ("2::a cat",), ()),  # alone it has no weight: 16::9, or 2001:: a film
         ("std::cat\n3d::cat\n4:3 cat", ("std::cat", "3d::cat", "4:3 cat"), ()),
         ("1" * 500_000, ("1" * 500_000,), ()),  # in linear time
     ],
@@ -188,7 +188,7 @@ def test_the_texts_of_metadata_and_of_tables_may_have_weights(tmp_path: Path) ->
     write_pictures(tmp_path / "folder", "a.png")
     (tmp_path / "folder/metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": texts}))
     cell = {"bytes": (tmp_path / "folder/a.png").read_bytes()}
-    for name, rows in {"good": [texts], "bad": [["0::a cat"]]}.items():
+    for name, rows in {"good": [texts], "bad": [["0::a cat", "a dog"]]}.items():
         pq.write_table(pa.table({"image": [cell] * len(rows), "text": rows}), tmp_path / f"{name}.parquet")
     table = Table(source="table", path=str(tmp_path / "good.parquet"))
     (bad,) = table.scan(tmp_path / "bad.parquet").rejected

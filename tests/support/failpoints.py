@@ -87,7 +87,7 @@ NAMES = {
     "checkpoint.after-rename": Moment("a checkpoint is renamed, but older ones are not removed",
         "runs.checkpoint:save_checkpoint", "after flush_to_disk(folder.parent)"),
     "checkpoint.removing": Moment("an older checkpoint is renamed, but its files are not removed",
-        "runs.checkpoint_folders:remove_oldest", "after os.replace(old, gone)"),
+        "runs.checkpoint_folders:remove_oldest", "after replace(old, gone)"),
     "validation.evaluated": Moment("the validation loss is recorded, but no picture is drawn",
         "training.validator:Validator.evaluate", "after record_validation("),
     "validation.picture": Moment("a validation picture is written to the temporary folder",

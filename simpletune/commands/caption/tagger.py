@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -120,9 +121,9 @@ def plain_tag(name: str) -> str:
 
 def read_blacklist(text: str) -> frozenset[str]:
     """Read tags between commas, or a file's tags between commas or line breaks. A text with a comma names no file."""
-    if "," not in text and Path(text).is_file():
+    if "," not in text and os.path.isfile(text):  # False, too, for a text that is too long for a name
         try:
-            text = read_regular(text, TAGS_BYTES).decode()
+            text = read_regular(text, TAGS_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--blacklist: {text} is no readable text ({error}). Give tags between commas") from None
     return frozenset(plain_tag(tag.strip()).lower() for tag in re.split(r"[,\n]", text) if tag.strip())

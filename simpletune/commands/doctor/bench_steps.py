@@ -150,8 +150,8 @@ def measure(overrides: Sequence[str], where: str, seconds: float, core: float) -
         card = card_named_by_driver(torch.cuda.get_device_name(device), total, capability)
         stated = step_seconds(report.sections, DatasheetSpeeds(card, core)).seconds
         found["predicted_seconds"] = round(stated, 4)
-        if report.peak.bytes * ROOM > free:
-            return found | {"left_out": "does not fit"}
+        if report.peak.bytes * ROOM > free:  # what only a busy card lacks is tried again by the next call
+            return found | {"left_out": "does not fit" if report.peak.bytes * ROOM > total else "out of memory"}
     try:
         with random_steps(config, device) as steps:
             if capability:

@@ -61,6 +61,8 @@ def take_alpha(found: Translation, key: str, alpha: float | None, rank: int | No
     """Translate a LoRA's alpha, if it is known."""
     if alpha is None:
         return
+    if alpha == 0:
+        return found.take(key, "adapter.alpha", rank, "0 means the rank")
     why = ""
     if rank and alpha != rank:
         why = f"a scale of {alpha / rank:g}: with alpha = rank, the same updates need a lower learning rate"

@@ -293,6 +293,9 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
             if name.endswith("s") and len(read[name]) != 2 * OF_SIDE + 1:
                 found.leave(keys[name], f"expected: {2 * OF_SIDE + 1} numbers")
                 del read[name]
+    if "block_alphas" in read and not {"block_dims", *RATES} & read.keys():
+        found.leave(keys["block_alphas"], "networks.lora ignores it without block_dims or learning rates of blocks")
+        del read["block_alphas"]
     least = read.get("block_lr_zero_threshold", [0.0])[0]
     rates: list[float] = []
     for name, count in zip(RATES, (OF_SIDE, 1, OF_SIDE), strict=True):
@@ -300,6 +303,9 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
         rates += [rate if rate > least or name not in read else 0 for rate in own]
     columns = {"lr_ratio": rates}
     columns |= {ours: read[name] for ours, name in (("rank", "block_dims"), ("alpha", "block_alphas")) if name in read}
+    if "alpha" in columns:  # 0 means the rank
+        dims = columns.get("rank", [rank or 1] * len(rates))
+        columns["alpha"] = [own or dim or 1 for own, dim in zip(columns["alpha"], dims, strict=True)]
     usual = {"lr_ratio": 1, "rank": rank, "alpha": alpha}
     rows = zip(*([(name, value) for value in values] for name, values in columns.items()), strict=True)
     entries = _of_blocks([{name: value for name, value in row if value != usual[name]} for row in rows])

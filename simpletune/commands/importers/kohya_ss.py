@@ -88,7 +88,10 @@ def _options(used: Json) -> Json:
         )
         passed = networks["arguments"] if kind != "Standard" else []
         passed = passed + (networks["blocks"] if module == "networks.lora" else [])
-        arguments = {name: used[name] for name in passed if not is_off(used.get(name))}
+        # A block's "0" is a rate, not a switch.
+        arguments = {
+            n: used[n] for n in passed if (used.get(n) if n in networks["blocks"] else not is_off(used.get(n)))
+        }
         found["network_args"] = [f"{name}={value}" for name, value in ({"algo": algo} | arguments).items() if value]
         found["network_args"] += [f"{name}={found.pop(name)}" for name in ("loraplus_lr_ratio",) if name in found]
     return found

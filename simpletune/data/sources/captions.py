@@ -59,7 +59,7 @@ def settle_captions(picture: Picture, several: bool) -> Picture:
                 )
             lines = [one_line(caption)]
         for line in lines:
-            weight, text = _weighted(line)
+            weight, text = _weighted(line) if len(lines) > 1 or picture.more else (1.0, line)  # one alone has no weight
             weights[text] = weights.get(text, 0) + weight
     first, *more = weights
     differ = len(set(weights.values())) > 1

@@ -198,3 +198,10 @@ def test_a_sentence_model_takes_no_thresholds(pictures: Path) -> None:
     for change in ({"threshold": 0.5}, {"character_threshold": 0.5}, {"blacklist": "solo"}):
         with pytest.raises(UserError, match="are for taggers, .*name a tagger, such as --model SmilingWolf/wd-vit-tag"):
             run(CaptionRequest(pictures, **change))  # type: ignore[arg-type]
+
+
+def test_a_blacklist_of_windows_and_a_long_one(tmp_path: Path) -> None:
+    file = tmp_path / "tags.txt"
+    file.write_bytes("hatsune miku\r\nhat".encode("utf-8-sig"))
+    assert read_blacklist(str(file)) == {"hatsune miku", "hat"}
+    assert len(read_blacklist("\n".join(f"tag {number}" for number in range(300)))) == 300
