@@ -265,6 +265,7 @@ def test_peaks_on_a_simulated_card_are_those_predicted_whatever_ran_before(monke
         found = bench_steps.measure(RUNS[name], "cuda", 0, 1e-4)
         assert found["measured_mib"] == pytest.approx(found["predicted_mib"], rel=0.01), name
         assert found["steps"] == 1 and found["predicted_seconds"] > 0
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**31, 22 * 2**30))
-    found = bench_steps.measure(RUNS["LoRA bf16, 1024 px"], "cuda", 0, 1e-4)
-    assert found["left_out"] == "does not fit" and "measured_mib" not in found
+    for total, why in ((2**31, "does not fit"), (22 * 2**30, "out of memory")):  # a busy card may have room later
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, total=total: (2**31, total))
+        found = bench_steps.measure(RUNS["LoRA bf16, 1024 px"], "cuda", 0, 1e-4)
+        assert found["left_out"] == why and "measured_mib" not in found
