@@ -51,10 +51,14 @@ Each figure is a mean over an edge; of gradients, an edge is the outermost eight
   and result alike, and cuts figures off on the right and below. Multiples of 32 px do not shift."""
 
 
+def sides(values: np.ndarray, wide: int) -> dict[str, np.ndarray]:
+    """The outermost ``wide`` columns or rows of ``values`` [h, w, ...]."""
+    return {"left": values[:, :wide], "right": values[:, -wide:], "top": values[:wide], "bottom": values[-wide:]}
+
+
 def bands(values: np.ndarray, wide: int) -> dict[str, float]:
-    """Means over the outermost values [h, w] of each side, so many rows or columns."""
-    found = {"left": values[:, :wide], "right": values[:, -wide:], "top": values[:wide], "bottom": values[-wide:]}
-    return {side: float(band.mean()) for side, band in found.items()}
+    """Average the outermost ``wide`` columns or rows of ``values`` [h, w]."""
+    return {side: float(band.mean()) for side, band in sides(values, wide).items()}
 
 
 def gradients(layers: int | None = None, side: int = 512) -> Json:
@@ -99,13 +103,10 @@ def deviations(images: list[Image.Image]) -> dict[str, float]:
     Backgrounds of the demo's scenes are plain and figures do not touch the border, so the median of the border is the
     background.
     """
-    values = np.stack([np.asarray(image, float) for image in images])
-    sides = {
-        "left": values[:, :, :RIM], "right": values[:, :, -RIM:], "top": values[:, :RIM], "bottom": values[:, -RIM:]
-    }  # fmt: skip
-    rim = np.concatenate([side.reshape(len(values), -1, 3) for side in sides.values()], axis=1)
-    background = np.median(rim, axis=1)[:, None, None]
-    return {name: float(np.abs(side - background).mean()) for name, side in sides.items()}
+    found = sides(np.stack([np.asarray(image, float) for image in images], axis=2), RIM)  # each [h, w, picture, 3]
+    rim = np.concatenate([side.reshape(-1, len(images), 3) for side in found.values()])
+    background = np.median(rim, axis=0)
+    return {name: float(np.abs(side - background).mean()) for name, side in found.items()}
 
 
 def autoencoder() -> Json:

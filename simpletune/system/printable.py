@@ -16,3 +16,8 @@ def printable(text: str) -> str:
 def describe_exception(error: BaseException) -> str:
     """Describe an exception in one line: its type and at most 300 characters of its text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300] or 'no reason given'}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

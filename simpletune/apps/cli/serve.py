@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import DEVICE_HELP, MODULATION_HELP, PRECISION_HELP, RUNS_HELP, port, positive
 from simpletune.apps.serve.limits import Limits
-from simpletune.system.options import UserError
-from simpletune.system.package import PACKAGE
+from simpletune.system.extras import require_extra
 from simpletune.system.startup import import_libraries
 
 
 def serve(args: argparse.Namespace) -> None:
     """serve pictures over HTTP, with a page to try prompts"""
-    if find_spec("prometheus_client") is None:
-        raise UserError(
-            "simpletune serve needs prometheus_client from the optional extra 'serve'. "
-            f'Run: {sys.executable} -m pip install -e "{PACKAGE.parent}[serve]"',
-            code=3,
-        )
+    require_extra("prometheus_client", "serve", "simpletune serve needs")
     import_libraries()
     from simpletune.apps.serve.server import run
 

@@ -11,21 +11,22 @@ import hashlib
 import io
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from simpletune.commands.caption.onnx_model import CUDA, open_onnx
 from simpletune.models.shared.transformers_folder import ModelFolder
 from simpletune.system.checksums import hash_samples
 from simpletune.system.console import say
+from simpletune.system.extras import require_extra
 from simpletune.system.hub import files_folder, is_hub_name
 from simpletune.system.options import UserError
-from simpletune.system.package import PACKAGE
+from simpletune.system.printable import first_line
 from simpletune.system.regular_files import read_regular
 
 MODEL, TAGS = "model.onnx", "selected_tags.csv"
@@ -33,7 +34,6 @@ RATING, CHARACTER = 9, 4  # categories of tags; 0 is general
 THRESHOLD, CHARACTER_THRESHOLD = 0.35, 0.85
 SIDE = 448  # of models that take any
 TAGS_BYTES = 2**26
-CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 @dataclass(frozen=True)
@@ -145,28 +145,18 @@ class Tagger:
     silent = "no tag reaches --threshold"
 
     def __init__(self, about: TaggerInfo, choice: TagChoice, device: str):
-        if find_spec("onnxruntime") is None:
-            raise UserError(
-                "--model: a tagger needs onnxruntime from the optional extra 'tags'. "
-                f'Run: {sys.executable} -m pip install -e "{PACKAGE.parent}[tags]"',
-                code=3,
-            )
-        import onnxruntime
-
+        require_extra("onnxruntime", "tags", "--model: a tagger needs")
         self.about, self.choice = about, choice
-        has_cuda = CUDA in onnxruntime.get_available_providers()
         try:
-            self._session = onnxruntime.InferenceSession(
-                about.place.folder / MODEL, providers=[CUDA, CPU] if has_cuda and device != "cpu" else [CPU]
-            )
-        except Exception as error:  # its errors have no base class of their own
-            raise about.place.damaged(f"has a {MODEL} that onnxruntime cannot load ({_first_line(error)})") from None
+            self._session = open_onnx(about.place.folder / MODEL, device)
+        except ValueError as error:
+            raise about.place.damaged(f"has a {MODEL} that onnxruntime cannot load ({error})") from None
         used = self._session.get_providers()[0]
         if device == "cuda" and used != CUDA:
             raise UserError(
                 "--device cuda: onnxruntime finds no card. Install onnxruntime-gpu in its place, or use --device cpu"
             )
-        say(f"device  {'cuda' if used == CUDA else 'cpu'} (onnxruntime {onnxruntime.__version__})")
+        say(f"device  {'cuda' if used == CUDA else 'cpu'} (onnxruntime {version('onnxruntime')})")
         self._input = self._session.get_inputs()[0]
         shape = self._input.shape
         if len(shape) != 4 or shape[3] != 3:
@@ -183,7 +173,7 @@ class Tagger:
             (probabilities, *_) = self._session.run(None, {self._input.name: batch})  # [n, tags]
         except Exception as error:
             raise UserError(
-                f"tags: onnxruntime failed ({_first_line(error)}). Use --batch-size 1 or --device cpu"
+                f"tags: onnxruntime failed ({first_line(error)}). Use --batch-size 1 or --device cpu"
             ) from None
         self._require_outputs(probabilities.shape[-1])
         return [", ".join(self.choice.tags(self.about.tags, row)) for row in probabilities], [False] * len(pictures)
@@ -201,7 +191,3 @@ def bgr_square(picture: Image.Image, side: int) -> np.ndarray:  # [side, side, 3
     padded.paste(picture, ((longest - picture.width) // 2, (longest - picture.height) // 2))
     scaled = padded.resize((side, side), Image.Resampling.BICUBIC)
     return np.ascontiguousarray(np.asarray(scaled, np.float32)[..., ::-1])
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

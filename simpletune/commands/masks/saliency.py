@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from simpletune.commands.caption.onnx_model import open_onnx
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.mask_files import mask_content, read_mask, write_mask
 from simpletune.data.sources.masks import without_masks
@@ -18,13 +17,13 @@ from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.data.sources.walk import printable_name, read_regular, readable, walk
 from simpletune.system.console import progress, say
+from simpletune.system.extras import require_extra
 from simpletune.system.options import UserError, plural
-from simpletune.system.package import PACKAGE
+from simpletune.system.printable import first_line
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB
 SIDE = 320  # of models that take any
 MODEL_BYTES = 2**31  # of a protobuf
-CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 class SaliencyModel:
@@ -38,25 +37,14 @@ class SaliencyModel:
     """
 
     def __init__(self, file: Path):
-        if find_spec("onnxruntime") is None:
-            raise UserError(
-                "--masks-from: a saliency model needs onnxruntime from the optional extra 'masks'. "
-                f'Run: {sys.executable} -m pip install -e "{PACKAGE.parent}[masks]"',
-                code=3,
-            )
-        import onnxruntime
-
+        require_extra("onnxruntime", "masks", "--masks-from: a saliency model needs")
         self.file = file
-        has_cuda = CUDA in onnxruntime.get_available_providers()
         try:
-            data = read_regular(file, MODEL_BYTES)  # as bytes, a model cannot name other files
-            self._session = onnxruntime.InferenceSession(data, providers=[CUDA, CPU] if has_cuda else [CPU])
+            self._session = open_onnx(read_regular(file, MODEL_BYTES))  # as bytes, a model cannot name other files
         except UnusablePicture as reason:
             raise UserError(f"--masks-from: {file} {reason}. Name an ONNX file") from None
-        except Exception as error:  # its errors have no base class of their own
-            raise UserError(
-                f"--masks-from: {file} cannot be loaded ({_first_line(error)}). Name an ONNX file"
-            ) from None
+        except ValueError as error:
+            raise UserError(f"--masks-from: {file} cannot be loaded ({error}). Name an ONNX file") from None
         self._input = self._session.get_inputs()[0]
         shape = self._input.shape
         if len(shape) != 4 or (isinstance(shape[1], int) and shape[1] != 3):
@@ -80,7 +68,7 @@ class SaliencyModel:
         try:
             saliency = np.squeeze(self._session.run(None, {self._input.name: batch})[0]).astype(np.float64)
         except Exception as error:
-            raise UserError(f"--masks-from: onnxruntime failed ({_first_line(error)}). Name another model") from None
+            raise UserError(f"--masks-from: onnxruntime failed ({first_line(error)}). Name another model") from None
         if saliency.shape != batch.shape[2:]:
             raise UserError(
                 f"--masks-from: the output of {self.file} is {list(saliency.shape)}, not one value for each pixel. "
@@ -131,7 +119,3 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
     if any(source.mask != "files" for source in sources):
         say("training reads masks with data.mask=files; without it, it takes them for pictures")
     return result
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

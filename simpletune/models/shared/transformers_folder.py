@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from simpletune.system import strict_json
 from simpletune.system.hub import is_hub_name, model_folder
 from simpletune.system.options import Json, UserError, join_names
+from simpletune.system.printable import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ class ModelFolder:
                     output_loading_info=True, ignore_mismatched_sizes=True, **options,
                 )  # fmt: skip
             except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-                raise self.damaged(f"cannot be loaded ({_first_line(error)})") from None
+                raise self.damaged(f"cannot be loaded ({first_line(error)})") from None
         if info["missing_keys"]:
             lacking = sorted(info["missing_keys"])
             raise self.damaged(f"lacks {len(lacking)} weights of its model ({join_names(lacking, 3)})")
@@ -103,7 +104,7 @@ class ModelFolder:
                 model: PreTrainedModel = build(read, **options).eval().requires_grad_(False)
                 return model
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.damaged(f"has a damaged config.json ({_first_line(error)})") from None
+            raise self.damaged(f"has a damaged config.json ({first_line(error)})") from None
 
     def tokenizer(self, **options: object) -> PreTrainedTokenizerBase:
         """Load the tokenizer. UserError: it cannot be loaded."""
@@ -117,7 +118,7 @@ class ModelFolder:
                     self.folder, local_files_only=True, trust_remote_code=False, **options
                 )
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise self.damaged(f"has no usable tokenizer ({_first_line(error)})") from None
+                raise self.damaged(f"has no usable tokenizer ({first_line(error)})") from None
 
 
 def find_folder(name: str, option: str, what: str, example: str) -> ModelFolder:
@@ -151,7 +152,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

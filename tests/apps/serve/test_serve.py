@@ -483,7 +483,7 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
 def test_without_the_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("simpletune.apps.cli.serve.find_spec", lambda name: name != "prometheus_client" or None)
+    monkeypatch.setattr("simpletune.system.extras.find_spec", lambda name: name != "prometheus_client" or None)
     assert main(["serve"]) == 3
     assert re.search(r'needs prometheus_client .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
 

@@ -13,7 +13,6 @@ from PIL import Image
 from tiny_tagger import TAGS, probabilities, write_tagger
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.caption import tagger as ours
 from simpletune.commands.caption.caption import CaptionRequest, run
 from simpletune.commands.caption.record import RECORD
 from simpletune.commands.caption.tagger import (
@@ -188,7 +187,7 @@ def test_what_a_tagger_cannot_do(folder: Path, pictures: Path, monkeypatch: pyte
         run(CaptionRequest(pictures, str(folder), prompt="what?"))
     with pytest.raises(UserError, match="--device cuda: onnxruntime finds no card. Install onnxruntime-gpu"):
         run(CaptionRequest(pictures, str(folder), device="cuda"))
-    monkeypatch.setattr(ours, "find_spec", lambda _: None)
+    monkeypatch.setattr("simpletune.system.extras.find_spec", lambda _: None)
     with pytest.raises(UserError, match="onnxruntime from the optional extra 'tags'. Run: .*pip install") as found:
         run(CaptionRequest(pictures, str(folder)))
     assert found.value.code == 3 and sys.executable in str(found.value) and texts(pictures) == {}

@@ -89,6 +89,6 @@ def test_what_is_no_saliency_model_is_refused(
 
 
 def test_a_missing_onnxruntime_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saliency, "find_spec", lambda name: None)
+    monkeypatch.setattr("simpletune.system.extras.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"optional extra 'masks'.*pip install"):
         saliency.SaliencyModel(tmp_path / "model.onnx")
