@@ -7,6 +7,7 @@ packages above may import this one; a family imports no other.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -14,12 +15,13 @@ from pydantic import Field
 
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.single_file import open_file
 from simpletune.models.shared.sources import is_single_file
 from simpletune.system.options import UserError
 
-Model = Annotated[SD3 | SD15, Field(discriminator="family")]
+Model = Annotated[SD3 | SD15 | SDXL, Field(discriminator="family")]
 """The type of ``model``."""
 FAMILIES: tuple[Family, ...] = tuple(member.model_validate({}) for member in get_args(get_args(Model)[0]))
 """One option of each family, with its defaults."""
@@ -38,14 +40,20 @@ def family_of(source: str) -> Family | None:
     Returns:
         None if only a download could tell.
     """
-    for family in FAMILIES:
-        try:
-            if is_single_file(source) and Path(source).is_file():
-                known = open_file(Path(source), family.layout).has(family.denoiser)
-            else:
-                known = (Path(source) / family.denoiser).is_dir() or family.bundled_config(source) is not None
-        except UserError:
-            continue  # not a file of this family
-        if known:
-            return family
-    return None
+    single = is_single_file(source) and Path(source).is_file()
+    candidates = [family for family in FAMILIES if _may_be(family, source, single)]
+    for family in candidates if len(candidates) > 1 or single else ():
+        with suppress(UserError, KeyError, TypeError):  # it is of another family, or damaged
+            if family.model_copy(update={"pretrained": source}).denoiser_config(fetch=False) is not None:
+                return family
+    return None if single else next(iter(candidates), None)
+
+
+def _may_be(family: Family, source: str, single: bool) -> bool:
+    """Whether a base has a part of the family's name, or is known by its Hub name."""
+    try:
+        if single:
+            return open_file(Path(source), family.layout).has(family.denoiser)
+    except UserError:
+        return False  # not a file of this family
+    return (Path(source) / family.denoiser).is_dir() or family.bundled_config(source) is not None

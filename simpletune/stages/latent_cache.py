@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from simpletune.data.storage.cache import crop_key
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
+from simpletune.models.shared.buckets import Framing, framing_of
 from simpletune.system.console import progress
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
@@ -27,9 +29,17 @@ from simpletune.system.signals import poll
 PICTURES = 16  # claimed together
 
 
+class CachedPicture(NamedTuple):
+    """A crop from the cache."""
+
+    z_0: Tensor  # [c, h, w], fp32
+    mask: Tensor  # [1, h, w], 0 to 1, fp32; without a mask, 1 everywhere as [1, 1, 1]
+    framing: Framing
+
+
 class LatentCache:
-    """Latents by picture and crop: ``z_0`` [c, h, w] in fp32, and for a picture with a mask ``mask`` [1, h, w] with one
-    byte for each place, so that one read brings both.
+    """Latents by picture and crop: ``z_0`` [c, h, w] in fp32; for a picture with a mask ``mask`` [1, h, w] with one
+    byte for each place; for a family that is told it ``framing`` [6], int32. So one read brings all.
 
     Args:
         model: the model, with folders resolved.
@@ -97,21 +107,28 @@ class LatentCache:
                 data = view.picture.read_same()
             except OSError as error:
                 raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
-            pixels = torch.from_numpy(
-                crop_to_bucket(decode(data), view.bucket, view.offset, view.flip, view.augmentation)
-            )
+            image = decode(data)
+            pixels = torch.from_numpy(crop_to_bucket(image, view.bucket, view.offset, view.flip, view.augmentation))
             if key in self.cache:  # an identical file under another name has been encoded
                 return 0
             tensors["z_0"] = self.model.encode_pictures(vae(), pixels[None].to(device))[0]
             if not all_finite([tensors["z_0"]]):
                 raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
+            if self.model.reads_framing:  # of the picture itself: a stream's plan may not know its size
+                framing = framing_of(image.size, view.bucket, view.offset, view.flip)
+                tensors["framing"] = torch.tensor(framing, dtype=torch.int32).flatten()
         self.cache.save(key, tensors)
         return 1
 
-    def load(self, view: Crop) -> tuple[Tensor, Tensor]:
-        """Load z_0 [c, h, w] and the mask [1, h, w], 0 to 1, in fp32; without a mask, 1 everywhere as [1, 1, 1]."""
+    def load(self, view: Crop) -> CachedPicture:
+        """Load a crop."""
         found = self.cache.load(crop_key(view))
-        return found["z_0"], found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
+        mask = found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
+        framing = None
+        if "framing" in found:
+            original, crop, target = found["framing"].view(3, 2).tolist()
+            framing = Framing((original[0], original[1]), (crop[0], crop[1]), (target[0], target[1]))
+        return CachedPicture(found["z_0"], mask, framing or Framing.whole(view.bucket))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

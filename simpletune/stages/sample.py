@@ -22,6 +22,7 @@ from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.objectives import default_objective
 from simpletune.models.objectives.objective import Solver, TrainingObjective
+from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.stages.modulation_plan import ModulationSource
@@ -44,6 +45,9 @@ class SampledModel(Protocol):
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
         """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective."""
+
+    def framed(self, pooled: Tensor, framings: Sequence[Framing]) -> Tensor:
+        """Pooled prompts [r, p] with what the model is told of how pictures are cut."""
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
@@ -155,7 +159,8 @@ class Sampler:
         guided, count = first.guidance > 1, len(requests)
         rows = [*negative, *positive] if guided else list(positive)
         prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
-        pooled = torch.stack([vector for _, vector in rows]).to(device)
+        whole = Framing.whole((first.width, first.height))
+        pooled = self.model.framed(torch.stack([vector for _, vector in rows]), [whole] * len(rows)).to(device)
         z = solver.start(torch.cat([noises(request, self.model)[0] for request in requests]), start).to(device)
         conditions = conditions_of(pooled, solver.levels, self.modulation)
         away: Tensor | float = 0.0

@@ -63,7 +63,7 @@ def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: netw
         dtype: of all weights on disk.
     """
     logging.disable_progress_bar()
-    _write_tokenizer(folder / "tokenizer", version)
+    write_tokenizer(folder / "tokenizer", "!" if version == "sd2" else None)
     with tiny_sd3.seeded(seed, 0):
         clip = networks.clip(folder / "tokenizer", TEXT[version], "quick_gelu" if version == "sd15" else "gelu")
         tiny_sd3.save_model(clip.text_model, folder / "text_encoder", dtype)
@@ -73,7 +73,7 @@ def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: netw
         unet = UNet2DConditionModel(**UNET[version], cross_attention_dim=TEXT[version])
     tiny_sd3.save_model(unet, folder / "unet", dtype)
     with tiny_sd3.seeded(seed, 2):
-        tiny_sd3.save_model(_autoencoder(), folder / "vae", dtype)
+        tiny_sd3.save_model(autoencoder(), folder / "vae", dtype)
     if version == "sd15":
         PNDMScheduler(**NOISE, skip_prk_steps=True).save_pretrained(folder / "scheduler")
     else:
@@ -82,14 +82,15 @@ def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: netw
     return folder
 
 
-def _write_tokenizer(folder: Path, version: Version) -> None:
-    """Stable Diffusion 2's tokenizer pads with ``!`` instead of the end of the text."""
+def write_tokenizer(folder: Path, pad: str | None = None) -> None:
+    """Write a CLIP tokenizer for 77 tokens; those of Stable Diffusion 2 and of CLIP-G pad with ``!`` instead of the end
+    of the text."""
     vocabulary.write_clip(folder, pictures.words())
     changes: dict[str, object] = {"model_max_length": TOKENS}
-    if version == "sd2":
-        changes["pad_token"] = "!"
+    if pad is not None:
+        changes["pad_token"] = pad
         file = folder / "special_tokens_map.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": "!"}))
+        file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": pad}))
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -101,11 +102,11 @@ def _write_published_names(model: torch.nn.Module, folder: Path) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def _autoencoder() -> AutoencoderKL:
+def autoencoder(scale: float = 0.18215) -> AutoencoderKL:
     return AutoencoderKL(
         block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, latent_channels=4, norm_num_groups=8,
-        sample_size=64, scaling_factor=0.18215,
+        sample_size=64, scaling_factor=scale,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.models.shared.buckets import Size, covering_size
+from simpletune.models.shared.buckets import Size, covering_size, crop_corner
 
 if TYPE_CHECKING:
     import numpy as np
@@ -290,7 +290,7 @@ def crop_to_bucket(
     from PIL import Image, ImageOps
 
     width, height = covering_size(image.size, bucket)
-    left, top = int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
+    left, top = crop_corner(image.size, bucket, offset)
     kept = (left, top, left + bucket[0], top + bucket[1])
     x, y = image.width / width, image.height / height
     box = (kept[0] * x, kept[1] * y, min(kept[2] * x, image.width), min(kept[3] * y, image.height))

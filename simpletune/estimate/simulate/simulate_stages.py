@@ -239,7 +239,7 @@ def validation(
             option, (width, height) = config.validation, config.picture_size()
             request = PictureRequest("", 0, "", width, height, option.steps, option.guidance)
             batch = trained.batches.batch(1)
-            text = batch.prompt_embeds[0], batch.pooled[0]
+            text = batch.prompt_embeds[0], torch.zeros(config.model.pooled_width, dtype=batch.prompt_embeds.dtype)
             with recording(accounting, recorders, "draw"):
                 drawn = simulate_generation(accounting, config, request, denoiser, vae, core.modulation, text)
                 snapshots.append(drawn)
@@ -301,6 +301,7 @@ class ShapesOnlyModel:
 
     def __init__(self, family: Model):
         self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
+        self.framed = family.framed
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
         """Return a solver whose levels have no values; a real one keeps at most two more latents."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 DOWNSAMPLING = 8  # of every family's autoencoder, in each direction
 STEP = 16  # pixels: the autoencoder's 8 times at least 2; some families need more
@@ -39,3 +40,31 @@ def covering_size(picture: Size, bucket: Size) -> Size:
     """The smallest size with the picture's aspect ratio that covers a bucket."""
     scale = upscaling(picture, bucket)
     return max(bucket[0], round(picture[0] * scale)), max(bucket[1], round(picture[1] * scale))
+
+
+class Framing(NamedTuple):
+    """How a picture was cut, in pixels, which some models are told (micro-conditioning; arXiv:2307.01952, section
+    2.2)."""
+
+    original: Size  # before scaling
+    crop: tuple[int, int]  # (left, top) of what was kept of the scaled picture, mirrored with it
+    target: Size
+
+    @classmethod
+    def whole(cls, size: Size) -> Framing:
+        """Of a picture that was neither scaled nor cropped, as drawn ones are to look."""
+        return cls(size, (0, 0), size)
+
+
+def crop_corner(picture: Size, bucket: Size, offset: tuple[float, float]) -> tuple[int, int]:
+    """(left, top) of a crop in the picture that was scaled to cover its bucket. ``offset``: position within the excess
+    width and height, 0 to 1."""
+    width, height = covering_size(picture, bucket)
+    return int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
+
+
+def framing_of(picture: Size, bucket: Size, offset: tuple[float, float], flip: bool) -> Framing:
+    """The framing of a crop; see ``crop_corner``."""
+    left, top = crop_corner(picture, bucket, offset)
+    right = covering_size(picture, bucket)[0] - bucket[0] - left
+    return Framing(picture, (right if flip else left, top), bucket)

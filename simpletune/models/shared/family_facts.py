@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, TypedDict
 
 from pydantic import Field
 
-from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
@@ -110,6 +110,8 @@ class FamilyFacts(Option):
     """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
+    reads_framing: ClassVar[bool] = False
+    """Whether the model is told how a picture was cut (``framed``)."""
     ends_with_feed_forward: ClassVar[bool] = False
     """Whether a unit uses its feed-forward networks' outputs only in sums and in products with modulations. Its
     recomputation may then omit the networks where modulations carry no gradient."""
@@ -196,7 +198,7 @@ class FamilyFacts(Option):
             z_t: [b, c, h, w].
             time: the timestep that the model receives [b], fp32, by the objective.
             prompt_embeds: [b, t, e].
-            pooled: [b, p]; with a modulation plan, its rows.
+            pooled: [b, p], ``framed``; with a modulation plan, its rows.
             dtype: the type of the activations.
         """
         raise NotImplementedError
@@ -241,6 +243,10 @@ class FamilyFacts(Option):
     def text_example(self) -> str:
         """A Hub name with tokenizers and text encoders for this model, for messages."""
         return str(type(self).model_fields["pretrained"].default)
+
+    def framed(self, pooled: Tensor, framings: Sequence[Framing]) -> Tensor:
+        """Pooled prompts [b, p] with what the model is told of how b pictures were cut (``reads_framing``)."""
+        return pooled
 
     def is_conditioning(self, module: str) -> bool:
         """Whether a module serves only to compute modulations, which ``memory.modulation`` plan computes ahead."""

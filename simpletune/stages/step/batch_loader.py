@@ -149,6 +149,7 @@ class BatchLoader:
         share: RankMicroBatches = WHOLE,
     ):
         self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
+        self.model = prepared.latents.model
         self.seed, self.device, self.share, self.remote = seed, device, share, prepared.remote
         self.passes = TrainingPasses(prepared.plan, prior, share)
         self._to_device = methodcaller("to", device, non_blocking=True)
@@ -226,7 +227,8 @@ class BatchLoader:
         pictures = {view: self.latents.load(view) for view in dict.fromkeys(draw.view for draw in draws)}
         captions = dict.fromkeys(draw.caption for each in passes for draw in each.draws)
         prompts = {caption: self.text.load(caption) for caption in captions}
-        z_0 = torch.stack([pictures[draw.view][0] for draw in draws])
+        z_0 = torch.stack([pictures[draw.view].z_0 for draw in draws])
+        framings = [pictures[draw.view].framing for draw in draws]
         # Noise is drawn in fp32 on the CPU from its key, so that it is the same on every device.
         objective, shape = self.plan.objective, z_0.shape[1:]
         noise = [torch.from_numpy(objective.noise(stream(self.seed, *draw.noise_key), shape)) for draw in draws]
@@ -240,7 +242,7 @@ class BatchLoader:
         )
         masks = None
         if any(draw.view.picture.mask is not None for draw in draws):
-            masks = torch.stack(torch.broadcast_tensors(*(pictures[draw.view][1] for draw in draws)))  # [b, 1, h, w]
+            masks = torch.stack(torch.broadcast_tensors(*(pictures[draw.view].mask for draw in draws)))  # [b, 1, h, w]
         found = []
         for each in passes:
             own = [draw.caption for draw in each.draws]
@@ -248,7 +250,7 @@ class BatchLoader:
             batch = replace(
                 first,
                 prompt_embeds=torch.stack([prompts[caption][0] for caption in own]),
-                pooled=torch.stack([prompts[caption][1] for caption in own]),
+                pooled=self.model.framed(torch.stack([prompts[caption][1] for caption in own]), framings),
                 weight=weight,
                 prior=prior,
                 text=self.text.inputs(own),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.source import Picture
-from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.buckets import Framing, Size
 from simpletune.stages.modulation_plan import ModulationPlan
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import TrainStep
@@ -84,7 +84,7 @@ class SyntheticBatches:
             noise=torch.zeros(latents, device=self.device),
             level=torch.full((b,), 0.5, device=self.device),
             prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
-            pooled=self._pooled().expand(b, -1).clone().to(self.device),
+            pooled=model.framed(self._pooled().expand(b, -1).clone(), [Framing.whole(self.size)] * b).to(self.device),
             names=tuple(str(number) for number in range(b)),
             weight=weight,
             text=empty_text_inputs(self.config, b, self.device),

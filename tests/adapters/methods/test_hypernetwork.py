@@ -38,9 +38,9 @@ from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.sd15.flops import unet_flops
-from simpletune.models.sd15.shapes import parameter_shapes, unet_units
 from simpletune.models.shared.flops import trained_of
+from simpletune.models.unet.flops import unet_flops
+from simpletune.models.unet.shapes import parameter_shapes, unet_units
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import attach
 from simpletune.system.options import ConfigError, UserError

@@ -42,7 +42,7 @@ from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, Offl
 from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sd15.shapes import unet_units
+from simpletune.models.unet.shapes import unet_units
 from simpletune.system.options import ConfigError
 
 ALONE = Parts(feed_forward="checkpointed", last=True)

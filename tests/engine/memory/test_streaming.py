@@ -49,7 +49,7 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import plain_tensors
-from simpletune.models.sd15.shapes import unet_units
+from simpletune.models.unet.shapes import unet_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError

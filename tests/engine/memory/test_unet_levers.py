@@ -38,8 +38,8 @@ from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.models.sd15.shapes import unet_units
 from simpletune.models.shared.denoiser import model_units
+from simpletune.models.unet.shapes import unet_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher

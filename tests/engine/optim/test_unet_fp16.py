@@ -17,8 +17,8 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.optim import loss_scale
-from simpletune.models.sd15.shapes import unet_units
 from simpletune.models.shared.fp16_blocks import finite_passes, fp16_blocks_of
+from simpletune.models.unet.shapes import unet_units
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 
 CPU = torch.device("cpu")

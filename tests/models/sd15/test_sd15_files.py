@@ -21,9 +21,9 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.files import LAYOUT, origins
 from simpletune.models.sd15.option import SD15
-from simpletune.models.sd15.shapes import parameter_shapes
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file
+from simpletune.models.unet.shapes import parameter_shapes
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
 
 from simpletune.models.sd15.config import bundled_configs, require_supported
-from simpletune.models.sd15.shapes import Unit, parameter_shapes, unet_units, unit_names
+from simpletune.models.unet.shapes import Unit, parameter_shapes, unet_units, whole_layers
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 
@@ -85,8 +85,8 @@ def test_units_run_in_order_on_tensors_of_their_sizes(name: str) -> None:
     with torch.no_grad():
         model(torch.zeros(1, 4, 16, 8), torch.zeros(1), torch.zeros(1, 5, config["cross_attention_dim"]))
     assert seen == list(units)
-    assert unit_names(name for name, _ in model.named_parameters()) == tuple(units)
-    assert unit_names(sorted(parameter_shapes(config), key=lambda name: name[::-1])) == tuple(units)
+    assert whole_layers(name for name, _ in model.named_parameters()) == tuple(units)
+    assert whole_layers(sorted(parameter_shapes(config), key=lambda name: name[::-1])) == tuple(units)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Derive a UNet's modules and parameters from its configuration, without torch or weights.
 
-Names and shapes are diffusers' (``UNet2DConditionModel``); a test compares them with diffusers, for the configurations
-of Stable Diffusion 1.5 and 2.1.
+Names and shapes are diffusers' (``UNet2DConditionModel``); tests compare them with diffusers, for the configurations
+of Stable Diffusion 1.5, 2.1 and XL.
 
 Legend: c channels of a level, d = c the width of its attention, e the width of the text.
 """
@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletune.models.sd15.config import DEFAULTS, Level, levels_of
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
 from simpletune.models.shared.model_config import ModelConfig, Shape, linear
+from simpletune.models.unet.config import DEFAULTS, Level, levels_of
 
 Kind = Literal["resnet", "attention", "downsampler", "upsampler"]
 RESNET: Kind = "resnet"
@@ -27,7 +27,7 @@ UPSAMPLER: Kind = "upsampler"
 
 @dataclass(frozen=True)
 class Unit:
-    """A module of the UNet that runs as one unit: a residual block, an attention, or a change of resolution.
+    """A module of the UNet: a residual block, an attention with its transformer blocks, or a change of resolution.
 
     The UNet's skip connections carry activations from one unit to another, never weights.
 
@@ -49,7 +49,7 @@ class Unit:
 
 
 def unet_units(config: ModelConfig) -> list[Unit]:
-    """The UNet's units in the order of the forward pass."""
+    """The UNet's modules in the order of the forward pass."""
     levels = levels_of(config)
     width = levels[0].channels
     units, skips = list[Unit](), [width]  # the channels of skip connections, of which ``conv_in`` makes the first
@@ -95,6 +95,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     time = 4 * first
     shapes = convolution("conv_in", known["in_channels"], first)
     shapes |= linear("time_embedding.linear_1", first, time) | linear("time_embedding.linear_2", time, time)
+    if (added := known.get("projection_class_embeddings_input_dim")) is not None:
+        shapes |= linear("add_embedding.linear_1", added, time) | linear("add_embedding.linear_2", time, time)
     for unit in unet_units(config):
         if unit.kind == RESNET:
             own = _resnet(unit.inputs, unit.outputs, time)
@@ -106,20 +108,37 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes | _norm("conv_norm_out", first) | convolution("conv_out", first, known["out_channels"])
 
 
-UNIT = re.compile(r"((down|mid|up)_blocks?)(\.\d+)?\.(resnets|attentions|downsamplers|upsamplers)\.\d+(?=\.)")
+_LAYER = re.compile(r"((down|mid|up)_blocks?)(\.\d+)?\.(resnets|attentions|downsamplers|upsamplers)\.\d+(?=\.)")
+_BLOCK = re.compile(r".*\.transformer_blocks\.\d+(?=\.)")
 
 
-def unit_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The units among the names of a UNet's parameters, in the order of the forward pass."""
-    return tuple(sorted({found[0] for name in names if (found := UNIT.match(name))}, key=_place))
+def whole_layers(names: Iterable[str]) -> tuple[str, ...]:
+    """Units among the names of a UNet's parameters, in the order of the forward pass: residual blocks, attentions with
+    all of their transformer blocks, changes of resolution."""
+    return _in_order({found[0] for name in names if (found := _LAYER.match(name))})
 
 
-def _place(unit: str) -> tuple[int, int, bool, int, bool]:
+def single_blocks(names: Iterable[str]) -> tuple[str, ...]:
+    """As ``whole_layers``, with each transformer block as a unit of its own; the norm and the projections around an
+    attention's blocks belong to none."""
+    layers = (
+        (_BLOCK if match[4] == "attentions" else _LAYER).match(name) for name in names if (match := _LAYER.match(name))
+    )
+    return _in_order({found[0] for found in layers if found})
+
+
+def _in_order(units: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(units, key=_place))
+
+
+def _place(unit: str) -> tuple[int, int, bool, int, bool, int]:
     """A unit's position in the forward pass: per layer a residual block, then an attention; resizing last."""
-    way, *block, kind, number = unit.split(".")
+    layer, _, block = unit.partition(".transformer_blocks.")
+    way, *level, kind, number = layer.split(".")
     resizes = kind in ("downsamplers", "upsamplers")
     ways = ("down_blocks", "mid_block", "up_blocks")
-    return ways.index(way), int(block[0]) if block else 0, resizes, int(number), kind == "attentions"
+    attends = kind == "attentions"
+    return ways.index(way), int(level[0]) if level else 0, resizes, int(number), attends, int(block or 0)
 
 
 def _resnet(inputs: int, outputs: int, time: int) -> dict[str, Shape]:

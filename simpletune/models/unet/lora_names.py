@@ -102,3 +102,4 @@ LAYOUTS = (  # the first is the one of a run's result, which every tool loads
     Layout("peft", "base_model.model.", NAMES),
     Layout("bare", "", NAMES),
 )
+XL_LAYOUTS = LAYOUTS  # TODO

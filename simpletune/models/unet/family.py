@@ -1,0 +1,85 @@
+"""What all families with a ``UNet2DConditionModel`` share.
+
+Shapes: b samples, c latent channels, h and w an eighth of the picture's, t = 77 text tokens, e text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.family_facts import AttentionShape, LoraNames
+from simpletune.models.shared.flops import Flops, TrainedParameters
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.unet.config import levels_of
+from simpletune.models.unet.flops import unet_flops
+from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, unet_units
+
+
+class UNetFamily(Family):
+    """A family with a UNet, from a folder in diffusers' layout, a single file or the Hub."""
+
+    family: str
+    pretrained: Annotated[str, Field(min_length=1)]
+    """A Hub name (owner/name), a folder in diffusers' layout, or a single .safetensors file."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Start from the pretrained UNet, or from random weights (training from scratch; reads only its config)."""
+    loras: LoraNames = []
+    """LoRAs to train on top of, merged into the UNet before it is quantised: each a file in any layout, a run,
+    RUN@STEP or a hub name, with a strength as in style.safetensors:0.8. Same weights as those of simpletune merge; the
+    result holds only what is trained. Takes no device memory."""
+    unet: str | None = None
+    """Replaces the UNet: its folder or single file, or the folder or Hub name of a pipeline."""
+    vae: str | None = None
+    """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
+
+    denoiser: ClassVar[str] = "unet"
+    multiple: ClassVar[int] = 64
+    largest_side: ClassVar[int] = 4096
+    """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
+    text_tokens: ClassVar[int] = 77
+    objective: ClassVar[str] = "ddpm"
+    after_units: ClassVar[str] = "conv_norm_out"
+    starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
+
+    shapes_of: ClassVar = staticmethod(parameter_shapes)
+
+    def require_supported(self, config: ModelConfig, place: str) -> None:
+        """UserError: a configuration from ``place``, whose sizes are within the limits, is of another family's UNet."""
+        raise NotImplementedError
+
+    def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
+        """As for ``Family``. UserError: the UNet is of another family."""
+        config = super().denoiser_config(fetch)
+        if config is not None:
+            self.require_supported(config, self.weights_from)
+        return config
+
+    @property
+    def text_width(self) -> int:
+        return levels_of(self.known_config())[0].text
+
+    def image_tokens(self, size: Size) -> int:
+        """The pixels of its latent."""
+        return pixels(size, 0)
+
+    def attentions(self, size: Size) -> Sequence[AttentionShape]:
+        """Self-attention and attention to the text at each level that has attention."""
+        found: dict[AttentionShape, None] = {}
+        for unit in unet_units(self.known_config()):
+            if unit.kind == ATTENTION:
+                heads, queries = unit.level.heads, pixels(size, unit.halvings)
+                for keys in (queries, self.text_tokens):
+                    found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
+        return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
+
+    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        config = self.known_config()
+        recomputed = frozenset(self.units_among(self.shapes_of(config))[:checkpointed])
+        return unet_flops(config, trained, size, batch, self.text_tokens, recomputed)
