@@ -15,6 +15,7 @@ from pydantic import Field
 from simpletune.models.sd15 import config
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.files import LAYOUT, version_of
+from simpletune.models.sd15.lora_names import LAYOUTS
 from simpletune.models.shared.family_facts import DiffusersNames, Licence, TextRegion
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.parts import Part, TextEncoder
@@ -22,7 +23,6 @@ from simpletune.models.shared.single_file import FileLayout, open_file
 from simpletune.models.shared.sources import is_single_file
 from simpletune.models.unet.config import levels_of
 from simpletune.models.unet.family import UNetFamily
-from simpletune.models.unet.lora_names import LAYOUTS
 from simpletune.models.unet.shapes import whole_layers
 from simpletune.system.options import Problem, UserError
 

@@ -18,6 +18,7 @@ class SD3Names(LoraNames):
     title = "Stable Diffusion 3"
     denoiser = "transformer"
     short = {"blocks": "transformer_blocks"}
+    reorders = True
     targets = {
         "attention": re.compile(rf"{_BLOCK}({_IMAGE}|{_TEXT})$"),
         "attention_qv": re.compile(rf"{_BLOCK}(attn2?\.to_[qv]|attn\.add_[qv]_proj)$"),

@@ -15,13 +15,13 @@ from pydantic import Field
 from simpletune.models.sdxl import config
 from simpletune.models.sdxl.config import HUB_NAMES, SDXL_NAME
 from simpletune.models.sdxl.files import LAYOUT, version_of
+from simpletune.models.sdxl.lora_names import LAYOUTS
 from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.family_facts import DiffusersNames, Licence, TextRegion
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.single_file import FileLayout, open_file
 from simpletune.models.unet.family import UNetFamily
-from simpletune.models.unet.lora_names import XL_LAYOUTS
 from simpletune.models.unet.shapes import single_blocks
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SDXL(UNetFamily):
 
     title: ClassVar[str] = LAYOUT.family
     layout: ClassVar[FileLayout] = LAYOUT
-    lora: ClassVar[Sequence[Layout]] = XL_LAYOUTS
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 5.0
     clip: ClassVar[Sequence[TextEncoder]] = (

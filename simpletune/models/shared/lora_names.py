@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from simpletune.models.shared.model_config import ModelConfig
+
 DOWN, UP, ALPHA = "down", "up", "alpha"
 MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
 DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
@@ -31,6 +33,27 @@ class LoraNames:
     contexts: ClassVar[re.Pattern[str] | None] = None
     """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
     None: the family's attention reads both at once."""
+    by_text_width: ClassVar[Mapping[int, str]] = {}
+    """The published models by the width of the text that an attention reads, where that tells them apart."""
+    architectures: ClassVar[Mapping[str, tuple[str | None, str]]] = {}
+    """``modelspec.architecture`` without ``/lora``, None if several are possible, and kohya's
+    ``ss_base_model_version``, by the published model."""
+    reorders: ClassVar[bool] = False
+    """Whether the original layout has some halves in another order (``halves_swapped``)."""
+
+    def shows(self, name: str, inputs: int) -> int:
+        """How clearly a name shows that a LoRA is for this family, where others have layers of the same names: 2 certain,
+        1 by the name alone, 0 not at all.
+
+        Args:
+            name: a layer's, or a module's in a file of any layout.
+            inputs: the width that it reads; 0 if unknown.
+        """
+        return 0
+
+    def suits(self, config: ModelConfig) -> bool:
+        """Whether ``original`` gives the names that a model of this configuration has."""
+        return True
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
         """Diffusers' names of the layers that a file's module updates: one, three for a fused q, k, v, or none.

@@ -1,15 +1,19 @@
-"""The layers of a U-Net (Stable Diffusion 1.5, 2) in LoRA files, and the named targets of ``adapter.targets``.
+"""The layers of a U-Net in LoRA files, and the named targets of ``adapter.targets``.
 
-kohya's scripts train diffusers' U-Net, so their keys contain diffusers' names with underscores. ComfyUI's own files
-contain the original names, which number blocks consecutively: three for each level, two of them with a layer.
+Keys contain diffusers' names, or the original ones, which number steps rather than levels (``unet.files``). A level has
+as many steps as its model has layers, so they are those of the family's published models.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import ClassVar
 
 from simpletune.models.shared.lora_names import Layout, LoraNames
-from simpletune.system.options import UserError
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.unet.files import original_modules, origins
 
 ATTENTION = tuple(f"attn{n}.{name}" for n in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
 IN_TRANSFORMER = {name.replace(".", "_"): name for name in (*ATTENTION, "ff.net.0.proj", "ff.net.2")}
@@ -20,18 +24,17 @@ LEAVES = {
     "upsamplers": ("conv",),
 }
 OUTER = {name.replace(".", "_"): name for name in ("conv_in", "conv_out")}
-OUTER |= {f"time_embedding_linear_{n}": f"time_embedding.linear_{n}" for n in (1, 2)}
+OUTER |= {f"{part}_embedding_linear_{n}": f"{part}_embedding.linear_{n}" for part in ("time", "add") for n in (1, 2)}
 PLACE = re.compile(
     r"(?:(down|up)_blocks_(\d+)_(attentions|resnets|downsamplers|upsamplers)|mid_block_(attentions|resnets))_(\d+)_(.+)"
 )
-ORIGINAL_PLACE = re.compile(r"(?:(in|out)put_blocks_(\d+)|middle_block)_1_(.+)")
+READS_TEXT = re.compile(r"attn2[._](processor[._])?to_[kv](_lora)?($|[._])")
 _BLOCK = r"\.attentions\.\d+\.transformer_blocks\.\d+\."
 
 
 class UNetNames(LoraNames):
-    """Names of ``UNet2DConditionModel``."""
+    """Names of ``UNet2DConditionModel``, by a configuration of the family's published models."""
 
-    title = "Stable Diffusion 1.5 or 2"
     denoiser = "unet"
     short = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
     targets = {
@@ -40,8 +43,33 @@ class UNetNames(LoraNames):
         "attention_mlp": re.compile(rf"{_BLOCK}(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))$"),
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
-
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
+    own: ClassVar[re.Pattern[str]]
+    """Occurs only in names that no other family with a UNet has: layers, modules in files, and text encoders' keys."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+
+    def shows(self, name: str, inputs: int) -> int:
+        """By the width of the text that an attention reads, which is certain, or by ``own``."""
+        if READS_TEXT.search(name) and inputs in self.by_text_width:
+            return 2
+        return 1 if self.own.search(name) else 0
+
+    def suits(self, config: ModelConfig) -> bool:
+        known = original_modules(self.config)
+        return all(known.get(unit) == name for unit, name in original_modules(config).items())
+
+    @cached_property
+    def originals(self) -> Mapping[str, str]:
+        """The original name of each layer, by diffusers' name."""
+        weights = ((name.removesuffix(".weight"), origin) for name, origin in origins(self.config).items())
+        known = {layer: origin.name.removesuffix(".weight") for layer, origin in weights}
+        return {layer: name for layer, name in known.items() if _layer(layer.replace(".", "_"))}
+
+    @cached_property
+    def _from_original(self) -> Mapping[str, str]:
+        return {name.replace(".", "_"): layer for layer, name in self.originals.items()}
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
         """As for ``LoraNames``; also knows the attention processors of old diffusers."""
@@ -49,19 +77,11 @@ class UNetNames(LoraNames):
             module = re.sub(r"\.processor\.(to_[qkv])$", r".\1", module)
             module = re.sub(r"(\.processor)?\.to_out$", ".to_out.0", module)
         flat = module.replace(".", "_")
-        if layout.original:
-            flat = _from_original(flat)
-            layer = _layer(flat)
-            return (layer,) if layer else ()
-        layer = _layer(flat)
-        return (layer,) if layer and layout.spelt(layer) == module else ()
+        layer = self._from_original.get(flat) if layout.original else _layer(flat)
+        return (layer,) if layer and (layout.original or layout.spelt(layer) == module) else ()
 
     def original(self, layer: str) -> tuple[str, int | None]:
-        """UserError, always: the number of blocks in a level depends on the model."""
-        raise UserError(
-            f"{layer}: a U-Net's original names depend on the number of its layers. Use --format kohya, which ComfyUI, "
-            "A1111, Forge and diffusers load"
-        )
+        return self.originals[layer], None
 
 
 def _layer(flat: str) -> str | None:
@@ -79,27 +99,3 @@ def _layer(flat: str) -> str | None:
     if inner is None or (middle or kind) != "attentions" or inner[2] not in IN_TRANSFORMER:
         return None
     return f"{place}.transformer_blocks.{inner[1]}.{IN_TRANSFORMER[inner[2]]}"
-
-
-def _from_original(flat: str) -> str:
-    """Diffusers' flat name of an attention layer from its flat original name, for U-Nets with two layers per level."""
-    match = ORIGINAL_PLACE.fullmatch(flat)
-    if match is None:
-        return ""
-    side, block, leaf = match.groups()
-    if side is None:
-        return f"mid_block_attentions_0_{leaf}"
-    level, number = divmod(int(block) - (side == "in"), 3)
-    return f"{'down' if side == 'in' else 'up'}_blocks_{level}_attentions_{number}_{leaf}"
-
-
-NAMES = UNetNames()
-LAYOUTS = (  # the first is the one of a run's result, which every tool loads
-    Layout("kohya", "lora_unet_", NAMES, dots=False, peft=False, alpha=True),
-    Layout("diffusers", "unet.", NAMES),
-    Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
-    Layout("original", "lora_unet_", NAMES, original=True, dots=False, peft=False, alpha=True),
-    Layout("peft", "base_model.model.", NAMES),
-    Layout("bare", "", NAMES),
-)
-XL_LAYOUTS = LAYOUTS  # TODO

@@ -1,0 +1,36 @@
+"""Stable Diffusion XL's layers in LoRA files. kohya's scripts train a UNet with the original names, so their keys contain
+those with underscores; OneTrainer's contain diffusers' names."""
+
+from __future__ import annotations
+
+import re
+
+from simpletune.models.sdxl.config import bundled_configs
+from simpletune.models.shared.lora_names import Layout
+from simpletune.models.unet.lora_names import UNetNames
+
+TITLE = "Stable Diffusion XL"
+
+
+class SDXLNames(UNetNames):
+    """Names of the UNet of Stable Diffusion XL, the only one here with several transformer blocks in an attention."""
+
+    title = TITLE
+    by_text_width = {2048: TITLE}
+    architectures = {TITLE: ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0")}
+    own = re.compile(
+        r"^lora_te[12]_|^text_encoder_2\.|^lora_unet_(input|output|middle)_block|add_embedding|label_emb"
+        r"|transformer_blocks[._][1-9]\d?[._]|up_blocks[._]0[._]attentions"
+        r"|output_blocks[._][0-2][._]1[._](transformer|proj)"
+    )
+
+
+NAMES = SDXLNames(bundled_configs()["sdxl"]["unet"])
+LAYOUTS = (  # the first is the one of a run's result; the second suits a UNet whose blocks have other numbers, too
+    Layout("kohya", "lora_unet_", NAMES, original=True, dots=False, peft=False, alpha=True),
+    Layout("onetrainer", "lora_unet_", NAMES, dots=False, peft=False, alpha=True),
+    Layout("diffusers", "unet.", NAMES),
+    Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
+    Layout("peft", "base_model.model.", NAMES),
+    Layout("bare", "", NAMES),
+)
