@@ -6,12 +6,19 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.lora_names import Layout, LoraNames
-from simpletune.models.shared.model_config import Shape
+from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Layers = Mapping[str, Sequence[int]]
+"""Shapes of weights, [outputs, inputs, ...], by diffusers' names of their layers; no or 0 inputs: unknown."""
 
 LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lora for family in FAMILIES}
 """Layouts of each family's files; the first is the one of a run's result."""
@@ -61,49 +68,74 @@ def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
     return text, picture
 
 
-def families_of(layers: Iterable[str]) -> dict[LoraNames, str]:
-    """The families that have any of the layers, each with the first of its layers."""
-    found: dict[LoraNames, str] = {}
-    for layer in layers:
-        for names, layouts in LAYOUTS.items():
-            bare = layouts[-1]
-            if layer in names.layers(layer, bare):
-                found.setdefault(names, layer)
-    return found
+def families_of(*groups: Layers) -> dict[tuple[LoraNames, ...], str]:
+    """The families that layers belong to, each with the first of its layers. Several in one entry share a layer's name,
+    and no layer shows which of them it is."""
+    found: dict[tuple[LoraNames, ...], str] = {}
+    for layer, shape in ((layer, shape) for group in groups for layer, shape in group.items()):
+        known = [names for names, layouts in LAYOUTS.items() if names.layers(layer, layouts[-1])]
+        shown = {names: names.shows(layer, shape[1] if len(shape) > 1 else 0) for names in known}
+        clearest = max(shown.values(), default=0)
+        if fitting := tuple(names for names, clearness in shown.items() if clearness == clearest):
+            found.setdefault(fitting, layer)
+    certain = {fitting[0] for fitting in found if len(fitting) == 1}
+    return {each: layer for each, layer in found.items() if len(each) == 1 or certain.isdisjoint(each)}
 
 
-def title_of(layers: Iterable[str]) -> str:
-    """The title of the first family that has one of the layers, for messages."""
-    return next((names.title for names in families_of(layers)), "an unknown model")
+def title_of(*groups: Layers) -> str:
+    """The title of the first family that has one of the layers, or of those that it may be, for messages."""
+    found = next(iter(families_of(*groups)), ())
+    return " or ".join(names.title for names in found) or "an unknown model"
 
 
-def require_one(layers: Iterable[str]) -> None:
+def require_one(*groups: Layers) -> None:
     """UserError: layers belong to several families."""
-    found = families_of(layers)
+    found = families_of(*groups)
     if len(found) > 1:
-        listed = ", ".join(f"{layer} of {names.title}" for names, layer in found.items())
+        listed = ", ".join(f"{layer} of {' or '.join(n.title for n in names)}" for names, layer in found.items())
         raise UserError(f"a LoRA is for one model, but these are for several: {listed}. Use LoRAs for the same model")
 
 
-def names_of(layers: Iterable[str]) -> LoraNames:
-    """The LoRA names of the family that layers belong to. UserError: they belong to none, or to several."""
-    layers = list(layers)
+def require_same_family(place: str, layers: Layers, base: Layers) -> None:
+    """UserError: the layers of a LoRA at a place, for the message, are not of the base's family."""
+    own = {names for each in families_of(base) for names in each}
+    found = families_of(layers)
+    if own and found and not any(own.intersection(each) for each in found):
+        title = title_of(base)
+        raise UserError(f"{place} belongs to another model: this is {title}. Give a LoRA for {title}")
+
+
+def names_of(layers: Layers) -> LoraNames:
+    """The LoRA names of the family that layers belong to; of the first, if it may be several, whose files all tools
+    read for the others, too. UserError: they belong to none, or to families that share no names."""
     require_one(layers)
-    for names in families_of(layers):
-        return names
-    raise UserError(f"{', '.join(layers[:3])}: no known model has these layers, so they have no names in LoRA files")
+    for fitting in families_of(layers):
+        return fitting[0]
+    listed = ", ".join(list(layers)[:3])
+    raise UserError(f"{listed}: no known model has these layers, so they have no names in LoRA files")
 
 
-def result_layout(layers: Iterable[str], name: str | None = None) -> Layout:
-    """The layout of that name if the layers' family has it, else that of a run's result, which most tools read."""
-    layouts = LAYOUTS[names_of(layers)]
+def family_of_names(names: LoraNames) -> Family:
+    """The family whose LoRA files have these names."""
+    return next(family for family in FAMILIES if family.lora[0].names is names)
+
+
+def result_layout(model: nn.Module, name: str | None = None) -> Layout:
+    """The layout of that name if the model's family has it, else that of a run's result, which most tools read; one of
+    diffusers' names if the original ones would differ from those of the published models."""
+    config = {**getattr(model, "config", {}), "_class_name": type(model).__name__}
+    layouts = [each for each in family_of_config(config).lora if not each.original or each.names.suits(config)]
     return next((layout for layout in layouts if layout.name == name), layouts[0])
 
 
-def family_of_class(name: str) -> Family:
-    """The family whose denoiser has this class in diffusers. UserError: none has."""
-    for family in FAMILIES:
-        if family.diffusers.model == name:
+def family_of_config(config: ModelConfig) -> Family:
+    """The family of a denoiser with this configuration. UserError: none has such a class in diffusers."""
+    name = str(config.get("_class_name"))
+    fitting = [family for family in FAMILIES if family.diffusers.model == name]
+    for family in fitting:
+        if family.supports(config):
             return family
-    wanted = " or ".join(family.diffusers.model for family in FAMILIES)
+    if fitting:
+        return fitting[0]
+    wanted = " or ".join(dict.fromkeys(family.diffusers.model for family in FAMILIES))
     raise UserError(f"{name} is not the class of a known model. Use {wanted}")

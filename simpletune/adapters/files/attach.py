@@ -43,7 +43,7 @@ from simpletune.adapters.methods.loha_layer import LohaLayer
 from simpletune.adapters.methods.lokr_layer import LokrLayer
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
 from simpletune.adapters.methods.oft_layer import OftLayer
-from simpletune.models.lora_names import title_of
+from simpletune.models.lora_names import require_same_family
 from simpletune.models.shared.text_layers import split_text
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import read_header
@@ -157,9 +157,8 @@ def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
 
 def require_shapes(place: str, updates: Updates, shapes: Shapes) -> None:
     """The same for a model whose layers have these names and shapes."""
+    require_same_family(place, {name: update.shape for name, update in updates.items()}, shapes)
     lost = [name for name in updates if name not in shapes]
-    if len(lost) == len(updates) and (own := title_of(shapes)) != title_of(updates):
-        raise UserError(f"{place} belongs to another model: this is {own}. Give a LoRA for {own}")
     if lost:
         dual = f". {MEDIUM_35} has these layers" if any(DUAL_LAYER.match(name) for name in lost) else ""
         listed = join_names(lost, 5)

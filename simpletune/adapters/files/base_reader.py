@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simpletune.models.families import FAMILIES
-from simpletune.models.lora_names import family_of_class
+from simpletune.models.lora_names import family_of_config
 from simpletune.models.shared.denoiser import quantised_layers
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
@@ -179,4 +179,4 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
 
 def _family_of(config: ModelConfig) -> Family:
     """The family of a denoiser's configuration; without a class name it is SD3's, whose single files have none."""
-    return family_of_class(str(config.get("_class_name", FAMILIES[0].diffusers.model)))
+    return family_of_config({"_class_name": FAMILIES[0].diffusers.model, **config})

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from simpletune.adapters.files.keys import layout_of, split_key
+from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.sd3.lora_names import LARGE_35, MEDIUM, MEDIUM_35
 
-MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
-SD3_WIDTHS = {1536: "Stable Diffusion 3 Medium", 2432: LARGE_35}
+ARCHITECTURE_FIELDS = ("modelspec.architecture", "ss_base_model_version")
+SD3_WIDTHS = {1536: MEDIUM, 2432: LARGE_35}
 DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
 
 # LoRA keys of other models, most specific first.
@@ -23,18 +25,10 @@ LORAS = (
     (r"lora_prior_|prior\.", "Stable Cascade"),
 )
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
-# Keys that only one U-Net has: kohya's scripts use original names only for XL, whose blocks are deeper.
-ONLY_XL = re.compile(
-    r"^lora_te[12]_|text_encoder_2\.|^lora_unet_(input|output|middle)_block|transformer_blocks[._][1-9]\d?[._]"
-)
-NOT_XL = re.compile(r"down_blocks[._]0[._]attentions|input_blocks[._][12][._]1[._]|up_blocks[._]3[._]")
-SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
 TEXT_ALONE = "text encoders alone"
-UNET_BY_TEXT_WIDTH = {
-    768: SD15,
-    1024: SD2,
-    2048: "Stable Diffusion XL",
-}
+UNET_NAMES = tuple(names for names in LAYOUTS if names.by_text_width)
+UNET_BY_TEXT_WIDTH = {width: model for names in UNET_NAMES for width, model in names.by_text_width.items()}
+SOME_UNET = f"a U-Net ({' or '.join(names.title for names in UNET_NAMES)})"
 # Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
     (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
@@ -85,13 +79,16 @@ def is_lora(names: list[str]) -> bool:
 
 
 def family_of_lora(
-    shapes: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, int]] = {}
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: Mapping[str, tuple[int, int]] = {},
+    metadata: Mapping[str, str] = {},
 ) -> tuple[str, str]:
     """The model that a LoRA is for, and the evidence.
 
     Args:
         shapes: of the file's tensors, by key.
         layers: (outputs, inputs) of layers that are known by their size only, by module.
+        metadata: the file's header, which decides only between models that the keys do not tell apart.
 
     Returns:
         The model's name, which starts with ``Stable Diffusion 3`` for every SD3, and what shows it.
@@ -101,7 +98,7 @@ def family_of_lora(
     shapes = {**shapes, **downs, **ups}
     names = list(shapes)
     if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
-        return _unet(shapes, key)
+        return _unet(shapes, key, metadata)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
             return family, key
@@ -123,8 +120,8 @@ def is_sd3(family: str) -> bool:
 
 
 def is_unet(family: str) -> bool:
-    """Whether a family is Stable Diffusion 1.5, 2, or a U-Net that may be one of them."""
-    return family.startswith((SD15, SD2, "a U-Net"))
+    """Whether a family is one of those with a U-Net, or a U-Net that may be one of them."""
+    return family.startswith((SOME_UNET, *(names.title for names in UNET_NAMES), *UNET_BY_TEXT_WIDTH.values()))
 
 
 def is_known(family: str) -> bool:
@@ -167,15 +164,19 @@ def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
     return name, note + (f"; {MEDIUM_35} has the same width in these layers" if width == 1536 else "")
 
 
-def _unet(shapes: Mapping[str, tuple[int, ...]], key: str) -> tuple[str, str]:
-    """Identify the U-Net by the text width of its cross-attention, or by keys that only one U-Net has."""
+def _unet(shapes: Mapping[str, tuple[int, ...]], key: str, metadata: Mapping[str, str]) -> tuple[str, str]:
+    """Identify the U-Net by the text width of its cross-attention, by keys that only one U-Net has, or by the file's
+    header."""
     for name, shape in shapes.items():
         split = split_key(name)
         if split and split[1] == "down" and re.search(r"attn2.*to_[kv]", name) and len(shape) >= 2:
             if family := UNET_BY_TEXT_WIDTH.get(shape[1]):
                 return family, f"cross-attention over text of width {shape[1]}: {name}"
-    if (only := _first(ONLY_XL.pattern, list(shapes))) is not None:
-        return "Stable Diffusion XL", only
-    if (only := _first(NOT_XL.pattern, list(shapes))) is not None:
-        return "Stable Diffusion 1.5 or 2", only
-    return "a U-Net (Stable Diffusion 1, 2 or XL)", key
+    for names in UNET_NAMES:
+        if (only := next((name for name in shapes if names.shows(name, 0)), None)) is not None:
+            return names.title, only
+    for field in ARCHITECTURE_FIELDS:
+        for model, fields in ((model, fields) for names in UNET_NAMES for model, fields in names.header.items()):
+            if field in metadata and metadata[field] == fields.get(field):
+                return model, f"{field} in its header: {metadata[field]}"
+    return SOME_UNET, key

@@ -132,7 +132,7 @@ class LoraHeader:
         self.modules = {name: module for name, module in found.items() if not TEXT_KEY.match(name)}
         self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
         self.all_modules = [*self.modules.values(), *self.text_modules.values()]
-        self.layout: Layout | None = layout_of(list(self.modules))
+        self.layout: Layout | None = layout_of(list(self.modules), self.family[0])
         self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
@@ -153,7 +153,7 @@ class LoraHeader:
             return TEXT_ALONE, encoders_in(layers) or "their keys"
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
         sides = {name: (size.outputs, size.inputs) for name, size in sizes.items() if size is not None}
-        return family_of_lora(self.shapes, sides)
+        return family_of_lora(self.shapes, sides, self.metadata)
 
     def size(self, module: Module) -> UpdateShape | None:
         """The size of a module's update; None if factors are missing or do not match."""

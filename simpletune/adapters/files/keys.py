@@ -59,10 +59,11 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def layout_of(modules: list[str]) -> Layout | None:
+def layout_of(modules: list[str], model: str = "") -> Layout | None:
     """The layout of modules (with prefixes); None if they have no common layout.
 
-    Families share prefixes, so this is the layout with the prefix that knows most of the modules.
+    Families share prefixes and names, so this is the layout with the prefix that knows most of the modules; of several,
+    that of the family of ``model``, then the one of a family's results.
     """
     known = [layout for layouts in LAYOUTS.values() for layout in layouts]
     prefixes = {layout.prefix for layout in known if layout.prefix}
@@ -70,7 +71,12 @@ def layout_of(modules: list[str]) -> Layout | None:
     if not common and not any(module.startswith(tuple(prefixes)) for module in modules):
         common = {""}
     fitting = [layout for layout in known if layout.prefix in common] if modules else []
-    return max(fitting, key=lambda layout: sum(bool(layout.layers(m)) for m in modules), default=None)
+
+    def fitness(layout: Layout) -> tuple[int, bool, bool]:
+        count, names = sum(bool(layout.layers(module)) for module in modules), layout.names
+        return count, names.has_model(model), layout is LAYOUTS[names][0]
+
+    return max(fitting, key=fitness, default=None)
 
 
 class UpdateShape(NamedTuple):

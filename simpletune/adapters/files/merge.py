@@ -18,6 +18,7 @@ from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.lora_names import require_same_family, title_of
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
 from simpletune.system.atomic import atomic_folder
@@ -46,6 +47,9 @@ class Merger:
         self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
         self.changed = {name for updates, _ in loras for name in updates} - set(self.text)
         linears = base.linear_shapes()
+        for updates, _ in loras:
+            layers = {layer: update.shape for layer, update in split_text(updates)[0].items()}
+            require_same_family(f"the LoRA (for {title_of(layers)})", layers, linears)
         lost = sorted(name for name in self.changed if name not in linears)
         if lost:
             raise UserError(

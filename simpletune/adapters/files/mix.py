@@ -55,7 +55,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
         UserError: families or shapes differ, or ranks differ and the method needs equal ranks.
     """
     layers = sorted({name for updates, _ in loras for name in updates})
-    require_one(layers)
+    require_one(*({name: update.shape for name, update in updates.items()} for updates, _ in loras))
     mixed = {}
     for name in layers:
         parts = [(updates[name].plain(), weight) for updates, weight in loras if name in updates]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from simpletune.adapters.files.detect_model import SD15
 from simpletune.adapters.files.header import DAMAGED, LoraHeader, Module, open_lora
 from simpletune.adapters.files.keys import DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update
@@ -79,8 +78,8 @@ def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -
     size = header.size(module)
     assert size is not None
     pointwise = any(factor.ndim == 4 for factor in factors.values())
-    if header.family[0] == SD15 and module.layers[0].endswith((".proj_in", ".proj_out")):
-        pointwise = True  # 1x1 convolutions, which 2-D factors do not tell
+    if header.layout is not None and header.layout.names.is_pointwise(module.layers[0], header.family[0]):
+        pointwise = True  # which 2-D factors do not tell
     if module.kind == LOKR:
         return LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)
     return LohaUpdate(flat, scale, pointwise)

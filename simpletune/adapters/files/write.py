@@ -27,7 +27,7 @@ from simpletune.adapters.files.updates import (
 )
 from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_names import LAYOUTS, names_of, result_layout
+from simpletune.models.lora_names import LAYOUTS, family_of_names, names_of
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
 from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
 from simpletune.system.options import Json, UserError
@@ -43,6 +43,7 @@ def write_lora(
     layout: str = "diffusers",
     dtype: str | None = None,
     metadata: Mapping[str, str] = {},
+    names: LoraNames | None = None,
 ) -> Path:
     """Write a LoRA file atomically.
 
@@ -53,6 +54,7 @@ def write_lora(
             LoKr and LoHa. Text encoders get the keys that readers of this layout know.
         dtype: ``fp32``, ``fp16`` or ``bf16``; None keeps their types.
         metadata: strings for the header.
+        names: of the model's family; None: by the layers.
 
     Raises:
         UserError: there is nothing to write, the name is wrong, or values overflow the type.
@@ -62,7 +64,8 @@ def write_lora(
     if file.suffix != ".safetensors":
         raise UserError(f"{file} must end in .safetensors, by which tools recognise the format. Rename it")
     kind = FLOATS[dtype] if dtype else None
-    single = is_single_encoder(updates, metadata)
+    names = names or names_in(updates)
+    single = is_single_encoder(updates, metadata, names)
     updates, text = split_text(updates)
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
@@ -72,15 +75,16 @@ def write_lora(
     if layout == "lycoris":
         for layer in (*low_rank, *dora, *oft):
             raise UserError(f"{layer} is {updates[layer].kind}; lycoris files hold LoKr or LoHa. Use --format kohya")
-        tensors = _lycoris_tensors(others, kind)
+        tensors = _lycoris_tensors(others, names, kind)
     elif others:
         raise _needs_rank(*max(others.items(), key=lambda each: each[1].rank))
     elif updates:
-        chosen = next(each for each in LAYOUTS[names_of(updates)] if each.name == layout)
+        assert names is not None
+        chosen = next(each for each in LAYOUTS[names] if each.name == layout)
         tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
         tensors |= _magnitudes(dora, chosen)
         for layer, turned in oft.items():  # ComfyUI would rotate the wrong rows under other names
-            if not chosen.alpha or chosen.original != (turned.original is not None):
+            if not chosen.alpha or chosen.names.reorders and chosen.original != (turned.original is not None):
                 raise UserError(f"{layer} is OFT, which ComfyUI reads only under its own names. Use --format kohya")
         tensors |= named_blocks({layer: turned.blocks for layer, turned in oft.items()}, chosen)
     tensors |= text_tensors_of(text, layout, single, kind)
@@ -90,7 +94,7 @@ def write_lora(
     file.parent.mkdir(parents=True, exist_ok=True)
     extra = {}
     if layout == "diffusers" and not dora:
-        extra = adapter_metadata(low_rank, text)
+        extra = adapter_metadata(low_rank, names, text)
     extra |= DORA_MARK if dora else {}
     return write_safetensors(tensors, file, {**metadata, **extra}, HASH if SPEC in metadata else None)
 
@@ -121,7 +125,7 @@ def file_tensors(updates: LoraUpdates, layout: Layout, dtype: torch.dtype | None
     named = in_original_names(updates, layout.names) if layout.original else dict(updates)
     if not layout.alpha:  # not every tool reads it in diffusers' layout
         named = {module: update.folded() for module, update in named.items()}
-    elif not layout.original:  # diffusers 0.42.1 applies the most common alpha of a U-Net's file to all its attention
+    elif not layout.original or layout.names.one_alpha:
         named = _with_one_alpha(named)
     tensors: dict[str, Tensor] = {}
     for module in sorted(named, key=natural_sort_key):
@@ -213,10 +217,11 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
     return found
 
 
-def _lycoris_tensors(updates: Updates, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of LoKr and LoHa by key: diffusers' layers under the names that ComfyUI reads."""
+def _lycoris_tensors(updates: Updates, names: LoraNames | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of LoKr and LoHa by key: the layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
-    layout = result_layout(updates, "lycoris") if updates else None
+    layouts = LAYOUTS[names] if updates and names is not None else ()
+    layout = next((each for each in layouts if each.name == "lycoris"), next(iter(layouts), None))
     for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]
         assert layout is not None
@@ -225,7 +230,7 @@ def _lycoris_tensors(updates: Updates, dtype: torch.dtype | None) -> dict[str, T
                 f"{layer} has only some rows of a fused layer's {update.kind}, which no file can hold. Approximate it "
                 "by a LoRA: --format kohya --rank 32"
             )
-        tensors |= _tensors_of(update, partial(layout.key, layer), dtype)
+        tensors |= _tensors_of(update, partial(layout.key, layout.module(layer)), dtype)
     return tensors
 
 
@@ -257,25 +262,32 @@ def text_tensors_of(
     return tensors
 
 
-def is_single_encoder(updates: Updates, metadata: Mapping[str, str]) -> bool:
-    """Whether updates are for a model with one text encoder (Stable Diffusion 1.5 or 2), by the layers of the denoiser;
-    for text encoders only, by what the header says about the base."""
-    denoiser, text = split_text(updates)
-    if denoiser:
-        return names_of(denoiser).denoiser == "unet"
+def names_in(updates: Updates) -> LoraNames | None:
+    """The names of the family that the denoiser's layers among these belong to (``names_of``); None without any."""
+    denoiser, _ = split_text(updates)
+    return names_of({layer: update.shape for layer, update in denoiser.items()}) if denoiser else None
+
+
+def is_single_encoder(updates: Updates, metadata: Mapping[str, str], names: LoraNames | None) -> bool:
+    """Whether updates are for a model with one text encoder: of the family with these names, else by what the header
+    says about the base."""
+    if names is not None:
+        return len(family_of_names(names).clip) == 1
+    text = split_text(updates)[1]
     base = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
     only_first = all(encoder_of(layer)[0] == CLIP_L for layer in text)
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 
-def adapter_metadata(denoiser: LoraUpdates, text: Updates | None = None) -> dict[str, str]:
+def adapter_metadata(denoiser: LoraUpdates, names: LoraNames | None, text: Updates | None = None) -> dict[str, str]:
     """PEFT's settings for diffusers if ranks differ: older versions would use the first layer's rank as every alpha.
 
     Alpha equals the rank in every layer, so tools that ignore the header apply the same scale.
     """
     parts: dict[str, dict[str, int]] = {}  # the ranks of each part of the pipeline, by its layers
     if denoiser:
-        parts[names_of(denoiser).denoiser] = {layer: update.rank for layer, update in denoiser.items()}
+        assert names is not None
+        parts[names.denoiser] = {layer: update.rank for layer, update in denoiser.items()}
     for layer, update in (text or {}).items():
         if isinstance(update, LoraUpdate):
             encoder, name = encoder_of(layer)

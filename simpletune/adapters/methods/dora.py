@@ -57,8 +57,12 @@ class Dora(Lora):
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = list(dora_layers(model))
-        layout = result_layout([name for name, _ in layers])
-        state = {layout.key(name, role): v for name, layer in layers for role, v in layer.saved(name, layout).items()}
+        layout = result_layout(model)
+        state = {
+            layout.key(layout.module(name), role): tensor
+            for name, layer in layers
+            for role, tensor in layer.saved(name, layout).items()
+        }
         return write_safetensors(state, folder / OUTPUT, {**metadata, **DORA_MARK})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
-from simpletune.models.lora_names import family_of_class
+from simpletune.models.lora_names import family_of_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ class Full(TrainingMethod):
 
         leading = rank_zero_driver(model)
         with nullcontext() if leading is None else own_class(model):
-            family = family_of_class(type(model).__name__)
+            family = family_of_config({**getattr(model, "config", {}), "_class_name": type(model).__name__})
             place, whole = folder / family.denoiser, family.whole_tensors(model)
             if leading is None:
                 return write_model_folder(model, place, metadata, whole)

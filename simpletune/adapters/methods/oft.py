@@ -89,7 +89,7 @@ class Oft(LayerMethod):
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, OftLayer)}
-        layout, blocks = result_layout(layers, "kohya"), {}
+        layout, blocks = result_layout(model, "kohya"), {}
         for name, layer in layers.items():
             blocks[name] = upper(layer.oft_triangle.detach(), layer.side)
             if layout.original and layout.names.halves_swapped(name, *(layer.shape or ())[:2]):

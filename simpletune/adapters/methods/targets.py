@@ -213,10 +213,11 @@ class LayerMethod(TargetedMethod):
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, FactorLayer)}
-        layout = result_layout(layers, "lycoris")
+        layout = result_layout(model, "lycoris")
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
-            state |= {layout.key(name, factor): tensor for factor, tensor in layer.factors.items()}
+            module = layout.module(name)
+            state |= {layout.key(module, factor): tensor for factor, tensor in layer.factors.items()}
             # readers divide it by the rank, so the scale is 1; they ignore it where all of LoKr's matrices are whole
-            state[layout.key(name, ALPHA)] = torch.tensor(float(self.rank_of(name) or 1))
+            state[layout.key(module, ALPHA)] = torch.tensor(float(self.rank_of(name) or 1))
         return write_safetensors(state, folder / OUTPUT, metadata)

@@ -24,8 +24,9 @@ from simpletune.adapters.text.inputs import TextInputs
 from simpletune.adapters.text.option import Text, embedding_name
 from simpletune.models.families import Model
 from simpletune.models.shared.family_facts import TextRegion
-from simpletune.models.shared.lora_names import ALPHA
+from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
 from simpletune.models.shared.prompts import clip_output
+from simpletune.models.shared.text_layers import text_key
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 
 NAME = "text"
@@ -181,12 +182,12 @@ class TextUpdate(nn.Module):
         for name in self.option.with_lora(self.family.clip_encoders):
             for layer, a, b in lora_factors(self.encoders[name]):
                 module = "text_model." + layer.removeprefix("text_model.")  # transformers names it with or without
-                key = f"{parts[name]}.{module}" if layout.dots else f"lora_te_{module.replace('.', '_')}"
-                state[f"{key}.{layout.down}"], state[f"{key}.{layout.up}"] = a.detach(), b.detach()
+                key = partial(text_key, f"{parts[name]}.{module}", layout=layout.name, single=len(parts) == 1)
+                state[key(DOWN)], state[key(UP)] = a.detach(), b.detach()
                 if layout.alpha:
-                    state[f"{key}.{ALPHA}"] = torch.tensor(option.scale * option.rank)
+                    state[key(ALPHA)] = torch.tensor(option.scale * option.rank)
                 elif option.scale != 1:  # readers of this layout ignore alpha
-                    state[f"{key}.{layout.up}"] = b.detach() * option.scale
+                    state[key(UP)] = b.detach() * option.scale
         if not state:
             return
         known: dict[str, Tensor] = {}

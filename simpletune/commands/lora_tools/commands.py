@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.adapters.files.header import open_lora
+from simpletune.adapters.files.header import LoraHeader, open_lora
 from simpletune.commands.lora_tools.metadata import EMBEDDED, SAID, base_fields, header_of, shared_fields, source_note
 from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
-from simpletune.models.lora_names import result_layout
+from simpletune.models.lora_names import family_of_names
+from simpletune.models.shared.lora_names import LoraNames
 from simpletune.models.shared.text_layers import encoders_in, split_text
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.outputs import require_new
@@ -99,12 +100,14 @@ def export(args: argparse.Namespace) -> Path:
         if all(isinstance(update, LoraUpdate) for update in updates.values()):
             raise UserError("--rank and --energy approximate LoKr and LoHa; this file is LoRA. Use simpletune resize")
         updates, lost = resize_all(updates, args.rank, args.energy)
-    metadata = base_fields(header) | header_of(updates, out.stem, source.config(header.metadata), source.steps)
+    config = source.config(header.metadata)
+    names = names_of_run(config, header)
+    metadata = base_fields(header) | header_of(updates, out.stem, config, source.steps, names)
     said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
     if not getattr(args, "thumbnail", True):
         metadata.pop("modelspec.thumbnail", None)
-    written = write_lora_file(updates, out, args, metadata)
+    written = write_lora_file(updates, out, args, metadata, names)
     if lost is not None:
         say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
             "(Frobenius norm)")  # fmt: skip
@@ -150,8 +153,10 @@ def resize(args: argparse.Namespace) -> Path:
     old = read_lora(header)
     new, lost = resize_all(old, args.rank, args.energy)
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
-    metadata = base_fields(header) | header_of(new, args.out.stem, source.config(header.metadata), source.steps)
-    written = write_lora_file(new, args.out, args, metadata | note)
+    config = source.config(header.metadata)
+    names = names_of_run(config, header)
+    metadata = base_fields(header) | header_of(new, args.out.stem, config, source.steps, names)
+    written = write_lora_file(new, args.out, args, metadata | note, names)
     say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
     return written
 
@@ -160,6 +165,7 @@ def mix(args: argparse.Namespace) -> Path:
     from simpletune.adapters.files.mix import PRUNING, Recipe
     from simpletune.adapters.files.mix import mix as mixed
     from simpletune.adapters.files.read import read_lora
+    from simpletune.adapters.files.write import names_in
 
     sources = [named_lora(text, strength=True) for text in args.loras]
     if len(sources) < 2:
@@ -179,8 +185,10 @@ def mix(args: argparse.Namespace) -> Path:
     details = {"loras": parts, "method": args.method}
     details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
     first = open_lora(sources[0].file)
-    metadata = base_fields(first) | header_of(updates, args.out.stem, None, None) | source_note("mix", details)
-    written = write_lora_file(updates, args.out, args, metadata)
+    configs = [source.config(open_lora(source.file).metadata) for source in sources]
+    names = next((config.model.lora[0].names for config in configs if config is not None), names_in(updates))
+    metadata = base_fields(first) | header_of(updates, args.out.stem, None, None, names)
+    written = write_lora_file(updates, args.out, args, metadata | source_note("mix", details), names)
     summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
     return written
@@ -237,7 +245,9 @@ def extract(args: argparse.Namespace) -> Path:
         found = extracted(base, tuned, args.rank, args.energy, device, advance)
     note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
                                    "rank": args.rank, "energy": args.energy})  # fmt: skip
-    written = write_lora_file(found.updates, args.out, args, header_of(found.updates, args.out.stem, None, None) | note)
+    names = base.family.lora[0].names
+    metadata = header_of(found.updates, args.out.stem, None, None, names)
+    written = write_lora_file(found.updates, args.out, args, metadata | note, names)
     for row in sorted(found.rows, key=lambda row: -row.residual):
         say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
     say(
@@ -253,19 +263,26 @@ def extract(args: argparse.Namespace) -> Path:
     return written
 
 
-def write_lora_file(updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str]) -> Path:
-    """Write a LoRA file and describe it."""
+def names_of_run(config: TrainConfig | None, header: LoraHeader) -> LoraNames | None:
+    """The LoRA names of the family that a file is for: of its run, else as the file shows; None if it shows none."""
+    if config is not None:
+        return config.model.lora[0].names
+    return None if header.layout is None else header.layout.names
+
+
+def write_lora_file(
+    updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str], names: LoraNames | None
+) -> Path:
+    """Write a LoRA file of a family, if that is known, and describe it."""
     from simpletune.adapters.files.write import is_single_encoder, write_lora
 
-    denoiser, _ = split_text(updates)
-    is_unet = is_single_encoder(updates, metadata)
-    usual = "kohya" if is_unet else "diffusers"
-    layout = args.format or (result_layout(denoiser).name if denoiser else usual)
-    if (
-        layout == "comfy" and is_unet
-    ):  # whose own names in ComfyUI depend on its number of layers; it loads kohya's, too
-        layout = "kohya"
-    written = write_lora(updates, out, layout, args.dtype, metadata)
+    layouts = () if names is None else family_of_names(names).lora
+    usual = "kohya" if is_single_encoder(updates, metadata, names) else "diffusers"
+    layout = args.format or (layouts[0].name if layouts else usual)
+    kohya = next((each for each in layouts if each.name == "kohya"), None)
+    if layout == "comfy" and (usual == "kohya" if kohya is None else not kohya.original):
+        layout = "kohya"  # kohya's scripts train diffusers' model, and ComfyUI loads those names
+    written = write_lora(updates, out, layout, args.dtype, metadata, names)
     size = written.stat().st_size / 2**20
     say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")
     return written

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageOps
 
 from simpletune import __version__
-from simpletune.adapters.files.detect_model import LARGE_35, MEDIUM_35, SD2, SD3_WIDTHS, SD15, family_of_lora, is_sd3
+from simpletune.adapters.files.detect_model import ARCHITECTURE_FIELDS, family_of_lora
 from simpletune.adapters.files.keys import DORA, LORA
 from simpletune.config.schema import TrainConfig
+from simpletune.models.lora_names import Layers
+from simpletune.models.shared.lora_names import LoraNames
 from simpletune.models.shared.text_layers import split_text
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
@@ -26,12 +28,9 @@ if TYPE_CHECKING:
     from simpletune.adapters.files.header import LoraHeader
     from simpletune.adapters.files.updates import Updates
 
-BASE_FIELDS = ("ss_base_model_version", "modelspec.architecture")
 ORIGIN = ("simpletune_parent", "simpletune_on_top_of")  # of a run's result: see ``runs.checkpoint.metadata_of``
 SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
 EMBEDDED = "simpletune_config"  # in the header of every LoRA that a run writes
-MEDIUM_3 = SD3_WIDTHS[1536]
-SD3_MODELS = {MEDIUM_35: "5-medium", LARGE_35: "5-large"}  # sd-scripts' names; "m" for all others
 SIDE = 256  # pixels of a thumbnail; the model spec recommends 256x256
 MOST = 32_000  # characters of a thumbnail in the header
 QUALITIES = ((SIDE, 85), (SIDE, 70), (SIDE, 50), (SIDE, 30), (SIDE // 2, 50), (SIDE // 4, 50))
@@ -40,7 +39,10 @@ PREFIX = "data:image/jpeg;base64,"
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
-def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: int | None) -> dict[str, str]:
+def header_of(
+    updates: Updates, title: str, config: TrainConfig | None, steps: int | None, names: LoraNames | None
+) -> dict[str, str]:
+    """The header of a LoRA of the family with these names; None: not known, for updates of text encoders only."""
     common = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
@@ -49,11 +51,7 @@ def header_of(updates: Updates, title: str, config: TrainConfig | None, steps: i
         "modelspec.date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"),
         "ss_training_comment": f"simpletune {__version__}",
     }
-    denoiser, _ = split_text(updates)
-    family = family_of_lora({}, {layer: update.shape for layer, update in denoiser.items()})[0] if denoiser else ""
-    if not denoiser and config is not None:
-        family = SD15 if config.model.denoiser == "unet" else MEDIUM_3
-    common |= model_fields(family)
+    common |= model_fields({layer: update.shape for layer, update in split_text(updates)[0].items()}, names)
     if kinds := {update.kind for update in updates.values()} - {LORA, DORA}:
         common["ss_network_module"] = "lycoris.kohya"
         common["ss_network_args"] = json.dumps({"algo": min(kinds).lower()})
@@ -82,30 +80,23 @@ def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], 
     return fields | {SPEC + name: value for name, value in said.items()}
 
 
-def model_fields(family: str) -> dict[str, str]:
-    """Name the model in sd-scripts' terms. Layers and widths do not reveal which of SD 2's architectures it is, and
-    some not even which U-Net."""
-    if is_sd3(family):
-        model = SD3_MODELS.get(family, "m")
-        return {
-            "modelspec.architecture": f"stable-diffusion-3-{model}/lora",
-            "ss_network_module": "networks.lora_sd3",
-            "ss_base_model_version": f"sd3_{model}",
-        }
-    fields = {"ss_network_module": "networks.lora"} if family else {}
-    if family == SD15:
-        fields |= {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1"}
-    if family in (SD15, SD2):
-        fields["ss_v2"] = str(family == SD2)  # by which A1111 recognises SD 2
-    if family == SD2:
-        fields["ss_base_model_version"] = "sd_v2"
-    return fields
+def model_fields(denoiser: Layers, names: LoraNames | None) -> Mapping[str, str]:
+    """Name the model in sd-scripts' terms, by the layers of the denoiser and their family's names. Some layers do not
+    reveal which of the family's models it is."""
+    if names is None:
+        return {}
+    sides = {layer: (shape[0], shape[1]) for layer, shape in denoiser.items()}
+    model = family_of_lora({}, sides)[0] if denoiser else ""
+    if model not in names.header or not denoiser:
+        published = [each for each in names.header if each]
+        model = published[0] if len(published) == 1 or not denoiser else ""
+    return names.header[model]
 
 
 def base_fields(header: LoraHeader) -> dict[str, str]:
     """Return what a file's header and keys reveal about its base; for updates of text encoders only, which do not
     reveal it themselves."""
-    found = {name: header.metadata[name] for name in BASE_FIELDS if name in header.metadata}
+    found = {name: header.metadata[name] for name in ARCHITECTURE_FIELDS if name in header.metadata}
     if any(name.startswith("lora_te_") for name in header.text):
         found.setdefault("ss_base_model_version", "sd_v1")
     return found if not header.modules else {}

@@ -11,17 +11,27 @@ from simpletune.models.unet.lora_names import UNetNames
 
 SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
 
+KOHYA = {"ss_network_module": "networks.lora"}
+
 
 class SD15Names(UNetNames):
     """Names of the UNet of Stable Diffusion 1 and 2."""
 
     title = "Stable Diffusion 1.5 or 2"
     by_text_width = {768: SD15, 1024: SD2}
-    architectures = {SD15: ("stable-diffusion-v1", "sd_v1"), SD2: (None, "sd_v2")}
+    header = {  # A1111 recognises SD 2 by ss_v2; layers and widths do not reveal which of SD 2's architectures it is
+        SD15: KOHYA | {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1",
+                       "ss_v2": "False"},
+        SD2: KOHYA | {"ss_base_model_version": "sd_v2", "ss_v2": "True"},
+        "": KOHYA,
+    }  # fmt: skip
     own = re.compile(
         r"^lora_te_|down_blocks[._]0[._]attentions|(down|up)_blocks[._]3[._]|up_blocks[._]2[._]attentions"
         r"|input_blocks[._][12][._]1[._]|output_blocks[._]([6-9]|1[01])[._]1[._]"
     )
+
+    def is_pointwise(self, layer: str, model: str) -> bool:
+        return model == SD15 and layer.endswith((".proj_in", ".proj_out"))
 
 
 NAMES = SD15Names(bundled_configs()["sd15"]["unet"])

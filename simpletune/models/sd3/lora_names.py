@@ -11,12 +11,23 @@ _BLOCK = r"^transformer_blocks\.\d+\."  # anchored at the start, because a U-Net
 # SD3.5 Medium has a second attention of the image stream alone.
 _IMAGE, _TEXT = r"attn2?\.(to_[qkv]|to_out\.0)", r"attn\.(add_[qkv]_proj|to_add_out)"
 
+MEDIUM = "Stable Diffusion 3 Medium"
+MEDIUM_35, LARGE_35 = "Stable Diffusion 3.5 Medium", "Stable Diffusion 3.5 Large"
+
 
 class SD3Names(LoraNames):
     """Names of SD3's transformer."""
 
     title = "Stable Diffusion 3"
     denoiser = "transformer"
+    header = {
+        model: {
+            "modelspec.architecture": f"stable-diffusion-3-{name}/lora",
+            "ss_network_module": "networks.lora_sd3",
+            "ss_base_model_version": f"sd3_{name}",
+        }
+        for model, name in ((MEDIUM, "m"), (MEDIUM_35, "5-medium"), (LARGE_35, "5-large"), ("", "m"))
+    }
     short = {"blocks": "transformer_blocks"}
     reorders = True
     targets = {

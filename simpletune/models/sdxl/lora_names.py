@@ -1,5 +1,5 @@
-"""Stable Diffusion XL's layers in LoRA files. kohya's scripts train a UNet with the original names, so their keys contain
-those with underscores; OneTrainer's contain diffusers' names."""
+"""Stable Diffusion XL's layers in LoRA files. kohya's scripts train a UNet with the original names, so their keys
+contain those with underscores; OneTrainer's contain diffusers' names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ class SDXLNames(UNetNames):
 
     title = TITLE
     by_text_width = {2048: TITLE}
-    architectures = {TITLE: ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0")}
+    header = {
+        TITLE: {
+            "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
+            "ss_network_module": "networks.lora",
+            "ss_base_model_version": "sdxl_base_v1-0",
+            "ss_v2": "False",
+        }
+    }
     own = re.compile(
         r"^lora_te[12]_|^text_encoder_2\.|^lora_unet_(input|output|middle)_block|add_embedding|label_emb"
         r"|transformer_blocks[._][1-9]\d?[._]|up_blocks[._]0[._]attentions"

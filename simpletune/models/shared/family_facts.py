@@ -223,6 +223,10 @@ class FamilyFacts(Option):
         """The text encoders in use."""
         return self.clip
 
+    def supports(self, config: ModelConfig) -> bool:
+        """Whether the trained model, which has the class of ``diffusers``, may have this configuration."""
+        return True
+
     def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """The shapes of all tensors of the trained model: its parameters, and its stored constants."""
         return self.shapes_of(config)

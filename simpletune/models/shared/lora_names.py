@@ -35,21 +35,31 @@ class LoraNames:
     None: the family's attention reads both at once."""
     by_text_width: ClassVar[Mapping[int, str]] = {}
     """The published models by the width of the text that an attention reads, where that tells them apart."""
-    architectures: ClassVar[Mapping[str, tuple[str | None, str]]] = {}
-    """``modelspec.architecture`` without ``/lora``, None if several are possible, and kohya's
-    ``ss_base_model_version``, by the published model."""
+    header: ClassVar[Mapping[str, Mapping[str, str]]]
+    """What kohya's scripts and the model spec call each published model in a file's header; under the empty name, what
+    is true of all of them."""
+    one_alpha: ClassVar[bool] = False
+    """Whether diffusers applies the most common alpha of a file in kohya's layout to all attention (0.42.1)."""
     reorders: ClassVar[bool] = False
     """Whether the original layout has some halves in another order (``halves_swapped``)."""
 
     def shows(self, name: str, inputs: int) -> int:
-        """How clearly a name shows that a LoRA is for this family, where others have layers of the same names: 2 certain,
-        1 by the name alone, 0 not at all.
+        """How clearly a name shows that a LoRA is for this family, where others have layers of the same names: 2 with
+        certainty, 1 by the name alone, 0 not at all.
 
         Args:
             name: a layer's, or a module's in a file of any layout.
             inputs: the width that it reads; 0 if unknown.
         """
         return 0
+
+    def has_model(self, model: str) -> bool:
+        """Whether a title is the family's or that of one of its published models."""
+        return bool(model) and (model == self.title or model in self.header)
+
+    def is_pointwise(self, layer: str, model: str) -> bool:
+        """Whether a layer of a published model (``by_text_width``) is a 1x1 convolution."""
+        return False
 
     def suits(self, config: ModelConfig) -> bool:
         """Whether ``original`` gives the names that a model of this configuration has."""
@@ -104,6 +114,10 @@ class Layout:
         names."""
         ending = {DOWN: self.down, UP: self.up}.get(role, role)
         return f"{self.prefix}{self.spelt(module)}.{ending}"
+
+    def module(self, layer: str) -> str:
+        """The module, with dots, of a layer that shares it with no other. KeyError: the family has no such layer."""
+        return self.names.original(layer)[0] if self.original else layer
 
     def spelt(self, module: str) -> str:
         """A module's name with this layout's separators; ``module`` contains dots."""

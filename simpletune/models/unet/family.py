@@ -18,6 +18,7 @@ from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.unet.config import levels_of
 from simpletune.models.unet.flops import unet_flops
 from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, unet_units
+from simpletune.system.options import UserError
 
 
 class UNetFamily(Family):
@@ -53,6 +54,13 @@ class UNetFamily(Family):
     def require_supported(self, config: ModelConfig, place: str) -> None:
         """UserError: a configuration from ``place``, whose sizes are within the limits, is of another family's UNet."""
         raise NotImplementedError
+
+    def supports(self, config: ModelConfig) -> bool:
+        try:
+            self.require_supported({**config, "_class_name": self.diffusers.model}, self.family)
+        except UserError:
+            return False
+        return True
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """As for ``Family``. UserError: the UNet is of another family."""

@@ -36,9 +36,9 @@ from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.sd15.files import origins_beside
+from simpletune.models.sd15.lora_names import NAMES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.parts import load_text_model
-from simpletune.models.unet.lora_names import NAMES
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 
