@@ -234,7 +234,7 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
         yield f"With diffusers:\n\n```python\n{snippet(config, example)}\n```"
     if (option := config.text.embeddings) is not None:
         name = embedding_name(config.name, option.token)
-        uses = how_to_use(name, option.token, option.place, len(config.model.clip_encoders) == 1)
+        uses = how_to_use(name, option.token, option.place, config.model.family)
         others = [f"- {use}" for use in uses if not use.startswith(("ComfyUI", "These"))]
         yield "\n".join([option.use(name), "", *others])
     parts = {name: getattr(config.model, name) for name in ("vae", "text_encoders")}

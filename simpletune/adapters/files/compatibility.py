@@ -12,6 +12,7 @@ from simpletune.adapters.files.detect_model import TEXT_ALONE, is_known, is_sd3,
 from simpletune.adapters.files.header import LoraHeader
 from simpletune.adapters.files.keys import DORA, LORA, OFT
 from simpletune.adapters.text.files import SINGLE, Keys
+from simpletune.models.families import FAMILIES
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE
 from simpletune.models.shared.text_layers import T5, style_of
 
@@ -159,7 +160,7 @@ def _diffusers_unet(header: LoraHeader) -> ToolSupport:
         return ToolSupport(
             DIFFUSERS_TOOL, "refuses", ["original names with lora_unet_ name no module: export to kohya"]
         )
-    if layout == "kohya":
+    if layout in ("kohya", "onetrainer"):
         notes = []
         if len({module.alpha for module in header.modules.values()}) > 1:
             notes.append("modules have different alphas: the most common one is applied to all attention layers")
@@ -202,8 +203,9 @@ def _dropped(header: LoraHeader) -> list[str]:
     return [f"{count} keys match no layer of the transformer: {listed}"] if header.unmatched else []
 
 
-def embedding_verdicts(keys: Keys, file: str) -> list[ToolSupport]:
-    """How each tool reads a token's vectors in a file of this name, by their keys."""
+def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupport]:
+    """How each tool reads a token's vectors in a file of this name, by their keys; ``family``: of the model, such as
+    ``sd3``; empty if unknown."""
     own = ToolSupport(SIMPLETUNE, "yes", [f"write {keys.token} into the prompt"])
     if keys.place == "output":
         note = "knows no outputs of text encoders"
@@ -227,7 +229,14 @@ def embedding_verdicts(keys: Keys, file: str) -> list[ToolSupport]:
             ToolSupport(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
             own,
         ]
+    readers = [each for each in FAMILIES if each.pipeline_reads_embeddings and len(each.clip) == len(keys.keys)]
+    reader = next((each for each in readers if family in ("", each.family) and "t5" not in keys.keys), None)
     diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
+    if reader is not None:
+        own_parts = f"text_encoder=pipeline.{reader.clip[-1].model}, tokenizer=pipeline.{reader.clip[-1].tokenizer}"
+        way = f"load_textual_inversion(tensors[{reader.clip[-1].name!r}], token, {own_parts})"
+        only = "" if family else f" of {reader.title}"
+        diffusers = ToolSupport(DIFFUSERS_TOOL, "yes", [f"its pipeline{only}, a tensor for each encoder: {way}"])
     comfyui = ToolSupport(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
     if keys.keys.get("t5") == "t5":
         comfyui = ToolSupport(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])

@@ -27,7 +27,7 @@ from simpletune.adapters.files.keys import DORA, LORA, is_whole
 from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, structure_of, widths_of
-from simpletune.adapters.text.files import WORDS, is_embedding, keys_of, read_cosines
+from simpletune.adapters.text.files import FAMILY, WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
 from simpletune.models.shared.text_layers import TITLES, style_of
 from simpletune.system.model_folder import weight_files
@@ -97,7 +97,8 @@ def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
             number = count[0] if count else 1
             about = {"key": key, "vectors": number, "width": width, "norms": norms}
             vectors[encoder] = {**about, "cosines": known.get(encoder, [])[:number]}
-        tools = [vars(verdict) for verdict in embedding_verdicts(each, header.file.name)]
+        family = header.metadata.get(FAMILY, "")
+        tools = [vars(verdict) for verdict in embedding_verdicts(each, header.file.name, family)]
         words = header.metadata.get(WORDS, "").split() if not each.bundled else []
         found.append({"token": each.token, "place": each.place, "words": words, "encoders": vectors, "tools": tools})
     return found

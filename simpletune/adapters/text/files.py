@@ -2,7 +2,7 @@
 
 | keys | place | written by |
 |---|---|---|
-| ``clip_l``, ``clip_g``, ``t5xxl`` | input | simpletune for SD3, ComfyUI's users |
+| ``clip_l``, ``clip_g``, ``t5xxl`` | input | simpletune for SD3, and without T5 for SDXL; ComfyUI's users |
 | ``clip_l``, ``clip_g``, ``t5`` | input | OneTrainer, diffusers' scripts for Flux |
 | one tensor, named by the token | input | simpletune for SD 1.5 and 2, diffusers |
 | ``emb_params``, ``emp_params``, ``string_to_param.*`` | input | kohya, OneTrainer, A1111 |
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from simpletune.models.families import FAMILIES
 from simpletune.models.shared.text_layers import BUNDLED
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header, require_safetensors, write_safetensors
@@ -201,7 +202,7 @@ def write_embeddings(file: Path, embedding: EmbeddingFile) -> Path:
             raise UserError(f"{file}: the vectors of {encoder} are NaN or infinite. Use an earlier checkpoint")
     if not tensors:
         raise UserError(f"{file}: there are no vectors to write")
-    use = how_to_use(file.name, embedding.token, embedding.place, SINGLE in embedding.vectors)
+    use = how_to_use(file.name, embedding.token, embedding.place, embedding.family)
     own = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
@@ -237,17 +238,24 @@ def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
         return {}
 
 
-def how_to_use(name: str, token: str, place: str, single: bool) -> Iterator[str]:
-    """Sentences on how tools use an embedding file of this name; ``single``: the model has one text encoder (SD 1.5 and
-    2)."""
+def how_to_use(name: str, token: str, place: str, family: str) -> Iterator[str]:
+    """Sentences on how tools use an embedding file of this name for a model of a family, such as ``sd3``."""
+    model = next((each for each in FAMILIES if each.family == family), None)
+    encoders = () if model is None else model.clip
     stem = name.removesuffix(".safetensors")
     yield f"simpletune: write {token} into the prompt, with --embedding {name}."
     if place == "output":
         yield "These are outputs of the text encoders, which no other tool reads."
         return
     yield f"ComfyUI: copy the file to models/embeddings and write embedding:{stem} into the prompt."
-    if single:
-        yield f"A1111 and Forge: copy it to embeddings and write {stem} into the prompt."
+    if model is None or not model.pipeline_reads_embeddings:
+        title = "this model" if model is None else model.lora[0].names.title
+        yield f"diffusers: its pipeline of {title} loads no embeddings."
+        return
+    yield f"A1111 and Forge: copy it to embeddings and write {stem} into the prompt."
+    if len(encoders) == 1:
         yield f'diffusers: pipeline.load_textual_inversion("{name}"), and write {token} into the prompt.'
-    else:
-        yield "diffusers: its pipeline of Stable Diffusion 3 loads no embeddings."
+    for encoder in encoders if len(encoders) > 1 else ():
+        parts = f"text_encoder=pipeline.{encoder.model}, tokenizer=pipeline.{encoder.tokenizer}"
+        tensor = f'safetensors.torch.load_file("{name}")["{encoder.name}"]'
+        yield f'diffusers, for {encoder.title}: pipeline.load_textual_inversion({tensor}, "{token}", {parts}).'

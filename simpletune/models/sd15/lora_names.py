@@ -8,6 +8,7 @@ import re
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.unet.lora_names import UNetNames
+from simpletune.system.options import UserError
 
 SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
 
@@ -32,6 +33,13 @@ class SD15Names(UNetNames):
 
     def is_pointwise(self, layer: str, model: str) -> bool:
         return model == SD15 and layer.endswith((".proj_in", ".proj_out"))
+
+    def original(self, layer: str) -> tuple[str, int | None]:
+        """UserError, always: diffusers does not know these names, and who does knows kohya's, too."""
+        raise UserError(
+            f"{layer}: LoRAs for {self.title} do not have the original names. Use --format kohya, which ComfyUI, "
+            "A1111, Forge and diffusers load"
+        )
 
 
 NAMES = SD15Names(bundled_configs()["sd15"]["unet"])

@@ -110,6 +110,8 @@ class FamilyFacts(Option):
     """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
+    pipeline_reads_embeddings: ClassVar[bool] = False
+    """Whether diffusers' pipeline loads embeddings of new tokens (textual inversion)."""
     reads_framing: ClassVar[bool] = False
     """Whether the model is told how a picture was cut (``framed``)."""
     ends_with_feed_forward: ClassVar[bool] = False

@@ -41,6 +41,7 @@ class UNetFamily(Family):
     """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
 
     denoiser: ClassVar[str] = "unet"
+    pipeline_reads_embeddings: ClassVar[bool] = True
     multiple: ClassVar[int] = 64
     largest_side: ClassVar[int] = 4096
     """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
