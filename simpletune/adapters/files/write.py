@@ -29,7 +29,7 @@ from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_names import LAYOUTS, family_of_names, names_of
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
-from simpletune.models.shared.text_layers import CLIP_L, T5, encoder_of, split_text, text_key
+from simpletune.models.shared.text_layers import CLIP_L, T5, TITLES, encoder_of, split_text, text_key
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -290,12 +290,13 @@ def adapter_metadata(denoiser: LoraUpdates, names: LoraNames | None, text: Updat
         parts[names.denoiser] = {layer: update.rank for layer, update in denoiser.items()}
     for layer, update in (text or {}).items():
         if isinstance(update, LoraUpdate):
-            encoder, name = encoder_of(layer)
-            parts.setdefault(encoder, {})[name] = update.rank
+            encoder, name = encoder_of(layer)  # CLIPTextModel has no text_model since transformers 5.6
+            parts.setdefault(encoder, {})[name.removeprefix("text_model.")] = update.rank
     flat: Json = {}
     for part, ranks in parts.items():
         common = Counter(ranks.values()).most_common(1)[0][0]
-        others = {f"^{layer}": rank for layer, rank in ranks.items() if rank != common}
+        start = "" if part in TITLES else "^"
+        others = {f"{start}{layer}": rank for layer, rank in ranks.items() if rank != common}
         patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}
         settings = {
             "r": common,
