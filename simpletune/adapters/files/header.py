@@ -132,13 +132,13 @@ class LoraHeader:
         self.modules = {name: module for name, module in found.items() if not TEXT_KEY.match(name)}
         self.text_modules = {name: module for name, module in found.items() if name not in self.modules}
         self.all_modules = [*self.modules.values(), *self.text_modules.values()]
+        for module in self.text_modules.values():
+            layer = text_layer(module.name)
+            module.layers = (layer,) if layer else ()
         self.layout: Layout | None = layout_of(list(self.modules), self.family[0])
         self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
-        for module in self.text_modules.values():
-            layer = text_layer(module.name)
-            module.layers = (layer,) if layer else ()
         self.kinds = sorted({module.kind for module in self.modules.values()})
         self.halves = [module.name for module in self.all_modules if not is_whole(module.keys)]
         lost = {key for module in self.all_modules if not module.layers for key in module.keys.values()}

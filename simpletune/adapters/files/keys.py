@@ -74,7 +74,7 @@ def layout_of(modules: list[str], model: str = "") -> Layout | None:
 
     def fitness(layout: Layout) -> tuple[int, bool, bool]:
         count, names = sum(bool(layout.layers(module)) for module in modules), layout.names
-        return count, names.has_model(model), layout is LAYOUTS[names][0]
+        return count, names.has_model(model), count > 0 and layout is LAYOUTS[names][0]
 
     return max(fitting, key=fitness, default=None)
 

@@ -270,15 +270,14 @@ FOREIGN = {
     "Stable Diffusion XL": pair("lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k", 2048, 640),
     "Flux": pair("lora_unet_double_blocks_0_img_attn_qkv", 3072, 9216),
     "Flux or Qwen-Image": pair("transformer.transformer_blocks.0.attn.to_q", 3072, 3072, "lora_A lora_B"),
-    "Stable Diffusion XL ": pair("lora_te2_x", 8, 8) | pair("lora_unet_down_blocks_0_attentions_0_proj_in", 640, 640),
+    "Stable Diffusion XL ": pair("lora_te2_text_model_encoder_layers_0_mlp_fc1", 1280, 5120)
+    | pair("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640),
     "a U-Net": pair("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640),
     # As kohya's scripts name them; each key alone tells.
     "Stable Diffusion XL  ": pair("lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q", 640, 640),
     "Stable Diffusion XL   ": pair("lora_te1_text_model_encoder_layers_0_mlp_fc1", 768, 3072)
     | pair("lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q", 640, 640),
-    "Stable Diffusion XL    ": pair(
-        "unet.mid_block.attentions.0.transformer_blocks.9.attn1.to_q", 9, 9, "lora_A lora_B"
-    ),
+    "Stable Diffusion XL    ": pair("lora_unet_mid_block_attentions_0_transformer_blocks_9_attn1_to_q", 9, 9),
     "Stable Diffusion 1.5 or 2": pair("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", 320, 320),
     "Stable Diffusion 1.5 ": pair("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q", 320, 320)
     | pair("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_v", 768, 1280),
@@ -287,7 +286,7 @@ FOREIGN = {
 }
 
 
-UNETS = ("Stable Diffusion 1.5", "Stable Diffusion 2", "Stable Diffusion 1.5 or 2", "a U-Net")
+UNETS = ("Stable Diffusion 1.5", "Stable Diffusion 2", "Stable Diffusion 1.5 or 2", "Stable Diffusion XL", "a U-Net")
 
 
 @pytest.mark.parametrize("family", FOREIGN)

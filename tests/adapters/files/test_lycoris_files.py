@@ -138,6 +138,10 @@ def test_a_run_s_file_and_its_exports_do_what_was_trained_here_and_in_comfyui(
         close(theirs[name], patched[name])
 
 
+class SD3Transformer2DModel(nn.ModuleDict):
+    """A model of one layer, whose class tells its family."""
+
+
 @pytest.mark.parametrize(
     ("adapter", "alpha"), [({"method": "lokr", "factor": 4, "rank": 3}, 3), ({"method": "loha", "rank": 5}, 5),
                            ({"method": "lokr", "factor": 4, "rank": None}, 1)]
@@ -145,7 +149,7 @@ def test_a_run_s_file_and_its_exports_do_what_was_trained_here_and_in_comfyui(
 def test_a_file_s_alpha_is_the_rank(adapter: dict, alpha: int, tmp_path: Path) -> None:
     """Every reader then applies scale 1, whether it divides by a rank or ignores alpha."""
     method = TypeAdapter(Adapter).validate_python(adapter)
-    model = nn.ModuleDict({"transformer_blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.Module()})])})
+    model = SD3Transformer2DModel({"transformer_blocks": nn.ModuleList([nn.ModuleDict({"attn": nn.Module()})])})
     model.transformer_blocks[0]["attn"].to_q = nn.Linear(96, 64)
     method.attach(model, seed=0)
     file = load_file(method.export(model, tmp_path, {}))

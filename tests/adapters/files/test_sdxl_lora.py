@@ -32,7 +32,7 @@ from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.text.update import TARGETS
 from simpletune.apps.cli.main import main
 from simpletune.models.families import FAMILIES
-from simpletune.models.lora_names import family_of_config, families_of, names_of
+from simpletune.models.lora_names import families_of, family_of_config, names_of
 from simpletune.models.sd15.lora_names import NAMES as SD15_NAMES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.lora_names import LAYOUTS, NAMES
@@ -200,7 +200,10 @@ def test_a_run_leaves_kohyas_names_that_diffusers_and_comfyui_apply(tmp_path: Pa
     assert (expected - predict(tiny())).abs().max() > 0.1
     close(predict(in_diffusers(file, tiny()).unet), expected)
     state = tiny().state_dict()
-    names = {f"lora_unet_{original(layer).replace('.', '_')}": f"{layer}.weight" for layer in updates_of(tiny(), "all_linear")}
+    names = {
+        f"lora_unet_{original(layer).replace('.', '_')}": f"{layer}.weight"
+        for layer in updates_of(tiny(), "all_linear")
+    }
     changed, unused = unet_lora_readers.apply(state, tensors, names)
     theirs = tiny()
     theirs.load_state_dict(changed)
@@ -225,14 +228,188 @@ def test_what_diffusers_makes_of_a_layout_is_what_inspect_says(layout: str, tmp_
     for layer, update in updates.items():
         torch.testing.assert_close(again[layer].delta(), update.delta())
     tools = {tool["tool"]: tool for tool in describe(file)["tools"]}
-    assert tools["simpletune"]["loads"] == "yes" and LoraHeader(file).layout is next(x for x in LAYOUTS if x.name == layout)
+    assert tools["simpletune"]["loads"] == "yes" and LoraHeader(file).layout is next(
+        x for x in LAYOUTS if x.name == layout
+    )
     if tools["diffusers"]["loads"] == "refuses":
         with pytest.raises(ValueError, match="Invalid LoRA checkpoint"):
             in_diffusers(file, tiny())
         return
     pipeline = in_diffusers(file, tiny())
     loads = tools["diffusers"]["loads"] == "yes"
-    close(predict(pipeline.unet), predict(patched(tiny(), {k: u for k, u in updates.items() if not k.startswith("text")}) if loads else tiny()))
+    close(
+        predict(pipeline.unet),
+        predict(patched(tiny(), {k: u for k, u in updates.items() if not k.startswith("text")}) if loads else tiny()),
+    )
     for name, plain in zip(("text_encoder", "text_encoder_2"), encoders(), strict=True):
         expected = encoded(patched(plain, updates, f"{name}.") if loads else plain)
         close(encoded(getattr(pipeline, name)), expected)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [(Lora(rank=2), "kohya"), (Dora(rank=2), "kohya"), (Loha(rank=2), "lycoris"), (Lokr(rank=2), "lycoris"),
+     (Oft(block_size=4), "kohya")],
+    ids=lambda each: getattr(each, "method", each),
+)  # fmt: skip
+def test_every_method_has_names_of_comfyui_and_is_read_and_written_again(
+    method: Any, layout: str, tmp_path: Path
+) -> None:
+    model = tiny()
+    method.model_copy(update={"targets": "attention_mlp"}).attach(model, 0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.endswith("magnitude"):
+            parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    file, expected = method.export(model, tmp_path, {}), predict(model)
+    layers = list(updates_of(tiny(), "attention_mlp"))
+    shapes = {
+        f"lora_unet_{original(name).replace('.', '_')}": tiny().get_parameter(f"{name}.weight").shape
+        for name in layers[:8]
+    }
+    parts: dict[str, dict[str, Any]] = {}
+    for key, tensor in load_file(file).items():
+        module, _, role = key.partition(".")
+        parts.setdefault(module, {})[role] = tuple(tensor.shape)
+    assert len(parts) == len(layers) and not [m for m, shape in shapes.items() if problem(tuple(shape), parts[m])]
+    for source in (file, write_lora(read_lora(file), tmp_path / "again.safetensors", layout)):
+        assert set(load_file(source)) == set(load_file(file))
+        again = tiny()
+        load_loras(again, [(source, 1.0)])
+        close(predict(again), expected)
+    assert describe(file)["family"] == "Stable Diffusion XL"
+
+
+def test_a_unet_whose_blocks_have_other_numbers_gets_diffusers_names(tmp_path: Path) -> None:
+    """With one layer in a level, the original names of the published models would be those of other layers."""
+    for targets, layers in (("attention_qv", 1), ("attention_qv", 2)):
+        model, theirs = tiny(layers_per_block=layers), tiny(layers_per_block=layers)
+        lora = Lora(rank=2, targets=targets)
+        lora.attach(model, 0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.fill_(0.1)
+        file = lora.export(model, tmp_path, {})
+        assert any(key.startswith("lora_unet_mid_block") for key in load_file(file)) == (layers == 1)
+        close(predict(in_diffusers(file, theirs).unet), predict(model))
+
+
+MIDDLE = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+def mid_only(width: int = 16) -> dict[str, LoraUpdate]:
+    return {MIDDLE: LoraUpdate(torch.ones(1, width), torch.ones(width, 1))}
+
+
+def test_shapes_and_names_decide_a_family_and_ambiguity_is_said(tmp_path: Path) -> None:
+    text = MIDDLE.replace("attn1.to_q", "attn2.to_k")
+    known: dict[str, tuple[dict[str, tuple[int, ...]], tuple[Any, ...]]] = {
+        "wide text": ({text: (1280, 2048)}, (NAMES,)),
+        "narrow text": ({text: (1280, 768)}, (SD15_NAMES,)),
+        "deep": ({MIDDLE.replace("blocks.0.attn", "blocks.9.attn"): (1280, 1280)}, (NAMES,)),
+        "up 0": ({"up_blocks.0.attentions.2.proj_in": (1280, 1280)}, (NAMES,)),
+        "up 3": ({"up_blocks.3.attentions.0.proj_in": (320, 320)}, (SD15_NAMES,)),
+        "neither": ({MIDDLE: (1280, 1280)}, (SD15_NAMES, NAMES)),
+        "with another layer": ({MIDDLE: (1280, 1280), "up_blocks.0.attentions.0.proj_in": (1280, 1280)}, (NAMES,)),
+    }
+    for case, (layers, expected) in known.items():
+        assert list(families_of(layers)) == [expected], case
+        assert names_of(layers) is expected[0]
+    file = write_lora(mid_only(), tmp_path / "x.safetensors", "kohya")
+    assert describe(file)["family"] == "a U-Net (Stable Diffusion 1.5 or 2 or Stable Diffusion XL)"
+    assert list(load_file(file))[0].startswith("lora_unet_mid_block_attentions_0_")  # which tools for both read
+    for metadata in (
+        {"ss_base_model_version": "sdxl_base_v1-0"},
+        {"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"},
+    ):
+        save_file(load_file(file), file, metadata)
+        header = LoraHeader(file)
+        assert header.family == ("Stable Diffusion XL", " in its header: ".join(*metadata.items()))
+        assert header.layout is ONETRAINER
+    write_lora(mid_only(), file, "kohya", names=NAMES)
+    assert LoraHeader(file).layout is KOHYA and LoraHeader(file).family[0] == "Stable Diffusion XL"
+
+
+def test_a_model_is_of_the_family_that_supports_its_configuration() -> None:
+    assert [family.family for family in FAMILIES if family.lora[0].names in (NAMES, SD15_NAMES)] == ["sd15", "sdxl"]
+    for model, family in ((tiny(), "sdxl"), (sd15(), "sd15")):
+        assert family_of_config({**model.config, "_class_name": type(model).__name__}).family == family
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def test_a_lora_of_another_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    xl, older = updates_of(tiny(), "attention_qv"), updates_of(sd15(), "attention_qv")
+    of_xl = write_lora(xl, tmp_path / "xl.safetensors", "kohya")
+    of_sd15 = write_lora(older, tmp_path / "sd15.safetensors", "kohya")
+    said = "belongs to another model: this is Stable Diffusion XL. Give a LoRA for Stable Diffusion XL"
+    other = "belongs to another model: this is Stable Diffusion 1.5 or 2. Give a LoRA for Stable Diffusion 1.5 or 2"
+    with pytest.raises(UserError, match=rf"sd15.safetensors \(for Stable Diffusion 1.5\) {said}$"):
+        load_loras(tiny(), [(of_sd15, 1.0)])
+    with pytest.raises(UserError, match=rf"xl.safetensors \(for Stable Diffusion XL\) {other}$"):
+        load_loras(sd15(), [(of_xl, 1.0)])
+    with pytest.raises(UserError, match=f"model.loras: a {said}$"):
+        require_shapes("model.loras: a", older, {name: shape for name, shape in real_layers().items()})
+    for model, file, words in ((tiny(), of_sd15, said), (sd15(), of_xl, other)):
+        model.save_pretrained(tmp_path / "base" / "unet")
+        assert run("merge", file, "--base", tmp_path / "base", "--out", tmp_path / "merged") == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match="are for several: .* of Stable Diffusion XL, .* of Stable Diffusion 1.5 or 2"):
+        mix([(xl, 1.0), (older, 1.0)], Recipe())
+    load_loras(tiny(), [(write_lora(mid_only(), tmp_path / "mid.safetensors", "kohya"), 1.0)])  # may be of either
+
+
+def test_the_commands_write_sdxls_names_and_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    updates = {**updates_of(tiny(), "attention_qv"), **text_updates()}
+    file = write_lora(updates, tmp_path / "x.safetensors", "diffusers")
+    expected = {
+        "modelspec.architecture": "stable-diffusion-xl-v1-base/lora", "ss_base_model_version": "sdxl_base_v1-0",
+        "ss_network_module": "networks.lora",
+    }  # fmt: skip
+    out = tmp_path / "out.safetensors"
+    starts = {
+        "kohya": "lora_unet_input_blocks_4_1_",
+        "comfy": "diffusion_model.input_blocks.4.1.",
+        "diffusers": "unet.",
+    }
+    for layout, start in starts.items():
+        assert run("export", file, "--format", layout, "--out", out, "--overwrite") == 0
+        with safe_open(out, framework="pt") as handle:
+            found, keys = handle.metadata(), list(handle.keys())
+        assert {name: found.get(name) for name in expected} == expected
+        assert any(key.startswith(start) for key in keys)
+        text = {"kohya": "lora_te2_text", "comfy": "text_encoders.clip_g.", "diffusers": "text_encoder_2."}[layout]
+        assert sum(key.startswith(text) for key in keys) == (10 if layout == "diffusers" else 15)
+    assert run("resize", file, "--rank", 1, "--out", out, "--overwrite") == 0
+    assert run("mix", f"{file}:0.5", out, "--out", tmp_path / "mixed.safetensors") == 0
+    keys = load_file(tmp_path / "mixed.safetensors")
+    assert sum(key.startswith("lora_unet_input_blocks_4_1_") for key in keys) == 3 * 4
+    capsys.readouterr()
+    assert run("inspect", file, "--json") == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["family"] == "Stable Diffusion XL" and "width 2048" in about["family_shown_by"]
+
+
+def test_patterns_choose_blocks_and_b_lora_is_a_list_of_them() -> None:
+    shapes = SDXL().known_shapes()
+    none, content, style = ({"pattern": name, "rank": rank} for name, rank in
+                            (("*", 0), ("up.0.attentions.0", 64), ("up.0.attentions.1", 64)))  # fmt: skip
+    lora = Lora(targets="attention", layers=[none, content, style])
+    found = lora.modules(shapes)
+    assert {layer.partition(".transformer")[0] for layer in found} == {f"up_blocks.0.attentions.{n}" for n in (0, 1)}
+    assert len(found) == 2 * 10 * 8 and lora.ranks(shapes) == "64" and list(lora.problems(shapes)) == []
+    mid = Lora(layers=[none, {"pattern": "mid", "rank": 4}]).modules(shapes)
+    assert len(mid) == 80 and all(layer.startswith("mid_block.") for layer in mid)
+    (problem_,) = Lora(layers=[{"pattern": "up.2.attentions", "rank": 4}]).problems(shapes)
+    assert "'up.2.attentions' matches no layer" in problem_.message
+
+
+def test_a_run_of_sd15_keeps_its_names() -> None:
+    shapes = SD15().known_shapes()
+    layers = {name: shapes[f"{name}.weight"] for name in Lora(targets="all_linear").modules(shapes)}
+    assert len(layers) == 192 and names_of(layers) is SD15_NAMES
+    with pytest.raises(UserError, match="LoRAs for Stable Diffusion 1.5 or 2 do not have the original names"):
+        SD15_NAMES.original(MIDDLE)
+    with pytest.raises(UserError, match="is not a layer of Stable Diffusion XL"):
+        file_tensors({"down_blocks.0.attentions.0.proj_in": LoraUpdate(torch.ones(1, 8), torch.ones(8, 1))}, COMFY)
