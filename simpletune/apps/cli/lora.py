@@ -151,7 +151,7 @@ def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add the output file and its format."""
     parser.add_argument("--out", type=Path, required=True, help=".safetensors file to write")
-    parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for SD 1.5 and 2")
+    parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for the others")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 if computed, else as in the input")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 

@@ -1,4 +1,4 @@
-"""LoRA files of Stable Diffusion XL: kohya's original names, what diffusers and ComfyUI make of them, and other families."""
+"""LoRA files of Stable Diffusion XL: kohya's original names, what other tools make of them, and other families."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_sdxl
 import torch
 import unet_lora_readers
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
@@ -29,7 +30,11 @@ from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.lokr import Lokr
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.oft import Oft
-from simpletune.adapters.text.update import TARGETS
+from simpletune.adapters.text.encoding import encode_prompts
+from simpletune.adapters.text.files import EmbeddingFile, read_embeddings, write_embeddings
+from simpletune.adapters.text.option import Text, TextLora
+from simpletune.adapters.text.side import TextSide
+from simpletune.adapters.text.update import TARGETS, TextUpdate
 from simpletune.apps.cli.main import main
 from simpletune.models.families import FAMILIES
 from simpletune.models.lora_names import families_of, family_of_config, names_of
@@ -228,19 +233,15 @@ def test_what_diffusers_makes_of_a_layout_is_what_inspect_says(layout: str, tmp_
     for layer, update in updates.items():
         torch.testing.assert_close(again[layer].delta(), update.delta())
     tools = {tool["tool"]: tool for tool in describe(file)["tools"]}
-    assert tools["simpletune"]["loads"] == "yes" and LoraHeader(file).layout is next(
-        x for x in LAYOUTS if x.name == layout
-    )
+    assert tools["simpletune"]["loads"] == "yes" and LoraHeader(file).layout_name == layout
     if tools["diffusers"]["loads"] == "refuses":
         with pytest.raises(ValueError, match="Invalid LoRA checkpoint"):
             in_diffusers(file, tiny())
         return
     pipeline = in_diffusers(file, tiny())
     loads = tools["diffusers"]["loads"] == "yes"
-    close(
-        predict(pipeline.unet),
-        predict(patched(tiny(), {k: u for k, u in updates.items() if not k.startswith("text")}) if loads else tiny()),
-    )
+    of_unet = {layer: update for layer, update in updates.items() if not layer.startswith("text")}
+    close(predict(pipeline.unet), predict(patched(tiny(), of_unet) if loads else tiny()))
     for name, plain in zip(("text_encoder", "text_encoder_2"), encoders(), strict=True):
         expected = encoded(patched(plain, updates, f"{name}.") if loads else plain)
         close(encoded(getattr(pipeline, name)), expected)
@@ -256,16 +257,13 @@ def test_every_method_has_names_of_comfyui_and_is_read_and_written_again(
     method: Any, layout: str, tmp_path: Path
 ) -> None:
     model = tiny()
-    method.model_copy(update={"targets": "attention_mlp"}).attach(model, 0)
+    method.model_copy(update={"targets": "attention_qv"}).attach(model, 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not name.endswith("magnitude"):
             parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
     file, expected = method.export(model, tmp_path, {}), predict(model)
-    layers = list(updates_of(tiny(), "attention_mlp"))
-    shapes = {
-        f"lora_unet_{original(name).replace('.', '_')}": tiny().get_parameter(f"{name}.weight").shape
-        for name in layers[:8]
-    }
+    state, layers = tiny().state_dict(), list(updates_of(tiny(), "attention_qv"))
+    shapes = {f"lora_unet_{original(name).replace('.', '_')}": state[f"{name}.weight"].shape for name in layers}
     parts: dict[str, dict[str, Any]] = {}
     for key, tensor in load_file(file).items():
         module, _, role = key.partition(".")
@@ -317,13 +315,14 @@ def test_shapes_and_names_decide_a_family_and_ambiguity_is_said(tmp_path: Path) 
     file = write_lora(mid_only(), tmp_path / "x.safetensors", "kohya")
     assert describe(file)["family"] == "a U-Net (Stable Diffusion 1.5 or 2 or Stable Diffusion XL)"
     assert list(load_file(file))[0].startswith("lora_unet_mid_block_attentions_0_")  # which tools for both read
-    for metadata in (
-        {"ss_base_model_version": "sdxl_base_v1-0"},
-        {"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"},
-    ):
-        save_file(load_file(file), file, metadata)
+    known_by = {
+        "ss_base_model_version": "sdxl_base_v1-0",
+        "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",
+    }
+    for field, value in known_by.items():
+        save_file(load_file(file), file, {field: value})
         header = LoraHeader(file)
-        assert header.family == ("Stable Diffusion XL", " in its header: ".join(*metadata.items()))
+        assert header.family == ("Stable Diffusion XL", f"{field} in its header: {value}")
         assert header.layout is ONETRAINER
     write_lora(mid_only(), file, "kohya", names=NAMES)
     assert LoraHeader(file).layout is KOHYA and LoraHeader(file).family[0] == "Stable Diffusion XL"
@@ -413,3 +412,39 @@ def test_a_run_of_sd15_keeps_its_names() -> None:
         SD15_NAMES.original(MIDDLE)
     with pytest.raises(UserError, match="is not a layer of Stable Diffusion XL"):
         file_tensors({"down_blocks.0.attentions.0.proj_in": LoraUpdate(torch.ones(1, 8), torch.ones(8, 1))}, COMFY)
+
+
+def test_a_run_leaves_the_updates_of_both_text_encoders(tmp_path: Path) -> None:
+    first, second = encoders()
+    text = TextUpdate(Text(lora=TextLora(rank=2, alpha=1.0)), SDXL(), {}, {"clip_l": first, "clip_g": second})
+    text.attach_lora(0)
+    file = write_lora(updates_of(tiny(), ["attn2.to_k"]), tmp_path / "x.safetensors", "kohya")
+    text.export_lora(file, {})
+    keys = [key for key in load_file(file) if key.startswith("lora_te")]
+    assert len(keys) == 2 * 2 * 4 * 3 and {key.partition("_text_model_")[0] for key in keys} == {"lora_te1", "lora_te2"}
+    layers = [layer for layer in read_lora(file) if layer.startswith("text_encoder")]
+    assert len(layers) == 2 * 2 * 4 and describe(file)["text_encoders"] == {"CLIP-L": 8, "CLIP-G": 8}
+
+
+@torch.no_grad()
+def test_diffusers_reads_the_embeddings_of_both_encoders_as_inspect_says(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    vectors = {"clip_l": torch.randn(2, 32, generator=generator), "clip_g": torch.randn(2, 48, generator=generator)}
+    file = write_embeddings(
+        tmp_path / "a.safetensors", EmbeddingFile("<dots>", "input", vectors, "sdxl", ("red", "dot"))
+    )
+    (about,) = describe(file)["embeddings"]
+    (said,) = next(tool["notes"] for tool in about["tools"] if tool["tool"] == "diffusers")
+    assert "load_textual_inversion(tensors['clip_g'], token, text_encoder=pipeline.text_encoder_2, tokenizer=" in said
+    with safe_open(file, framework="pt") as handle:
+        assert "diffusers, for CLIP-L: pipeline.load_textual_inversion" in handle.metadata()["modelspec.usage_hint"]
+    base = tiny_sdxl.build(tmp_path / "base")
+    pipeline = StableDiffusionXLPipeline.from_pretrained(base, local_files_only=True)
+    for key, part in (("clip_l", ""), ("clip_g", "_2")):
+        own = {f"{kind}": getattr(pipeline, f"{kind}{part}") for kind in ("text_encoder", "tokenizer")}
+        pipeline.load_textual_inversion(load_file(file)[key], "<dots>", **own)
+    theirs = pipeline.encode_prompt("a <dots> picture", device="cpu", do_classifier_free_guidance=False)
+    option, side = SDXL(pretrained=str(base)), TextSide(read_embeddings(file), ())
+    ours = encode_prompts(option, ["a <dots> picture"], torch.device("cpu"), torch.float32, side)["a <dots> picture"]
+    for one, other in zip(ours, (theirs[0], theirs[2]), strict=True):
+        torch.testing.assert_close(one, other[0], rtol=0, atol=1e-5)
