@@ -15,6 +15,7 @@ from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DC
 from reference.file_shapes import problem
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -224,7 +225,9 @@ def test_a_run_leaves_kohyas_names_that_diffusers_and_comfyui_apply(tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize("layout", ["kohya", "onetrainer", "diffusers", "comfy", "peft", "bare"])
+@pytest.mark.parametrize(
+    "layout", slow_but(("kohya", "diffusers", "comfy", "peft"), [layout.name for layout in LAYOUTS])
+)
 def test_what_diffusers_makes_of_a_layout_is_what_inspect_says(layout: str, tmp_path: Path) -> None:
     updates = {**updates_of(tiny(), "attention_qv", alphas=3), **text_updates()}
     file = write_lora(updates, tmp_path / "x.safetensors", layout)
@@ -249,8 +252,8 @@ def test_what_diffusers_makes_of_a_layout_is_what_inspect_says(layout: str, tmp_
 
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [(Lora(rank=2), "kohya"), (Dora(rank=2), "kohya"), (Loha(rank=2), "lycoris"), (Lokr(rank=2), "lycoris"),
-     (Oft(block_size=4), "kohya")],
+    [pytest.param(Lora(rank=2), "kohya", marks=pytest.mark.slow), (Dora(rank=2), "kohya"), (Lokr(rank=2), "lycoris"),
+     pytest.param(Loha(rank=2), "lycoris", marks=pytest.mark.slow), (Oft(block_size=4), "kohya")],
     ids=lambda each: getattr(each, "method", each),
 )  # fmt: skip
 def test_every_method_has_names_of_comfyui_and_is_read_and_written_again(
@@ -430,9 +433,7 @@ def test_a_run_leaves_the_updates_of_both_text_encoders(tmp_path: Path) -> None:
 def test_diffusers_reads_the_embeddings_of_both_encoders_as_inspect_says(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     vectors = {"clip_l": torch.randn(2, 32, generator=generator), "clip_g": torch.randn(2, 48, generator=generator)}
-    file = write_embeddings(
-        tmp_path / "a.safetensors", EmbeddingFile("<dots>", "input", vectors, "sdxl", ("red", "dot"))
-    )
+    file = write_embeddings(tmp_path / "a.safetensors", EmbeddingFile("<dots>", "input", vectors, "sdxl", ("a", "b")))
     (about,) = describe(file)["embeddings"]
     (said,) = next(tool["notes"] for tool in about["tools"] if tool["tool"] == "diffusers")
     assert "load_textual_inversion(tensors['clip_g'], token, text_encoder=pipeline.text_encoder_2, tokenizer=" in said
