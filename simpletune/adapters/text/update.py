@@ -182,12 +182,12 @@ class TextUpdate(nn.Module):
         for name in self.option.with_lora(self.family.clip_encoders):
             for layer, a, b in lora_factors(self.encoders[name]):
                 module = "text_model." + layer.removeprefix("text_model.")  # transformers names it with or without
-                key = partial(text_key, f"{parts[name]}.{module}", layout=layout.name, single=len(parts) == 1)
-                state[key(DOWN)], state[key(UP)] = a.detach(), b.detach()
+                key_of = partial(text_key, f"{parts[name]}.{module}", layout=layout.name, single=len(parts) == 1)
+                state[key_of(DOWN)], state[key_of(UP)] = a.detach(), b.detach()
                 if layout.alpha:
-                    state[key(ALPHA)] = torch.tensor(option.scale * option.rank)
+                    state[key_of(ALPHA)] = torch.tensor(option.scale * option.rank)
                 elif option.scale != 1:  # readers of this layout ignore alpha
-                    state[key(UP)] = b.detach() * option.scale
+                    state[key_of(UP)] = b.detach() * option.scale
         if not state:
             return
         known: dict[str, Tensor] = {}

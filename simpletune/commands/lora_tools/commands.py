@@ -245,9 +245,9 @@ def extract(args: argparse.Namespace) -> Path:
         found = extracted(base, tuned, args.rank, args.energy, device, advance)
     note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
                                    "rank": args.rank, "energy": args.energy})  # fmt: skip
-    names = base.family.lora[0].names
-    metadata = header_of(found.updates, args.out.stem, None, None, names)
-    written = write_lora_file(found.updates, args.out, args, metadata | note, names)
+    own = base.family.lora[0].names
+    metadata = header_of(found.updates, args.out.stem, None, None, own)
+    written = write_lora_file(found.updates, args.out, args, metadata | note, own)
     for row in sorted(found.rows, key=lambda row: -row.residual):
         say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
     say(

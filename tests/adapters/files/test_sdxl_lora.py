@@ -125,13 +125,13 @@ def text_updates() -> dict[str, LoraUpdate]:
     generator = torch.Generator().manual_seed(2)
     layers = [f"text_model.encoder.layers.0.self_attn.{name}" for name in TARGETS["attention"]]
     layers.append("text_model.encoder.layers.0.mlp.fc1")
-    return {
-        f"{encoder}.{layer}": LoraUpdate(
-            torch.randn(2, 8, generator=generator), torch.randn(16 if "fc1" in layer else 8, 2, generator=generator)
-        )
-        for encoder in ("text_encoder", "text_encoder_2")
-        for layer in layers
-    }
+    found = {}
+    for encoder in ("text_encoder", "text_encoder_2"):
+        for layer in layers:
+            outputs, rank = (16, 3) if "fc1" in layer else (8, 2)
+            down, up = torch.randn(rank, 8, generator=generator), torch.randn(outputs, rank, generator=generator)
+            found[f"{encoder}.{layer}"] = LoraUpdate(down, up)
+    return found
 
 
 def in_diffusers(file: Path, model: UNet2DConditionModel) -> StableDiffusionXLPipeline:
