@@ -105,7 +105,7 @@ def case_json(tiny_config: dict, case: Case) -> dict:
     adapter, precision, optimizer, model = case
     data = copy.deepcopy(tiny_config)
     if model["family"] != "sd3":
-        data["model"] = {"family": model["family"], "pretrained": str(tiny_unet(model.get("version", "sdxl")))}
+        data["model"] = {"family": model["family"], "pretrained": str(tiny_unet(unet_version(model)))}
         data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision
@@ -114,6 +114,11 @@ def case_json(tiny_config: dict, case: Case) -> dict:
         data["text"] = {"embeddings": {"token": "flat", "initial": "striped", **rate}}
     data["optimizer"] = {"lr": 0.001} | optimizer | ({"lr": 1.0, "d0": 1e-3} if optimizer["name"] == "prodigy" else {})
     return data
+
+
+def unet_version(model: dict) -> str:
+    """Which of the U-Nets of tests a case's model is."""
+    return model.get("version", model["family"])
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""SD3 Medium, SD3.5 Large, SD 1.5 and SDXL at full size, random weights, on the CPU: the code that loads the real ones."""
+"""SD3 Medium, SD3.5 Large, SD 1.5 and SDXL at full size, random weights, on the CPU: as the real ones are loaded."""
 
 from __future__ import annotations
 
