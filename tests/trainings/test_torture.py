@@ -13,6 +13,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["sd3", "sdxl"])
 @pytest.mark.slow  # test_interruptions.py fails a run at each kind of moment, test_processes.py kills two processes
 def test_killed_runs_end_like_unkilled_ones(family: str) -> None:

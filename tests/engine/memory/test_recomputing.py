@@ -65,7 +65,7 @@ RUNS: dict[str, tuple[str, str, float, Setting]] = {
     "U-Net, feed-forward only": ("sd15", "fp32", 0.0, Setting(checkpointed=0, parts=Parts(0, "all"))),
     "U-Net, streamed": ("sd15", "nf4", 0.0, Setting(ALL_UNITS, None, True, True, LateCopies, parts=SOME_UNITS)),
     "single blocks": ("sdxl", "int8", 0.0, Setting(parts=Parts(UNITS["sdxl"], "checkpointed", last=True))),
-    "single blocks, feed-forward only": ("sdxl", "fp32", 0.5, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
+    "single blocks, networks only": ("sdxl", "fp32", 0.5, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
     "single blocks, streamed": ("sdxl", "nf4", 0.0, Setting(ALL_XL, None, True, True, LateCopies, parts=LAST_XL)),
 }  # fmt: skip
 

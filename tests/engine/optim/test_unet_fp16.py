@@ -43,7 +43,7 @@ def between(weights: dict[str, Tensor]) -> None:
 
 
 def outside(weights: dict[str, Tensor]) -> None:
-    """The projection before single transformer blocks exceeds fp16, and so do they; the projection after them hides it."""
+    """The projection before an attention overflows, and so do its blocks; the projection after them hides it."""
     weights[f"{PROJECTED}.proj_in.weight"].mul_(1e6)
     weights[f"{PROJECTED}.proj_out.weight"].mul_(1e-6)
 
