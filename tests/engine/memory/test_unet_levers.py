@@ -38,7 +38,9 @@ from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
-from simpletune.models.shared.denoiser import model_units
+from simpletune.engine.quant.int8_conv import Int8Conv2d
+from simpletune.engine.quant.int8_linear import Int8Linear
+from simpletune.models.shared.denoiser import in_units, model_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
@@ -87,6 +89,19 @@ FAST = ("inputs of some on the host, late", "streamed late", "int8 some resident
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, setting = LORA[case]
     assert_same_run(lora_run(PRECISIONS[precision], setting, family=family), plain_run(family, precision))
+
+
+def test_layers_between_units_are_quantised_and_stay_on_the_device() -> None:
+    """The projections around single transformer blocks; not what comes before the first unit and after the last."""
+    model = DENOISERS["sdxl"].build(PRECISIONS["int8"], "cpu")
+    quantised = {name for name, layer in model.named_modules() if isinstance(layer, Int8Linear | Int8Conv2d)}
+    between = {name for name in quantised if not in_units(model.units)(name)}
+    attentions = {name.partition(".transformer_blocks")[0] for name in model.units if ".attentions." in name}
+    assert len(attentions) == 4
+    assert between == {f"{place}.{name}" for place in attentions for name in ("proj_in", "proj_out")}
+    assert not quantised & {"conv_in", "time_embedding.linear_1", "add_embedding.linear_1", "conv_out"}
+    on_host = Memory(resident_blocks=0).on_host(model.units)
+    assert not any(on_host(name) for name in between) and all(on_host(name) for name in quantised - between)
 
 
 def test_offloaded_inputs_are_those_of_units_with_a_backward_pass_and_their_memory_is_used_again() -> None:
