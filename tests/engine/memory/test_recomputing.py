@@ -11,7 +11,6 @@ import pytest
 import torch
 from blocks import (
     BLOCKS,
-    DENOISERS,
     PRECISIONS,
     UNETS,
     LateCopies,
@@ -44,7 +43,6 @@ from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, Offl
 from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sdxl.option import SDXL
 from simpletune.system.options import ConfigError
 
 ALONE = Parts(feed_forward="checkpointed", last=True)
@@ -148,18 +146,6 @@ def test_a_feed_forward_network_alone_computes_its_second_product_once(weights: 
         with counted_calls(alone, end) as seen:
             gradients(alone)
         assert len(seen) == times * count, end
-
-
-def test_a_single_blocks_network_alone_computes_its_second_product_once() -> None:
-    """SDXL's units are single transformer blocks, which end with their networks."""
-    of = DENOISERS["sdxl"]
-    model = of.build(PRECISIONS["int8"], "cpu")
-    Lora(rank=2).attach(model, 7)
-    shake_updates(model)
-    prepare(model.train(), Setting(parts=Parts(0, "checkpointed", last=SDXL.ends_with_feed_forward)))
-    with counted_calls(model, "ff.net.2") as seen:
-        of.loss(model, PRECISIONS["int8"], 0, "cpu").backward()
-    assert sorted(seen) == sorted(f"{name}.ff.net.2" for name in unit_names("sdxl") if "transformer_blocks" in name)
 
 
 MODULATION = Lora(rank=2, targets=["attn.to_q", "norm1.linear"])

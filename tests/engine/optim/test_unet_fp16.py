@@ -66,7 +66,8 @@ def test_a_unit_that_overflows_is_computed_in_fp32(
     """It is found in the first step and computed in fp32 from the third on; the scale of the loss falls meanwhile."""
     model = write_unet(tmp_path / "model", inside, version)
     memory = {"checkpointing": "all", "resident_blocks": 4, "offload_checkpoint_inputs": True}
-    more = {"train": {"steps": 5}, "memory": memory}
+    adapter = {"rank": 2, "targets": "all_linear"}  # the projections between units, too
+    more = {"train": {"steps": 5}, "memory": memory, "adapter": adapter}
     run = train(validate(config_json(tiny_config, model, "fp16", weights, **more), "fp16"))
     middle = unit_names(version).index(MIDDLE)
     overflows = list(read_rows(run / OVERFLOWS))
