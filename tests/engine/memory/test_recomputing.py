@@ -70,7 +70,7 @@ RUNS: dict[str, tuple[str, str, float, Setting]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(["both, streamed", "single blocks, streamed"], RUNS))
+@pytest.mark.parametrize("case", slow_but(["both, streamed"], RUNS))
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, dropout, setting = RUNS[case]
     plain = lora_run(PRECISIONS[precision], Setting(checkpointed=0), dropout, family=family)

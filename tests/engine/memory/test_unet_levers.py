@@ -183,7 +183,7 @@ BASES: dict[str, tuple[dict, dict]] = {
 
 
 CASES = [(base, "sd2") for base in BASES] + [("lora", "sdxl"), ("full", "sdxl")]
-FAST_RUNS = [("lora", "sd2"), ("full", "sd2"), ("full", "sdxl")]
+FAST_RUNS = [("lora", "sd2"), ("full", "sd2")]
 
 
 @pytest.mark.parametrize(("base", "version"), slow_but(FAST_RUNS, CASES))

@@ -55,10 +55,9 @@ def with_the_last(case: Case) -> Pairs:
 
 
 OF_TRANSFORMERS = covering([case for case in CHECKPOINTED if case[3]["family"] == "sd3"], with_the_last)
-FAST_CHECKPOINTED = [  # alternately with one kind and the other; two of U-Nets, whose steps take longer
+FAST_CHECKPOINTED = [  # alternately with one kind and the other; one of U-Nets, whose steps take longer
     *(case for number, case in enumerate(OF_TRANSFORMERS) if number % 2 == number // 2 % 2),
     a_unet("lora", "int8", "fp16", "adamw", "sd2", {"checkpointing": "all"}),
-    a_unet("lora", "nf4", "fp16", "adamw", "sdxl", {"checkpointing": "all"}),
 ]
 
 
@@ -123,7 +122,6 @@ ONE_OF_EACH = covering([case for case in ALLOWED if case[2:] == ({"name": "adamw
 FAST_LEVERED = [
     *covering(allowed_with_a_lever(["sd3"], ONE_OF_EACH), with_a_lever),
     a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
-    a_unet("lora", "int8", "bf16", "adamw", "sdxl", {"lever": "less"}),
     a_unet("full", "bf16", "bf16", "adamw8bit", "sdxl", {"lever": "in-backward-streamed"}),
 ]
 
