@@ -69,6 +69,7 @@ SD3: Json = {
 }
 SD15: Json = SD3 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd15"}, "data": DATA | {"resolution": 64}}
 SD2: Json = SD15 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd2"}}
+SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 
 
 def rows() -> dict[str, Row]:
@@ -202,6 +203,8 @@ def _unets() -> Named:
     yield "sd15, offloaded", Row("a UNet's units in host memory", SD15 | {"memory": offloaded})
     inside: Json = SD15 | {"adapter": FULL, "optimizer": SLOW, "train": TRAIN | {"clip": "per_parameter"}}
     yield "sd15, in backward", Row("updates in a UNet's backward", inside | {"memory": {"optimizer_in_backward": True}})
+    xl: Json = SDXL | {"precision": INT8, "memory": offloaded | {"feed_forward": "alone"}}
+    yield "sdxl, int8, offloaded", Row("SDXL, single transformer blocks in host memory", xl, draws=True)
 
 
 def _levers() -> Named:
@@ -304,6 +307,15 @@ def without_row(schema: Json, chosen: Iterable[Row], excused: Iterable[str] = tu
             if choice not in made | default and path not in excused:
                 lacking.append(choice)
     return list(dict.fromkeys(lacking))
+
+
+def unknown_members(config: Json, schema: Json) -> list[str]:
+    """Members of unions that a configuration names and an older tree's schema lacks: ``model.family=sdxl``."""
+    tags: dict[str, set[str]] = {}
+    for path, node in _fields(schema, schema, ""):
+        if isinstance(union := node.get("discriminator"), dict):
+            tags.setdefault(f"{path}.{union['propertyName']}", set()).update(_as_dict(union["mapping"]))
+    return [f"{path}={value}" for path, value in _leaves(config) if path in tags and value not in tags[path]]
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:

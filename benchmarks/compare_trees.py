@@ -1,7 +1,8 @@
 """``make compare BASE=COMMIT``: short trainings by two trees on this machine, equal to the bit or not.
 
 Both trees run the same rows (``compare_rows.py``) through their command lines at the same time, one process each, with
-one thread; only files of the runs are read. A row is equal if every number of its metrics, except times, every tensor
+one thread; only files of the runs are read. A row of a member that the older tree lacks, such as a model family, is
+skipped, and named. A row is equal if every number of its metrics, except times, every tensor
 of every safetensors file and every pixel of every picture is. A row that either tree refuses or fails counts as
 different, and so does a choice of the newer tree's configuration that no row makes.
 """
@@ -26,7 +27,18 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.compare_rows import INPUTS, PROMPT, Json, Row, older_path, rows, translate, translate_words, without_row
+from benchmarks.compare_rows import (
+    INPUTS,
+    PROMPT,
+    Json,
+    Row,
+    older_path,
+    rows,
+    translate,
+    translate_words,
+    unknown_members,
+    without_row,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
@@ -371,7 +383,9 @@ def run(place: Path, base: str, chosen: Mapping[str, Row], root: Path = ROOT) ->
     written = subprocess.run(write, env=trees[1].environment, capture_output=True, text=True)
     if written.returncode:
         raise SystemExit(f"compare: the inputs cannot be written: {written.stderr.strip()}")
-    found = compare_rows((trees[0], trees[1]), chosen, inputs)
+    older = trees[0].schema
+    new = {name: lack for name, row in chosen.items() if (lack := unknown_members(translate(row.config, older), older))}
+    found = compare_rows((trees[0], trees[1]), {name: row for name, row in chosen.items() if name not in new}, inputs)
     lacking = without_row(trees[1].schema, rows().values())
     different = [name for name, one in found.items() if not one.equal]
     tensors, files = sum(one.tensors for one in found.values()), sum(one.files for one in found.values())
@@ -380,11 +394,12 @@ def run(place: Path, base: str, chosen: Mapping[str, Row], root: Path = ROOT) ->
         f"{len(found) - len(different)} of {len(found)} rows are equal to the bit: losses, gradient norms, "
         f"evaluations, {tensors:,} tensors and all pictures in {files:,} files. "
         f"{time.monotonic() - began:.0f} s. {machine()}.\n",
+        *(f"- {name}: skipped, {titles[0]} has no {', '.join(lack)}" for name, lack in new.items()),
         *(f"- no row for {choice}" for choice in lacking),
         *(f"- {name}: {verdict(found[name])}" for name in different),
-        table(chosen, found) if not (lacking or different) else "\n" + table(chosen, found),
+        table(chosen, found) if not (new or lacking or different) else "\n" + table(chosen, found),
     ]
-    return "\n".join(text) + "\n", not (lacking or different)
+    return "\n".join(text) + "\n", bool(found) and not (lacking or different)
 
 
 def main(argv: list[str] | None = None) -> int:

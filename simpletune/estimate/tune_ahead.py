@@ -35,8 +35,8 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
     with fake_tensors():
         size, batch = square(config), config.train.micro_batch
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size])
-        rows = [batch * config.model.image_tokens(size)]
-        shapes = int8_tuning.tunings(denoiser, rows, batch * config.model.text_tokens)
+        rows = config.model.layer_rows(size)
+        shapes = int8_tuning.tunings(denoiser, lambda layer: [batch * rows(layer)])
     if not shapes:
         raise UserError(
             f"CONFIG: {config.name} does not multiply in int8, so there is nothing to tune. Use "

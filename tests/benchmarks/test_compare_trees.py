@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -13,7 +14,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from benchmarks.compare_rows import EXCUSED, Row, older_path, rows, translate, translate_words, without_row
+from benchmarks.compare_rows import (
+    EXCUSED,
+    Row,
+    older_path,
+    rows,
+    translate,
+    translate_words,
+    unknown_members,
+    without_row,
+)
 from benchmarks.compare_trees import Comparison, compare_runs, main, run, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,6 +144,16 @@ RENAMED = {
     "optimizer.name=adamw_8bit": "optimizer.name=adamw8bit",
     "model.t5=off": "model.t5=false",
 }
+
+
+def test_a_family_that_an_older_tree_lacks_is_named() -> None:
+    older = copy.deepcopy(SCHEMA)
+    union = older["properties"]["model"]["discriminator"]["mapping"]
+    chosen = rows()
+    assert not any(unknown_members(row.config, older) for row in chosen.values())
+    del union["sdxl"]
+    new = {name: unknown for name, row in chosen.items() if (unknown := unknown_members(row.config, older))}
+    assert new and all(name.startswith("sdxl") and unknown == ["model.family=sdxl"] for name, unknown in new.items())
 
 
 def test_an_older_tree_gets_its_own_names() -> None:

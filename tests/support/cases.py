@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny_sd15
+import tiny_sdxl
 from slow_cases import SEED, drawn
 
 from simpletune.config.schema import TrainConfig
@@ -33,7 +34,9 @@ def members(field: str) -> list[dict]:
 
 
 WHOLE = ("lora", "full")  # methods whose every pair of weights and compute type is trained in the fast suite
-MODELS = [{"family": "sd3"}, {"family": "sd15", "version": "sd15"}, {"family": "sd15", "version": "sd2"}]
+MODELS = [
+    {"family": "sd3"}, {"family": "sd15", "version": "sd15"}, {"family": "sd15", "version": "sd2"}, {"family": "sdxl"},
+]  # fmt: skip
 Case = tuple[dict, ...]
 Pairs = set[frozenset[tuple[str, str]]]
 CASES: list[Case] = list(itertools.product(members("adapter"), members("precision"), members("optimizer"), MODELS))
@@ -101,8 +104,8 @@ def case_json(tiny_config: dict, case: Case) -> dict:
     """The tiny run with one case's adapter, precision, optimizer and model."""
     adapter, precision, optimizer, model = case
     data = copy.deepcopy(tiny_config)
-    if model["family"] == "sd15":
-        data["model"] = {"family": "sd15", "pretrained": str(tiny_unet(model["version"]))}
+    if model["family"] != "sd3":
+        data["model"] = {"family": model["family"], "pretrained": str(tiny_unet(unet_version(model)))}
         data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision
@@ -113,10 +116,16 @@ def case_json(tiny_config: dict, case: Case) -> dict:
     return data
 
 
+def unet_version(model: dict) -> str:
+    """Which of the U-Nets of tests a case's model is."""
+    return model.get("version", model["family"])
+
+
 @functools.cache
-def tiny_unet(version: tiny_sd15.Version) -> Path:
-    """A tiny pipeline of Stable Diffusion 1.5 or 2, built once in a session."""
-    return tiny_sd15.build(Path(tempfile.mkdtemp(prefix="simpletune-unet-")) / version, version)
+def tiny_unet(version: str) -> Path:
+    """A tiny pipeline of Stable Diffusion 1.5, 2 or XL, built once in a session."""
+    folder = Path(tempfile.mkdtemp(prefix="simpletune-unet-")) / version
+    return tiny_sdxl.build(folder) if version == "sdxl" else tiny_sd15.build(folder, version)
 
 
 def member(field: str, case_part: dict) -> type:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tiny_sd15
+import tiny_sdxl
 from PIL import Image, ImageDraw
 
 from benchmarks.tiny_models import tiny_sd3
@@ -28,6 +29,7 @@ def write(folder: Path) -> None:
     tiny_sd3.build(folder / "sd3", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
     tiny_sd15.build(folder / "sd15", "sd15", seed=1)
     tiny_sd15.build(folder / "sd2", "sd2", seed=1)
+    tiny_sdxl.build(folder / "sdxl", seed=1)
     for name, style, seed in (("flat", "flat", 3), ("striped", "striped", 4), ("masked", "flat", 5)):
         pictures.write_folder(folder / name, pictures.sample_scenes(6, seed, style=style), seed=seed, pixels=SIDE)
     (folder / "masks").mkdir()

@@ -13,14 +13,16 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["sd3", "sdxl"])
 @pytest.mark.slow  # test_interruptions.py fails a run at each kind of moment, test_processes.py kills two processes
-def test_killed_runs_end_like_unkilled_ones() -> None:
+def test_killed_runs_end_like_unkilled_ones(family: str) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{TESTS.parent.parent}:{TESTS.parent / 'support'}",
     }
-    command = [sys.executable, str(TESTS / "torture.py"), "--kills", "4", "--whole", "0"]
+    command = [sys.executable, str(TESTS / "torture.py"), "--kills", "4", "--whole", "0", "--family", family]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -17,11 +17,13 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import failpoints
+import tiny_sdxl
 import torch
 from cases import members
 from launching import preload
@@ -38,6 +40,8 @@ from simpletune.system.options import ConfigError
 
 STEPS = 7
 PER_CASE = 4  # kills of one run
+MODELS: dict[str, dict[str, Any]] = {"sd3": {"t5_length": 8}, "sdxl": {}}
+PIXELS = {"sd3": 32, "sdxl": 64}
 ROOT = Path(__file__).resolve().parents[2]
 ONLY_WHEN_RESUMED = {"run.opened-again", "run.restored"}
 
@@ -69,14 +73,19 @@ class Tally:
 
 
 class Ground:
-    """A tiny model and pictures, and the drawing of cases from a seed."""
+    """Tiny models and pictures, and the drawing of cases from a seed.
 
-    def __init__(self, folder: Path, seed: int):
-        self.folder, self.random = folder, random.Random(seed)
+    Args:
+        families: of the models to draw from.
+    """
+
+    def __init__(self, folder: Path, seed: int, families: Sequence[str]):
+        self.folder, self.random, self.families = folder, random.Random(seed), families
         shape = replace(tiny_sd3.MINIMAL, layers=2, heads=2)
-        tiny_sd3.build(folder / "pipeline", shape, seed=1, dtype="fp32")
+        tiny_sd3.build(folder / "sd3", shape, seed=1, dtype="fp32")
+        tiny_sdxl.build(folder / "sdxl", seed=1)
         scenes = pictures.sample_scenes(6, seed=3, style="flat")
-        pictures.write_folder(folder / "pictures", scenes, seed=3, pixels=32)
+        pictures.write_folder(folder / "pictures", scenes, seed=3, pixels=64)
 
     def case(self, number: int) -> dict[str, Any]:
         """The configuration of a run; drawn again until the options go together."""
@@ -85,11 +94,14 @@ class Ground:
         adapter = pick([each for each in members("adapter") if each["method"] not in ("hypernetwork", "none")])
         for _ in range(1000):
             in_backward, optimizer = pick([True, False, False]), pick(members("optimizer"))
+            family = pick(self.families)
             data: dict[str, Any] = {
                 "name": f"case-{number}",
                 "device": "cpu",
-                "model": {"pretrained": str(self.folder / "pipeline"), "t5_length": 8},
-                "data": {"path": str(self.folder / "pictures"), "resolution": 32, "caption_dropout": 0.3},
+                "model": {"family": family, "pretrained": str(self.folder / family)} | MODELS[family],
+                "data": {
+                    "path": str(self.folder / "pictures"), "resolution": PIXELS[family], "caption_dropout": 0.3
+                },
                 "adapter": adapter,
                 "precision": pick(members("precision")),
                 "optimizer": optimizer | {"lr": 1.0 if optimizer["name"] == "prodigy" else 0.001},
@@ -107,7 +119,7 @@ class Ground:
                 "profile": {"max_traces": 0},
                 "tracking": {"tensorboard": pick([True, False])},
                 "output": {"report": pick([True, False, False])},
-            }
+            }  # fmt: skip
             try:
                 validate(data, "case")
             except ConfigError:
@@ -125,7 +137,12 @@ class Ground:
 def name_of(data: dict[str, Any]) -> str:
     """A case in words."""
     memory, precision = data["memory"], data["precision"]
-    parts = [data["adapter"]["method"], "-".join(precision.values()), data["optimizer"]["name"]]
+    parts = [
+        data["model"]["family"],
+        data["adapter"]["method"],
+        "-".join(precision.values()),
+        data["optimizer"]["name"],
+    ]
     parts += [f"accumulation {data['train']['gradient_accumulation']}"] * (data["train"]["gradient_accumulation"] > 1)
     parts += ["plan"] * (memory["modulation"] == "plan") + ["streamed"] * (memory["resident_blocks"] is not None)
     parts += ["in-backward"] * memory["optimizer_in_backward"] + ["ema"] * (data["ema"] is not None)
@@ -318,7 +335,7 @@ class Case:
         assert [f.name for f in self.run.parent.iterdir() if not f.name.endswith(".lock")] == [self.run.name]
 
 
-def torture(kills: int, whole: int, seed: int, folder: Path, limit: float) -> Tally:
+def torture(kills: int, whole: int, seed: int, folder: Path, limit: float, families: Sequence[str]) -> Tally:
     """Kill runs until so many kills are survived.
 
     Args:
@@ -327,11 +344,12 @@ def torture(kills: int, whole: int, seed: int, folder: Path, limit: float) -> Ta
         seed: draws everything.
         folder: where to.
         limit: seconds.
+        families: of the models.
     """
     began, tally, number = time.perf_counter(), Tally(), 0
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers' loading threads and torch's pool do not survive a fork
-    ground = Ground(folder, seed)
+    ground = Ground(folder, seed, families)
     while tally.kills < kills:
         in_whole = tally.whole < whole
         want = min(5, whole - tally.whole) if in_whole else min(PER_CASE, kills - tally.kills)
@@ -350,6 +368,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--whole", type=int, default=10, help="of them kills of whole processes")
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--family", choices=MODELS, action="append", help="draw only from these (default: all)")
     parser.add_argument("--limit", type=float, default=600, help="seconds")
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
@@ -358,7 +377,7 @@ def main() -> None:
     preload()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
-        tally = torture(args.kills, args.whole, seed, Path(folder), args.limit)
+        tally = torture(args.kills, args.whole, seed, Path(folder), args.limit, args.family or list(MODELS))
     print("\n".join([*tally.lines(), f"{time.perf_counter() - began:.0f} s, seed {seed}"]))
 
 

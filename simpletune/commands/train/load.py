@@ -158,5 +158,5 @@ def announce_kernel(config: TrainConfig, denoiser: Denoiser, device: torch.devic
         from simpletune.engine.quant.int8_tuning import announce_tuning
 
         batch = config.train.micro_batch
-        image_rows = [batch * config.model.image_tokens(size) for size in plan.sizes()]
-        announce_tuning(denoiser, image_rows, batch * config.model.text_tokens, device)
+        sizes = [config.model.layer_rows(size) for size in plan.sizes()]
+        announce_tuning(denoiser, lambda layer: {batch * rows(layer) for rows in sizes}, device)

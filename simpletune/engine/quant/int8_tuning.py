@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from simpletune.engine.quant.int8_products import FEW_ROWS, int8_product, why_no
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
-OF_TEXT = (".add_", ".to_add_out", ".ff_context")  # layers of a block that see the text's tokens
+RowsOf = Callable[[str], Iterable[int]]
+"""The rows that a layer of a given name multiplies: samples x tokens, for each picture size."""
 
 
 class Tuning(NamedTuple):
@@ -26,20 +27,19 @@ class Tuning(NamedTuple):
     bias: bool
 
 
-def tunings(model: nn.Module, image_rows: Iterable[int], text_rows: int) -> set[Tuning]:
+def tunings(model: nn.Module, rows_of: RowsOf) -> set[Tuning]:
     """Collect the products that the kernels are tuned for.
 
     Args:
         model: the transformer, with or without an adapter; its tensors are not read.
-        image_rows: samples x image tokens, of each picture size.
-        text_rows: samples x text tokens.
+        rows_of: the rows of each layer.
     """
-    found, image_rows = set(), list(image_rows)
+    found = set()
     for name, layer in model.named_modules():
         if not isinstance(layer, Int8Linear) or not layer.int8_products:
             continue
         outputs, inputs = layer.weight.shape
-        for rows in [text_rows] if any(part in name for part in OF_TEXT) else image_rows:
+        for rows in rows_of(name):
             if rows > FEW_ROWS:
                 bucket = 1 << (rows - 1).bit_length()
                 found.add(Tuning(bucket, outputs, inputs, False, layer.bias is not None))
@@ -62,9 +62,9 @@ def tune(shapes: Iterable[Tuning], device: torch.device, dtype: torch.dtype) -> 
         int8_product(x, torch.ones(m, device=device), weight, torch.ones(n, device=device), added, dtype)
 
 
-def announce_tuning(model: nn.Module, image_rows: Iterable[int], text_rows: int, device: torch.device) -> None:
+def announce_tuning(model: nn.Module, rows_of: RowsOf, device: torch.device) -> None:
     """Log how much tuning the first step includes, if any layer multiplies in int8 on this CUDA device."""
-    shapes = len(tunings(model, image_rows, text_rows))
+    shapes = len(tunings(model, rows_of))
     if shapes and why_not(device) is None:
         from simpletune.engine.quant.int8_kernel import TILES
 

@@ -122,8 +122,13 @@ class SD3(Family):
         return int(self.known_config()["pooled_projection_dim"])
 
     def image_tokens(self, size: Size) -> int:
+        """The number of image tokens of a picture of this size."""
         pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
+
+    def layer_rows(self, size: Size) -> Callable[[str], int]:
+        image, text = self.image_tokens(size), self.text_tokens
+        return lambda layer: text if any(part in layer for part in shapes.OF_TEXT) else image
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """Joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""

@@ -13,6 +13,9 @@ from simpletune.models.shared.model_config import ModelConfig, Shape, linear
 TABLE = "pos_embed.pos_embed"
 """The position table, a constant that files store (``positions.py``)."""
 
+OF_TEXT = (".add_", ".to_add_out", ".ff_context")
+"""Parts of the names of a block's layers that see the text's tokens."""
+
 
 def is_adaln(module: str) -> bool:
     """Whether a module is an adaLN layer, which maps timestep and pooled prompt to scales, shifts and gates."""

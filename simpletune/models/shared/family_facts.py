@@ -159,8 +159,9 @@ class FamilyFacts(Option):
         """The longest side that the model can process, in pixels."""
         raise NotImplementedError
 
-    def image_tokens(self, size: Size) -> int:
-        """The number of image tokens of a picture of this size at the model's highest resolution."""
+    def layer_rows(self, size: Size) -> Callable[[str], int]:
+        """How many rows (image or text tokens) a linear layer of a given name within the units multiplies for one
+        picture."""
         raise NotImplementedError
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:

@@ -5,7 +5,7 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t = 77
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -74,9 +74,18 @@ class UNetFamily(Family):
     def text_width(self) -> int:
         return levels_of(self.known_config())[0].text
 
-    def image_tokens(self, size: Size) -> int:
-        """The pixels of its latent."""
-        return pixels(size, 0)
+    def layer_rows(self, size: Size) -> Callable[[str], int]:
+        """By level; the text's layers have its tokens, and the time's a single row."""
+        levels = [(f"{unit.name}.", pixels(size, unit.halvings)) for unit in unet_units(self.known_config())]
+
+        def rows(layer: str) -> int:
+            if ".time_emb_proj" in layer:
+                return 1
+            if ".attn2.to_k" in layer or ".attn2.to_v" in layer:
+                return self.text_tokens
+            return next(rows for name, rows in levels if layer.startswith(name))
+
+        return rows
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """Self-attention and attention to the text at each level that has attention."""

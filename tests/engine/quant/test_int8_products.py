@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +32,10 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant import int8_linear, int8_products, int8_tuning
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.int8_tuning import Tuning, tunings
+from simpletune.engine.quant.int8_tuning import RowsOf, Tuning, tunings
 from simpletune.engine.quant.precision import Int8
+from simpletune.models.sd3.shapes import OF_TEXT
+from simpletune.models.shared.buckets import Framing
 from simpletune.system.options import ConfigError, UserError
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -240,6 +243,28 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
+@pytest.mark.parametrize("version", ["sd15", "sdxl"])
+def test_the_rows_of_a_u_nets_layers_are_known(
+    version: str, tiny_config: dict, small_unet: Callable[[str], dict]
+) -> None:
+    """Of every layer that may multiply in int8: levels have their own, the text's layers and the time's too."""
+    config = validate(with_products(tiny_config) | {"model": small_unet(version)}, "rows")
+    model, seen = config.model.load_denoiser(config.precision, torch.device("cpu")), dict[str, int]()
+
+    def note(name: str, args: tuple[Tensor, ...]) -> None:
+        seen[name] = args[0].numel() // args[0].shape[-1]
+
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Int8Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+    pooled = torch.zeros(1, config.model.pooled_width)
+    pooled = config.model.framed(pooled, [Framing.whole((64, 128))])
+    noise, text = torch.randn(1, 4, 16, 8), torch.randn(1, 77, config.model.text_width)
+    config.model.predict(model, noise, torch.tensor([5.0]), text, pooled, config.precision.compute_dtype())
+    rows = config.model.layer_rows((64, 128))
+    assert seen == {name: rows(name) for name in layers} and set(seen.values()) >= {1, 32, 77}
+
+
 def test_tunings_are_announced_before_the_first_step_and_multiply_every_shape_once(
     tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,9 +275,13 @@ def test_tunings_are_announced_before_the_first_step_and_multiply_every_shape_on
     wide = {(32, 32), (128, 32), (32, 128)}  # q, k, v and out; the feed-forward layers
     assert shapes > wide  # adaLN's are dequantised
     expected = {(rows, *shape, back, not back) for rows in (128, 256, 512) for shape in wide for back in (False, True)}
-    wanted = tunings(model, [200, 300, 301], 100)
+
+    def rows_of(image: list[int], text: int) -> RowsOf:
+        return lambda layer: [text] if any(part in layer for part in OF_TEXT) else image
+
+    wanted = tunings(model, rows_of([200, 300, 301], 100))
     assert wanted == expected and len(wanted) == 18
-    assert tunings(model, [200], 10) == {shape for shape in expected if shape[0] == 256}  # few rows of text
+    assert tunings(model, rows_of([200], 10)) == {shape for shape in expected if shape[0] == 256}  # few rows of text
     seen: list[tuple[object, ...]] = []
 
     def product(x: Tensor, x_scale: Tensor, weight: Tensor, *rest: Any) -> None:

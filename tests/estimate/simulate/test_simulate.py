@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import ALLOWED, MODELS, WHOLE, Case, Pairs, asks_for_slow, case_json, covering, pairs, parametrized
+from cases import (
+    ALLOWED,
+    MODELS,
+    WHOLE,
+    Case,
+    Pairs,
+    asks_for_slow,
+    case_json,
+    covering,
+    pairs,
+    parametrized,
+    unet_version,
+)
 from simulated import LEVERS, assert_same_bytes, real
 
 from benchmarks.predicted_seconds import diffusers_blocks
@@ -24,13 +36,15 @@ from simpletune.system.options import ConfigError
 
 MIB = 2**20
 CHECKPOINTING = ("all", "none")
+FAMILIES = ("sd3", "sd15", "sdxl")
 
 
 CHECKPOINTED = [(*case, {"checkpointing": kind}) for case in ALLOWED for kind in CHECKPOINTING]
 
 
 def a_unet(adapter: str, weights: str, compute: str, optimizer: str, version: str, last: dict) -> Case:
-    precision, model = {"weights": weights, "compute": compute}, {"family": "sd15", "version": version}
+    precision = {"weights": weights, "compute": compute}
+    (model,) = (each for each in MODELS if unet_version(each) == version)
     return {"method": adapter}, precision, {"name": optimizer}, model, last
 
 
@@ -51,8 +65,8 @@ def test_real_and_fake_tensors_take_the_same_bytes(case: Case, tiny_config: dict
     *chosen, memory = case
     data = case_json(tiny_config, tuple(chosen))
     data["memory"] = memory
-    if case[3]["family"] == "sd15":
-        data["model"] = small_unet(case[3]["version"])
+    if case[3]["family"] != "sd3":
+        data["model"] = small_unet(unet_version(case[3]))
     assert_same_bytes(validate(data, "case"))
 
 
@@ -61,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_real_and_fake_tensors_take_the_same_bytes:
         parametrized(metafunc, FAST_CHECKPOINTED, CHECKPOINTED)
     if metafunc.function is test_levers_take_the_same_bytes_real_and_fake:
-        parametrized(metafunc, FAST_LEVERED, allowed_with_a_lever(["sd3", "sd15"]) if asks_for_slow(metafunc) else [])
+        parametrized(metafunc, FAST_LEVERED, allowed_with_a_lever(FAMILIES) if asks_for_slow(metafunc) else [])
 
 
 def with_lever(tiny_config: dict, case: Case) -> dict:
@@ -108,6 +122,7 @@ ONE_OF_EACH = covering([case for case in ALLOWED if case[2:] == ({"name": "adamw
 FAST_LEVERED = [
     *covering(allowed_with_a_lever(["sd3"], ONE_OF_EACH), with_a_lever),
     a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
+    a_unet("full", "bf16", "bf16", "adamw8bit", "sdxl", {"lever": "in-backward-streamed"}),
 ]
 
 
@@ -118,14 +133,14 @@ def test_levers_take_the_same_bytes_real_and_fake(
     if case[3]["family"] == "sd3":
         data["model"]["pretrained"] = str(three_blocks)
     else:
-        data["model"] = small_unet(case[3]["version"])
+        data["model"] = small_unet(unet_version(case[3]))
     assert_same_bytes(validate(data, "case"))
 
 
 @pytest.mark.slow
 def test_the_fast_cases_are_some_of_all() -> None:
     assert set(map(str, FAST_CHECKPOINTED)) <= set(map(str, CHECKPOINTED))
-    assert set(map(str, FAST_LEVERED)) <= set(map(str, allowed_with_a_lever(["sd3", "sd15"])))
+    assert set(map(str, FAST_LEVERED)) <= set(map(str, allowed_with_a_lever(FAMILIES)))
 
 
 def test_every_lever_is_tried() -> None:

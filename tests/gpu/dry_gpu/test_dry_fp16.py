@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,12 +29,15 @@ CASES: dict[str, dict] = {
     "average-accumulation": {
         "precision": {"weights": "int8"}, "ema": {"decay": 0.9}, "train": {"steps": 6, "gradient_accumulation": 2},
     },
+    "sdxl-lora-int8-streamed": {
+        "precision": {"weights": "int8"}, "memory": {"checkpointing": "all", "resident_blocks": 0},
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_auto_is_fp16_on_an_old_card_and_no_step_waits(
-    case: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+    case: str, tiny_config: dict, small_unet: Callable[[str], dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA itself raises where the host waits in a step, from the third on; whole-device waits are counted."""
     waits: list[int] = []
@@ -58,6 +62,8 @@ def test_auto_is_fp16_on_an_old_card_and_no_step_waits(
     monkeypatch.setattr(TrainStep, "step", step)
     AcceleratorState._reset_state(reset_partial_state=True)  # fixtures may have fixed the CPU
     data = tiny_config | {"device": "cuda", "train": {"steps": 6}, **CASES[case]}
+    if case.startswith("sdxl"):
+        data |= {"model": small_unet("sdxl"), "data": tiny_config["data"] | {"resolution": 64}}
     folder = train(validate(data, case), force=True)
     compute = json.loads((folder / "config.json").read_text())["precision"]["compute"]
     is_old = torch.cuda.get_device_capability() < BF16_FROM

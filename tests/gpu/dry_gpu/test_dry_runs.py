@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,34 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
         "train": {"steps": 4, "clip": "per_parameter"}, "memory": memory | {"optimizer_in_backward": True},
     }  # fmt: skip
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
+
+
+XL: dict[str, dict] = {
+    "LoRA int8": {"precision": {"weights": "int8"}},
+    "LoRA nf4": {"precision": {"weights": "nf4"}, "memory": {"feed_forward": "alone"}},
+    "LoRA int8, offloaded": {"precision": {"weights": "int8"}, "memory": MEMORY["streamed"]},
+    "all in backward": {"precision": {"weights": "bf16"}, "memory": {"optimizer_in_backward": True}},
+    "all in backward, offloaded": {
+        "precision": {"weights": "bf16"}, "memory": MEMORY["streamed"] | {"optimizer_in_backward": True}
+    },
+}  # fmt: skip
+OLD_XL = ("LoRA nf4", "LoRA int8, offloaded")
+
+
+@pytest.mark.parametrize(("how", "card"), [*((how, 89) for how in XL), *((how, 75) for how in OLD_XL)])
+def test_sdxl_takes_what_is_predicted(
+    how: str, card: int, tiny_config: dict, small_unet: Callable[[str], dict], tmp_path: Path
+) -> None:
+    """On a simulated L4, and on a T4, whose products are in fp16."""
+    train = {"steps": 3, "clip": "per_parameter"}
+    config = tiny_config | {"device": "cuda", "model": small_unet("sdxl"), "train": train} | XL[how]
+    config |= {"data": config["data"] | {"resolution": 64}}
+    if how.startswith("all"):
+        config |= {"adapter": {"method": "full"}, "optimizer": {"name": "adamw8bit", "lr": 1e-4}}
+    done = program(config, tmp_path / "config.json", DRY_CC=card)
+    assert done.returncode == 0, done.stderr
+    summary = whole(Path(config["output"]["runs"]) / "tiny")
+    assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.01)
 
 
 def test_expandable_segments_that_fail_under_wsl_are_given_up(tiny_config: dict, tmp_path: Path) -> None:

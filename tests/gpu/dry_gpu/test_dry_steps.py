@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 @pytest.fixture
+def single_blocks(tiny_config: dict, small_unet: Callable[[str], dict]) -> dict:
+    """The tiny run, 10 steps on an SDXL, whose units are single transformer blocks with layers between them."""
+    data = tiny_config["data"] | {"resolution": 64}
+    return tiny_config | {"model": small_unet("sdxl"), "data": data, "train": {"steps": 10}}
+
+
+@pytest.fixture
 def three_blocks(tiny_config: dict, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The tiny run, 10 steps on a model of three blocks."""
     folder = tmp_path_factory.mktemp("three") / "pipeline"
@@ -106,11 +114,15 @@ def test_no_optimizer_waits_for_the_device(name: str, how: str, three_blocks: di
     assert set(steps.apart("synchronisations")) <= {0, 1}, "logging waits for one event of the step before"
 
 
-@pytest.mark.parametrize("how", TRAINED)
+COPIES = [("three_blocks", how) for how in TRAINED]
+COPIES += [("single_blocks", "LoRA, streamed"), ("single_blocks", "all, in backward, streamed")]
+
+
+@pytest.mark.parametrize(("model", "how"), COPIES)
 def test_a_warm_step_copies_from_pinned_memory_and_takes_no_memory_anew(
-    how: str, three_blocks: dict, steps: Steps
+    model: str, how: str, request: pytest.FixtureRequest, steps: Steps
 ) -> None:
-    trained(three_blocks, how)
+    trained(request.getfixturevalue(model), how)
     for name in ("pageable_copies", "cudaHostAlloc", "cuMemCreate", "cudaDeviceSynchronize"):
         assert (name, steps.work(name)) == (name, [0] * 7)
         assert (name, steps.apart(name)) == (name, [0] * 6)

@@ -1,4 +1,4 @@
-"""SD3 Medium, SD3.5 Large and SD 1.5 at full size, random weights, on the CPU: the code that loads the real ones."""
+"""SD3 Medium, SD3.5 Large, SD 1.5 and SDXL at full size, random weights, on the CPU: as the real ones are loaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import tiny_sd15
+import tiny_sdxl
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.models.sd3.files import SD3_MEDIUM, SD35_LARGE
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.config import bundled_configs
+from simpletune.models.sdxl.config import bundled_configs as xl_configs
 
 pytestmark = pytest.mark.slow
 
@@ -98,3 +100,20 @@ def test_five_lora_steps_of_sd15_at_256_px(
     assert summary["total_parameters"] == 859_520_964
     assert summary["trainable_parameters"] == 8 * 199_296
     assert summary["peak_rss_gib"] < 6
+
+
+@pytest.mark.timeout(3600)
+def test_two_int8_lora_steps_of_sdxl_streamed(
+    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_sdxl, "CLIP_L", 768)
+    monkeypatch.setattr(tiny_sdxl, "CLIP_G", 1280)
+    pipeline = tiny_sdxl.build(tmp_path / "pipeline", dtype="bf16")
+    (pipeline / "unet" / "config.json").write_text(json.dumps(xl_configs()["sdxl"]["unet"]))
+    (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    memory = {"resident_blocks": 0, "offload_checkpoint_inputs": True}
+    options: dict = {"model": {"family": "sdxl"}, "memory": memory, "train": {"steps": 2}}
+    summary = trained(pipeline, tiny_pictures, tmp_path, **options)
+    assert summary["total_parameters"] == 2_567_463_684
+    assert summary["trainable_parameters"] == 23_224_320
+    assert summary["peak_rss_gib"] < 8

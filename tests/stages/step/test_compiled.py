@@ -6,6 +6,7 @@ The compiler's front half and its backward pass (``aot_eager``) stand for all of
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,10 +194,16 @@ LEVERS: dict[str, dict] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize(("lever", "version"), [*((lever, "sd2") for lever in LEVERS), ("streamed", "sdxl")])
 def test_compiled_units_compute_the_same(
-    lever: str, unet_config: dict, compiler: Any, capsys: pytest.CaptureFixture[str]
+    lever: str,
+    version: str,
+    unet_config: dict,
+    small_unet: Callable[[str], dict],
+    compiler: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    unet_config["model"] = small_unet(version)
     if lever == "full":
         unet_config["adapter"] = {}
     eager = run_with(unet_config, **LEVERS[lever])
