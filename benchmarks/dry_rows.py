@@ -17,6 +17,7 @@ LARGE = (f"model.pretrained={SD35_LARGE}",)
 MEDIUM35 = (f"model.pretrained={SD35_MEDIUM}",)
 UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
 FULL_UNET = ("model.family=sd15", *FULL, *PX512)
+XL = ("model.family=sdxl",)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,18 @@ MORE = {
     "SD 1.5: LoRA r8 int8, 512 px": Row(UNET),
     "SD 1.5: LoRA r8 int8, 512 px, streamed": Row((*UNET, *STREAMED)),
     "SD 1.5: full bf16, adamw8bit in backward, 512 px": Row(FULL_UNET),
+    "SDXL: LoRA r16 int8": Row(XL),
+    "SDXL: LoRA r16 nf4": Row((*XL, *NF4)),
+    "SDXL: LoRA r16 bf16": Row((*XL, *BF16)),
+    "SDXL: LoRA r16 bf16, no checkpointing": Row((*XL, *BF16, *UNCHECKED)),
+    "SDXL: LoRA r16 int8, streamed": Row((*XL, *STREAMED)),
+    "SDXL: LoRA r16 int8, small states, streamed, checkpoint inputs on the host": Row(
+        (*XL, *SMALL, *STREAMED, *HOST)
+    ),
+    "SDXL: full bf16, adamw8bit in backward": Row((*XL, *FULL)),
+    "SDXL: full bf16, adamw8bit in backward, checkpoint inputs on the host": Row((*XL, *FULL, *HOST)),
+    "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
+    "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
     # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),
@@ -123,6 +136,8 @@ MORE = {
     "validation, LoRA r16 int8, plan, small states, 512 px": Row((*PLAN, *SMALL, *PX512), "validate"),
     "validation, full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), "validate"),
     "SD3.5 Large: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*LARGE, *PLAN, *TILES), "validate"),
+    "SDXL: validation, LoRA r16 int8": Row(XL, "validate"),
+    "SDXL: validation, LoRA r16 int8, tiles of 512 px": Row((*XL, *TILES), "validate"),
 }  # fmt: skip
 ROWS: dict[str, Row] = GRID | MORE
 SAME = ("LoRA r16 int8, plan", "LoRA r16 int8, plan, no checkpointing", "prompts")

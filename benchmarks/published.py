@@ -12,8 +12,9 @@ from pathlib import Path
 
 from benchmarks.study import BOTH, FULL, RUNS, STUDY
 
-SD3, SD35, SD15 = (Path("configs") / name for name in (
-    "sd3_medium_lora_r16_int8.json", "sd35_medium_lora_12gb.json", "sd15_lora.json"))  # fmt: skip
+SD3, SD35, SD15, SDXL = (Path("configs") / name for name in (
+    "sd3_medium_lora_r16_int8.json", "sd35_medium_lora_12gb.json", "sd15_lora.json", "sdxl_lora_24gb.json",
+))  # fmt: skip
 SD15_FULL = Path("configs/sd15_dreambooth_full.json")
 
 VERTEX = "the Stable Diffusion v1-5 report of Vertex Model Garden"
@@ -80,6 +81,9 @@ PEER_SD3 = (
     'adapter.targets=["to_q", "to_k", "to_v", "to_out.0"]',
 )  # fmt: skip
 PEER_SD15 = (*PEER, "data.resolution=512", "train.batch_size=1", "adapter.rank=16")
+PEER_SDXL = (
+    "adapter.method=lokr", "adapter.factor=12", "adapter.rank=null", *PEER, "data.resolution=1024", "train.batch_size=1",
+)  # fmt: skip
 SEVERAL = {"no checkpointing": "none", "12 of 24 blocks checkpointed": "12", "all checkpointed": "all"}
 
 
