@@ -23,7 +23,9 @@ from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, Nf4,
 from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.option import NUMBERS, SDXL
 from simpletune.models.shared.denoiser import model_units
+from simpletune.models.shared.family import Family
 from simpletune.models.shared.weights import MadeTensors, TensorSource, fill_model
 
 BLOCKS = 4
@@ -45,10 +47,18 @@ UNET = {
     "norm_num_groups": 8, "cross_attention_dim": 24, "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
     "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
 }  # fmt: skip
-UNETS: dict[str, dict[str, Any]] = {  # 15 units
+POOLED, TIME = 16, 4
+UNETS: dict[str, dict[str, Any]] = {  # 15 units, and 18
     "sd15": UNET | {"attention_head_dim": 2},
     "sd2": UNET | {"attention_head_dim": [1, 2], "use_linear_projection": True},
-}
+    "sdxl": UNET | {
+        "attention_head_dim": [1, 2], "use_linear_projection": True, "transformer_layers_per_block": [1, 2],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"], "addition_embed_type": "text_time",
+        "addition_time_embed_dim": TIME, "projection_class_embeddings_input_dim": POOLED + NUMBERS * TIME,
+    },
+}  # fmt: skip
+FAMILIES: dict[str, Family] = {"sd15": SD15(), "sd2": SD15(), "sdxl": SDXL()}
 STEPS, ACCUMULATION = 2, 2
 
 
@@ -105,21 +115,27 @@ class Denoiser:
 
 
 def unet(version: str, precision: WeightPrecision, device: str = "cpu") -> Any:
-    """A U-Net of two levels, as in Stable Diffusion 1.5 or 2, with random weights, always the same."""
-    config, where = UNETS[version], torch.device(device)
+    """A U-Net of two levels, as in Stable Diffusion 1.5, 2 or XL, with random weights, always the same."""
+    family, config, where = FAMILIES[version], UNETS[version], torch.device(device)
     return fill_model(
-        SD15().empty_model(config), lively_tensors(config, 3), precision, where, lambda name: False, "the model"
+        family.empty_model(config), lively_tensors(family, config, 3), precision, where, lambda name: False, "the model"
     )
 
 
-def lively_tensors(config: dict[str, Any], seed: int) -> TensorSource:
+def unit_names(version: str) -> tuple[str, ...]:
+    """The units of a U-Net, in the order of the forward pass."""
+    return FAMILIES[version].units_among(FAMILIES[version].shapes_of(UNETS[version]))
+
+
+def lively_tensors(family: Family, config: dict[str, Any], seed: int) -> TensorSource:
     """Random weights of a U-Net whose residual branches do not start near zero, so that every error shows."""
-    family = SD15()
     drawn, small = family.random_tensors(config, seed), re.compile(family.starts_small)
     return MadeTensors(family.shapes_of(config), lambda name, _: drawn.get(name) * (30 if small.search(name) else 1))
 
 
-def unet_loss(model: nn.Module, precision: WeightPrecision, key: int, device: str = "cpu") -> Tensor:
+def unet_loss(
+    model: nn.Module, precision: WeightPrecision, key: int, device: str = "cpu", version: str = "sd15"
+) -> Tensor:
     """The loss of a U-Net's micro-batch of two samples; sizes alternate."""
     generator = torch.Generator().manual_seed(key)
 
@@ -128,15 +144,16 @@ def unet_loss(model: nn.Module, precision: WeightPrecision, key: int, device: st
 
     h, w = ((8, 8), (4, 16))[key % 2]
     z_t, prompts, target = draw(2, 4, h, w), draw(2, 6, UNET["cross_attention_dim"]), draw(2, 4, h, w)
+    pooled = draw(2, POOLED + NUMBERS) if version == "sdxl" else z_t.new_zeros(2, 0)
     time = torch.tensor([300, 800], device=device)
     with precision.autocast_on(z_t.device):
-        prediction = SD15().predict(model, z_t, time, prompts, z_t.new_zeros(2, 0), precision.compute_dtype())
+        prediction = FAMILIES[version].predict(model, z_t, time, prompts, pooled, precision.compute_dtype())
     return (prediction.float() - target).square().mean()
 
 
 DENOISERS = {
     "sd3": Denoiser(transformer, loss_of),
-    **{version: Denoiser(partial(unet, version), unet_loss) for version in UNETS},
+    **{version: Denoiser(partial(unet, version), partial(unet_loss, version=version)) for version in UNETS},
 }
 
 
@@ -296,24 +313,33 @@ def write_pipeline(folder: Path) -> None:
 def write_unet(
     folder: Path, change: Callable[[dict[str, Tensor]], None] = lambda weights: None, version: Any = "sd2"
 ) -> dict[str, str]:
-    """The option ``model`` of a U-Net of two levels on disk, in a pipeline of Stable Diffusion 1.5 or 2.
+    """The option ``model`` of a U-Net of two levels on disk, in a pipeline of Stable Diffusion 1.5, 2 or XL.
 
     Args:
         folder: to write.
         change: changes the U-Net's weights in place.
-        version: ``sd15`` or ``sd2``.
+        version: ``sd15``, ``sd2`` or ``sdxl``.
     """
     import tiny_sd15
+    import tiny_sdxl
     from diffusers import UNet2DConditionModel
 
-    config = UNETS[version] | {"cross_attention_dim": tiny_sd15.TEXT[version]}
-    model, source = UNet2DConditionModel(**config), lively_tensors(config, 3)
+    if version == "sdxl":
+        pipeline = tiny_sdxl.build(folder / "pipeline", seed=1)
+        text = {
+            name: tiny_sdxl.UNET[name]
+            for name in ("cross_attention_dim", "addition_time_embed_dim", "projection_class_embeddings_input_dim")
+        }
+    else:
+        pipeline = tiny_sd15.build(folder / "pipeline", version, seed=1)
+        text = {"cross_attention_dim": tiny_sd15.TEXT[version]}
+    family, config = FAMILIES[version], UNETS[version] | text
+    model, source = UNet2DConditionModel(**config), lively_tensors(family, config, 3)
     weights = {name: source.get(name) for name in source.names}
     change(weights)
     model.load_state_dict(weights)
     model.save_pretrained(folder / "unet")
-    pipeline = tiny_sd15.build(folder / "pipeline", version, seed=1)
-    return {"family": "sd15", "pretrained": str(pipeline), "unet": str(folder / "unet")}
+    return {"family": family.family, "pretrained": str(pipeline), "unet": str(folder / "unet")}
 
 
 def on_cuda(operator: str, *given: object) -> Any:

@@ -240,7 +240,7 @@ ONE_UPDATE: dict[type, type] = {Linear: OneUpdateLinear, Conv2d: OneUpdateConv2d
 
 def _frozen_weight(layer: nn.Module) -> Packed | None:
     """A frozen linear layer's weight, if nothing but its product is wanted of the layer."""
-    if torch.compiler.is_compiling() or layer._forward_hooks or layer._forward_pre_hooks:
+    if torch.compiler.is_compiling() or layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return None
     if type(layer) is nn.Linear:
         frozen = not any(each is not None and each.requires_grad for each in layer._parameters.values())

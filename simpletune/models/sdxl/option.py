@@ -57,6 +57,7 @@ class SDXL(UNetFamily):
     )
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     reads_framing: ClassVar[bool] = True
+    ends_with_feed_forward: ClassVar[bool] = True
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionXLPipeline", "stable-diffusion-xl"
     )

@@ -18,8 +18,8 @@ class Denoiser(nn.Module):
     """
 
     units: tuple[str, ...]
-    """The names of the modules that are checkpointed, offloaded, compiled and quantised one by one, in the order of the
-    forward pass. Each runs once in a forward pass."""
+    """The names of the modules that are checkpointed, offloaded and compiled one by one, in the order of the forward
+    pass. Each runs once in a forward pass."""
     after_units: str
     """The name of the module that takes the last unit's output: a norm."""
 
@@ -35,10 +35,25 @@ def in_units(units: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: f"{name}.".startswith(prefixes)
 
 
+def in_trunk(units: Sequence[str]) -> Callable[[str], bool]:
+    """A predicate: whether the module of a given name belongs to a unit or lies between units, as the projections
+    around the transformer blocks of SDXL's attentions do; what comes before the first unit or after the last does not.
+    """
+    return in_units(list(dict.fromkeys(name.partition(".")[0] for name in units)))
+
+
+def layers_between_units(model: nn.Module) -> list[nn.Module]:
+    """The layers with weights between a model's units."""
+    trunk, within = in_trunk(model.units), in_units(model.units)  # type: ignore[arg-type]
+    outside = (layer for name, layer in model.named_modules() if trunk(name) and not within(name))
+    return [layer for layer in outside if next(layer.parameters(recurse=False), None) is not None]
+
+
 def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[str]:
-    """The names of the layers inside of a model's units that a precision quantises, before any of them is."""
-    within = in_units(model.units)  # type: ignore[arg-type]
-    return frozenset(name for name, layer in model.named_modules() if within(name) and precision.quantises(layer))
+    """The names of the layers inside of a model's units and between them that a precision quantises, before any of
+    them is."""
+    trunk = in_trunk(model.units)  # type: ignore[arg-type]
+    return frozenset(name for name, layer in model.named_modules() if trunk(name) and precision.quantises(layer))
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -3,7 +3,7 @@
 fp16 ends at 65504. A pass of a block sets the block's flag on the device if its inputs are finite and its outputs are
 not. The host reads the flags late and decides which blocks compute in fp32 from then on; such a block keeps its weights
 as they are, widens them for each pass, and passes its outputs on in fp32. A block in fp16 narrows its inputs, so it
-flags itself if they exceed fp16.
+flags itself if they exceed fp16. A layer between blocks computes as the block before it does, and flags that one.
 
 Shapes: b samples, n tokens, d width; c channels, h and w of a UNet's features.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from simpletune.models.shared.denoiser import Denoiser, model_units
+from simpletune.models.shared.denoiser import Denoiser, layers_between_units, model_units
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
@@ -29,18 +29,21 @@ TOKENS = 3  # dimensions of [b, n, d]; latents have more, [b, c, h, w]
 
 
 class BlockPass:
-    """The forward pass of one block, which it replaces, in fp16 or fp32."""
+    """The forward pass of one block, or of a layer between blocks (index None), which it replaces, in fp16 or fp32."""
 
-    def __init__(self, blocks: Fp16Blocks, index: int, block: nn.Module):
+    def __init__(self, blocks: Fp16Blocks, index: int | None, block: nn.Module):
         self.plain = self.fast = block.forward  # fast: may be compiled
 
         @functools.wraps(self.plain)
         def forward(*args: object, **kwargs: object) -> object:
-            if index in blocks.wide:
+            if index is not None:
+                blocks.latest = index
+            own = blocks.latest
+            if own in blocks.wide:
                 return in_fp32(block, self.plain, args, kwargs)
             narrow, named = tuple(map(_narrowed, args)), {name: _narrowed(value) for name, value in kwargs.items()}
             result = self.fast(*narrow, **named)
-            blocks.watch(index, (*args, *kwargs.values()), result)
+            blocks.watch(own, (*args, *kwargs.values()), result)
             return result
 
         forward.block_pass = self  # type: ignore[attr-defined]
@@ -58,11 +61,15 @@ class Fp16Blocks:
         """The blocks that compute in fp32."""
         self.drawn_wide: frozenset[int] = frozenset()
         """Blocks that overflowed outside of training; they compute in fp32 only outside of training."""
+        self.latest = 0
+        """The block that ran last."""
         blocks = model_units(denoiser)
         self.count = len(blocks)
         self._flags: Tensor | None = None
         for index, block in enumerate(blocks):
             BlockPass(self, index, block)
+        for layer in layers_between_units(denoiser):
+            BlockPass(self, None, layer)
         norm_out = denoiser.get_submodule(denoiser.after_units)
         plain = norm_out.forward
 

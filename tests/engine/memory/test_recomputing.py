@@ -21,6 +21,7 @@ from blocks import (
     prepare,
     shake_updates,
     transformer,
+    unit_names,
 )
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from pydantic import TypeAdapter
@@ -42,14 +43,14 @@ from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, Offl
 from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.unet.shapes import unet_units
 from simpletune.system.options import ConfigError
 
 ALONE = Parts(feed_forward="checkpointed", last=True)
 BOTH = Parts(2, "checkpointed", last=True)
 ALL = tuple(range(BLOCKS))
-UNITS = {version: len(unet_units(config)) for version, config in UNETS.items()}
+UNITS = {version: len(unit_names(version)) for version in UNETS}
 ALL_UNITS, SOME_UNITS = tuple(range(UNITS["sd15"])), Parts(9, "checkpointed")
+ALL_XL, LAST_XL = tuple(range(UNITS["sdxl"])), Parts(9, "checkpointed", last=True)
 RUNS: dict[str, tuple[str, str, float, Setting]] = {
     "attention of some kept": ("sd3", "int8", 0.0, Setting(checkpointed=3, parts=Parts(2))),
     "alone, some checkpointed": ("sd3", "nf4", 0.0, Setting(checkpointed=2, parts=ALONE)),
@@ -63,10 +64,13 @@ RUNS: dict[str, tuple[str, str, float, Setting]] = {
     "U-Net": ("sd2", "int8", 0.0, Setting(parts=Parts(UNITS["sd2"], "checkpointed"))),
     "U-Net, feed-forward only": ("sd15", "fp32", 0.0, Setting(checkpointed=0, parts=Parts(0, "all"))),
     "U-Net, streamed": ("sd15", "nf4", 0.0, Setting(ALL_UNITS, None, True, True, LateCopies, parts=SOME_UNITS)),
+    "single blocks": ("sdxl", "int8", 0.0, Setting(parts=Parts(UNITS["sdxl"], "checkpointed", last=True))),
+    "single blocks, feed-forward only": ("sdxl", "fp32", 0.5, Setting(checkpointed=0, parts=Parts(0, "all", last=True))),
+    "single blocks, streamed": ("sdxl", "nf4", 0.0, Setting(ALL_XL, None, True, True, LateCopies, parts=LAST_XL)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(["both, streamed"], RUNS))
+@pytest.mark.parametrize("case", slow_but(["both, streamed", "single blocks, streamed"], RUNS))
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, dropout, setting = RUNS[case]
     plain = lora_run(PRECISIONS[precision], Setting(checkpointed=0), dropout, family=family)

@@ -33,6 +33,7 @@ from blocks import (
     prepare,
     shake_updates,
     transformer,
+    unit_names,
     write_pipeline,
 )  # fmt: skip
 from safetensors.torch import load_file
@@ -49,13 +50,12 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import plain_tensors
-from simpletune.models.unet.shapes import unet_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
-UNITS_OF = {"sd3": BLOCKS, **{version: len(unet_units(config)) for version, config in UNETS.items()}}
+UNITS_OF = {"sd3": BLOCKS, **{version: len(unit_names(version)) for version in UNETS}}
 
 
 @lru_cache
@@ -102,7 +102,12 @@ def test_a_dropped_model_leaves_no_copy_in_its_queues(backward: bool) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "queue", "family"),
-    [(break_the_wait, LateCopies, "sd3"), (break_the_order, None, "sd3"), (break_the_order, None, "sd15")],
+    [
+        (break_the_wait, LateCopies, "sd3"),
+        (break_the_order, None, "sd3"),
+        (break_the_order, None, "sd15"),
+        (break_the_order, None, "sdxl"),
+    ],
 )
 def test_a_broken_order_shows(fault: Any, queue: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = resident_run("int8", family)
@@ -112,7 +117,7 @@ def test_a_broken_order_shows(fault: Any, queue: Any, family: str, monkeypatch: 
     assert losses != expected
 
 
-@pytest.mark.parametrize("family", ["sd3", "sd2"])
+@pytest.mark.parametrize("family", ["sd3", "sd2", "sdxl"])
 def test_weights_given_up_too_early_show(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)

@@ -7,6 +7,7 @@ show every use of weights outside of their unit's passes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -15,7 +16,6 @@ from blocks import (
     DENOISERS,
     PRECISIONS,
     STEPS,
-    UNETS,
     EagerCopies,
     LateCopies,
     Setting,
@@ -23,7 +23,7 @@ from blocks import (
     assert_same_run,
     lora_run,
     prepare,
-    write_unet,
+    unit_names,
 )  # fmt: skip
 from PIL import Image
 from safetensors.torch import load_file
@@ -39,15 +39,16 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 from simpletune.models.shared.denoiser import model_units
-from simpletune.models.unet.shapes import unet_units
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.training import trainer
 
-UNITS = len(unet_units(UNETS["sd15"]))
+UNITS = len(unit_names("sd15"))
 ALL = tuple(range(UNITS))
 SOME = tuple(Memory(resident_blocks=4).offloaded(UNITS))
+XL = len(unit_names("sdxl"))  # residual blocks, single transformer blocks; projections lie between them
+ALL_XL, SOME_XL = tuple(range(XL)), tuple(Memory(resident_blocks=4).offloaded(XL))
 
 
 @lru_cache
@@ -69,10 +70,17 @@ LORA: dict[str, tuple[str, str, Setting]] = {
     "nf4 streamed": ("sd2", "nf4", Setting(ALL, poison=True)),
     "quanto streamed": ("sd15", "int8-quanto", Setting(SOME, poison=True, queue=LateCopies)),
     "bf16 streamed": ("sd15", "bf16", Setting(ALL, poison=True, host=True)),
+    "single blocks": ("sdxl", "fp32", Setting(checkpointed=9, host=True, queue=LateCopies)),
+    "single blocks, int8 streamed": ("sdxl", "int8", Setting(ALL_XL, poison=True, host=True, queue=LateCopies)),
+    "single blocks, nf4, some resident": ("sdxl", "nf4", Setting(SOME_XL, poison=True)),
+    "single blocks, int8 products": ("sdxl", "int8-products", Setting(ALL_XL, poison=True, host=True)),
+    "single blocks, rotated": ("sdxl", "nf4-rotated", Setting(SOME_XL, poison=True, queue=LateCopies)),
+    "single blocks, quanto": ("sdxl", "int8-quanto-bf16", Setting(ALL_XL, poison=True)),
+    "single blocks, bf16": ("sdxl", "bf16", Setting(SOME_XL, poison=True, host=True)),
 }
 
 
-FAST = ("inputs of some on the host, late", "streamed late", "int8 some resident")
+FAST = ("inputs of some on the host, late", "streamed late", "int8 some resident", "single blocks, int8 streamed")
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, LORA))
@@ -107,7 +115,10 @@ FULL: dict[str, tuple[str, str, Setting]] = {
     "streamed late": ("sd15", "fp32", Setting(ALL, host=True, poison=True, trained=True, queue=LateCopies)),
     "race": ("sd2", "fp32", Setting(SOME, host=True, trained=True, queue=LateCopies, inward=EagerCopies)),
     "bf16 streamed": ("sd15", "bf16", Setting(ALL, poison=True, trained=True)),
+    "single blocks": ("sdxl", "bf16", Setting(ALL_XL, host=True, poison=True, trained=True, queue=LateCopies)),
+    "single blocks, race": ("sdxl", "fp32", Setting(SOME_XL, trained=True, queue=LateCopies, inward=EagerCopies)),
 }
+FAST_FULL = [case for case in FULL if case != "single blocks, race"]
 
 
 def full_run(family: str, precision: str, setting: Setting) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
@@ -125,7 +136,7 @@ def full_run(family: str, precision: str, setting: Setting) -> tuple[list[float]
     return losses, weights, [value for state in hooks.state.values() for value in state.values()]
 
 
-@pytest.mark.parametrize("case", FULL)
+@pytest.mark.parametrize("case", slow_but(FAST_FULL, FULL))
 def test_full_fine_tuning_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, setting = FULL[case]
     plain = full_run(family, precision, Setting(checkpointed=0))
@@ -135,12 +146,12 @@ def test_full_fine_tuning_is_the_plain_one_bit_for_bit(case: str) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """The options of a small U-Net, and of pictures of two sizes."""
-    folder, data = tmp_path_factory.mktemp("unet"), tmp_path_factory.mktemp("pictures")
+    """The options of pictures of two sizes."""
+    data = tmp_path_factory.mktemp("pictures")
     for number, size in enumerate([(128, 128), (256, 64), (128, 128)]):
         Image.effect_noise(size, 60 + number).convert("RGB").save(data / f"{number}.png")
         (data / f"{number}.txt").write_text(f"noise {number}")
-    return {"model": write_unet(folder), "data": {"path": str(data), "resolution": 128}}
+    return {"data": {"path": str(data), "resolution": 128}}
 
 
 FULL_BASE = {
@@ -156,15 +167,20 @@ BASES: dict[str, tuple[dict, dict]] = {
 }
 
 
-@pytest.mark.parametrize("base", slow_but(["lora", "full"], BASES))
+CASES = [(base, "sd2") for base in BASES] + [("lora", "sdxl"), ("full", "sdxl")]
+FAST_RUNS = [("lora", "sd2"), ("full", "sd2"), ("full", "sdxl")]
+
+
+@pytest.mark.parametrize(("base", "version"), slow_but(FAST_RUNS, CASES))
 def test_whole_runs_with_every_lever_are_the_plain_ones(
-    base: str, sources: dict[str, dict], tiny_config: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base: str, version: str, sources: dict[str, dict], small_unet: Callable[[str], dict], tiny_config: dict,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Two sizes in one run; the plain one neither checkpoints nor prefetches, which runs on the CPU do not."""
     build = BlockOffload.__init__
     monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
     changes, memory = BASES[base]
-    data = copy.deepcopy(tiny_config | changes | sources)
+    data = copy.deepcopy(tiny_config | changes | sources | {"model": small_unet(version)})
     results = []
     for name, levers in (("plain", {"checkpointing": "none"}), ("levers", memory)):
 

@@ -10,27 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import UNETS, write_unet
+from blocks import unit_names, write_unet
+from slow_cases import slow_but
 from torch import Tensor
 
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.optim import loss_scale
+from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.fp16_blocks import finite_passes, fp16_blocks_of
-from simpletune.models.unet.shapes import unet_units
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 
 CPU = torch.device("cpu")
-NAMES = [unit.name for unit in unet_units(UNETS["sd2"])]
 MIDDLE = "mid_block.resnets.0"
 DOWN, SKIPPED_TO = "down_blocks.1.resnets.0", "up_blocks.0.resnets.0"
+PROJECTED = "mid_block.attentions.0"
+BLOCKS = {f"{PROJECTED}.transformer_blocks.{number}" for number in range(2)}
 
 
 def inside(weights: dict[str, Tensor]) -> None:
     """The first convolution of a residual block exceeds fp16; the norm after it hides by how much."""
-    weights[f"{MIDDLE}.conv1.weight"].mul_(1e6)
-    weights[f"{MIDDLE}.time_emb_proj.weight"].mul_(1e6)
+    weights[f"{MIDDLE}.conv1.weight"].mul_(1e5)
+    weights[f"{MIDDLE}.time_emb_proj.weight"].mul_(1e5)
 
 
 def between(weights: dict[str, Tensor]) -> None:
@@ -40,21 +42,33 @@ def between(weights: dict[str, Tensor]) -> None:
         bias.copy_(torch.linspace(-6e4, 6e4, len(bias)))
 
 
-def config_json(tiny_config: dict, model: dict, compute: str, **changes: object) -> dict[str, Any]:
-    precision = {"weights": "int8", "compute": compute}
+def outside(weights: dict[str, Tensor]) -> None:
+    """The projection before single transformer blocks exceeds fp16, and so do they; the projection after them hides it."""
+    weights[f"{PROJECTED}.proj_in.weight"].mul_(1e6)
+    weights[f"{PROJECTED}.proj_out.weight"].mul_(1e-6)
+
+
+TRAINED = [("sd2", "int8"), ("sdxl", "bf16"), ("sdxl", "int8"), ("sdxl", "nf4")]
+
+
+def config_json(
+    tiny_config: dict, model: dict, compute: str, weights: str = "int8", **changes: object
+) -> dict[str, Any]:
+    precision = {"weights": weights, "compute": compute}
     data = {"model": model, "data": tiny_config["data"] | {"resolution": 64}, "precision": precision}
     return copy.deepcopy(tiny_config | data | {"name": compute, "optimizer": {"lr": 1e-6}} | changes)
 
 
+@pytest.mark.parametrize(("version", "weights"), slow_but([("sd2", "int8"), ("sdxl", "bf16")], TRAINED))
 def test_a_unit_that_overflows_is_computed_in_fp32(
-    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, weights: str, tiny_config: dict, tmp_path: Path
 ) -> None:
     """It is found in the first step and computed in fp32 from the third on; the scale of the loss falls meanwhile."""
-    model = write_unet(tmp_path / "model", inside)
+    model = write_unet(tmp_path / "model", inside, version)
     memory = {"checkpointing": "all", "resident_blocks": 4, "offload_checkpoint_inputs": True}
     more = {"train": {"steps": 5}, "memory": memory}
-    run = train(validate(config_json(tiny_config, model, "fp16", **more), "fp16"))
-    middle = NAMES.index(MIDDLE)
+    run = train(validate(config_json(tiny_config, model, "fp16", weights, **more), "fp16"))
+    middle = unit_names(version).index(MIDDLE)
     overflows = list(read_rows(run / OVERFLOWS))
     assert [(row["step"], row["blocks"]) for row in overflows] == [(1, [middle]), (2, [])]
     assert json.loads((run / "summary.json").read_text())["fp32_blocks"] == [middle]
@@ -63,28 +77,45 @@ def test_a_unit_that_overflows_is_computed_in_fp32(
     assert scales == [loss_scale.INITIAL / 2**halved for halved in (0, 1, 2, 2, 2)]
     plain = {
         row["step"]: row["loss"]
-        for row in read_metrics(train(validate(config_json(tiny_config, model, "fp32", **more), "fp32")))
+        for row in read_metrics(
+            train(
+                validate(
+                    config_json(tiny_config, model, "fp32", weights if weights != "bf16" else "fp32", **more), "fp32"
+                )
+            )
+        )
     }
     assert {row["step"]: row["loss"] for row in rows} == pytest.approx({n: plain[n] for n in (3, 4, 5)}, rel=5e-3)
 
 
-@pytest.mark.parametrize("change", [inside, between])
-def test_predictions_with_such_units_are_those_of_fp32(change: Any, tiny_config: dict, tmp_path: Path) -> None:
-    model = write_unet(tmp_path / "model", change)
+CHANGES = [(inside, "sd2"), (between, "sd2"), (between, "sdxl"), (outside, "sdxl")]
+
+
+@pytest.mark.parametrize(("change", "version"), CHANGES)
+def test_predictions_with_such_units_are_those_of_fp32(
+    change: Any, version: str, tiny_config: dict, tmp_path: Path
+) -> None:
+    model = write_unet(tmp_path / "model", change, version)
     generator, found = torch.Generator().manual_seed(3), {}
-    z_t, text = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 77, 48, generator=generator)
     for compute in ("fp16", "fp32"):
         config = resolve_folders(validate(config_json(tiny_config, model, compute), compute))
         unet, dtype = config.model.load_denoiser(config.precision, CPU), config.precision.compute_dtype()
+        if compute == "fp16":
+            z_t, text = (
+                torch.randn(shape, generator=generator) for shape in ((1, 4, 8, 8), (1, 77, config.model.text_width))
+            )
+            pooled = torch.randn(1, config.model.pooled_width, generator=generator)
+            pooled = config.model.framed(pooled, [Framing((64, 64), (0, 0), (64, 64))])
         with torch.no_grad():
-            predict = partial(config.model.predict, unet, z_t, torch.tensor([500.0]), text, torch.zeros(1, 0), dtype)
+            predict = partial(config.model.predict, unet, z_t, torch.tensor([500.0]), text, pooled, dtype)
             found[compute] = finite_passes(unet, predict).float()
         if compute == "fp16":
             blocks = fp16_blocks_of(unet)
             assert blocks is not None
-            wide = {NAMES[index] for index in blocks.drawn_wide}
-            assert (
-                wide == {MIDDLE} if change is inside else wide >= {DOWN, MIDDLE, SKIPPED_TO} and len(wide) < len(NAMES)
-            )
+            names = unit_names(version)
+            wide = {names[index] for index in blocks.drawn_wide}
+            expected = {inside: {MIDDLE}, between: {DOWN, MIDDLE, SKIPPED_TO}, outside: {MIDDLE, *BLOCKS}}[change]
+            assert wide >= expected and len(wide) < len(names)
+            assert wide == expected or change is between
     assert found["fp32"].std() > 0.1
     torch.testing.assert_close(found["fp16"], found["fp32"], rtol=0.02, atol=0.02)
