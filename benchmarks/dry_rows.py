@@ -136,7 +136,6 @@ MORE = {
     "validation, LoRA r16 int8, plan, small states, 512 px": Row((*PLAN, *SMALL, *PX512), "validate"),
     "validation, full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), "validate"),
     "SD3.5 Large: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*LARGE, *PLAN, *TILES), "validate"),
-    "SDXL: validation, LoRA r16 int8": Row(XL, "validate"),
     "SDXL: validation, LoRA r16 int8, tiles of 512 px": Row((*XL, *TILES), "validate"),
 }  # fmt: skip
 ROWS: dict[str, Row] = GRID | MORE
