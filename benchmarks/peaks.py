@@ -36,8 +36,8 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 *Published*: peak memory on an L40S after warm-up, of {SWEEP}: LoRA r128 on to\\_q, to\\_k, to\\_v and to\\_out.0 of
-SD3.5 Medium at batch 3, 1024 px, r16 of SD 1.x at batch 1, 512 px, and LoKr of factor 12 on SDXL's attention at batch 1,
-1024 px; latents and prompts cached, no validation.
+SD3.5 Medium at batch 3, 1024 px, r16 of SD 1.x at batch 1, 512 px, and LoKr of factor 12 on SDXL's attention at batch
+1, 1024 px; latents and prompts cached, no validation.
 *diffusers + peft*: the allocator's peak of the same step under autocast, with AdamW, the LoRA in bf16 or in fp32, on a
 simulated L40S: no hardware, torch's CUDA build over a stub of the CUDA runtime. *Predicted*: the training step's peak
 by `simpletune estimate`, without the CUDA context. *Our setting*: the nearest where ours differs; we have no fp8, and
