@@ -17,6 +17,7 @@ LARGE = (f"model.pretrained={SD35_LARGE}",)
 MEDIUM35 = (f"model.pretrained={SD35_MEDIUM}",)
 UNET = ("model.family=sd15", "adapter.rank=8", *PX512)
 FULL_UNET = ("model.family=sd15", *FULL, *PX512)
+XL = ("model.family=sdxl",)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ MORE = {
     "SD 1.5: LoRA r8 int8, 512 px": Row(UNET),
     "SD 1.5: LoRA r8 int8, 512 px, streamed": Row((*UNET, *STREAMED)),
     "SD 1.5: full bf16, adamw8bit in backward, 512 px": Row(FULL_UNET),
+    "SDXL: LoRA r16 int8": Row(XL),
+    "SDXL: LoRA r16 nf4": Row((*XL, *NF4)),
+    "SDXL: LoRA r16 bf16": Row((*XL, *BF16)),
+    "SDXL: LoRA r16 bf16, no checkpointing": Row((*XL, *BF16, *UNCHECKED)),
+    "SDXL: LoRA r16 int8, streamed": Row((*XL, *STREAMED)),
     # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),

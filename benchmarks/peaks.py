@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.dry import LAUNCHER
-from benchmarks.memory import SM_89
-from benchmarks.published import PEER, PEER_SD3, PEER_SD15, SD15, SD35, SWEEP
+from benchmarks.memory import FULL, SM_89
+from benchmarks.published import PEER, PEER_SD3, PEER_SD15, SD15, SD35, SDXL, SWEEP
 from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
@@ -26,6 +26,7 @@ from simpletune.system.options import Json, UserError
 
 GIB = 2**30
 KOHYA = "SD3.5 Large, LoRA r4, fp8 weights, checkpointed, batch 1"
+KOHYA_FULL = "SDXL, full, bf16, checkpointed, Adafactor in the backward pass"
 STEPS = 3  # the optimizer's states exist after the first
 COLUMNS = {
     "what": "", "published_gib": "published, GiB", "plain_gib": "diffusers + peft, GiB",
@@ -41,6 +42,8 @@ by `simpletune estimate`, without the CUDA context. *Our setting*: the nearest w
 int8 takes as many bytes.
 
 - *SD3.5 Large*: sd-scripts' README (before commit 884fc8c7) names no peak, but cards of 16 GB for its example.
+- *SDXL, full*: the pull request that brought this to sd-scripts
+  ([#1259](https://github.com/kohya-ss/sd-scripts/pull/1259)), "10GB"; a user there gives 10.3 for OneTrainer.
 - *bf16, all checkpointed*: diffusers and PEFT with an fp32 LoRA take what was published. Autocast keeps inputs of
   products in both types; our layers keep one.
 - *None checkpointed*: our blocks keep less than diffusers'. With theirs our step is predicted at 26.5 GiB for SD3.5
@@ -70,8 +73,9 @@ class Row:
 
     @property
     def has_plain(self) -> bool:
-        """Whether diffusers' own code does the same: bf16, all blocks checkpointed or none."""
-        return not self.ours and not any(each.endswith("=12") or "=int8" in each for each in self.overrides)
+        """Whether diffusers' and PEFT's own code does the same: LoRA in bf16, all blocks checkpointed or none."""
+        other = ("memory.checkpointing=12", "precision.weights=int8", "adapter.method=full")
+        return not self.ours and not set(other) & set(self.overrides)
 
 
 def _rows() -> dict[str, Row]:
@@ -94,11 +98,13 @@ def _rows() -> dict[str, Row]:
         "int8, none checkpointed": (3.04, (none, int8)),
         "int8, checkpointed": (1.74, (every, int8)),
     }
+    fused = (*FULL, "optimizer.name=adafactor", every)
     large = (*PEER, "data.resolution=1024", "train.batch_size=1", "adapter.rank=4", every, int8)
     return {
         **{f"SD3.5 Medium, {name}": Row(gib, SD35, (*PEER_SD3, *own), ours) for name, (gib, own, ours) in sd3.items()},
         **{f"SD 1.x, {name}": Row(gib, SD15, (*PEER_SD15, *own)) for name, (gib, own) in sd15.items()},
         KOHYA: Row(14.9, Path("configs/sd35_large_lora_24gb.json"), large, "int8"),
+        KOHYA_FULL: Row(10.0, SDXL, ("memory.profile=null", *fused)),
     }
 
 

@@ -142,7 +142,8 @@ def bytes_of_prompt(config: TrainConfig) -> int:
     """Return an upper bound on one prompt's embeddings; packed ones are 8-bit numbers with a scale for each group."""
     width, wide = config.model.text_width, ITEM[config.precision.encoder_type]
     packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
-    return (config.model.text_tokens - packed) * width * wide + packed * (width + 4 * groups_of(width))
+    whole = (config.model.text_tokens - packed) * width + config.model.pooled_width
+    return whole * wide + packed * (width + 4 * groups_of(width))
 
 
 def _more_checkpoints(config: TrainConfig, plan: Plan | None, start: int, samples: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_sd15
+import tiny_sdxl
 from slow_cases import slow_but
 
 from simpletune.commands.train.train import train
@@ -21,7 +22,7 @@ FILES = sorted(file for file in (ROOT / "configs").glob("*.json") if file.name !
 FAST = (  # one of each family and method, and of the levers of the profiles
     "demo", "demo_embeddings", "demo_full", "sd15_lora", "sd35_large_lora_8gb", "sd3_medium_dora",
     "sd3_medium_full_8gb", "sd3_medium_lokr", "sd3_medium_lora_4gb", "sd3_medium_study_lora_r16",
-    "tiny_sd3_from_scratch",
+    "sdxl_lora_6gb", "tiny_sd3_from_scratch",
 )  # fmt: skip
 
 
@@ -41,18 +42,19 @@ def for_one_block(file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tiny_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pipeline of Stable Diffusion 1.5."""
-    return tiny_sd15.build(tmp_path_factory.mktemp("unet") / "sd15")
+def tiny_unets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny pipeline of each family with a UNet."""
+    folder = tmp_path_factory.mktemp("unets")
+    return {"sd15": tiny_sd15.build(folder / "sd15"), "sdxl": tiny_sdxl.build(folder / "sdxl")}
 
 
-def tiny_model(file: Path, tiny_config: dict, tiny_unet: Path) -> list[str]:
+def tiny_model(file: Path, tiny_config: dict, tiny_unets: dict[str, Path]) -> list[str]:
     """Overrides that take a tiny model of the file's family, its smallest pictures, and few of them a step."""
     data = json.loads(file.read_text())
     few = ["train.batch_size=2", "train.gradient_accumulation=1"] if data["train"].get("batch_size", 1) >= 16 else []
     few += [f"model.{part}=null" for part in ("unet", "transformer") if data.get("model", {}).get(part)]
-    if data.get("model", {}).get("family") == "sd15":
-        return [f"model.pretrained={tiny_unet}", "data.resolution=64", *few]
+    if (unet := tiny_unets.get(data.get("model", {}).get("family", ""))) is not None:
+        return [f"model.pretrained={unet}", "data.resolution=64", *few]
     return [*few, f"model.pretrained={tiny_config['model']['pretrained']}", "model.t5_length=8", "data.resolution=32"]
 
 
@@ -65,9 +67,9 @@ def captions(file: Path) -> list[str]:
 @pytest.mark.parametrize(
     "file", slow_but([ROOT / "configs" / f"{name}.json" for name in FAST], FILES), ids=lambda file: file.name
 )
-def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unet: Path) -> None:
+def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unets: dict[str, Path]) -> None:
     overrides = [
-        *tiny_model(file, tiny_config, tiny_unet), "device=cpu",
+        *tiny_model(file, tiny_config, tiny_unets), "device=cpu",
         f"data.path={tiny_config['data']['path']}", "train.steps=3", "schedule.warmup_steps=1",
         "checkpoint.every=2", "validation.every=null", "validation.steps=1", "validation.loss_samples=2",
         "validation.seed=5", "validation.width=null",

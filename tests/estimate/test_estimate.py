@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_sdxl
 import torch
 
 from simpletune.apps.cli.main import main, parser
@@ -20,7 +21,7 @@ from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate import disk_needs as disk_counting
 from simpletune.estimate import job_estimate as estimating
 from simpletune.estimate import run_estimate as forecasting
-from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
+from simpletune.estimate.disk_needs import DataCounts, bytes_of_prompt, checkpoint_bytes, disk_needs
 from simpletune.estimate.job_estimate import CONTEXT, MIB, Estimate, estimate, largest_peak, needed, needs_of
 from simpletune.estimate.run_estimate import cheapest_change, compare_with_measured, estimate_run, print_comparison
 from simpletune.estimate.simulate import simulate_stages
@@ -141,6 +142,15 @@ def test_a_kept_prediction_is_for_one_version_of_the_code_and_one_kernel_of_atte
         monkeypatch.setattr(estimating, name, value)
         names.add(estimating.cache_file(config, L4.capability, SIZE))
     assert len(names) == 4
+
+
+def test_a_prompt_is_counted_with_what_is_pooled(tiny_config: dict, tmp_path: Path) -> None:
+    """Within SDXL's 77 tokens no encoder leaves room for it."""
+    small = {"data": tiny_config["data"] | {"resolution": 64}}
+    data = tiny_config | small | {"model": {"family": "sdxl", "pretrained": str(tiny_sdxl.build(tmp_path / "sdxl"))}}
+    model = (config := validate(data, "test")).model
+    embeds, pooled = model.text_tokens * model.text_width, model.pooled_width
+    assert bytes_of_prompt(config) == 4 * (embeds + pooled) and embeds and pooled  # fp32 encoders on the CPU
 
 
 def test_needs_follow_the_run(tiny_config: dict) -> None:
