@@ -124,7 +124,7 @@ def is_sd3(family: str) -> bool:
 
 def is_unet(family: str) -> bool:
     """Whether a family is Stable Diffusion 1.5, 2, or a U-Net that may be one of them."""
-    return family.startswith((SD15, SD2, "a U-Net"))
+    return family.startswith((SD15, SD2, UNET_BY_TEXT_WIDTH[2048], "a U-Net"))
 
 
 def is_known(family: str) -> bool:

@@ -48,8 +48,8 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=(*FORMATS, "lycoris", "a1111"),
         required=True,
-        help="file layout; ComfyUI and Forge load kohya, and comfy writes the same for SD 1.5 and 2; lycoris: LoKr "
-        "or LoHa unchanged, for ComfyUI; a1111: a hypernetwork as .pt",
+        help="file layout; ComfyUI and Forge load kohya, and comfy writes the same for SDXL, SD 1.5 and 2; lycoris: "
+        "LoKr or LoHa unchanged, for ComfyUI; a1111: a hypernetwork as .pt",
     )
     add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
@@ -151,7 +151,7 @@ def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add the output file and its format."""
     parser.add_argument("--out", type=Path, required=True, help=".safetensors file to write")
-    parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for SD 1.5 and 2")
+    parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for SDXL, SD 1.5 and 2")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 if computed, else as in the input")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 
