@@ -490,6 +490,12 @@ ONETRAINER = [
         ["clip_g"],
         None,
     ),
+    (
+        XL_OT | {"training_method": "FINE_TUNE", "unet": {"weight_dtype": "BFLOAT_16"}, "train_dtype": "FLOAT_16"},
+        "precision.compute",
+        "bf16",
+        "changed",
+    ),
     (XL_OT | {"loss_weight_fn": "MIN_SNR_GAMMA"}, "objective.min_snr_gamma", 5.0, None),
     (XL_OT | {"resolution": "1024"}, "data.resolution", 1024, None),
     ({"base_model_name": "a/b"}, "model.pretrained", "a/b", "taken"),

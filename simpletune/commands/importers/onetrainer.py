@@ -188,6 +188,8 @@ def _part(found: Translation, name: str, method: str) -> None:
         )
     else:
         part.take("weight_dtype", "precision.weights", weights, tables["weights_why"].get(kind, ""))
+    if method == "full" and weights == "bf16" and found.get("precision.compute") == "fp16":
+        found.take("train_dtype", "precision.compute", "bf16", "as the weights: those that train in bf16 need it")
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
         part.take("weight_dtype", "precision.products", "int8")
     if part.has("model_name"):
