@@ -151,7 +151,7 @@ def test_photos_are_examined_checked_and_trained_in_buckets(real_data: Path, bas
     assert main(["init", str(photos), "--model", str(base), "--device", "cpu", "--yes", "--out", str(out)]) == 0
     config = json.loads(out.read_text())
     assert config["model"] == {"family": "sdxl", "pretrained": str(base)} and config["data"]["resolution"] == 1024
-    small = ["data.resolution=192", "train.steps=2", "validation.every=null", "validation.loss_samples=0", "prior=null",
+    small = ["data.resolution=192", "train.steps=2", "validation.every=null", "validation.loss_samples=0",
              f"output.runs={tmp_path}", f"output.cache={tmp_path / 'cache'}", "precision.weights=bf16", "device=cpu",
              "optimizer.name=adamw", "schedule.warmup_steps=0", "name=photos"]  # fmt: skip
     assert main(["check", str(out), *small]) == 0
