@@ -1,4 +1,4 @@
-"""simpletune: fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card."""
+"""simpletune: fine-tune Stable Diffusion 3, 3.5, XL, 1.5 and 2 on one graphics card."""
 
 from importlib.metadata import PackageNotFoundError, version
 

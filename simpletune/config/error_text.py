@@ -56,7 +56,8 @@ ELSEWHERE = {
 SUGGESTED = 100  # problems of one validation that get our own message
 RENAMED = {  # options renamed before the first release, and other names of families
     "boundaries": "offload_checkpoint_inputs", "sd1": "sd15", "sd14": "sd15", "sd2": "sd15", "sd20": "sd15",
-    "sd21": "sd15", "sd35": "sd3", "sharding": "fsdp", "eval_samples": "loss_samples",
+    "sd21": "sd15", "sd35": "sd3", "xl": "sdxl", "sdxl10": "sdxl", "pony": "sdxl", "illustrious": "sdxl",
+    "noobai": "sdxl", "sharding": "fsdp", "eval_samples": "loss_samples",
 }  # fmt: skip
 NEEDS = {
     "bool_type": "true or false, without quotes",

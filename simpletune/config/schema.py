@@ -214,7 +214,8 @@ class Validation(Option):
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
     """Number of sampling steps."""
     guidance: Annotated[float, Field(ge=1)] = 4.5
-    """Classifier-free guidance scale; 1 disables guidance. Default: 4.5 for SD3, 7.5 for SD 1.5 and 2."""
+    """Classifier-free guidance scale; 1 disables guidance. Default: 4.5 for SD3, 5 for SDXL, 7.5 for SD 1.5 and
+    2."""
     width: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
     """Width in pixels; null: the training resolution."""
     height: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None

@@ -7,6 +7,7 @@ packages above may import this one; a family imports no other.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, get_args
@@ -47,6 +48,12 @@ def family_of(source: str) -> Family | None:
             if family.model_copy(update={"pretrained": source}).denoiser_config(fetch=False) is not None:
                 return family
     return None if single else next(iter(candidates), None)
+
+
+def family_by_name(source: str) -> Family | None:
+    """The family, with its defaults, that the last part of a base's name suggests (``published_as``)."""
+    last = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
+    return next((family for family in FAMILIES if re.search(family.published_as, last)), None)
 
 
 def _may_be(family: Family, source: str, single: bool) -> bool:

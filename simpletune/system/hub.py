@@ -128,7 +128,10 @@ def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
     if not any(file.path.startswith(prefix) for file in files):
         if part.part not in ALONE or not any(file.path == "config.json" for file in files):
             held = ", ".join(sorted({f.path.split("/")[0] for f in files if "/" in f.path})) or "no folders"
-            raise UserError(f"{name} has no {prefix} folder (diffusers' layout), only {held}. Name an SD3 pipeline")
+            raise UserError(
+                f"{name} has no {prefix} folder (diffusers' layout), only {held}. Name a pipeline of model.family, or "
+                "set model.family to the pipeline's"
+            )
         prefix = ""
     inside = {file.path.removeprefix(prefix): file for file in files if file.path.startswith(prefix)}
     inside = {path: file for path, file in inside.items() if "/" not in path}

@@ -8,6 +8,9 @@ from __future__ import annotations
 LARGE = "stabilityai/stable-diffusion-3.5-large"
 MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 OLD = {"pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5", "network_module": "networks.lora"}
+XL_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
+XL = {"pretrained_model_name_or_path": XL_BASE, "network_module": "networks.lora"}
+XL_OT = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "base_model_name": XL_BASE}
 OLD_OT = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 
 
@@ -34,6 +37,21 @@ BLOCK_WEIGHTS = [  # network_args of kohya's networks.lora, and adapter.layers
     ([f"block_dims={EIGHTS},8"], "unset"),
     (["down_lr_weight=steep"], "unset"),
 ]  # fmt: skip
+NINES = ",".join(["8"] * 23)
+XL_BLOCK_WEIGHTS = [  # the same of SDXL: 9 down, 3 in the middle, 9 up; block_dims also of the first and last layers
+    ([f"block_dims={NINES}"], []),
+    (["block_dims=1,1,1,1,1,4,4,1,8,6,1,2,1,8,8,0,16,16,16,1,1,1,1"],
+     [{"pattern": "mid", "rank": 2}, {"pattern": "down.2.attentions.1", "rank": 6}, {"pattern": "down.1", "rank": 4},
+      {"pattern": "up.0.attentions.2", "rank": 0}, {"pattern": "up.1", "rank": 16}]),
+    (["down_lr_weight=1,1,1,1,.5,.5,1,0,0", "mid_lr_weight=1,0.25,1"],
+     [{"pattern": "mid", "lr_ratio": 0.25}, {"pattern": "down.1", "lr_ratio": 0.5},
+      {"pattern": "down.2", "lr_ratio": 0}]),
+    (["up_lr_weight=linear"],
+     [{"pattern": "up.0.attentions.0", "lr_ratio": 0}, {"pattern": "up.0.attentions.1", "lr_ratio": 0.125},
+      {"pattern": "up.0.attentions.2", "lr_ratio": 0.25}, {"pattern": "up.1.attentions.0", "lr_ratio": 0.375},
+      {"pattern": "up.1.attentions.1", "lr_ratio": 0.5}, {"pattern": "up.1.attentions.2", "lr_ratio": 0.625}]),
+    ([f"block_dims={EIGHTS}"], "unset"),
+]  # fmt: skip
 SD3_LAYERS = [  # network_args of networks.lora_sd3
     (["train_block_indices=0,1,8-10"],
      [{"pattern": "blocks", "lr_ratio": 0}, {"pattern": "blocks.0,1,8-10", "lr_ratio": 1}]),
@@ -57,6 +75,15 @@ SIMPLETUNER = [
     ({"--lora_type": "lycoris", "lora_type": None}, "adapter.method", "lokr", "taken"),
     ({"model_family": "sd1x"}, "model.family", "sd15", "taken"),
     ({"model_family": "sd2x"}, "model.family", "sd15", "changed"),
+    ({"model_family": "sdxl", "pretrained_model_name_or_path": None}, "model.family", "sdxl", "taken"),
+    (
+        {"model_family": "sdxl", "pretrained_model_name_or_path": None, "model_flavour": "base-1.0"},
+        "model.pretrained",
+        XL_BASE,
+        "taken",
+    ),
+    ({"model_family": "sdxl"}, "adapter.targets", "unset", None),
+    ({"model_family": "sdxl", "snr_gamma": 5}, "objective.min_snr_gamma", 5, None),
     ({"model_flavour": "3.5-large", "pretrained_model_name_or_path": None}, "model.pretrained", LARGE, "taken"),
     ({"pretrained_model_name_or_path": "a/b"}, "model.pretrained", "a/b", "taken"),
     ({"pretrained_transformer_model_name_or_path": "a/t"}, "model.transformer", "a/t", "taken"),
@@ -255,6 +282,31 @@ KOHYA = [
         (OLD | {"network_args": given, "network_dim": 8, "network_alpha": 4}, "adapter.layers", layers, None)
         for given, layers in BLOCK_WEIGHTS
     ),
+    *(
+        (XL | {"network_args": given, "network_dim": 8, "network_alpha": 4}, "adapter.layers", layers, None)
+        for given, layers in XL_BLOCK_WEIGHTS
+    ),
+    (XL, "model.family", "sdxl", None),
+    (XL | {"pretrained_model_name_or_path": "models/ponyDiffusionV6XL.safetensors"}, "model.family", "sdxl", "changed"),
+    (XL | {"pretrained_model_name_or_path": "models/other.safetensors", "sdxl": True}, "model.family", "sdxl", None),
+    (XL | {"v_parameterization": True}, "objective.prediction", "v", "taken"),
+    (XL | {"zero_terminal_snr": True}, "objective.zero_terminal_snr", True, "taken"),
+    (XL | {"min_snr_gamma": 5}, "objective.min_snr_gamma", 5, "taken"),
+    (XL | {"noise_offset": 0.0357}, "objective.offset_noise", 0.0357, "taken"),
+    (XL | {"no_half_vae": True}, "x", "unset", "left out"),
+    (XL | {"vae": "sdxl_vae_fp16_fix"}, "model.vae", "sdxl_vae_fp16_fix", "taken"),
+    (XL | {"cache_text_encoder_outputs": True, "network_train_unet_only": True}, "text", "unset", None),
+    (
+        XL | {"text_encoder_lr": [2e-5, 1e-5]},
+        "text.lora",
+        {"rank": 8, "alpha": 1.0, "targets": "attention_and_mlp", "learning_rate": 2e-5},
+        None,
+    ),
+    (XL | {"text_encoder_lr": [0, 1e-5]}, "text.lora.encoders", ["clip_g"], None),
+    (XL | {"text_encoder_lr": [0, 0]}, "text", "unset", "left out"),
+    (XL | {"network_module": None, "learning_rate_te1": 1e-6}, "adapter.method", "full", "left out"),
+    (XL | {"network_args": ["conv_dim=8"]}, "adapter.conv", "unset", None),
+    (XL | {"bucket_reso_steps": 64}, "data.resolution", 512, "taken"),
     *((SD3_BASE | {"network_args": given}, "adapter.layers", layers, None) for given, layers in SD3_LAYERS),
     ({"scale_weight_norms": 1}, "adapter.max_norm", 1, "taken"),
     ({"network_dim": 16, "network_alpha": 0}, "adapter.alpha", 16, "changed"),
@@ -303,7 +355,7 @@ KOHYA = [
     ({}, "precision.weights", "bf16", None),
     ({"gradient_checkpointing": True}, "memory.checkpointing", "all", "taken"),
     ({}, "memory.checkpointing", "none", None),
-    ({"blocks_to_swap": 10}, "memory.resident_blocks", 14, "changed"),
+    ({"blocks_to_swap": 10}, "memory.resident_blocks", 28, "changed"),
     ({"network_module": None, "fused_backward_pass": True}, "memory.optimizer_in_backward", True, None),
     ({"network_module": None, "fused_backward_pass": True}, "train.clip", "per_parameter", None),
     ({"weighting_scheme": "logit_normal", "logit_mean": 0.5}, "objective.logit_mean", 0.5, None),
@@ -424,6 +476,28 @@ ONETRAINER = [
     ({"additional_embeddings": [{}, {}]}, "adapter.method", "lora", "left out"),
     ({"model_type": "STABLE_DIFFUSION_3"}, "model.family", "sd3", "taken"),
     (OLD_OT, "model.family", "sd15", None),
+    (XL_OT, "model.family", "sdxl", "taken"),
+    (XL_OT | {"unet": {"weight_dtype": "FLOAT_16"}}, "precision.weights", "bf16", None),
+    (
+        XL_OT | {"text_encoder": {"train": True}, "text_encoder_2": {"train": True}},
+        "text.lora.encoders",
+        "unset",
+        None,
+    ),
+    (
+        XL_OT | {"text_encoder": {"train": False}, "text_encoder_2": {"train": True}},
+        "text.lora.encoders",
+        ["clip_g"],
+        None,
+    ),
+    (
+        XL_OT | {"training_method": "FINE_TUNE", "unet": {"weight_dtype": "BFLOAT_16"}, "train_dtype": "FLOAT_16"},
+        "precision.compute",
+        "bf16",
+        "changed",
+    ),
+    (XL_OT | {"loss_weight_fn": "MIN_SNR_GAMMA"}, "objective.min_snr_gamma", 5.0, None),
+    (XL_OT | {"resolution": "1024"}, "data.resolution", 1024, None),
     ({"base_model_name": "a/b"}, "model.pretrained", "a/b", "taken"),
     ({"transformer": {"weight_dtype": "BFLOAT_16"}}, "precision.weights", "bf16", None),
     ({"transformer": {"weight_dtype": "INT_8"}}, "precision.weights", "int8", None),
@@ -432,7 +506,7 @@ ONETRAINER = [
     ({"transformer": {"weight_dtype": "FLOAT_8"}}, "precision.weights", "int8", None),
     ({"transformer": {"gradient_checkpointing": False}}, "memory.checkpointing", "none", None),
     ({"transformer": {"activation_offloading": True}}, "memory.offload_checkpoint_inputs", True, None),
-    ({"transformer": {"offload_fraction": 0.25}}, "memory.resident_blocks", 18, None),
+    ({"transformer": {"offload_fraction": 0.25}}, "memory.resident_blocks", 28, None),
     ({"transformer": {"model_name": "a/t"}}, "model.transformer", "a/t", None),
     ({"lora_model_name": "a.safetensors"}, "adapter.start", "a.safetensors", "taken"),
     ({"lora_model_name": ""}, "adapter.start", "unset", None),
@@ -616,7 +690,7 @@ KOHYA_SS = [
     ({"LoRA_type": None}, "adapter.method", "full", None),
     ({"LoRA_type": None, "token_string": "zz", "init_word": "dog"}, "text.embeddings.token", "zz", "taken"),
     ({}, "model.family", "sd15", None),
-    (SD3_GUI, "model.family", "unset", None),
+    (SD3_GUI, "model.family", "sd3", None),
     (SD3_GUI, "objective.sigma", "mode", "taken"),
     ({"weighting_scheme": "mode"}, "objective", "unset", None),
     ({"max_resolution": "512,768"}, "data.resolution", 640, "changed"),
@@ -641,12 +715,28 @@ KOHYA_SS = [
     ({"model_list": "custom"}, "x", "unset", "left out"),
     ({"min_snr_gamma": 0, "save_every_n_steps": 0}, "checkpoint.every", None, "taken"),
 ]
+GUI_XL = {"sdxl": True, "pretrained_model_name_or_path": "models/dreamer_v3.safetensors", "max_resolution": "1024,1024"}
+KOHYA_SS += [
+    (GUI_XL, "model.family", "sdxl", "taken"),
+    (GUI_XL | {"sdxl": None, "sdxl_checkbox": True}, "model.family", "sdxl", "taken"),
+    (GUI_XL | {"sdxl_no_half_vae": True}, "data.resolution", 1024, "taken"),
+    (GUI_XL | {"sdxl_cache_text_encoder_outputs": True, "unet_lr": 1e-4}, "text", "unset", None),
+    (GUI_XL | {"sdxl": False}, "model.family", "sd15", "changed"),
+]
 SMALL = {"model.is_v3": None, "model.arch": "sd1"}
+LARGER = {"model.is_v3": None, "model.arch": "sdxl", "model.name_or_path": "stabilityai/stable-diffusion-xl-base-1.0"}
 AI_TOOLKIT = [
     ({}, "model.family", "sd3", "taken"),
     ({}, "model.pretrained", LARGE, "taken"),
     (SMALL, "model.family", "sd15", "taken"),
-    ({"model.is_v3": None}, "model.family", "sd15", "changed"),
+    (LARGER, "model.family", "sdxl", "taken"),
+    (LARGER | {"model.arch": None, "model.is_xl": True}, "model.family", "sdxl", "taken"),
+    (LARGER | {"model.arch": None}, "model.family", "sdxl", "taken"),
+    (LARGER | {"sample.width": 1000}, "validation.width", 960, "taken"),
+    (LARGER | {"model.is_v_pred": True}, "objective.prediction", "v", "taken"),
+    (LARGER | {"train.noise_offset": 0.0357}, "objective.offset_noise", 0.0357, "taken"),
+    ({"model.is_v3": None}, "model.family", "sd3", "taken"),
+    ({"model.is_v3": None, "model.name_or_path": "a/b"}, "model.family", "sd15", "changed"),
     ({"model.name_or_path": "https://a.b/c"}, "model.pretrained", "unset", "left out"),
     ({}, "adapter.rank", 8, "taken"),
     ({"network.pretrained_lora_path": "a.safetensors"}, "adapter.start", "a.safetensors", "taken"),
@@ -696,6 +786,8 @@ AI_TOOLKIT = [
     ({"datasets": [{"flip_y": True}]}, "data.flip", "unset", "left out"),
 ]
 DREAMBOOTH = {"script": "train_dreambooth.py"}
+DREAMBOOTH_XL = {"script": "train_dreambooth_lora_sdxl.py"}
+TEXT_TO_IMAGE_XL = {"script": "train_text_to_image_sdxl.py"}
 INVERSION = {
     "script": "textual_inversion.py",
     "placeholder_token": "<a>",
@@ -718,6 +810,24 @@ DIFFUSERS = [
     (INVERSION, "train.steps", 100, "taken"),
     (INVERSION, "data.prompt", "a photo of a <a>", "changed"),
     (INVERSION | {"learnable_property": "style"}, "data.prompt", "a painting in the style of <a>", "changed"),
+    (DREAMBOOTH_XL, "model.family", "sdxl", "taken"),
+    (DREAMBOOTH_XL, "data.resolution", 1024, "taken"),
+    (DREAMBOOTH_XL, "adapter.targets", "attention", "changed"),
+    (DREAMBOOTH_XL | {"use_dora": True}, "adapter.method", "dora", None),
+    (DREAMBOOTH_XL | {"train_text_encoder": True}, "text.lora.learning_rate", 5e-6, None),
+    (
+        DREAMBOOTH_XL | {"pretrained_vae_model_name_or_path": "madebyollin/sdxl-vae-fp16-fix"},
+        "model.vae",
+        "madebyollin/sdxl-vae-fp16-fix",
+        "taken",
+    ),
+    (DREAMBOOTH_XL | {"snr_gamma": 5.0}, "objective.min_snr_gamma", 5.0, "taken"),
+    (TEXT_TO_IMAGE_XL, "adapter.method", "full", "taken"),
+    (TEXT_TO_IMAGE_XL, "train.batch_size", 16, "taken"),
+    (TEXT_TO_IMAGE_XL | {"proportion_empty_prompts": 0.2}, "data.caption_dropout", 0.2, "taken"),
+    (TEXT_TO_IMAGE_XL | {"script": "train_text_to_image_lora_sdxl.py"}, "adapter.rank", 4, "taken"),
+    (INVERSION | {"script": "textual_inversion_sdxl.py"}, "model.family", "sdxl", "taken"),
+    (INVERSION | {"script": "textual_inversion_sdxl.py"}, "data.resolution", 512, "taken"),
     ({"train_text_encoder": True}, "text.lora.learning_rate", 5e-6, None),
     ({"train_text_encoder": True, "optimizer": "prodigy"}, "text.lora.learning_rate", None, None),
     (DREAMBOOTH | {"train_text_encoder": True}, "text", "unset", "left out"),
@@ -765,11 +875,13 @@ REFUSED = [
     ("kohya", {"network_module": "networks.dylora"}, "network_module networks.dylora"),
     ("kohya", {"network_module": "networks.lora_flux"}, "network_module networks.lora_flux"),
     ("kohya", {"network_module": "lycoris.kohya", "network_args": ["algo=glora"]}, "network_module algo=glora"),
-    ("kohya", {"pretrained_model_name_or_path": "models/ponyXL_v6.safetensors"}, "(SDXL)"),
+    ("kohya", {"pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-refiner-1.0"}, "(a refiner)"),
+    ("kohya", {"pretrained_model_name_or_path": "models/playground-v2.5.safetensors"}, "(Playground 2.5)"),
     ("kohya", {"pretrained_model_name_or_path": "a/sd-v1-5-inpainting"}, "(inpainting)"),
     ("kohya", {"train_inpainting": True}, "train_inpainting true (inpainting)"),
     ("kohya_ss", {"LoRA_type": "LyCORIS/iA3"}, "LoRA_type LyCORIS/iA3"),
-    ("kohya_ss", {"sdxl": True}, "sdxl true (SDXL)"),
+    ("simpletuner", {"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "(a refiner)"),
+    ("diffusers", {"script": "train_dreambooth_lora_sdxl.py", "do_edm_style_training": True}, "(the noise of EDM)"),
     ("kohya_ss", {"flux1_checkbox": True}, "flux1_checkbox true (Flux)"),
     ("kohya_ss", {"unet_lr": 0, "text_encoder_lr": 1e-5}, "(the text encoders alone)"),
     ("ai_toolkit", {"type": "slider"}, "type slider"),
@@ -780,7 +892,7 @@ REFUSED = [
     ("ai_toolkit", {"train.train_unet": False}, "train.train_unet false (the text encoders alone)"),
     ("diffusers", {"script": "train_controlnet_sd3.py"}, "script train_controlnet_sd3.py"),
     ("diffusers", DREAMBOOTH | {"pretrained_model_name_or_path": "DeepFloyd/IF-I-M-v1.0"}, "(DeepFloyd IF)"),
-    ("onetrainer", {"model_type": "STABLE_DIFFUSION_XL_10_BASE"}, "model_type STABLE_DIFFUSION_XL_10_BASE"),
+    ("onetrainer", {"model_type": "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"}, "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"),
     ("onetrainer", {"model_type": "STABLE_DIFFUSION_15_INPAINTING"}, "model_type STABLE_DIFFUSION_15_INPAINTING"),
     ("onetrainer", {"training_method": "FINE_TUNE_VAE"}, "training_method FINE_TUNE_VAE"),
 ]

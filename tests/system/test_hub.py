@@ -290,7 +290,8 @@ FAILURES: dict[str, tuple[Failure | dict, str]] = {  # how the hub fails, or wha
     ),
     "another kind": (
         {"files": {f"{part}/config.json": b"{}" for part in ("unet", "vae", "scheduler")}},
-        f"{NAME} has no transformer/ folder (diffusers' layout), only scheduler, unet, vae. Name an SD3 pipeline",
+        f"{NAME} has no transformer/ folder (diffusers' layout), only scheduler, unet, vae. Name a "
+        "pipeline of model.family, or set model.family to the pipeline's",
     ),
 }
 

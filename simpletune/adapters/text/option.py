@@ -64,7 +64,8 @@ class TextLora(Option):
     targets: Literal["attention", "attention_and_mlp"] = "attention"
     """Layers to update. attention: q_proj, k_proj, v_proj and out_proj; attention_and_mlp: also fc1 and fc2."""
     encoders: Annotated[list[str], Field(min_length=1)] | None = None
-    """CLIP encoders to train: clip_l and clip_g for SD3, clip for SD 1.5 and 2; null: all of them. T5 never trains."""
+    """CLIP encoders to train: clip_l and clip_g for SD3 and SDXL, clip for SD 1.5 and
+    2; null: all of them. T5 never trains."""
     learning_rate: Annotated[float, Field(gt=0)] | None = 1e-5
     """Learning rate of these updates, which follows the schedule; null: optimizer.lr."""
 

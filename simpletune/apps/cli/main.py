@@ -103,7 +103,7 @@ class TopParser(Parser):
 
 
 def parser() -> Parser:
-    about = "Fine-tune Stable Diffusion 3, 3.5, 1.5 and 2 on one graphics card."
+    about = "Fine-tune Stable Diffusion 3, 3.5, XL, 1.5 and 2 on one graphics card."
     top = TopParser(prog="simpletune", description=about)
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)

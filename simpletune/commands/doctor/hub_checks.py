@@ -18,7 +18,7 @@ def login(machine: Machine) -> Iterator[Finding]:
     if get_token() is None:
         yield Finding("hub login", WARNING, "no token",
                       "The hub only lets accounts that accepted its licence download SD3 Medium",
-                      f"{LOGIN}. Local folders and files, and SD 1.5 and 2 need none")  # fmt: skip
+                      f"{LOGIN}. Local folders and files, SDXL, SD 1.5 and 2 need none")  # fmt: skip
     else:
         yield Finding(
             "hub login", OK, "HF_TOKEN is set" if machine.environment.get("HF_TOKEN") else "a token is stored"

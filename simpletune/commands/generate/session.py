@@ -22,7 +22,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.engine.quant import Precision
-from simpletune.models.families import family_of
+from simpletune.models.families import family_by_name, family_of
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.models.shared.denoiser import Denoiser
@@ -234,7 +234,7 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     elif not args.model:
         run = CheckpointRef(newest_run(args.runs))
     if run is None:
-        family = family_of(args.model)
+        family = family_of(args.model) or family_by_name(args.model)
         model = {"family": family.family} if family else {}
         data = {"path": "demo:pictures", **({"resolution": 64} if str(args.model).startswith(DEMO) else {})}
         bare: Json = {"name": "generate", "model": model, "data": data}

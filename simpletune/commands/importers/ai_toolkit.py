@@ -20,13 +20,12 @@ from simpletune.commands.importers.translation import (
     Translation,
     as_text,
     boolean,
-    multiple,
     number,
     refuse,
+    take_family_of_base,
     trainer_tables,
     whole_number,
 )
-from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "ai-toolkit", "ai_toolkit"
@@ -62,13 +61,14 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     if len(settings["config"]["process"]) > 1:
         found.settings["process"] = f"{len(settings['config']['process'])} processes"
         found.leave("process", "only the first is translated")
-    is_sd3 = _family(found)
+    _family(found, folder)
+    is_flow = found.family.objective == "flow"
     method = _adapter(found)
     take_start(found, "network.pretrained_lora_path")
     found.by_table(tables["options"])
     _precision(found, method)
     _optimizer(found, method)
-    _objective(found, is_sd3)
+    _objective(found, is_flow)
     _samples(found)
     if boolean(found.read("train.ema_config.use_ema", as_text) or "false"):
         found.take("train.ema_config.use_ema", "ema.decay", found.read("train.ema_config.ema_decay", number) or 0.999)
@@ -77,16 +77,18 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     return found, sources
 
 
-def _family(found: Translation) -> bool:
-    """Recognise the family by ``arch`` or the flags; without any it is SD 1.5."""
-    arch = found.read("model.arch", as_text)
-    is_sd3 = arch == "sd3" or bool(found.read("model.is_v3", boolean))
-    key = "model.arch" if arch else "model.is_v3" if is_sd3 else "model.name_or_path"
-    found.take(key, "model.family", "sd3" if is_sd3 else "sd15", "" if arch or is_sd3 else "no option says another one")
-    found.seen("model.is_v2")
+def _family(found: Translation, folder: Path) -> None:
+    """Recognise the family by ``arch``, the flags, or the base."""
+    families = trainer_tables(NAME)["families"]
+    flags = [key for key in families["of_flags"] if found.read(key, boolean)]
+    if (arch := found.read("model.arch", as_text)) is not None:
+        found.take("model.arch", "model.family", families[arch])
+    elif flags:
+        found.take(flags[0], "model.family", families["of_flags"][flags[0]])
+    else:
+        take_family_of_base(found, "model.name_or_path", folder, "sd15")
     if str(found.settings.get("model.name_or_path")).startswith(("http:", "https:")):
         found.leave("model.name_or_path", "an address. Download the file and set model.pretrained")
-    return is_sd3
 
 
 def _adapter(found: Translation) -> str:
@@ -146,17 +148,17 @@ def _object(value: object) -> Json:
     return value
 
 
-def _objective(found: Translation, is_sd3: bool) -> None:
+def _objective(found: Translation, is_flow: bool) -> None:
     least, most = found.read("train.min_denoising_steps", whole_number), found.read("train.max_denoising_steps", number)
     for key, value, flow, ddpm in (
         ("train.min_denoising_steps", least, "min_sigma", "min_timestep"),
         ("train.max_denoising_steps", most, "max_sigma", "max_timestep"),
     ):
-        if value is not None and is_sd3:
+        if value is not None and is_flow:
             found.take(key, f"objective.{flow}", value / 1000, "a noise level from 0 to 1 here")
         elif value is not None:
             found.take(key, f"objective.{ddpm}", min(999, int(value)))
-    if is_sd3:
+    if is_flow:
         kind, densities = found.read("train.timestep_type", as_text) or "sigmoid", trainer_tables(NAME)["densities"]
         if kind in densities:
             found.take("train.timestep_type", "objective.sigma", *densities[kind])
@@ -180,7 +182,8 @@ def _samples(found: Translation) -> None:
     for name in ("width", "height"):
         side = found.read(f"sample.{name}", whole_number)
         if side is not None:
-            found.take(f"sample.{name}", f"validation.{name}", max(STEP, side // STEP * STEP))
+            step = found.family.multiple
+            found.take(f"sample.{name}", f"validation.{name}", max(step, side // step * step))
 
 
 def _data_sets(general: Translation) -> list[Translation]:
@@ -211,7 +214,7 @@ def _data_sets(general: Translation) -> list[Translation]:
             source.take("mask_path", "mask", "files")
             source.take("mask_path", "mask_path", masks)
             source.by_table([KeyRule("mask_min_value", "unmasked_weight", number)])
-        _size(source, multiple(general))
+        _size(source, general.family.multiple)
         varied = next((key for key in ("flip_x", "random_crop", "shuffle_tokens") if source.settings.get(key)), None)
         if varied is not None:
             source.take(varied, "variants", VARIANTS, "drawn once for each variant, and cached")

@@ -112,15 +112,25 @@ def take_start(found: Translation, key: str) -> None:
         found.leave(key, "only a LoRA, DoRA, LoHa, LoKr or OFT starts from another")
 
 
-def take_text_lora(found: Translation, key: str, rate: float | None, targets: str = "attention") -> None:
+def take_text_lora(
+    found: Translation, key: str, rate: float | None, targets: str = "attention", encoders: list[str] | None = None
+) -> None:
     """Translate text encoders that train with a LoRA: an update of its rank and alpha on CLIP; others cannot be
-    trained here. ``rate``: their learning rate; None: that of the rest."""
+    trained here. ``rate``: their learning rate; None: that of the rest. ``encoders``: those that train, by our names;
+    None: all."""
     if found.get("adapter.method", "lora") not in ("lora", "dora"):
         method = found.get("adapter.method")
         return found.leave(key, f"adapter.method {method} trains no text encoder; text.lora needs lora or dora")
-    found.take(key, "text.lora.rank", found.get("adapter.rank", 16), "a LoRA on CLIP, as on the denoiser; T5 is frozen")
+    found.take(
+        key,
+        "text.lora.rank",
+        found.get("adapter.rank", 16),
+        "a LoRA on CLIP, as on the denoiser; other encoders stay frozen",
+    )
     found.set("text.lora.alpha", found.get("adapter.alpha"))
     found.set("text.lora.targets", targets)
+    if encoders is not None:
+        found.set("text.lora.encoders", encoders)
     found.set("text.lora.learning_rate", None if found.get("optimizer.name") == "prodigy" else rate)
 
 

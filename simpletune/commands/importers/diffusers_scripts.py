@@ -1,4 +1,4 @@
-"""Translate the command line of one of diffusers' training scripts for SD 1.5, 2 or 3."""
+"""Translate the command line of one of diffusers' training scripts for SD 1.5, 2, 3 or XL."""
 
 from __future__ import annotations
 
@@ -42,12 +42,15 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         raise UserError("--data: the command line names the data of diffusers' scripts. Leave --data out")
     tables, script = trainer_tables(NAME), str(settings["script"])
     method = tables["scripts"][script]
-    is_sd3 = script.endswith("_sd3.py")
     found = Translation(settings, tables["defaults"] | tables["defaults_of"].get(script, {}))
     found.seen("script")
-    found.take("script", "model.family", "sd3" if is_sd3 else "sd15")
+    named = (family for ending, family in tables["families"].items() if script.endswith(f"{ending}.py"))
+    found.take("script", "model.family", next(named, "sd15"))
+    if method == "lora" and found.read("use_dora", boolean):
+        method = "dora"
+        found.take("use_dora", "adapter.method", method)
     found.take("script", "adapter.method", method)
-    if method == "lora":
+    if method in ("lora", "dora"):
         rank = found.read("rank", whole_number)
         found.take("rank", "adapter.rank", rank)
         take_alpha(found, "lora_alpha", found.read("lora_alpha", number), rank)
@@ -61,7 +64,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     _precision(found, method)
     _optimizer(found)
     _length(found)
-    if is_sd3:
+    if found.family.objective == "flow":
         _noise_levels(found)
     _places(found)
     source = _data(found, method)
@@ -160,7 +163,8 @@ def _data(found: Translation, method: str) -> Translation:
     tables = trainer_tables(NAME)
     own = {key: found.settings[key] for key in tables["data"] if found.has(key)}
     found.seen(*tables["data"])
-    source = Translation(own, tables["defaults_data"], "", "data.sources.0.")
+    usual = tables["defaults_data"] | {key: found.defaults[key] for key in tables["data"] if key in found.defaults}
+    source = Translation(own, usual, "", "data.sources.0.")
     source.set("path", "")
     folder = "instance_data_dir" if source.has("instance_data_dir") else "train_data_dir"
     table = source.read("dataset_name", as_text)
@@ -181,7 +185,8 @@ def _data(found: Translation, method: str) -> Translation:
         words = f"a painting in the style of {token}" if style else f"a photo of a {token}"
         source.take("learnable_property", "prompt", words, "one of several such prompts there")
     side, repeats = source.read("resolution", whole_number) or 512, source.read("repeats", whole_number)
-    step = 16 if found.get("model.family") == "sd3" else 64
+    source.by_table([KeyRule("proportion_empty_prompts", "caption_dropout", number)])
+    step = found.family.multiple
     whole = max(step, round(side / step) * step)
     source.take("resolution", "resolution", whole, "" if whole == side else f"in steps of {step}")
     source.take("resolution", "aspect", "square", "pictures are cropped to squares there")

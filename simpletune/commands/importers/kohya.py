@@ -10,6 +10,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
@@ -33,18 +34,21 @@ from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
     as_text,
+    blocks_of,
     boolean,
-    multiple,
+    known_config,
     number,
     pairs,
     round_digits,
     side_of_area,
+    take_family_of_base,
     trainer_tables,
     whole_number,
 )
 from simpletune.config.schema import run_name
 from simpletune.models.lora_names import NUMBERS
-from simpletune.models.shared.buckets import STEP
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.unet.files import original_modules
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
@@ -57,7 +61,6 @@ NETWORK_ARGUMENTS = {
 }
 RATES = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
 BLOCKS = (*RATES, "block_lr_zero_threshold", "block_dims", "block_alphas")  # of networks.lora
-OF_SIDE = 12  # blocks of a U-Net on its way down, and up; with the middle one 25
 SD3_DIMS = {
     "context_attn_dim": "attn.*add*",
     "context_mlp_dim": "ff_context",
@@ -156,9 +159,8 @@ def translate(
     options = (flatten(more) if isinstance(more, dict) else {}) | options
     if "network" in script and "network_module" not in options:
         raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
-    if script.startswith("sd3_") and "weighting_scheme" not in options:
-        options["weighting_scheme"] = "uniform"
-    general = Translation({}, trainer_tables(NAME)["defaults"]) if alone else _options(options, folder)
+    family = trainer_tables(NAME)["families"].get(script.partition("_")[0])
+    general = Translation({}, trainer_tables(NAME)["defaults"]) if alone else _options(options, folder, family)
     named = options.get("dataset_config")
     found = settings if alone else read_named(folder, named) if data is None else read_any(data)
     general.seen("dataset_config")
@@ -173,11 +175,12 @@ def translate(
     return general, sources
 
 
-def _options(settings: Json, folder: Path) -> Translation:
+def _options(settings: Json, folder: Path, family: str | None) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, tables["defaults"])
-    is_sd3 = _family(found)
-    method = _adapter(found, is_sd3)
+    _family(found, folder, family)
+    is_flow = found.family.objective == "flow"
+    method = _adapter(found)
     take_start(found, "network_weights")
     _stack(found)
     _precision(found, method)
@@ -186,7 +189,7 @@ def _options(settings: Json, folder: Path) -> Translation:
     _text_encoders(found)
     _length(found)
     _memory(found, method)
-    _objective(found, is_sd3)
+    _objective(found, is_flow)
     name = found.read("sample_prompts", as_text)
     file = None if name is None else find_beside(folder, name)
     if name is not None and file is None:
@@ -212,29 +215,32 @@ def _stack(found: Translation) -> None:
     def texts(value: object) -> list[str]:
         return [as_text(each) for each in listed(value)]
 
-    def numbers(value: object) -> list[float]:
-        return [number(each) for each in listed(value)]
-
     files, scales = found.read("base_weights", texts) or [], found.read("base_weights_multiplier", numbers) or []
     if files:
         each = zip_longest(files, scales[: len(files)], fillvalue=1)
         found.take("base_weights", "model.loras", [file if scale == 1 else f"{file}:{scale:g}" for file, scale in each])
 
 
-def _family(found: Translation) -> bool:
-    """Recognise the family: SD3's scripts have their own options; ``v2`` and other models' networks tell the others."""
-    own = {"clip_l", "clip_g", "t5xxl", "t5xxl_max_token_length", "training_shift", "weighting_scheme", "mode_scale"}
-    module = str(found.settings.get("network_module", ""))
-    named = str(found.settings.get("pretrained_model_name_or_path", "")).lower().replace("-", "").replace("_", "")
-    is_sd3 = module == "networks.lora_sd3" or bool(own & set(found.settings)) or "sd3" in named or "diffusion3" in named
-    if not is_sd3:
-        found.take("pretrained_model_name_or_path", "model.family", "sd15", "no option or name indicates SD3")
+def _family(found: Translation, folder: Path, of_script: str | None) -> None:
+    """Recognise the family: by the script, the GUI's switch, options that one family's scripts alone have, or the
+    base."""
+    base = "pretrained_model_name_or_path"
+    module = found.settings.get("network_module")
+    own = [key for key in trainer_tables(NAME)["only_sd3"] if found.has(key)]
+    if of_script is not None:
+        found.set("model.family", of_script)
+    elif found.read("sdxl", boolean):
+        found.take("sdxl", "model.family", "sdxl")
+    elif own or module == "networks.lora_sd3":
+        found.set("model.family", "sd3")
+    else:
+        take_family_of_base(found, base, folder, "sd15")
+    if found.family.objective != "flow":
         for key in ("weighting_scheme", "training_shift"):
             found.defaults.pop(key)
-    return is_sd3
 
 
-def _adapter(found: Translation, is_sd3: bool) -> str:
+def _adapter(found: Translation) -> str:
     module = found.read("network_module", as_text)
     arguments = found.read("network_args", pairs) or {}
     if found.has("token_string"):
@@ -279,67 +285,86 @@ def _adapter(found: Translation, is_sd3: bool) -> str:
 
 
 def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | None, alpha: float | None) -> None:
-    """Translate ranks, alphas and learning rates of a U-Net's 25 blocks."""
+    """Translate ranks, alphas and learning rates of a U-Net's blocks, as networks.lora counts them."""
+    before, *sides, after = trainer_tables(NAME)["unet_blocks"][found.family.family]
+    total = before + sum(sides) + after
     given = {name: arguments.pop(name) for name in BLOCKS if name in arguments}
     keys = {name: found.part("network_args", name, value) for name, value in given.items()}
     read: dict[str, list[float]] = {}
     for name, value in given.items():
         try:
             kind = whole_number if name == "block_dims" else number
-            read[name] = _rates(value) if name in RATES else [kind(part) for part in value.split(",")]
+            read[name] = _rates(value, sides[0]) if name in RATES else [kind(part) for part in value.split(",")]
         except ValueError:
             found.leave(keys[name], "expected: numbers")
         else:
-            if name.endswith("s") and len(read[name]) != 2 * OF_SIDE + 1:
-                found.leave(keys[name], f"expected: {2 * OF_SIDE + 1} numbers")
+            if name.endswith("s") and len(read[name]) != total:
+                found.leave(keys[name], f"expected: {total} numbers")
                 del read[name]
     if "block_alphas" in read and not {"block_dims", *RATES} & read.keys():
         found.leave(keys["block_alphas"], "networks.lora ignores it without block_dims or learning rates of blocks")
         del read["block_alphas"]
     least = read.get("block_lr_zero_threshold", [0.0])[0]
-    rates: list[float] = []
-    for name, count in zip(RATES, (OF_SIDE, 1, OF_SIDE), strict=True):
+    rates = [1.0] * before
+    for name, count in zip(RATES, sides, strict=True):
         own = [*read.get(name, ()), *[1.0] * count][:count]  # those that are lacking are 1
         rates += [rate if rate > least or name not in read else 0 for rate in own]
-    columns = {"lr_ratio": rates}
+    columns = {"lr_ratio": rates + [1.0] * after}
     columns |= {ours: read[name] for ours, name in (("rank", "block_dims"), ("alpha", "block_alphas")) if name in read}
     if "alpha" in columns:  # 0 means the rank
         dims = columns.get("rank", [rank or 1] * len(rates))
         columns["alpha"] = [own or dim or 1 for own, dim in zip(columns["alpha"], dims, strict=True)]
     usual = {"lr_ratio": 1, "rank": rank, "alpha": alpha}
     rows = zip(*([(name, value) for value in values] for name, values in columns.items()), strict=True)
-    entries = _of_blocks([{name: value for name, value in row if value != usual[name]} for row in rows])
+    settings = [{name: value for name, value in row if value != usual[name]} for row in rows]
+    indices = _indices(known_config(found), before, sides)
+    entries = _of_blocks({name: settings[index] for name, index in indices.items()})
     for name in read:
         found.take(keys[name], "adapter.layers", entries)
 
 
-def _rates(text: str) -> list[float]:
+def _indices(config: ModelConfig, before: int, sides: list[int]) -> dict[str, int]:
+    """The index of the block that each attention of a U-Net belongs to, by diffusers' name: blocks have the numbers of
+    the original layout, those on the way up after the middle, which is one block or as many as it has modules."""
+    down, middle, _ = sides
+    first = {"input_blocks": before, "middle_block": before + down, "output_blocks": before + down + middle}
+    found = {}
+    for name, original in original_modules(config).items():
+        way, number = original.split(".")[:2]
+        if ".attentions." in name:
+            found[name] = first[way] + (0 if way == "middle_block" and middle == 1 else int(number))
+    return found
+
+
+def _rates(text: str, blocks: int) -> list[float]:
     """Learning rates of a side's blocks: numbers, or the name of a curve, to which a number may be added."""
     name, _, base = text.partition("+")
     if not name[:1].isalpha():
         return [number(part) if part.strip() else 0.0 for part in text.split(",")]
-    rise = [index / (OF_SIDE - 1) for index in range(OF_SIDE)]
+    rise = [index / (blocks - 1) for index in range(blocks)]
     arc = [math.sin(math.pi * each / 2) for each in rise]
-    curves = {"sine": arc, "cosine": arc[::-1], "linear": rise, "reverse_linear": rise[::-1], "zeros": [0.0] * OF_SIDE}
+    curves = {"sine": arc, "cosine": arc[::-1], "linear": rise, "reverse_linear": rise[::-1], "zeros": [0.0] * blocks}
     if name not in curves:
         raise ValueError
     return [round_digits(each + number(base or 0)) for each in curves[name]]
 
 
-def _of_blocks(settings: list[Json]) -> list[Json]:
-    """``adapter.layers`` from what differs in each block: 12 down, of which the first is no level's, one in the middle,
-    12 up. A level has three, of which two have layers on the way down; its last level and the first one up have none.
-    """
-    rows = [("mid", settings[OF_SIDE])]
-    for side, first, levels, width in (("down", 1, range(3), 2), ("up", OF_SIDE + 1, range(1, 4), 3)):
-        alike: dict[str, list[int]] = {}  # levels without differences within
-        for level in levels:
-            own = settings[first + 3 * level :][:width]
-            if all(each == own[0] for each in own):
-                alike.setdefault(json.dumps(own[0]), []).append(level)
+def _of_blocks(settings: Mapping[str, Json]) -> list[Json]:
+    """``adapter.layers`` from what differs in each attention, by diffusers' name: by levels where they do not differ
+    within."""
+    sides: dict[str, dict[str, list[Json]]] = {"mid": {}, "down": {}, "up": {}}
+    for name, own in settings.items():
+        side, level = name.partition("_")[0], name.split(".")[1]
+        sides[side].setdefault("" if side == "mid" else level, []).append(own)
+    rows: list[tuple[str, Json]] = []
+    for side, levels in sides.items():
+        alike: dict[str, list[str]] = {}
+        for level, of_level in levels.items():
+            if all(each == of_level[0] for each in of_level):
+                alike.setdefault(json.dumps(of_level[0]), []).append(level)
             else:
-                rows += [(f"{side}.{level}.attentions.{index}", each) for index, each in enumerate(own)]
-        rows += [(f"{side}.{','.join(map(str, found))}", json.loads(each)) for each, found in alike.items()]
+                rows += [(f"{side}.{level}.attentions.{index}", each) for index, each in enumerate(of_level)]
+        rows += [(f"{side}.{','.join(same)}".rstrip("."), json.loads(each)) for each, same in alike.items()]
     return [{"pattern": pattern, **each} for pattern, each in rows if each]
 
 
@@ -402,20 +427,27 @@ def _optimizer(found: Translation) -> None:
             found.leave(key, f"schedule {schedule} has no such option", same=True)
 
 
-def first_number(value: object) -> float:
-    return number(value[0] if isinstance(value, list) and value else value)
+def numbers(value: object) -> list[float]:
+    return [number(each) for each in listed(value)]
 
 
 def _text_encoders(found: Translation) -> None:
     """Translate text encoders that train beside a network, as they do unless an option prevents it."""
-    rate = found.read("text_encoder_lr", first_number)
+    rates = found.read("text_encoder_lr", numbers) or []
+    clip = found.family.clip_encoders
+    of_clip = (rates * len(clip) if len(rates) == 1 else rates)[: len(clip)]
+    trained = [name for name, rate in zip(clip, of_clip, strict=False) if rate]
     frozen = [found.read(key, boolean) for key in ("network_train_unet_only", "cache_text_encoder_outputs")]
-    if any(frozen) or rate == 0 or found.get("adapter.method") in ("full", "none"):
+    if any(frozen) or (of_clip and not trained) or found.get("adapter.method") in ("full", "none"):
         if found.has("text_encoder_lr"):
             found.leave("text_encoder_lr", "the text encoders do not train", same=True)
     else:
-        key = "text_encoder_lr" if rate is not None else "network_module"
-        take_text_lora(found, key, rate or found.read("learning_rate", number), "attention_and_mlp")
+        rate = next((rate for rate in of_clip if rate), None)
+        encoders = trained if rate and len(trained) < len(of_clip) else None
+        key = "text_encoder_lr" if rate else "network_module"
+        take_text_lora(found, key, rate or found.read("learning_rate", number), "attention_and_mlp", encoders)
+        if len({each for each in of_clip if each}) > 1:
+            found.note("text_encoder_lr", "one learning rate for all text encoders: the first")
 
 
 def _length(found: Translation) -> None:
@@ -446,7 +478,7 @@ def _memory(found: Translation, method: str) -> None:
     if method == "full" and found.has("blocks_to_swap") and not fused:
         found.leave("blocks_to_swap", "blocks that train are offloaded only with memory.optimizer_in_backward")
     else:
-        take_swapped_blocks(found, "blocks_to_swap", trainer_tables(NAME)["blocks"])
+        take_swapped_blocks(found, "blocks_to_swap", blocks_of(found))
     if fused:
         if method == "full":
             found.take("fused_backward_pass", "memory.optimizer_in_backward", True)
@@ -455,8 +487,8 @@ def _memory(found: Translation, method: str) -> None:
             found.leave("fused_backward_pass", "an adapter's gradients are small")
 
 
-def _objective(found: Translation, is_sd3: bool) -> None:
-    if is_sd3:
+def _objective(found: Translation, is_flow: bool) -> None:
+    if is_flow:
         scheme, densities = found.read("weighting_scheme", as_text) or "uniform", trainer_tables(NAME)["densities"]
         if scheme in ("none", "sigma_sqrt"):
             why = (
@@ -484,7 +516,7 @@ def _objective(found: Translation, is_sd3: bool) -> None:
         ("max_timestep", "max_sigma", "max_timestep"),
     ):
         step = found.read(key, whole_number)
-        if step is not None and is_sd3:
+        if step is not None and is_flow:
             found.take(key, f"objective.{flow}", step / 1000, "a noise level from 0 to 1 here")
         elif step is not None:
             found.take(key, f"objective.{ddpm}", min(step, 999))
@@ -575,7 +607,7 @@ def _subset(source: Translation, general: Translation) -> None:
         source.take("conditioning_data_dir", "mask", "files")
         source.take("conditioning_data_dir", "mask_path", masks)
         general.seen("masked_loss")
-    _size(source, multiple(general))
+    _size(source, general.family.multiple)
     varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
@@ -614,7 +646,8 @@ def take_prompts(found: Translation, rows: list[Json]) -> None:
             continue
         value: object
         if field in ("width", "height"):
-            value = max(STEP, whole_number(values[0]) // STEP * STEP)
+            step = found.family.multiple
+            value = max(step, whole_number(values[0]) // step * step)
         elif field == "negative_prompt":
             value = str(values[0])
         else:

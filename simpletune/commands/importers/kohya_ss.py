@@ -50,10 +50,12 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
 
 
 def _used(settings: Json) -> Json:
-    """Return the fields that the GUI uses: those of SD3 and of one kind of noise only if they are chosen."""
+    """Return the fields that the GUI uses: those of SD3, of SDXL and of one kind of noise only if they are chosen."""
     tables, unused = trainer_tables(NAME), set(trainer_tables(NAME)["other_models"])
     if is_off(settings.get("sd3_checkbox")):
         unused |= set(tables["sd3"])
+    if is_off(settings.get("sdxl")) and is_off(settings.get("sdxl_checkbox")):
+        unused |= set(tables["sdxl"])
     noise = "noise_offset" if settings.get("noise_offset_type", "Original") == "Multires" else "multires_noise_"
     unused |= {key for key in settings if key.startswith(noise)} if "noise_offset_type" in settings else set()
     if is_off(settings.get("unet_lr")) and is_off(settings.get("text_encoder_lr")):

@@ -21,8 +21,8 @@ from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
     as_text,
+    blocks_of,
     boolean,
-    multiple,
     number,
     round_digits,
     side_of_area,
@@ -30,7 +30,6 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
-from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
@@ -74,11 +73,11 @@ def _options(settings: Json) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, tables["defaults"])
     found.seen("concepts", "concept_file_name", "samples", "sample_definition_file_name", "resolution")
-    family = _model(found)
+    _model(found)
     method = _adapter(found)
     take_start(found, "lora_model_name")
     found.by_table(tables["options"])
-    _part(found, "transformer" if family == "sd3" else "unet", method)
+    _part(found, found.family.denoiser, method)
     _optimizer(found)
     _text(found, method)
     found.by_table([KeyRule("epochs", "train.epochs", whole_number)])
@@ -86,7 +85,7 @@ def _options(settings: Json) -> Translation:
     found.by_table([KeyRule("clip_grad_norm", "train.clip_norm", number)])
     if found.settings.get("clip_grad_norm", 1.0) == 0:
         found.set("train.clip_norm", None)
-    _objective(found, family)
+    _objective(found)
     average, decay = found.read("ema", as_text) or "OFF", found.read("ema_decay", number)
     if average != "OFF":
         found.take("ema", "ema.decay", decay or 0.999, "the average stays on the device")
@@ -94,10 +93,9 @@ def _options(settings: Json) -> Translation:
     return found
 
 
-def _model(found: Translation) -> str:
+def _model(found: Translation) -> None:
     name, families = found.read("model_type", as_text) or "", trainer_tables(NAME)["families"]
     found.take("model_type", "model.family", families[name])
-    return families[name]
 
 
 def _adapter(found: Translation) -> str:
@@ -190,6 +188,8 @@ def _part(found: Translation, name: str, method: str) -> None:
         )
     else:
         part.take("weight_dtype", "precision.weights", weights, tables["weights_why"].get(kind, ""))
+    if method == "full" and weights == "bf16" and found.get("precision.compute") == "fp16":
+        found.take("train_dtype", "precision.compute", "bf16", "as the weights: those that train in bf16 need it")
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
         part.take("weight_dtype", "precision.products", "int8")
     if part.has("model_name"):
@@ -203,11 +203,12 @@ def _part(found: Translation, name: str, method: str) -> None:
     )
     share = part.read("offload_fraction", number)
     if share:
+        blocks = blocks_of(found)
         part.take(
             "offload_fraction",
             "memory.resident_blocks",
-            round(tables["blocks"] * (1 - share)),
-            f"the number of {tables['blocks']} blocks that stay on the device",
+            round(blocks * (1 - share)),
+            f"the number of {blocks} blocks that stay on the device",
         )
     for key in part.settings:
         if key == "train" and method != "none" and boolean(part.settings[key]) is False:
@@ -237,15 +238,20 @@ def _text(found: Translation, method: str) -> None:
         _merge(found.config, part.config)
     if training:
         found.leave("additional_embeddings", f"{len(training)} more: one embedding trains, beside a LoRA or alone")
+    clip = dict(zip(("text_encoder", "text_encoder_2"), found.family.clip_encoders, strict=False))
+    trained = [name for key, name in clip.items() if boolean((found.read(key, as_object) or {}).get("train", False))]
     for key in ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4"):
         part = Translation(found.read(key, as_object) or {}, {}, f"{key}.")
         if method == "none" or not part.read("train", boolean):
             part.seen("train")
-        elif key == "text_encoder_3" or found.get("text.lora") is not None:
-            part.leave("train", "text.lora trains CLIP alone, its encoders alike")
+        elif key not in clip:
+            part.leave("train", "text.lora trains CLIP alone")
+        elif found.get("text.lora") is not None:
+            part.note("train", "trains with the learning rate of the first")
         else:
             part.config["adapter"], part.config["optimizer"] = found.get("adapter"), found.get("optimizer")
-            take_text_lora(part, "train", part.read("learning_rate", number), "attention_and_mlp")
+            encoders = trained if len(trained) < len(clip) else None
+            take_text_lora(part, "train", part.read("learning_rate", number), "attention_and_mlp", encoders)
             if (lora := part.get("text.lora")) is not None:
                 found.set("text.lora", lora)
         part.leave_others(trainer_tables(NAME), "_text")
@@ -291,8 +297,8 @@ def _optimizer(found: Translation) -> None:
         found.leave("learning_rate_min_factor", f"schedule {schedule} ends at zero")
 
 
-def _objective(found: Translation, family: str) -> None:
-    if family != "sd3":
+def _objective(found: Translation) -> None:
+    if found.family.objective != "flow":
         found.seen("timestep_shift", "timestep_distribution", "text_encoder_3_sequence_length")
         if found.read("loss_weight_fn", as_text) == "MIN_SNR_GAMMA":
             found.take("loss_weight_fn", "objective.min_snr_gamma", found.read("loss_weight_strength", number) or 5.0)
@@ -487,7 +493,7 @@ def _image(source: Translation, general: Translation) -> None:
         else general.settings.get("resolution", "512")
     ).split(",")
     first = sizes[0].lower().split("x")
-    side = side_of_area(number(first[0]), number(first[-1]), multiple(general))
+    side = side_of_area(number(first[0]), number(first[-1]), general.family.multiple)
     same = len(sizes) == len(first) == 1 and side == number(first[0])
     why = "" if same else "the first size, as the side of a square of that area in whole steps"
     given = general.has("resolution") or own.has("resolution_override")
@@ -544,6 +550,7 @@ def _samples(samples: list[Json], general: Translation) -> None:
         if not values:
             continue
         first = values[0] if name == "negative_prompt" else number(values[0])
-        value = whole_number(first) // STEP * STEP if path in ("width", "height") else first
+        step = general.family.multiple
+        value = max(step, whole_number(first) // step * step) if path in ("width", "height") else first
         differ = any(other != values[0] for other in values) and path != "seed"
         general.take("samples", f"validation.{path}", value, f"{name} of the first sample, for all" if differ else "")

@@ -21,8 +21,8 @@ from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
     as_text,
+    blocks_of,
     boolean,
-    multiple,
     number,
     pairs,
     round_digits,
@@ -170,7 +170,7 @@ def _length(found: Translation) -> None:
 
 def _memory(found: Translation) -> None:
     on = found.read("gradient_checkpointing", boolean)
-    blocks = trainer_tables(NAME)["blocks"].get(str(found.get("model.pretrained")), 24)
+    blocks = blocks_of(found)
     interval = found.read("gradient_checkpointing_interval", whole_number)
     if on and interval and interval > 1:
         found.take(
@@ -195,7 +195,7 @@ def _memory(found: Translation) -> None:
 
 
 def _objective(found: Translation) -> None:
-    if found.get("model.family", "sd3") == "sd3":
+    if found.family.objective == "flow":
         auto, shift = found.read("flow_schedule_auto_shift", boolean), found.read("flow_schedule_shift", number)
         if auto:
             found.take("flow_schedule_auto_shift", "objective.shift", "auto")
@@ -274,7 +274,7 @@ def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
         given = {key: general.settings[key] for key in INHERITED if general.has(key)}
         inherited = {key: general.defaults.get(key) for key in INHERITED}
         source = Translation({**given, **entry}, inherited, section, f"data.sources.{len(found)}.")
-        _data_set(source, masks, multiple(general))
+        _data_set(source, masks, general.family.multiple)
         found.append(source)
     return found
 

@@ -8,11 +8,15 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from simpletune.config.schema import TrainConfig, run_name
-from simpletune.models.families import FAMILIES
+from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import Json, UserError, union_of
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
@@ -25,7 +29,7 @@ SHOWN = 60  # characters of a value
 SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
 OFF = ", 0 is off"  # ends the kind of value of an option
 DIGITS = 6  # significant digits of a computed number
-TRAINS = "simpletune trains SD 3, 3.5, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
+TRAINS = "simpletune trains SD 3, 3.5, XL, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
 
 
 class Unsupported(UserError):
@@ -154,6 +158,14 @@ class Translation:
             section = section.get(name) if isinstance(section, dict) else None
         return default if section is None else section
 
+    @property
+    def family(self) -> Family:
+        """The model's family, as set so far, with the base that is set so far."""
+        name = self.get("model.family", FAMILIES[0].family)
+        family = next((each for each in FAMILIES if each.family == name), FAMILIES[0])
+        base = self.get("model.pretrained")
+        return family if base is None else family.model_copy(update={"pretrained": base})
+
     def by_table(self, rows: Iterable[KeyRule]) -> None:
         """Translate those keys of a table that the file or the trainer's defaults set."""
         for row in rows:
@@ -181,9 +193,7 @@ class Translation:
         union = None if section not in ("adapter", "objective") else union_of(TrainConfig.model_fields[section])
         if union is None or self.place:
             return None
-        family = self.get("model.family", FAMILIES[0].family)
-        objective = next((each.objective for each in FAMILIES if each.family == family), union.default)
-        chosen = self.get("adapter.method", union.default) if section == "adapter" else objective
+        chosen = self.get("adapter.method", union.default) if section == "adapter" else self.family.objective
         known = leaf.partition(".")[0] in union.members[str(chosen)].model_fields
         return None if known else f"{section}.{union.tag} {chosen} has no such option"
 
@@ -315,10 +325,32 @@ def pairs(value: object) -> dict[str, str]:
     return found
 
 
-def multiple(general: Translation) -> int:
-    """Return the number that sides of pictures must be multiples of, by the family that the options name."""
-    family = general.get("model.family", FAMILIES[0].family)
-    return next((each.multiple for each in FAMILIES if each.family == family), FAMILIES[0].multiple)
+def take_family_of_base(found: Translation, key: str, folder: Path, otherwise: str) -> None:
+    """Translate the family of the base that ``key`` names: by its files, by its name, or ``otherwise``."""
+    base = found.settings.get(key)
+    base = base if isinstance(base, str) else ""
+    local = folder / base
+    if base and (family := family_of(str(local) if local.exists() else base)) is not None:
+        found.take(key, "model.family", family.family)
+    elif base and (family := family_by_name(base)) is not None:
+        found.take(key, "model.family", family.family, "by its name")
+    else:
+        found.take(key, "model.family", otherwise, "no option or name indicates another one")
+
+
+def blocks_of(general: Translation) -> int:
+    """Count the blocks of the base."""
+    return len(general.family.units_among(general.family.shapes_of(known_config(general))))
+
+
+def known_config(general: Translation) -> ModelConfig:
+    """Return the configuration of the base's denoiser, or of its family's own base if only a download could tell."""
+    with suppress(UserError, OSError):  # it is not on this machine
+        if (config := general.family.denoiser_config(fetch=False)) is not None:
+            return config
+    config = type(general.family).model_validate({}).denoiser_config(fetch=False)
+    assert config is not None, "every family's own base ships its configurations"
+    return config
 
 
 def side_of_area(width: float, height: float, step: int) -> int:

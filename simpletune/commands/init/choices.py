@@ -9,11 +9,11 @@ from pathlib import Path
 
 from simpletune.commands.init.answers import ABOUT, LENGTHS, Answers, What
 from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder, source_of
-from simpletune.config.load import read_json
+from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
-from simpletune.models.families import FAMILIES, family_of
+from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card
@@ -28,8 +28,11 @@ TEMPLATES: dict[str, dict[What, str]] = {
     "tiny": {"subject": "demo_subject", "style": "demo", "general": "demo"},
     "sd3": {"subject": "sd3_medium_dreambooth_lora", "style": "sd3_medium_lora_8gb", "general": "sd3_medium_lora_8gb"},
     "sd15": {"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"},
+    "sdxl": {"subject": "sdxl_lora_{card}", "style": "sdxl_lora_{card}", "general": "sdxl_lora_{card}"},
 }
-"""Shipped configurations to take settings from, by the model's kind."""
+"""Shipped configurations to take settings from, by the model's kind. ``{card}`` is the size of a card, one of
+``PROFILES``: such a configuration has levers of its own, not those of a profile."""
+BY_CARD = ("precision", "memory", "optimizer")  # sections that differ between configurations for cards
 KEPT = ("model", "adapter", "optimizer", "schedule", "objective", "train", "memory", "validation")
 FEW = 30  # up to this many pictures without captions are taken for one subject
 MANY = 200  # from this many captioned pictures on, the set is taken for a general one
@@ -39,7 +42,7 @@ STEPS: dict[What, tuple[int, int, int]] = {
     "general": (10, 2000, 20000),
 }
 """Steps per picture, and the least and most steps of a run of normal length."""
-SIDES = (1024, 768, 512)  # of SD3, in pixels
+SIDES = (1024, 768, 512)  # in pixels, of models that are not told how pictures were cut
 NEAR, ENOUGH = 0.8, 0.75  # this share of the pictures reaches this share of the resolution
 CHECKPOINTS = 4  # number of checkpoints of a run, all of them kept
 HELD_OUT, FROM = 0.1, 50  # share of the pictures to hold out, and from how many pictures on
@@ -72,6 +75,8 @@ class Suggestion:
     config: Json
     reasons: tuple[Reason, ...]  # in the order of its sections
     notes: tuple[str, ...] = ()  # what the user should know about the pictures or the machine
+    smaller: tuple[tuple[str, Json], ...] = ()
+    """Names and sections (``BY_CARD``) of shipped configurations that need less memory, the largest first."""
 
 
 def guess_what(seen: FolderContents) -> tuple[What, str]:
@@ -103,6 +108,17 @@ def profile_of(card: Card | None) -> tuple[str, str]:
     return fitting[-1], f"for {card.name}"
 
 
+def templates_for(name: str, profile: str) -> list[str]:
+    """Return the shipped configurations of a name in ``TEMPLATES`` for a card, the largest first; for a card that is
+    smaller than all of them, the smallest."""
+    if "{card}" not in name:
+        return [name]
+    shipped = shipped_names()
+    sizes = [size for size in PROFILES if name.format(card=size) in shipped]
+    fitting = [size for size in sizes if PROFILES.index(size) <= PROFILES.index(profile)] or sizes[:1]
+    return [name.format(card=size) for size in reversed(fitting)]
+
+
 class Choices:
     """A configuration under construction."""
 
@@ -119,6 +135,7 @@ class Choices:
         self.family: Family = FAMILIES[0]
         self.tiny = False
         self.shipped_steps = 0
+        self.smaller: list[tuple[str, Json]] = []
 
     def set(self, path: str, value: object, why: str = "") -> None:
         """Set a field, with a reason if there is one to give."""
@@ -137,10 +154,16 @@ class Choices:
             model = TINY if self.device is None else FAMILIES[0].pretrained
         self.tiny = model.startswith(DEMO)
         if not self.tiny:
-            self.family = family_of(model) or FAMILIES[0]
+            self.family = family_of(model) or family_by_name(model) or FAMILIES[0]
         kind = "tiny" if self.tiny else self.family.family
-        template = read_json(Path(TEMPLATES[kind][self.what]))
-        for section in KEPT:
+        profile, fits = profile_of(self.device)
+        origin, *smaller = templates_for(TEMPLATES[kind][self.what], profile)
+        template = read_json(Path(origin))
+        by_card = origin != TEMPLATES[kind][self.what]
+        for name in smaller:
+            of_card = read_json(Path(name))
+            self.smaller.append((name, {section: of_card.get(section, {}) for section in BY_CARD}))
+        for section in (*KEPT, *BY_CARD) if by_card else KEPT:
             if section in template:
                 self.config[section] = copy.deepcopy(template[section])
         self.shipped_steps = self.config["train"].pop("steps")
@@ -162,8 +185,10 @@ class Choices:
                 "no graphics card here: train on a machine with one, or set device=cpu and accept seconds "
                 "to minutes a step"
             )
-        profile, why = profile_of(self.device)
-        self.set("memory.profile", profile, why)
+        if by_card:
+            self.reasons.append(Reason("precision, memory", f"those of {origin}", fits))
+        else:
+            self.set("memory.profile", profile, fits)
 
     def pictures(self) -> None:
         """Choose the folder, the resolution, and what to do about unusable pictures."""
@@ -180,10 +205,13 @@ class Choices:
             side = TINY_SIDE
             self.set("data.resolution", side, "the tiny model's own size")
         else:
-            known = SIDES if self.family.resolution >= SIDES[0] else (self.family.resolution,)
+            lower = self.family.resolution >= SIDES[0] and not self.family.reads_framing
+            known = SIDES if lower else (self.family.resolution,)
             large = {side: sum(each >= NEAR * side for each in sides) for side in known}
             side = next((side for side in known if large[side] >= ENOUGH * len(sides)), known[-1])
             why = f"{large[side]} of {plural(len(sides), 'picture')} reach it, nearly or in full"
+            if self.family.reads_framing and large[side] < len(sides):
+                why += ", and the model is told the others' own sizes"
             self.set("data.resolution", side, why)
         small = 0 if self.tiny else sum(2 * each < side for each in sides)
         if small and small > len(sides) * (1 - ENOUGH):
@@ -381,4 +409,4 @@ def suggest(
     choices.length()
     choices.validation()
     choices.describe()
-    return Suggestion(choices.config, tuple(choices.reasons), tuple(choices.notes))
+    return Suggestion(choices.config, tuple(choices.reasons), tuple(choices.notes), tuple(choices.smaller))

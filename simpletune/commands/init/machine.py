@@ -35,24 +35,26 @@ def card_here() -> tuple[Card | None, str]:
 
 
 def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
-    """Return the suggestion with the largest profile whose predicted peak fits the card, and that prediction as a
-    reason."""
+    """Return the suggestion with the largest profile, or settings of a shipped configuration, whose predicted peak fits
+    the card, and that prediction as a reason."""
     config, memory = suggestion.config, dict(suggestion.config.get("memory", {}))
-    profile = memory.get("profile")
-    sizes = [name for name in reversed(PROFILES) if profile is None or int(name[:-2]) <= int(profile[:-2])]
-    for name in sizes if profile else [None]:
-        tried: Json = config | ({"memory": memory | {"profile": name}} if name else {})
+    if (profile := memory.get("profile")) is not None:
+        path = "memory.profile"
+        sizes = PROFILES[: PROFILES.index(profile) + 1]
+        choices = [(name, {"memory": memory | {"profile": name}}) for name in reversed(sizes)]
+    else:
+        path, choices = "precision, memory", [("as above", {}), *suggestion.smaller]
+    for name, sections in choices:
+        tried: Json = {key: value for key, value in (config | sections).items() if value}
         try:
             words, fits = _predicted(tried, card)
         except UserError as error:
             note = f"not predicted ({error}). simpletune estimate does it later"
             return replace(suggestion, notes=(*suggestion.notes, note))
         if fits:
-            reason = Reason("memory.profile", name or "none", f"predicted: {words}")
+            reason = Reason(path, name, f"predicted: {words}")
             return replace(suggestion, config=tried, reasons=(*suggestion.reasons, reason))
-    note = (
-        f"predicted not to fit even with every lever of profile {PROFILES[0]}: {words}. Use a smaller data.resolution"
-    )
+    note = f"predicted not to fit even with the levers of {choices[-1][0]}: {words}. Use a smaller data.resolution"
     return replace(suggestion, notes=(*suggestion.notes, note))
 
 

@@ -123,10 +123,10 @@ class Source(Option):
     """A single prompt for all pictures, instead of captions."""
     resolution: Annotated[int, Field(ge=32, le=4096), AfterValidator(_multiple_of_step)] = 1024
     """Side in pixels of a square with the area that every picture is scaled to; a multiple of 16 for SD3, of 64 for
-    SD 1.5 and 2. Default: 1024 for SD3, 512 for SD 1.5 and 2."""
+    SDXL, SD 1.5 and 2. Default: 1024 for SD3 and SDXL, 512 for SD 1.5 and 2."""
     aspect: Literal["buckets", "square"] = "buckets"
-    """Keep the pictures' aspect ratios (sides in steps of 16 px for SD3, 64 for SD 1.5 and 2), or crop all pictures to
-    squares."""
+    """Keep the pictures' aspect ratios (sides in steps of 16 px for SD3, 64 for SDXL, SD 1.5 and 2), or crop all
+    pictures to squares."""
     max_aspect: Annotated[float, Field(ge=1, le=8)] = 4.0
     """Largest ratio of a bucket's longer to its shorter side; longer pictures are cropped."""
     max_upscale: Annotated[float, Field(ge=1)] | None = 2.0

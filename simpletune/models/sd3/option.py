@@ -79,6 +79,7 @@ class SD3(Family):
     multiple: ClassVar[int] = 16
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 4.5
+    published_as: ClassVar[str] = r"(?i)(sd|stable.?diffusion)[-_ .]?v?3"
     objective: ClassVar[str] = "flow"
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"

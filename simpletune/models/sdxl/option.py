@@ -56,6 +56,7 @@ class SDXL(UNetFamily):
         TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
     )
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+    published_as: ClassVar[str] = r"XL(?![A-Za-z])|(?i:sd_?xl|(?<![a-z])xl(?![a-z])|pony|illustrious|noobai)"
     reads_framing: ClassVar[bool] = True
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionXLPipeline", "stable-diffusion-xl"

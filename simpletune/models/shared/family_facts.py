@@ -104,6 +104,8 @@ class FamilyFacts(Option):
     """The default of ``validation.guidance``."""
     objective: ClassVar[str]
     """The ``name`` of the objective that the pretrained models were trained with."""
+    published_as: ClassVar[str] = "(?!)"
+    """A pattern of the last part of names under which its models are published, where nothing else tells the family."""
     diffusers: ClassVar[DiffusersNames]
     """The names of diffusers' classes."""
     scheduler_tells: ClassVar[bool] = False

@@ -253,6 +253,8 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Estima
     assert quiet[-1].device == "RTX4070" and "Give the folder with the pictures" in text
     text, values = change(client, values, base="shipped:sd15_lora")
     assert values["model.family"] == "sd15" and "model.unet" in values and "model.transformer" not in text
+    text, values = change(client, values, base="shipped:sdxl_lora_8gb")
+    assert (values["model.family"], values["data.resolution"], values["validation.guidance"]) == ("sdxl", "1024", "5.0")
     assert client.post("/start/change", data={**values, "card": "none"}, headers=HX).status_code == 422
     assert client.post("/start/change", data={**values, "base": "shipped:../x"}, headers=HX).status_code == 422
     for state in ("", "[]", '{"shown": 1}', '{"mine": {"a": 1}}', "[" * 5000):

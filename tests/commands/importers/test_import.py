@@ -9,7 +9,7 @@ from pathlib import Path
 import peer_configs
 import pytest
 import yaml
-from import_cases import CASES, LARGE, OLD, REFUSED
+from import_cases import CASES, LARGE, OLD, REFUSED, XL
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
@@ -19,11 +19,13 @@ from simpletune.commands.importers.kohya import SD3_DIMS
 from simpletune.commands.importers.translation import Translation, trainer_tables
 from simpletune.config.load import read_json, validate
 from simpletune.config.schema import run_name
+from simpletune.models.families import FAMILIES
 from simpletune.models.lora_names import matches_layer
-from simpletune.models.sd3.files import HUB_NAMES
 from simpletune.models.sd3.lora_names import NAMES
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.option import SDXL
+from simpletune.models.unet.files import original_modules
 from simpletune.system.options import Json, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -422,8 +424,11 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
         assert not [p for p in found.problems if p.path == "optimizer.name"], name
     for name in SCHEDULES:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
-    assert set(trainer_tables("simpletuner")["flavours"].values()) == set(HUB_NAMES)
-    assert trainer_tables("simpletuner")["blocks"].keys() <= set(HUB_NAMES)
+    known = {name for family in (SD3(), SDXL()) for name in family.hub_names}
+    assert set(trainer_tables("simpletuner")["flavours"].values()) == known
+    families = {family.family for family in FAMILIES}
+    of_scripts = (trainer_tables(name)["families"].values() for name in ("kohya", "diffusers", "onetrainer"))
+    assert {family for each in of_scripts for family in each} <= families
     for trainer in BASES:  # values and reasons belong to an option
         tables = trainer_tables(trainer)
         options = {row.key for part in ("options", "options_data") for row in tables.get(part, ())}
@@ -448,6 +453,34 @@ def test_each_of_kohya_s_25_blocks_is_the_layers_that_its_script_counts_in_it(tm
         ranks = ",".join(str(2 if index == number else 8) for index in range(25))
         given = {"network_dim": 8, "network_args": [f"block_dims={ranks}"]}
         lora = imported("kohya", tmp_path, OLD | given).config["adapter"] | {"method": "lora"}
+        adapter = Lora.model_validate_json(json.dumps(lora), strict=True)
+        assert list(adapter.problems(shapes)) == []
+        found = {layer for layer in layers if adapter.rank_of(layer) == 2}
+        assert found == {layer for layer in layers if block(layer) == number}
+
+
+def test_each_of_kohya_s_23_blocks_of_sdxl_is_the_layers_that_its_script_counts_in_it(tmp_path: Path) -> None:
+    """By get_block_index of sd-scripts' networks/lora.py: 1 + N of input_blocks, 10 + N of middle_block, 13 + N of
+    output_blocks; and the same blocks' learning rates, 9 down, 3 in the middle, 9 up."""
+    first = {"input": 1, "middle": 10, "output": 13}
+
+    def block(layer: str) -> int:
+        way, number = re.match(r"(input|middle|output)_blocks?\.(\d+)", original(layer)).groups()  # type: ignore[union-attr]
+        return first[way] + int(number)
+
+    modules = original_modules(SDXL().known_config())
+
+    def original(layer: str) -> str:
+        unit = next(unit for unit in modules if layer.startswith(f"{unit}."))
+        return layer.replace(unit, modules[unit], 1)
+
+    shapes = SDXL().known_shapes()
+    layers = [layer for layer in Lora(targets="all_linear").modules(shapes) if ".attentions." in layer]
+    assert {block(layer) for layer in layers} == {5, 6, 8, 9, 11, *range(13, 19)}
+    for number in range(23):
+        ranks = ",".join(str(2 if index == number else 8) for index in range(23))
+        given = {"network_dim": 8, "network_args": [f"block_dims={ranks}"]}
+        lora = imported("kohya", tmp_path, XL | given).config["adapter"] | {"method": "lora"}
         adapter = Lora.model_validate_json(json.dumps(lora), strict=True)
         assert list(adapter.problems(shapes)) == []
         found = {layer for layer in layers if adapter.rank_of(layer) == 2}

@@ -15,8 +15,8 @@ from simpletune.commands.doctor.machine import OK, WARNING, Finding
 from simpletune.commands.init import Answers, Suggestion, command, inspect_folder, machine, suggest
 from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import ask
-from simpletune.commands.init.choices import PROFILES, profile_of
-from simpletune.config.load import read_config, validate
+from simpletune.commands.init.choices import PROFILES, TEMPLATES, profile_of, templates_for
+from simpletune.config.load import read_config, read_json, validate
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.walk import SUFFIXES
 from simpletune.data.split import split_pictures
@@ -83,13 +83,61 @@ def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: 
 @pytest.mark.parametrize(
     ("model", "family", "resolution"),
     [("stabilityai/stable-diffusion-3.5-large", "sd3", 1024),
-     ("stable-diffusion-v1-5/stable-diffusion-v1-5", "sd15", 512)],
+     ("stable-diffusion-v1-5/stable-diffusion-v1-5", "sd15", 512),
+     ("stabilityai/stable-diffusion-xl-base-1.0", "sdxl", 1024), ("someone/fine-tune-xl-v9", "sdxl", 1024)],
 )  # fmt: skip
 def test_a_named_model_is_taken_with_its_family(model: str, family: str, resolution: int, tmp_path: Path) -> None:
     found = suggest(write(tmp_path / "a", 3, 1024), Answers(model=model), L4)
     config = accepted(found.config)
     assert config["model"]["pretrained"] == model and config["model"].get("family", "sd3") == family
     assert config["data"]["resolution"] == resolution and why(found, "model.pretrained") == "you named it"
+
+
+def test_sdxl_gets_the_shipped_settings_of_a_card_and_1024_px_for_small_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = suggest(write(tmp_path / "a", 3, 600), Answers(model="stabilityai/stable-diffusion-xl-base-1.0"), L4)
+    config = accepted(found.config)
+    own = read_json(
+        Path(next(str(each.value) for each in found.reasons if each.path == "precision, memory").split()[-1])
+    )
+    assert [config.get(name) for name in ("precision", "optimizer")] == [
+        own[name] for name in ("precision", "optimizer")
+    ]
+    assert config["memory"] == own["memory"] and "profile" not in config["memory"]
+    assert config["data"]["resolution"] == 1024, "the model is told the pictures' own sizes"
+    assert "told the others' own sizes" in why(found, "data.resolution")
+    full = validate(config, "x")
+    assert (full.validation.guidance, full.objective.name) == (5.0, "ddpm")
+
+    shipped = ["sdxl_lora_6gb", "sdxl_lora_8gb", "sdxl_lora_24gb", "sd15_lora"]
+    monkeypatch.setattr(making, "shipped_names", lambda: shipped)
+    named = TEMPLATES["sdxl"]["style"]
+    assert templates_for(named, "24gb") == ["sdxl_lora_24gb", "sdxl_lora_8gb", "sdxl_lora_6gb"]
+    assert templates_for(named, "16gb") == ["sdxl_lora_8gb", "sdxl_lora_6gb"]
+    assert templates_for(named, "4gb") == ["sdxl_lora_6gb"], "the smallest, for a card that is smaller still"
+    assert templates_for(TEMPLATES["sd15"]["style"], "4gb") == ["sd15_lora"]
+
+
+def test_settings_that_do_not_fit_give_way_to_those_of_a_smaller_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"name": "x", "precision": {"weights": "bf16"}, "memory": {"checkpointing": "none"}}
+    eight: Json = {"precision": {"weights": "int8"}, "memory": {}, "optimizer": {"name": "adamw8bit"}}
+    six: Json = {"precision": {"weights": "nf4"}, "memory": {"resident_blocks": 0}, "optimizer": {}}
+    smaller = (("eight", eight), ("six", six))
+    tried: list[Json] = []
+
+    def predicted(config: Json, card: Card) -> tuple[str, bool]:
+        tried.append(config)
+        return "9,000 MiB", len(tried) == 2
+
+    monkeypatch.setattr(machine, "_predicted", predicted)
+    found = machine.fit_to_card(Suggestion(first, (), (), smaller), L4)
+    assert tried[0] == first and found.config == tried[1]
+    assert tried[1] == {"name": "x", "precision": {"weights": "int8"}, "optimizer": {"name": "adamw8bit"}}
+    assert why(found, "precision, memory") == "predicted: 9,000 MiB"
+    monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
+    none_fits = machine.fit_to_card(Suggestion(first, (), (), smaller), L4)
+    assert none_fits.config == first and "with the levers of six: 9,000 MiB" in none_fits.notes[-1]
 
 
 def test_a_named_model_without_a_card(tmp_path: Path) -> None:
@@ -349,7 +397,7 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch:
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
-    assert f"predicted not to fit even with every lever of profile {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
+    assert f"predicted not to fit even with the levers of {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
 
     def unknown(config: Json, card: Card) -> tuple[str, bool]:
         raise UserError("not in the local cache")

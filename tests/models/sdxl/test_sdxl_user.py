@@ -1,0 +1,159 @@
+"""Stable Diffusion XL as a user meets it: defaults, messages, pictures, comparison, server, model card, photos."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_sd15
+import tiny_sdxl
+from command_line import SMALL, pixels_of
+from PIL import Image
+from serving import running
+from tiny_runs import TrainOnce
+
+from simpletune.apps.cli.main import main, parse
+from simpletune.apps.serve import server
+from simpletune.config.load import validate
+from simpletune.models.families import family_by_name, family_of
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.option import SDXL
+from simpletune.runs.model_card import example_of, snippet
+from simpletune.runs.weights_names import run_config
+from simpletune.stages.png import generation_parameters
+from simpletune.system.options import ConfigError
+
+PROMPT = "a glim picture of a large blue heart"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sdxl.build(tmp_path_factory.mktemp("xl") / "sdxl")
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sd15.build(tmp_path_factory.mktemp("sd15") / "sd15")
+
+
+@pytest.fixture
+def run(base: Path, tiny_config: dict, train_once: TrainOnce) -> Path:
+    """A LoRA of one step, with a validation picture before and after; it sets no value that the family decides."""
+    data = {"path": tiny_config["data"]["path"], "resolution": 64}
+    validation = {"prompts": [PROMPT], "steps": 2, "loss_samples": 0}
+    more = {"name": "xl", "model": {"family": "sdxl", "pretrained": str(base)}, "data": data, "validation": validation}
+    return train_once(tiny_config | more | {"train": {"steps": 1}, "optimizer": {"lr": 0.2}})
+
+
+def simple(**sections: object) -> dict:
+    """A configuration of the family, with sections added."""
+    return {"name": "x", "model": {"family": "sdxl"}, "data": {"path": "demo:pictures"}, **sections}
+
+
+def test_the_family_decides_guidance_resolution_and_objective() -> None:
+    config = validate(simple(), "x")
+    assert (config.data.resolution, config.validation.guidance, config.objective.name) == (1024, 5.0, "ddpm")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"family": "xl"}}, r'model.family: unknown value "xl". Did you mean sdxl\?'),
+        ({"model": {"family": "pony"}}, r'model.family: unknown value "pony". Did you mean sdxl\?'),
+        ({"model": {"family": "sdxl", "pretrained": "stable-diffusion-v1-5/stable-diffusion-v1-5"}},
+         r"model.pretrained: .* is a model of SD 1.5/2. Set model.family to sd15, or name an SDXL model"),
+        ({"model": {"pretrained": "stabilityai/stable-diffusion-xl-base-1.0"}},
+         r"model.pretrained: .* is a model of SDXL. Set model.family to sdxl, or name an SD3 model"),
+        ({"objective": {"name": "flow"}}, r"objective.name: flow, but SDXL models are trained with ddpm"),
+        ({"data": {"path": "demo:pictures", "resolution": 1008}}, r"data.resolution: 1008 is not a multiple of 64, "
+         r"which SDXL needs. Use 960 or 1024"),
+    ],
+)  # fmt: skip
+def test_messages_name_the_family(sections: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(simple(**sections), "x")
+    assert len(caught.value.problems) == 1
+    assert caught.match(message)
+
+
+def test_a_base_tells_its_family_by_its_files_or_else_by_its_name(
+    base: Path, older: Path, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    for wrong, family, right in (("sd15", base, "sdxl"), ("sdxl", older, "sd15"), ("sd3", base, "sdxl")):
+        with pytest.raises(ConfigError) as caught:
+            validate(simple(model={"family": wrong, "pretrained": str(family)}), "x")
+        assert caught.match(f"Set model.family to {right}"), (wrong, right)
+    kinds = {base: SDXL, older: SD15, tiny_pipeline: SD3}
+    assert {type(family_of(str(folder))) for folder in kinds} == {SDXL, SD15, SD3}
+    assert all(isinstance(family_of(str(folder)), kind) for folder, kind in kinds.items())
+    assert family_of("someone/fine-tune-xl") is None, "its files are not here"
+    for name in ("someone/Juggernaut-XL-v9", "ponyDiffusionV6XL.safetensors", r"D:\models\noobaiXL_vPred10.safetensors",
+                 "OnomaAIResearch/Illustrious-xl-early-release-v0", "models/sd_xl_base_1.0.safetensors"):  # fmt: skip
+        assert isinstance(family_by_name(name), SDXL), name
+    for name in ("someone/sd3_medium", "stabilityai/stable-diffusion-3.5-large"):
+        assert isinstance(family_by_name(name), SD3), name
+    for name in ("sdxl/dreamer_v8.safetensors", "someone/axle", "pixels/xlarge", ""):
+        assert family_by_name(name) is None, name
+
+
+def test_pictures_and_comparison_of_a_run_and_of_a_base_alone(run: Path, base: Path, tmp_path: Path) -> None:
+    drawn = [Image.open(file).text["parameters"] for file in run.glob("samples/*/prompt-00.png")]  # type: ignore[attr-defined]
+    assert len(drawn) == 2 and all("CFG scale: 5" in text for text in drawn)
+    main(["compare", str(run), "--prompt", PROMPT, "--out", str(tmp_path / "c"), *SMALL])
+    figures = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert [each["title"] for each in figures["models"]] == ["base", "LoRA xl x 1"]
+    distances = [each["latent_distance_from_base"][0] for each in figures["models"]]
+    assert distances[0] == 0 < distances[1]
+    assert "guidance 5" in (tmp_path / "c" / "compare.html").read_text()
+    words = ["--prompt", PROMPT, "--size", "64x64", "--seed", "0", *SMALL]
+    main(["generate", "--model", str(base), "--base", "--precision", "fp32", *words, "--out", str(tmp_path / "b.png")])
+    assert generation_parameters(tmp_path / "b.png")["guidance"] == 5.0
+    assert pixels_of(tmp_path / "b.png") == pixels_of(next((tmp_path / "c" / "base").glob("*.png")))
+
+
+def test_the_server_draws_what_generate_draws(run: Path, tmp_path: Path) -> None:
+    service = server.build(parse(["serve", "--run", str(run), "--port", "0", "--device", "cpu", "--max-side", "128"]))
+    with running(service) as it:
+        it.wait_ready()
+        answer = it.predict(PROMPT, lora="xl", width=128, height=64, num_inference_steps=2)
+        assert answer.status_code == 200, answer.text
+        served = pixels_of(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
+    words = ["--run", str(run), "--prompt", PROMPT, "--size", "128x64", *SMALL]
+    main(["generate", *words, "--out", str(tmp_path / "g.png")])
+    assert pixels_of(tmp_path / "g.png") == served
+
+
+def test_the_model_card_s_code_draws_as_we_do(
+    run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(run, "")
+    code = snippet(config, example_of(config, ""))
+    assert "StableDiffusionXLPipeline" in code
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("path/to/sdxl", str(base)).replace('RESULT = "."', f"RESULT = {str(run)!r}"), {})
+    ours, theirs = (np.asarray(Image.open(file).convert("RGB"), float) for file in
+                    (run / "samples" / "step-000001" / "prompt-00.png", tmp_path / "picture.png"))  # fmt: skip
+    assert abs(ours - theirs).max() <= 2
+    card = (run / "README.md").read_text()
+    assert "- stable-diffusion-xl\n" in card and "StableDiffusionXLPipeline" in card
+    assert "license: openrail++" not in card, "a local copy's licence is unknown"
+
+
+@pytest.mark.slow
+def test_photos_are_examined_checked_and_trained_in_buckets(real_data: Path, base: Path, tmp_path: Path) -> None:
+    photos = next(folder for folder in sorted((real_data / "dreambooth").iterdir()) if any(folder.glob("*.jpg")))
+    out = tmp_path / "mine.json"
+    assert main(["init", str(photos), "--model", str(base), "--device", "cpu", "--yes", "--out", str(out)]) == 0
+    config = json.loads(out.read_text())
+    assert config["model"] == {"family": "sdxl", "pretrained": str(base)} and config["data"]["resolution"] == 1024
+    small = ["data.resolution=192", "train.steps=2", "validation.every=null", "validation.loss_samples=0",
+             f"output.runs={tmp_path}", f"output.cache={tmp_path / 'cache'}", "precision.weights=bf16", "device=cpu",
+             "optimizer.name=adamw", "schedule.warmup_steps=0", "name=photos"]  # fmt: skip
+    assert main(["check", str(out), *small]) == 0
+    assert main(["train", str(out), *small]) == 0
+    assert json.loads((tmp_path / "photos" / "summary.json").read_text())["steps"] == 2
