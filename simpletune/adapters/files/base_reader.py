@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from simpletune.models.families import FAMILIES
+from simpletune.models.families import FAMILIES, family_of, family_of_config
 from simpletune.models.lora_names import family_of_class
 from simpletune.models.shared.denoiser import quantised_layers
 from simpletune.models.shared.family import Family
@@ -90,6 +90,19 @@ class BaseReader:
             return {name: folder for name in layout.prefixes if (folder := found.part(name).folder) is not None}
         folders = {name: part.folder.parent / name for name in layout.prefixes}
         return {name: folder for name, folder in folders.items() if folder.is_dir()}
+
+    def marks(self) -> list[str]:
+        """The empty tensors that say in a written single file how the pipeline of a folder or Hub name was trained."""
+        marks, part = self.family.layout.marks, self.part
+        if not marks or part is None or part.folder is None:
+            return []
+        folder: Path | None = part.folder.parent / "scheduler"
+        if is_hub_name(self.name):
+            folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
+        if folder is None or not folder.is_dir():
+            return []
+        known = Part("scheduler", folder).config()
+        return [mark for mark, settings in marks.items() if settings.items() <= known.items()]
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of every linear layer and 1x1 convolution."""
@@ -170,7 +183,7 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         fitting = [f for f in FAMILIES if any(prefix + f.layout.marker in header for prefix in DENOISER_PREFIXES)]
     else:  # a Hub name of a family that ships with this package
         fitting = [f for f in FAMILIES if f.bundled_config(name) is not None]
-    family = (inside or fitting or [FAMILIES[0]])[0]
+    family = family_of(name) or (inside or fitting or [FAMILIES[0]])[0]
     try:
         return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
     except UserError as error:  # the message begins with a configuration option
@@ -178,5 +191,5 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
 
 
 def _family_of(config: ModelConfig) -> Family:
-    """The family of a denoiser's configuration; without a class name it is SD3's, whose single files have none."""
-    return family_of_class(str(config.get("_class_name", FAMILIES[0].diffusers.model)))
+    """The family of a denoiser's configuration. UserError: none has its class."""
+    return family_of_config(config) or family_of_class(str(config["_class_name"]))

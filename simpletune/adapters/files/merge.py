@@ -142,6 +142,8 @@ class Merger:
             entries[prefix + original] = (self.kind(pieces[0][0]), _original_shape(pieces, base.shapes))
         for part in beside:
             entries |= part.entries
+        marks = base.marks()
+        entries |= {mark: ("F32", (0,)) for mark in marks}
         text = self._text_weights(others, beside)
         file.parent.mkdir(parents=True, exist_ok=True)
         with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
@@ -152,6 +154,8 @@ class Merger:
             for part in beside:
                 for original, pieces in part.groups.items():
                     writer.write(part.prefix + original, _original_tensor(pieces, partial(self._of_part, part, text)))
+            for mark in marks:
+                writer.write_bytes(mark, b"")
             whole = WeightReader([base.file] if base.file is not None else [])
             for name, entry in others.items():
                 assert base.file is not None
@@ -235,14 +239,14 @@ def _by_original(origins: Mapping[str, Origin]) -> dict[str, Pieces]:
 
 def _original_shape(pieces: Pieces, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     name, origin = pieces[0]
-    first, *rest = shapes[name]
+    first, *rest = reversed(shapes[name]) if origin.transposed else shapes[name]
     return (first * len(pieces), *rest, *((1, 1) if origin.pointwise else ()))
 
 
 def _original_tensor(pieces: Pieces, get: Callable[[str], Tensor]) -> Tensor:
     """The original tensor, from those in diffusers' layout."""
     whole, origin = torch.cat([get(name) for name, _ in pieces]), pieces[0][1]
-    whole = whole[:, :, None, None] if origin.pointwise else whole
+    whole = whole[:, :, None, None] if origin.pointwise else whole.T if origin.transposed else whole
     return exchanged_halves(whole) if origin.swapped and len(pieces) == 1 else whole
 
 

@@ -71,10 +71,13 @@ def locate_part(model: FamilyFacts, part: str) -> Part:
 
 def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, ModelConfig | None]:
     """The configuration of a part that a single file stores without one: its folder in ``model.text_encoders``, if
-    there is one, and the one that ships."""
+    there is one and the file's marks do not tell, and the one that ships."""
     if part == model.denoiser or not is_single_file(model.pretrained):
         return None, None
     bundled = model.bundled_configs()[model.file_version()].get(part)
+    if part == "scheduler" and bundled is not None:
+        if told := open_file(Path(model.pretrained), model.layout).scheduler_settings:
+            return None, {**bundled, **told}
     folder = Path(model.text_encoders or "/nowhere") / part
     return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
