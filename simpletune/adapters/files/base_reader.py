@@ -18,6 +18,7 @@ from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import DENOISER_PREFIXES
+from simpletune.models.shared.sources import is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError
@@ -39,15 +40,18 @@ class BaseReader:
         name: the folder of a pipeline, transformer or U-Net in diffusers' layout, a single file in the original layout,
             a Hub name, or the folder of a quantised base in a run's cache.
         located: its family and part, if they are known; ``name`` is then only for messages.
+        scheduler: the configuration of its scheduler, if it is known.
 
     Raises:
         UserError: it is not a denoiser of a known family, or cannot be read.
     """
 
-    def __init__(self, name: str, located: tuple[Family, Part] | None = None):
+    def __init__(self, name: str, located: tuple[Family, Part] | None = None, scheduler: ModelConfig | None = None):
         from simpletune.models.shared.weights import open_tensors
 
-        self.name = name
+        self.name, self._located, self._scheduler = name, located is not None, scheduler
+        self.rest: Path | None = None
+        """The single file with the pipeline's other tensors."""
         self.part: Part | None = None
         if located is None and (Path(name) / KEPT).is_file():
             self.file: Path | None = None
@@ -58,6 +62,9 @@ class BaseReader:
             return
         self.family, self.part = located or locate_denoiser(name)
         self.file, self.tensors = self.part.file, open_tensors(self.part)
+        self.rest = self.file
+        if located is not None and is_single_file(self.family.pretrained):
+            self.rest = Path(self.family.pretrained)
         if self.file is None:
             assert self.part.folder is not None
             self.config = self.part.config()
@@ -83,6 +90,9 @@ class BaseReader:
         """The folders of the pipeline's parts that a written single file holds beside the denoiser, by name; none for
         other bases. Downloads those of a Hub name."""
         layout, part = self.family.layout, self.part
+        if self._located and layout.others is not None:
+            parts = [self.family.part(name) for name in layout.prefixes]
+            return {each.name: each.folder for each in parts if each.file is None and each.folder is not None}
         if layout.others is None or part is None or part.folder is None or (Path(self.name) / "config.json").is_file():
             return {}
         if is_hub_name(self.name):
@@ -92,16 +102,16 @@ class BaseReader:
         return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
     def marks(self) -> list[str]:
-        """The empty tensors that say in a written single file how the pipeline of a folder or Hub name was trained."""
-        marks, part = self.family.layout.marks, self.part
+        """The empty tensors that say in a written single file how the model was trained, as far as a scheduler's
+        configuration is known; a single file's own are among its other tensors."""
+        marks, part, known = self.family.layout.marks, self.part, self._scheduler
         if not marks or part is None or part.folder is None:
             return []
-        folder: Path | None = part.folder.parent / "scheduler"
-        if is_hub_name(self.name):
-            folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
-        if folder is None or not folder.is_dir():
-            return []
-        known = Part("scheduler", folder).config()
+        if known is None:
+            folder: Path | None = part.folder.parent / "scheduler"
+            if is_hub_name(self.name):
+                folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
+            known = Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
         return [mark for mark, settings in marks.items() if settings.items() <= known.items()]
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -164,7 +174,6 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         UserError: there is none.
     """
     from simpletune.data.demo import resolve
-    from simpletune.models.shared.sources import is_single_file
 
     path = Path(name)
     if name.startswith("demo:"):

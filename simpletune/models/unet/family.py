@@ -61,8 +61,8 @@ class UNetFamily(Family):
             known = not found and self.denoiser_config(fetch=False) is not None
         except (UserError, KeyError, TypeError):
             return  # reported where the shapes are read
-        sources_of_text = [provider(self, encoder.model)[1] or "" for encoder in self.encoders()]
-        if not known or any(is_hub_name(each) and self.bundled_config(each) is None for each in sources_of_text):
+        given = [] if not known else [provider(self, encoder.model)[1] or "" for encoder in self.encoders()]
+        if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
             return
         texts = [(encoder, self.known_part(encoder.model).config()) for encoder in self.encoders()]
         widths = [int(text.get("hidden_size", 0)) for _, text in texts]

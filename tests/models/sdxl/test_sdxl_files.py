@@ -20,8 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.merge import Merger
+from simpletune.apps.cli.main import main
+from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.families import family_of
+from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.config import bundled_configs
@@ -148,6 +151,35 @@ def test_marks_tell_what_the_unet_predicts(pipeline: Path, descriptions: Path, t
     assert not {"v_pred", "ztsnr"} & set(load_file(tmp_path / "0.safetensors"))
 
 
+def test_a_run_s_full_weights_become_one_file(
+    pipeline: Path, file: Path, descriptions: Path, tiny_config: dict, tmp_path: Path
+) -> None:
+    """With the other parts of its base, whether a file or a folder, and marked as it was trained."""
+    run, out = tmp_path / "run", tmp_path / "one.safetensors"
+    shutil.copytree(pipeline / "unet", run / "unet")
+    weights = run / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    (run / "metrics.jsonl").touch()
+    expected = expected_states(pipeline)
+    expected["unet"] = {name: tensor + 1 for name, tensor in expected["unet"].items()}
+    for base in ({"pretrained": str(file), "text_encoders": str(descriptions)}, {"pretrained": str(pipeline)}):
+        config = {
+            **tiny_config,
+            "model": {"family": "sdxl", **base},
+            "adapter": {"method": "full"},
+            "precision": {"weights": "bf16"},
+            "data": {**tiny_config["data"], "resolution": 64},
+            "validation": {"prompts": []},
+            "objective": {"name": "ddpm", "prediction": "v", "zero_terminal_snr": True},
+        }
+        (run / "config.json").write_text(validate(config, "run").model_dump_json(by_alias=True))
+        assert main(["merge", "--base", str(run), "--out", str(out), "--overwrite"]) == 0
+        found = states(SDXL(pretrained=str(out), text_encoders=str(descriptions)))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert {"v_pred", "ztsnr"} < set(load_file(out))
+    assert main(["merge", "--out", str(out), "--overwrite"]) == 2
+
+
 def test_what_a_file_lacks_is_named_with_the_remedy(pipeline: Path, descriptions: Path, tmp_path: Path) -> None:
     remedy = "Set model.text_encoders to a folder in diffusers' layout or to a Hub name"
     for parts, lacking in (
@@ -234,6 +266,19 @@ def test_a_refiner_and_other_unets_in_folders_are_refused(pipeline: Path, tmp_pa
         with pytest.raises(UserError, match=words):
             SDXL(pretrained=folder).known_config()
         assert family_of(folder) is None, "no other family takes it"
+
+
+def test_playground_in_a_folder_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    """Its latents and its noise are others, with Stable Diffusion XL's UNet."""
+    vae = changed(pipeline, tmp_path / "vae", "vae", latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    words = "has latents_mean and latents_std, as Playground 2.5 has; latents are only shifted and scaled here."
+    assert problems(pretrained=vae) == f"model.pretrained: {vae}/vae {words} Use a model without them"
+    with pytest.raises(UserError, match=r"^model.vae: .*latents_mean and latents_std"):
+        SDXL(pretrained=vae).load_vae(CPU, torch.float32)
+    edm = changed(pipeline, tmp_path / "edm", "scheduler", _class_name="EDMDPMSolverMultistepScheduler")
+    noise = SDXL(pretrained=edm)
+    (problem,) = Ddpm().problems(noise.scheduler_config)
+    assert str(problem).startswith("objective.name: ddpm cannot train the noise of the model's scheduler, EDMDPMSolver")
 
 
 def test_models_of_other_families_are_told_apart(pipeline: Path, file: Path, tmp_path: Path) -> None:
