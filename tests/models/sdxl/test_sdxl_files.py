@@ -131,8 +131,7 @@ def test_marks_tell_what_the_unet_predicts(pipeline: Path, descriptions: Path, t
     ):
         file = original_sdxl.write(pipeline, tmp_path / f"{len(marks)}.safetensors", marks=marks)
         for text in (str(descriptions), "stabilityai/stable-diffusion-xl-base-1.0"):
-            family = SDXL(pretrained=str(file), text_encoders=text)
-            found = family.scheduler_config()
+            found = SDXL(pretrained=str(file), text_encoders=text).scheduler_config()
             told = found.get("prediction_type", "epsilon"), found.get("rescale_betas_zero_snr", False)
             assert told == (prediction, zero)
     bare = tmp_path / "unet.safetensors"
@@ -141,7 +140,8 @@ def test_marks_tell_what_the_unet_predicts(pipeline: Path, descriptions: Path, t
     model = SDXL(pretrained=str(pipeline), unet=str(bare)).load_denoiser(FP32(), CPU)
     torch.testing.assert_close(dict(model.state_dict()), state_of(pipeline / "unet"), rtol=0, atol=0)
 
-    folder = tiny_sdxl.build(tmp_path / "v", v=True)
+    zero_snr = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    folder = changed(pipeline, tmp_path / "v", "scheduler", **zero_snr)
     once, twice = tmp_path / "once.safetensors", tmp_path / "twice.safetensors"
     Merger(BaseReader(str(folder)), [], None).write_file(once, {}, lambda: None)
     Merger(BaseReader(str(once)), [], None).write_file(twice, {}, lambda: None)

@@ -67,6 +67,7 @@ def test_prediction_and_gradients_equal_diffusers_to_the_bit(family: SDXL, folde
     assert not torch.equal(family.predict(ours, **given | {"pooled": other}, dtype=torch.float32), found)
 
 
+@pytest.mark.slow
 def test_operations_are_those_that_torch_counts(family: SDXL) -> None:
     unet = family.load_denoiser(FP32(), CPU)
     for part in ("", "down_blocks.2.attentions.0.transformer_blocks.1.attn2.to_k", "add_embedding.linear_2.bias"):
