@@ -22,6 +22,8 @@ from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, u
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Problem, UserError
 
+CLIP_WIDTH = 512  # transformers' default, which its files may leave out
+
 
 class UNetFamily(Family):
     """A family with a UNet, from a folder in diffusers' layout, a single file or the Hub."""
@@ -65,8 +67,8 @@ class UNetFamily(Family):
         if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
             return
         texts = [(encoder, self.known_part(encoder.model).config()) for encoder in self.encoders()]
-        widths = [int(text.get("hidden_size", 0)) for _, text in texts]
-        pooled = sum(int(text.get("projection_dim", 0)) for encoder, text in texts if encoder.projected)
+        widths = [int(text.get("hidden_size", CLIP_WIDTH)) for _, text in texts]
+        pooled = sum(int(text.get("projection_dim", CLIP_WIDTH)) for encoder, text in texts if encoder.projected)
         named = "a text encoder of width" if len(texts) == 1 else "text encoders of widths"
         field, source = ("text_encoders", self.text_encoders) if self.text_encoders else ("pretrained", self.pretrained)
         for has, width, reads in (
