@@ -103,9 +103,9 @@ class SingleFile:
         self.path, self.layout = path, layout
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
         self.prefix = next((prefix for prefix in DENOISER_PREFIXES if prefix + layout.marker in self.header), "")
-        for pattern, kind in layout.refused.items():
+        for pattern, similar in layout.refused.items():
             if tell := next((name for name in self.header if re.search(pattern, name)), None):
-                raise UserError(f"{path} (by its tensor {tell}) is {kind}")
+                raise UserError(f"{path} (by its tensor {tell}) is {similar}")
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
             kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
             first = ", ".join(list(self.header)[:3]) or "nothing"
