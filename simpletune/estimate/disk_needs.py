@@ -169,7 +169,7 @@ def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, in
     from simpletune.stages.text_cache import TextCache
 
     dtype, place = config.precision.encoder_dtype(), config.output.place
-    latents = LatentCache(config.model, dtype, place, config.memory.vae_tile).cache
+    latents = LatentCache.of(config, place).cache
     if isinstance(plan, StreamPlan):  # estimated from a few of the crops
         used = plan.used(start, config.steps(plan.steps_per_epoch))
         some = used[:: max(1, len(used) // TRIED)]

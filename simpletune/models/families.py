@@ -18,6 +18,7 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.family import Family
+from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import open_file
 from simpletune.models.shared.sources import is_single_file
 from simpletune.system.options import UserError
@@ -39,7 +40,7 @@ def family_of(source: str) -> Family | None:
     """The family, with its defaults, of a base: a Hub name, a folder in diffusers' layout, or a single file.
 
     Returns:
-        None if only a download could tell.
+        None if only a download could tell, or if several families have such a part and none can train this one.
     """
     single = is_single_file(source) and Path(source).is_file()
     candidates = [family for family in FAMILIES if _may_be(family, source, single)]
@@ -47,7 +48,23 @@ def family_of(source: str) -> Family | None:
         with suppress(UserError, KeyError, TypeError):  # it is of another family, or damaged
             if family.model_copy(update={"pretrained": source}).denoiser_config(fetch=False) is not None:
                 return family
-    return None if single else next(iter(candidates), None)
+    return candidates[0] if len(candidates) == 1 and not single else None
+
+
+def family_of_config(config: ModelConfig) -> Family:
+    """The family of a denoiser's ``config.json``: of those with its class, the first that can train it, else the first.
+    A configuration without a class is of the first family, whose files have none. UserError: no family has its class.
+    """
+    name = str(config.get("_class_name", FAMILIES[0].diffusers.model))
+    fitting = [family for family in FAMILIES if family.diffusers.model == name]
+    for family in fitting if len(fitting) > 1 else ():
+        with suppress(UserError, KeyError, TypeError):
+            family.require_supported({**config, "_class_name": name}, "")
+            return family
+    if fitting:
+        return fitting[0]
+    wanted = " or ".join(dict.fromkeys(family.diffusers.model for family in FAMILIES))
+    raise UserError(f"{name} is not the class of a known model. Use {wanted}")
 
 
 def family_by_name(source: str) -> Family | None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from simpletune.models.families import FAMILIES
+from simpletune.models.families import FAMILIES, family_of_config
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.lora_names import Layout, LoraNames
-from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.model_config import Shape
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -126,16 +126,3 @@ def result_layout(model: nn.Module, name: str | None = None) -> Layout:
     config = {**getattr(model, "config", {}), "_class_name": type(model).__name__}
     layouts = [each for each in family_of_config(config).lora if not each.original or each.names.suits(config)]
     return next((layout for layout in layouts if layout.name == name), layouts[0])
-
-
-def family_of_config(config: ModelConfig) -> Family:
-    """The family of a denoiser with this configuration. UserError: none has such a class in diffusers."""
-    name = str(config.get("_class_name"))
-    fitting = [family for family in FAMILIES if family.diffusers.model == name]
-    for family in fitting:
-        if family.supports(config):
-            return family
-    if fitting:
-        return fitting[0]
-    wanted = " or ".join(dict.fromkeys(family.diffusers.model for family in FAMILIES))
-    raise UserError(f"{name} is not the class of a known model. Use {wanted}")

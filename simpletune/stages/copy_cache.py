@@ -68,5 +68,5 @@ def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple
     prompts = needed_prompts(config, plan, validation_requests(config, plan))
     for cache in text.caches:
         yield cache, map(text.tokens.expanded, prompts)
-    latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
+    latents = LatentCache.of(config, place)
     yield latents.cache, map(crop_key, plan.views())

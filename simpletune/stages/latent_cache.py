@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop
 from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.pictures import crop_to_bucket, decode
@@ -52,6 +53,11 @@ class LatentCache:
         self.model, self.dtype, self.tile = model, dtype, tile
         name = f"{model.part('vae').fingerprint()}-{str(dtype).removeprefix('torch.')}"
         self.cache = open_cache(place, "latents", name if tile is None else f"{name}-tile{tile}")
+
+    @classmethod
+    def of(cls, config: TrainConfig, place: CachePlace | Path) -> LatentCache:
+        """A run's, with folders resolved."""
+        return cls(config.model, config.model.autoencoder_dtype(config.precision), place, config.memory.vae_tile)
 
     def fill(
         self, views: Sequence[Crop], device: torch.device, share: KeyRange = ALONE

@@ -78,7 +78,7 @@ class Caches:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, stages: StageTimer):
         place, dtype = config.output.place, config.precision.encoder_dtype()
         self.text = TextCache(config.model, dtype, place, config.text)
-        self.latents = LatentCache(config.model, dtype, place, config.memory.vae_tile)
+        self.latents = LatentCache.of(config, place)
         self._share = KeyRange(accelerator.process_index, accelerator.num_processes)
         self._accelerator, self._stages = accelerator, stages
 

@@ -77,7 +77,7 @@ class Previews:
             denoiser, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
         )
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
-        vae = config.model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
+        vae = config.model.load_vae(device, config.model.autoencoder_dtype(config.precision), config.memory.vae_tile)
         try:
             return generate_pictures(sampler, vae, config.model, requests, self.load)
         finally:

@@ -1,7 +1,7 @@
 """A tiny Stable Diffusion XL with random weights, in the folder layout of diffusers' pipeline.
 
 It has the real one's levels (none, some and more transformer blocks), skip connections, linear projections, heads of
-equal width, two text encoders, six sizes, and the real length of text (77 tokens).
+64 where it attends, two text encoders, six sizes, and the real length of text (77 tokens).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from transformers.utils import logging
 from benchmarks.tiny_models import networks, tiny_sd3
 
 CLIP_L, CLIP_G = 32, 48
-TIME = 8
+TIME = 256  # the width that no shape in a single file tells
 UNET: dict[str, Any] = {
     "block_out_channels": [32, 64, 128],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
     "layers_per_block": 1,
     "transformer_layers_per_block": [1, 1, 2],
-    "attention_head_dim": [2, 4, 8],
+    "attention_head_dim": [1, 1, 2],
     "cross_attention_dim": CLIP_L + CLIP_G,
     "use_linear_projection": True,
     "addition_embed_type": "text_time",

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from simpletune.models.families import FAMILIES
-from simpletune.models.lora_names import family_of_config
+from simpletune.models.families import FAMILIES, family_of, family_of_config
 from simpletune.models.shared.denoiser import quantised_layers
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import DENOISER_PREFIXES
+from simpletune.models.shared.sources import is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError
@@ -39,15 +39,18 @@ class BaseReader:
         name: the folder of a pipeline, transformer or U-Net in diffusers' layout, a single file in the original layout,
             a Hub name, or the folder of a quantised base in a run's cache.
         located: its family and part, if they are known; ``name`` is then only for messages.
+        scheduler: the configuration of its scheduler, if it is known.
 
     Raises:
         UserError: it is not a denoiser of a known family, or cannot be read.
     """
 
-    def __init__(self, name: str, located: tuple[Family, Part] | None = None):
+    def __init__(self, name: str, located: tuple[Family, Part] | None = None, scheduler: ModelConfig | None = None):
         from simpletune.models.shared.weights import open_tensors
 
-        self.name = name
+        self.name, self._located, self._scheduler = name, located is not None, scheduler
+        self.rest: Path | None = None
+        """The single file with the pipeline's other tensors."""
         self.part: Part | None = None
         if located is None and (Path(name) / KEPT).is_file():
             self.file: Path | None = None
@@ -58,6 +61,9 @@ class BaseReader:
             return
         self.family, self.part = located or locate_denoiser(name)
         self.file, self.tensors = self.part.file, open_tensors(self.part)
+        self.rest = self.file
+        if located is not None and is_single_file(self.family.pretrained):
+            self.rest = Path(self.family.pretrained)
         if self.file is None:
             assert self.part.folder is not None
             self.config = self.part.config()
@@ -83,6 +89,9 @@ class BaseReader:
         """The folders of the pipeline's parts that a written single file holds beside the denoiser, by name; none for
         other bases. Downloads those of a Hub name."""
         layout, part = self.family.layout, self.part
+        if self._located and layout.others is not None:
+            parts = [self.family.part(name) for name in layout.prefixes]
+            return {each.name: each.folder for each in parts if each.file is None and each.folder is not None}
         if layout.others is None or part is None or part.folder is None or (Path(self.name) / "config.json").is_file():
             return {}
         if is_hub_name(self.name):
@@ -90,6 +99,19 @@ class BaseReader:
             return {name: folder for name in layout.prefixes if (folder := found.part(name).folder) is not None}
         folders = {name: part.folder.parent / name for name in layout.prefixes}
         return {name: folder for name, folder in folders.items() if folder.is_dir()}
+
+    def marks(self) -> list[str]:
+        """The empty tensors that say in a written single file how the model was trained, as far as a scheduler's
+        configuration is known; a single file's own are among its other tensors."""
+        marks, part, known = self.family.layout.marks, self.part, self._scheduler
+        if not marks or part is None or part.folder is None:
+            return []
+        if known is None:
+            folder: Path | None = part.folder.parent / "scheduler"
+            if is_hub_name(self.name):
+                folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
+            known = Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
+        return [mark for mark, settings in marks.items() if settings.items() <= known.items()]
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of every linear layer and 1x1 convolution."""
@@ -151,7 +173,6 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         UserError: there is none.
     """
     from simpletune.data.demo import resolve
-    from simpletune.models.shared.sources import is_single_file
 
     path = Path(name)
     if name.startswith("demo:"):
@@ -170,7 +191,7 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         fitting = [f for f in FAMILIES if any(prefix + f.layout.marker in header for prefix in DENOISER_PREFIXES)]
     else:  # a Hub name of a family that ships with this package
         fitting = [f for f in FAMILIES if f.bundled_config(name) is not None]
-    family = (inside or fitting or [FAMILIES[0]])[0]
+    family = family_of(name) or (inside or fitting or [FAMILIES[0]])[0]
     try:
         return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
     except UserError as error:  # the message begins with a configuration option
@@ -178,5 +199,5 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
 
 
 def _family_of(config: ModelConfig) -> Family:
-    """The family of a denoiser's configuration; without a class name it is SD3's, whose single files have none."""
-    return family_of_config({"_class_name": FAMILIES[0].diffusers.model, **config})
+    """The family of a denoiser's configuration. UserError: none has its class."""
+    return family_of_config(config)

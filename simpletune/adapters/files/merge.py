@@ -125,20 +125,25 @@ class Merger:
                     done()
 
     def write_file(self, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> None:
-        """Write one file in the original layout, with the other tensors and the metadata of a single-file base, or with
-        the other parts of a pipeline's folder if their original names are known. Calls ``done`` after each tensor."""
+        """Write one file in the original layout, with the other tensors and the metadata of a single-file base, and
+        the other parts in folders if their original names are known. Calls ``done`` after each tensor."""
         base = self.base
         groups = _by_original(base.family.layout.origins(base.config))
         beside = [FolderPart(name, folder, base) for name, folder in base.others().items()]
         prefix = PREFIX
         others: dict[str, TensorEntry] = {}
         old: dict[str, str] = {}
-        if base.file is not None:
-            prefix = open_file(base.file, base.family.layout).prefix
-            header = read_header(base.file)
+        if base.rest is not None:
+            prefix = open_file(base.rest, base.family.layout).prefix
+            header = read_header(base.rest)
             old = header.pop("__metadata__", None) or {}
             old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
-            others = {name: entry for name, entry in header.items() if name.removeprefix(prefix) not in groups}
+            given = tuple(part.prefix for part in beside)
+            others = {
+                name: entry
+                for name, entry in header.items()
+                if name.removeprefix(prefix) not in groups and not name.startswith(given)
+            }
         entries: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in others.items()
         }
@@ -146,6 +151,8 @@ class Merger:
             entries[prefix + original] = (self.kind(pieces[0][0]), _original_shape(pieces, base.shapes))
         for part in beside:
             entries |= part.entries
+        marks = [mark for mark in base.marks() if mark not in others]
+        entries |= {mark: ("F32", (0,)) for mark in marks}
         text = self._text_weights(others, beside)
         file.parent.mkdir(parents=True, exist_ok=True)
         with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
@@ -156,13 +163,15 @@ class Merger:
             for part in beside:
                 for original, pieces in part.groups.items():
                     writer.write(part.prefix + original, _original_tensor(pieces, partial(self._of_part, part, text)))
-            whole = WeightReader([base.file] if base.file is not None else [])
+            for mark in marks:
+                writer.write_bytes(mark, b"")
+            whole = WeightReader([base.rest] if base.rest is not None else [])
             for name, entry in others.items():
-                assert base.file is not None
+                assert base.rest is not None
                 if name in text:
                     writer.write(name, self._merged_text(text[name], entry["dtype"], whole.get(name)))
                 else:
-                    writer.write_bytes(name, tensor_bytes(base.file, entry))
+                    writer.write_bytes(name, tensor_bytes(base.rest, entry))
 
     def _of_part(self, part: FolderPart, text: Mapping[str, str], name: str) -> Tensor:
         """One tensor of another part, with the updates of its layer."""
@@ -239,14 +248,14 @@ def _by_original(origins: Mapping[str, Origin]) -> dict[str, Pieces]:
 
 def _original_shape(pieces: Pieces, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     name, origin = pieces[0]
-    first, *rest = shapes[name]
+    first, *rest = reversed(shapes[name]) if origin.transposed else shapes[name]
     return (first * len(pieces), *rest, *((1, 1) if origin.pointwise else ()))
 
 
 def _original_tensor(pieces: Pieces, get: Callable[[str], Tensor]) -> Tensor:
     """The original tensor, from those in diffusers' layout."""
     whole, origin = torch.cat([get(name) for name, _ in pieces]), pieces[0][1]
-    whole = whole[:, :, None, None] if origin.pointwise else whole
+    whole = whole[:, :, None, None] if origin.pointwise else whole.T if origin.transposed else whole
     return exchanged_halves(whole) if origin.swapped and len(pieces) == 1 else whole
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.adapters.methods.adapter import Shapes, TrainingMethod
-from simpletune.models.lora_names import family_of_config
+from simpletune.models.families import family_of_config
 
 if TYPE_CHECKING:
     from torch import nn

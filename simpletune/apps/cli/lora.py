@@ -81,9 +81,13 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("loras", nargs="+", metavar="LORA[:STRENGTH]", help=LORA)
+    parser.add_argument(
+        "loras", nargs="*", metavar="LORA[:STRENGTH]", help=f"{LORA}; without one, the base is written as it is"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="factor on every strength (default: 1)")
-    parser.add_argument("--base", help="a folder, a single file or a hub name (default: the run's base)")
+    parser.add_argument(
+        "--base", help="a folder, a single file, a hub name or a run with full weights (default: the run's base)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="a folder or a .safetensors file")
     parser.add_argument(
         "--format", choices=("diffusers", "single-file"), help="default: single-file if --out ends in .safetensors"

@@ -66,7 +66,9 @@ class ImageGenerator:
         dtype = config.precision.encoder_dtype()
         self._check_cancelled: Callable[[], None] = lambda: None
         self.models = Models(config, served, device, side, lambda: self._check_cancelled())
-        self.vae = config.model.load_vae(device, dtype, config.memory.vae_tile)
+        self.vae = config.model.load_vae(
+            device, config.model.autoencoder_dtype(config.precision), config.memory.vae_tile
+        )
         self.text = PromptCache(config.model, dtype, device)
         self._stand_ins = stand_ins_of([served.weights_of(name) for name in served.names], config.text)
         self._sides: dict[tuple[str, float], TextSide] = {}

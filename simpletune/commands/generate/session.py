@@ -218,7 +218,9 @@ class GenerationSession:
 
     def autoencoder(self) -> torch.nn.Module:
         config = self.config
-        return config.model.load_vae(self.device, config.precision.encoder_dtype(), config.memory.vae_tile)
+        return config.model.load_vae(
+            self.device, config.model.autoencoder_dtype(config.precision), config.memory.vae_tile
+        )
 
     def memory(self) -> str:
         peak = self.stages.peak("peak_allocated_gib")

@@ -13,17 +13,19 @@ from simpletune.commands.lora_tools.metadata import EMBEDDED, SAID, base_fields,
 from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.models.families import denoiser_in
 from simpletune.models.lora_names import family_of_names
 from simpletune.models.shared.lora_names import LoraNames
 from simpletune.models.shared.text_layers import encoders_in, split_text
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.outputs import require_new
-from simpletune.runs.weights_names import find_lora
+from simpletune.runs.weights_names import find_lora, is_run, run_config
 from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.startup import import_libraries
 
 if TYPE_CHECKING:
+    from simpletune.adapters.files.base_reader import BaseReader
     from simpletune.adapters.files.updates import Updates
     from simpletune.runs.stack import Stack
 
@@ -207,12 +209,12 @@ def merge(args: argparse.Namespace) -> Path:
         )
     if not single and args.out.suffix == ".safetensors":
         raise UserError(f"--out: {args.out} names a file, but --format diffusers writes a folder. Name a folder")
-    base, under = BaseReader(args.base or base_name(sources)), list[tuple[str, float]]()
+    base, under = full_result(args.base) or BaseReader(args.base or base_name(sources)), list[tuple[str, float]]()
     if not args.base and (stack := stack_of(sources[0])) is not None:
         base.tensors = stack.merged(BaseReader(base.name))
         under = [(each["name"], each["scale"]) for each in stack.about]
-    if single and base.file is not None:
-        refuse_same(args.out, base.file)
+    if single and base.rest is not None:
+        refuse_same(args.out, base.rest)
     require_new(args.out, args.overwrite, folder=not single)
     loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
     if args.denoiser_only:
@@ -222,7 +224,8 @@ def merge(args: argparse.Namespace) -> Path:
     note = source_note("merge", {"base": Path(base.name).name, "loras": parts})
     with progress("merge", len(base.shapes), "tensors") as advance:
         (merger.write_file if single else merger.write_folder)(args.out, note, advance)
-    say(f"{args.out}: {base.name} with {', '.join(f'{weight:g} x {name}' for name, weight in parts)}")
+    summed = ", ".join(f"{weight:g} x {name}" for name, weight in parts)
+    say(f"{args.out}: {base.name}{f' with {summed}' if summed else ''}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
     if merger.text:
         say(f"  with the updates of {encoders_in(merger.text)}: {plural(len(merger.text), 'layer')}")
@@ -294,8 +297,23 @@ def ranks_of(updates: Updates) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
+def full_result(base: str | None) -> BaseReader | None:
+    """Return the model of a run that trained the base itself, with the run's other parts; None if it names none."""
+    from simpletune.adapters.files.base_reader import BaseReader
+
+    run = Path(base or "")
+    if base is None or not is_run(run) or (folder := denoiser_in(run)) is None:
+        return None
+    config = resolve_model_folder(run_config(run))
+    family = config.model.model_copy(update={config.model.denoiser: str(folder), "loras": []})
+    scheduler = config.objective.scheduler_config(config.model.scheduler_config())
+    return BaseReader(base, (family, family.part(family.denoiser)), scheduler)
+
+
 def base_name(sources: list[NamedLora]) -> str:
     """Return the base that the first LoRA's run trained on."""
+    if not sources:
+        raise UserError("merge needs a LoRA, or --base with a model to write as it is, such as a run with full weights")
     config = sources[0].config(open_lora(sources[0].file).metadata) if sources[0].run else None
     if config is None:
         raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")

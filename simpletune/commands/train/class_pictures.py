@@ -170,7 +170,7 @@ def generate_missing(
                 continue
             if sampler is None:
                 sampler = sampler_of(config, device, {(request.width, request.height) for request in requests})
-                vae = model.load_vae(device, config.precision.encoder_dtype(), config.memory.vae_tile)
+                vae = model.load_vae(device, model.autoencoder_dtype(config.precision), config.memory.vae_tile)
             for picture, request in zip(generate_pictures(sampler, vae, model, some, text.load), some, strict=True):
                 place = folder.file(str(request.seed))
                 write_text(place.with_suffix(".txt"), request.prompt, shared=True)

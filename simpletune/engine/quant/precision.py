@@ -72,7 +72,8 @@ class WeightPrecision(Option):
 
     @property
     def encoder_type(self) -> str:
-        """The type in which text encoders and the autoencoder run: the products' type, but fp32 instead of fp16."""
+        """The type in which text encoders run, and autoencoders that were not made for fp16: the products' type, but
+        fp32 instead of fp16."""
         # T5's feed-forward layers and SD3's autoencoder overflow in fp16
         return "fp32" if self.settled == "fp16" else self.settled
 

@@ -199,7 +199,8 @@ def empty_autoencoder(config: TrainConfig) -> nn.Module:
 
     part = config.model.known_part("vae").config()
     vae = getattr(diffusers, part["_class_name"]).from_config(part)
-    nn.Module.to(vae, config.precision.encoder_dtype())  # diffusers' own .to() prints a warning that does not apply
+    # diffusers' own .to() prints a warning that does not apply
+    nn.Module.to(vae, config.model.autoencoder_dtype(config.precision))
     if config.memory.vae_tile is not None:
         use_tiles(vae, config.memory.vae_tile)
     return vae.eval().requires_grad_(False)

@@ -28,6 +28,8 @@ TIMESTEPS = 1000
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}  # diffusers' names and ours
 DIFFUSERS = {ours: theirs for theirs, ours in PREDICTIONS.items()}
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}  # in a scheduler config
+OTHER_NOISE = "EDM"
+"""Begins diffusers' names of schedulers whose noise is another one, as in Playground 2.5 and CosXL."""
 NEEDS_V = "needs v-prediction: at an SNR of zero, z_t is the noise itself, and predicting it teaches nothing."
 
 
@@ -68,6 +70,13 @@ class Ddpm(TrainingObjective):
 
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
         config = scheduler()
+        if (name := str(config.get("_class_name"))).startswith(OTHER_NOISE):
+            yield Problem(
+                "objective.name",
+                f"ddpm cannot train the noise of the model's scheduler, {name} (as in Playground 2.5 and CosXL). Use a "
+                "model with the noise of Stable Diffusion",
+            )
+            return
         predicted = config.get("prediction_type", "epsilon")
         if self.prediction == "auto" and predicted not in PREDICTIONS:
             yield Problem(

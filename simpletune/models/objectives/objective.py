@@ -6,7 +6,7 @@ Shapes: b samples, c latent channels, h and w are the latent's height and width 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import Option, Problem
@@ -48,6 +48,10 @@ class TrainingObjective(Option):
     def noise(self, stream: np.random.Generator, shape: Sequence[int]) -> np.ndarray:  # [c, h, w]
         """Draw a sample's noise of shape (c, h, w), normal in fp32, from a stream that its key seeds."""
         return stream.standard_normal(tuple(shape), dtype="float32")
+
+    def scheduler_config(self, scheduler: ModelConfig) -> dict[str, Any]:
+        """Derive the trained model's scheduler config from its base's, in diffusers' format."""
+        return dict(scheduler)
 
     def process(self, scheduler: Callable[[], ModelConfig]) -> NoisingProcess:
         """Build the noising process; ``scheduler`` returns the model's ``scheduler_config.json``. ConfigError: the

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin, SingleFile
-from simpletune.models.unet.files import OPEN_CLIP, inferred, open_clip_origin, origins, vae_origins
+from simpletune.models.unet.files import OPEN_CLIP, inferred, open_clip_origin, open_clip_tensors, origins, vae_origins
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,14 +54,9 @@ def version_of(file: SingleFile) -> str:
 
 def text_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """See ``FileLayout.text``. Leaves out what Stable Diffusion does not use: projections, OpenCLIP-H's last layer."""
-    from types import SimpleNamespace
-
-    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
-
     found = {name.removeprefix(CLIP): tensor for name, tensor in tensors.items() if name.startswith(CLIP)}
     if not found:
-        sizes = SimpleNamespace(config=SimpleNamespace(hidden_size=config["hidden_size"]))
-        found = convert_open_clip_checkpoint(sizes, dict(tensors), prefix=OPEN_CLIP)
+        found = open_clip_tensors(tensors, config["hidden_size"])
     last = f"encoder.layers.{config['num_hidden_layers']}."
     unused = ("position_ids", "logit_scale", "text_projection.weight")
     named = {name.removeprefix("text_model."): tensor for name, tensor in found.items()}

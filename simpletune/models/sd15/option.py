@@ -6,7 +6,7 @@ Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -18,13 +18,11 @@ from simpletune.models.sd15.files import LAYOUT, version_of
 from simpletune.models.sd15.lora_names import LAYOUTS
 from simpletune.models.shared.family_facts import DiffusersNames, Licence, TextRegion
 from simpletune.models.shared.lora_names import Layout
-from simpletune.models.shared.parts import Part, TextEncoder
+from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.single_file import FileLayout, open_file
 from simpletune.models.shared.sources import is_single_file
-from simpletune.models.unet.config import levels_of
 from simpletune.models.unet.family import UNetFamily
 from simpletune.models.unet.shapes import whole_layers
-from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -62,30 +60,6 @@ class SD15(UNetFamily):
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"
     )
-
-    def problems(self) -> Iterator[Problem]:
-        """Also report a text encoder of another version of Stable Diffusion than the UNet's, as far as both are known
-        without a download."""
-        found = list(super().problems())
-        yield from found
-        try:
-            own = None if found else self.denoiser_config(fetch=False)
-        except (UserError, KeyError, TypeError):
-            return  # reported where the shapes are read
-        if own is None:
-            return
-        source = self.text_encoders or self.pretrained
-        width, folder = None, Path(source) / "text_encoder"
-        if source in HUB_NAMES:
-            width = int(config.bundled_configs()[HUB_NAMES[source]]["text_encoder"]["hidden_size"])
-        elif (folder / "config.json").exists():
-            width = Part("text_encoder", folder).config().get("hidden_size")
-        if width is not None and int(width) != levels_of(own)[0].text:
-            yield Problem(
-                "model.text_encoders" if self.text_encoders else "model.pretrained",
-                f"{source} has a text encoder of width {width}, and the UNet reads {levels_of(own)[0].text}. Use "
-                "the pipeline of the UNet's version of Stable Diffusion (1.x: 768, 2.x: 1024)",
-            )
 
     @property
     def text_example(self) -> str:

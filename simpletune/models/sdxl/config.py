@@ -14,10 +14,9 @@ from simpletune.system.options import UserError
 SDXL_NAME = "stabilityai/stable-diffusion-xl-base-1.0"
 HUB_NAMES: Mapping[str, str] = {SDXL_NAME: "sdxl"}
 """Version of each Hub name whose configurations ship with this package."""
-V_PREDICTION = {"prediction_type": "v_prediction"}
-ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-VERSIONS: Mapping[str, ModelConfig] = {"sdxl": {}, "sdxl_v": V_PREDICTION, "sdxl_v_zero_snr": V_PREDICTION | ZERO_SNR}
-"""Changes of the scheduler in each version of a single file."""
+V_PREDICTION: ModelConfig = {"prediction_type": "v_prediction"}
+ZERO_SNR: ModelConfig = {"rescale_betas_zero_snr": True}
+REMEDY = "Use Stable Diffusion XL base 1.0 or a model made from it"
 _FREE = {"addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim"}
 NEEDED_XL = {name: value for name, value in NEEDED.items() if name not in _FREE} | {"addition_embed_type": "text_time"}
 REFINER_TEXT = 1280  # its UNet reads CLIP-G alone
@@ -25,20 +24,18 @@ REFINER_TEXT = 1280  # its UNet reads CLIP-G alone
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version and part. Versions differ in the scheduler."""
-    parts: dict[str, ModelConfig] = json.loads((Path(__file__).parent / "parts.json").read_bytes())
-    return {version: {**parts, "scheduler": {**parts["scheduler"], **changes}} for version, changes in VERSIONS.items()}
+    """The configurations by version (sdxl) and part."""
+    return {"sdxl": json.loads((Path(__file__).parent / "parts.json").read_bytes())}
 
 
 def require_supported(config: ModelConfig, place: str) -> None:
     """UserError: a configuration from ``place``, whose sizes are within the limits, is not of a UNet of this family."""
-    problem, remedy = difference(config, "sdxl", NEEDED_XL), "Use Stable Diffusion XL base 1.0 or a model made from it"
-    if problem is None and config.get("addition_embed_type") is None:
-        problem = "not a UNet of family sdxl, but perhaps of Stable Diffusion 1 or 2"
-        remedy = f"Then set model.family to sd15. {remedy}"
+    problem, remedy = difference(config, "sdxl", NEEDED_XL), REMEDY
+    if "SD3" in str(config.get("_class_name")):
+        remedy = "Set model.family to sd3"
+    elif config.get("addition_embed_type") is None:
+        remedy = f"It seems to be Stable Diffusion 1 or 2: set model.family to sd15. {REMEDY}"
     elif problem is None and levels_of(config)[0].text == REFINER_TEXT:
         problem = "a refiner of Stable Diffusion XL, which cannot be trained"
-    elif "SD3" in str(config.get("_class_name")):
-        remedy = "Set model.family to sd3"
     if problem is not None:
         raise UserError(f"{place}: {problem}. {remedy}")

@@ -1,16 +1,29 @@
-"""The single files of Stable Diffusion XL."""
+"""The single files of Stable Diffusion XL (Stability, ComfyUI, sd-scripts): CLIP-L has transformers' names, CLIP-G
+OpenCLIP's.
+
+Marks, as ComfyUI reads and writes them (comfy/supported_models.py, ``SDXL.model_type``;
+comfy_extras/nodes_model_merging.py, ``save_checkpoint``); sd-scripts and OneTrainer ask the user instead.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
-from simpletune.models.sdxl.config import bundled_configs
+from simpletune.models.sdxl.config import REMEDY, V_PREDICTION, ZERO_SNR, bundled_configs
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.single_file import FileLayout, SingleFile
-from simpletune.models.unet.files import inferred, origins
+from simpletune.models.shared.single_file import FileLayout, Origin
+from simpletune.models.unet.files import (
+    OPEN_CLIP,
+    inferred,
+    open_clip_origin,
+    open_clip_tensors,
+    origins,
+    vae_origins,
+)
 
-MARKS = ("v_pred", "ztsnr")
-"""Empty tensors of a file whose UNet predicts v, with a terminal SNR of zero."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
@@ -19,12 +32,25 @@ def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
     return {**inferred(shapes, bundled_configs()["sdxl"]["unet"]), "projection_class_embeddings_input_dim": added}
 
 
-def version_of(file: SingleFile) -> str:
-    """The version of a file, a key of ``bundled_configs``, by the marks in it."""
-    predicts_v, zero_snr = (mark in file.header for mark in MARKS)
-    if not predicts_v:
-        return "sdxl"
-    return "sdxl_v_zero_snr" if zero_snr else "sdxl_v"
+def origins_beside(part: str, names: Collection[str], config: ModelConfig) -> dict[str, Origin]:
+    """See ``FileLayout.others``."""
+    if part == "vae":
+        return vae_origins(names)
+    own = {name: name.removeprefix("text_model.") for name in names}
+    if part == "text_encoder":
+        return {name: Origin(f"text_model.{inner}") for name, inner in own.items()}
+    return {name: open_clip_origin(inner) for name, inner in own.items() if inner != "embeddings.position_ids"}
+
+
+def text_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """See ``FileLayout.text``. Leaves out what the UNet does not read."""
+    if any(name.startswith(OPEN_CLIP) for name in tensors):
+        found = open_clip_tensors(tensors, config["hidden_size"])
+        unused: tuple[str, ...] = ("position_ids", "logit_scale")
+    else:
+        found = {name.removeprefix("text_model."): tensor for name, tensor in tensors.items()}
+        unused = ("position_ids", "logit_scale", "text_projection.weight")
+    return {name: tensor for name, tensor in found.items() if not name.endswith(unused)}
 
 
 LAYOUT = FileLayout(
@@ -38,4 +64,12 @@ LAYOUT = FileLayout(
     },
     infer=_infer,
     origins=origins,
+    text=text_tensors,
+    others=origins_beside,
+    marks={"v_pred": V_PREDICTION, "ztsnr": ZERO_SNR},
+    refused={
+        r"^edm_(mean|std)$": f"Playground 2.5, whose noise (EDM) is another one. {REMEDY}",
+        r"^edm_vpred\.": f"CosXL, whose noise (EDM) is another one. {REMEDY}",
+        r"^conditioner\.embedders\.0\.model\.": f"a refiner of Stable Diffusion XL, which cannot be trained. {REMEDY}",
+    },
 )

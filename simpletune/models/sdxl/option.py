@@ -7,20 +7,19 @@ p = 1280 pooled width, to which ``framed`` appends six numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from simpletune.models.sdxl import config
 from simpletune.models.sdxl.config import HUB_NAMES, SDXL_NAME
-from simpletune.models.sdxl.files import LAYOUT, version_of
+from simpletune.models.sdxl.files import LAYOUT
 from simpletune.models.sdxl.lora_names import LAYOUTS
 from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.family_facts import DiffusersNames, Licence, TextRegion
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.single_file import FileLayout, open_file
+from simpletune.models.shared.single_file import FileLayout
 from simpletune.models.unet.family import UNetFamily
 from simpletune.models.unet.shapes import single_blocks
 
@@ -67,8 +66,7 @@ class SDXL(UNetFamily):
     require_supported: ClassVar = staticmethod(config.require_supported)
 
     def file_version(self) -> str:
-        """By the marks in the file."""
-        return version_of(open_file(Path(self.pretrained), LAYOUT))
+        return "sdxl"
 
     def licence_of(self, hub_name: str) -> Licence | None:
         """CreativeML Open RAIL++-M."""

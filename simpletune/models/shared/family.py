@@ -240,6 +240,15 @@ class Family(FamilyFacts):
             self.fit_to(model, sizes, partial(self.empty_tensors, config), precision.compute_dtype())
         return watch_fp16(model, precision.product_dtype())
 
+    def autoencoder_dtype(self, precision: WeightPrecision) -> torch.dtype:
+        """The type in which the autoencoder runs: that of the products, but fp32 instead of fp16 unless its own
+        configuration says that it needs no upcast."""
+        # SD3's and SD 1.5's say so, too, though SD3's overflows in fp16. So this counts only in a family whose own
+        # autoencoder says the opposite: one that says no was then made for fp16.
+        usual = next(iter(self.bundled_configs().values()))["vae"].get("force_upcast")
+        made_for_fp16 = usual and self.known_part("vae").config().get("force_upcast") is False
+        return precision.product_dtype() if made_for_fp16 else precision.encoder_dtype()
+
     def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
         """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny). ``tile``: side in pixels of the tiles for
         larger pictures (AutoencoderKL only); None disables tiling."""

@@ -228,9 +228,9 @@ class FamilyFacts(Option):
         """The text encoders in use."""
         return self.clip
 
-    def supports(self, config: ModelConfig) -> bool:
-        """Whether the trained model, which has the class of ``diffusers``, may have this configuration."""
-        return True
+    def require_supported(self, config: ModelConfig, place: str) -> None:
+        """UserError: the trained model's configuration from ``place``, whose sizes are within the limits, is of another
+        family, or of a variant that cannot be trained. Needed where several families share a class."""
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, Shape]:
         """The shapes of all tensors of the trained model: its parameters, and its stored constants."""

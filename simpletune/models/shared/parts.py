@@ -88,18 +88,30 @@ class TextEncoder:
     """Whether CLIP's penultimate hidden state is used, rather than the last one after the final norm."""
 
 
-def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
-    """Load the autoencoder (AutoencoderKL or AutoencoderTiny) on the CPU.
-
-    Raises:
-        UserError: it has another class, or its weights do not match its configuration.
-    """
-    import diffusers
-
+def autoencoder_config(part: Part) -> ModelConfig:
+    """The autoencoder's configuration. UserError: it has another class, or latents with other statistics."""
     config = part.config()
     name = config.get("_class_name")
     if name not in ("AutoencoderKL", "AutoencoderTiny"):
         raise UserError(f"model.vae: {part.place} is a {name}; the model needs an AutoencoderKL or AutoencoderTiny")
+    if config.get("latents_mean") is not None or config.get("latents_std") is not None:
+        raise UserError(
+            f"model.vae: {part.place} has latents_mean and latents_std, as Playground 2.5 has; latents are only "
+            "shifted and scaled here. Use a model without them"
+        )
+    return config
+
+
+def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
+    """Load the autoencoder (AutoencoderKL or AutoencoderTiny) on the CPU.
+
+    Raises:
+        UserError: it is unsupported (``autoencoder_config``), or its weights do not match its configuration.
+    """
+    import diffusers
+
+    config = autoencoder_config(part)
+    name = config["_class_name"]
     from accelerate import init_empty_weights
 
     if part.file is None:

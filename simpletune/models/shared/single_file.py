@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,8 @@ DENOISER_PREFIXES = ("model.diffusion_model.", "")
 FOREIGN = (
     (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", "a LoRA: pass it to inference/lora_inference.py as --lora"),
     (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
-    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
+    (r"^conditioner\.embedders\.0\.model\.", "a refiner of Stable Diffusion XL, which cannot be trained"),
+    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL: set model.family to sdxl"),
     (r"^cond_stage_model\.model\.", "Stable Diffusion 2: set model.family to sd15"),
     (
         r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.",
@@ -53,6 +54,7 @@ class Origin:
     """Which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor."""
     swapped: bool = False  # whether to swap the two halves along the first axis
     pointwise: bool = False  # whether the original is a 1x1 convolution's weight, and this one a matrix
+    transposed: bool = False  # whether the original is this matrix's transpose
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: each family has one
@@ -74,6 +76,10 @@ class FileLayout:
     """Returns the source of each tensor of a part other than the denoiser, by its name in the part's folder, from the
     part's name, these names and the denoiser's ``config.json``. KeyError: there is no such tensor originally. None if
     written files contain only the denoiser, unless a single file provides the rest."""
+    marks: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """The settings of the scheduler that the empty tensors of a file stand for, by the tensor's name."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """What a file with a tensor of such a name (a pattern) is, if it cannot be trained, and a remedy."""
 
 
 class SingleFile:
@@ -97,6 +103,9 @@ class SingleFile:
         self.path, self.layout = path, layout
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
         self.prefix = next((prefix for prefix in DENOISER_PREFIXES if prefix + layout.marker in self.header), "")
+        for pattern, similar in layout.refused.items():
+            if tell := next((name for name in self.header if re.search(pattern, name)), None):
+                raise UserError(f"{path} (by its tensor {tell}) is {similar}")
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
             kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
             first = ", ".join(list(self.header)[:3]) or "nothing"
@@ -116,7 +125,11 @@ class SingleFile:
         prefix = self.prefix if part == self.layout.denoiser else self.layout.prefixes[part]
         others = () if prefix else tuple(self.layout.prefixes.values())
         named = {name: entry for name, entry in self.header.items() if name.startswith(prefix)}
-        found = {name.removeprefix(prefix): entry for name, entry in named.items() if not name.startswith(others)}
+        found = {
+            name.removeprefix(prefix): entry
+            for name, entry in named.items()
+            if not name.startswith(others) and name not in self.layout.marks
+        }
         types = sorted(
             {entry["dtype"] for entry in found.values()} - {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64"}
         )
@@ -135,6 +148,8 @@ class SingleFile:
         found, incomplete = self.tensors_of(part), f"{self.path} is not a complete {self.layout.family} {part}"
         try:
             config = self.layout.infer({name: entry["shape"] for name, entry in found.items()})
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}") from None
         except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
             raise UserError(f"{incomplete}: {error} is missing or invalid. Download it again") from None
         require_sizes(config, part, str(self.path))
@@ -142,6 +157,12 @@ class SingleFile:
         if missing := sorted(wanted - set(found)):
             raise UserError(f"{incomplete}; missing: {join_names(missing)}. Download it again")
         return config
+
+    @property
+    def scheduler_settings(self) -> ModelConfig:
+        """The settings of the scheduler that the file's marks stand for."""
+        present = (settings for mark, settings in self.layout.marks.items() if mark in self.header)
+        return {name: value for settings in present for name, value in settings.items()}
 
     def check(self, part: str) -> None:
         """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""

@@ -6,12 +6,13 @@ tokenizers) come from ``model.text_encoders``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.parts import Part
+from simpletune.models.shared.parts import Part, autoencoder_config
 from simpletune.models.shared.single_file import open_file
 from simpletune.system.hub import HubPart, Repository, is_hub_name, part_folder
 from simpletune.system.options import Problem, UserError
@@ -71,10 +72,13 @@ def locate_part(model: FamilyFacts, part: str) -> Part:
 
 def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, ModelConfig | None]:
     """The configuration of a part that a single file stores without one: its folder in ``model.text_encoders``, if
-    there is one, and the one that ships."""
+    there is one and the file's marks do not tell, and the one that ships."""
     if part == model.denoiser or not is_single_file(model.pretrained):
         return None, None
     bundled = model.bundled_configs()[model.file_version()].get(part)
+    if part == "scheduler" and bundled is not None:
+        if told := open_file(Path(model.pretrained), model.layout).scheduler_settings:
+            return None, {**bundled, **told}
     folder = Path(model.text_encoders or "/nowhere") / part
     return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
@@ -128,10 +132,12 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
             located = locate_part(model, part)
             if located.file is not None:
                 located.single_file().check(part)
+            elif part == "vae":
+                autoencoder_config(located)
             elif part != model.denoiser and not part.startswith("tokenizer"):  # the denoiser's is read elsewhere
                 located.config()
         except UserError as error:
-            yield Problem(f"model.{field}", str(error).removeprefix(f"model.{field}: "))
+            yield Problem(f"model.{field}", re.sub(r"^model\.\w+: ", "", str(error)))
     if any(part.startswith("tokenizer") and value is None for part, _, value in provided):
         lacking.append("tokenizers")
     if lacking:

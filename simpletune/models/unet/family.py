@@ -5,7 +5,7 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t = 77
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -15,10 +15,14 @@ from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import AttentionShape, LoraNames
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.sources import provider
 from simpletune.models.unet.config import levels_of
 from simpletune.models.unet.flops import unet_flops
 from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, unet_units
-from simpletune.system.options import UserError
+from simpletune.system.hub import is_hub_name
+from simpletune.system.options import Problem, UserError
+
+CLIP_WIDTH = 512  # transformers' default, which its files may leave out
 
 
 class UNetFamily(Family):
@@ -52,16 +56,30 @@ class UNetFamily(Family):
 
     shapes_of: ClassVar = staticmethod(parameter_shapes)
 
-    def require_supported(self, config: ModelConfig, place: str) -> None:
-        """UserError: a configuration from ``place``, whose sizes are within the limits, is of another family's UNet."""
-        raise NotImplementedError
-
-    def supports(self, config: ModelConfig) -> bool:
+    def problems(self) -> Iterator[Problem]:
+        """Also report text encoders of another model than the UNet's, as far as both are known without a download."""
+        found = list(super().problems())
+        yield from found
         try:
-            self.require_supported({**config, "_class_name": self.diffusers.model}, self.family)
-        except UserError:
-            return False
-        return True
+            known = not found and self.denoiser_config(fetch=False) is not None
+        except (UserError, KeyError, TypeError):
+            return  # reported where the shapes are read
+        given = [] if not known else [provider(self, encoder.model)[1] or "" for encoder in self.encoders()]
+        if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
+            return
+        texts = [(encoder, self.known_part(encoder.model).config()) for encoder in self.encoders()]
+        widths = [int(text.get("hidden_size", CLIP_WIDTH)) for _, text in texts]
+        pooled = sum(int(text.get("projection_dim", CLIP_WIDTH)) for encoder, text in texts if encoder.projected)
+        named = "a text encoder of width" if len(texts) == 1 else "text encoders of widths"
+        field, source = ("text_encoders", self.text_encoders) if self.text_encoders else ("pretrained", self.pretrained)
+        for has, width, reads in (
+            (f"{named} {' + '.join(map(str, widths))}", sum(widths), self.text_width),
+            (f"a pooled prompt of width {pooled}", pooled, self.pooled_width),
+        ):
+            if width != reads:
+                remedy = "Use the pipeline of the UNet's own version"
+                yield Problem(f"model.{field}", f"{source} has {has}, and the UNet reads {reads}. {remedy}")
+                return
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """As for ``Family``. UserError: the UNet is of another family."""

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import Origin
-from simpletune.models.unet.shapes import DOWNSAMPLER, RESNET, parameter_shapes, unet_units
+from simpletune.models.unet.shapes import ATTENTION, DOWNSAMPLER, RESNET, parameter_shapes, unet_units
+from simpletune.system.options import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OPEN_CLIP = "model."
 """Prefix of a text encoder's tensors with OpenCLIP's names."""
@@ -54,7 +59,10 @@ IN_CLIP = {
 
 
 def inferred(shapes: Mapping[str, list[int]], known: ModelConfig) -> ModelConfig:
-    """A UNet's configuration: ``known``, with what the shapes of its tensors by original names imply."""
+    """A UNet's configuration: ``known``, with what the shapes of its tensors by original names imply.
+
+    UserError: the middle or the way up has other attentions than the way down, as in pruned models.
+    """
     levels: list[tuple[int, int, int]] = [(shapes["input_blocks.0.0.weight"][0], 0, 0)]  # channels, layers, depth
     text = known["cross_attention_dim"]
     for step in range(1, 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("input_blocks."))):
@@ -63,24 +71,41 @@ def inferred(shapes: Mapping[str, list[int]], known: ModelConfig) -> ModelConfig
             levels.append((channels, 0, 0))
             continue
         channels = shapes[f"input_blocks.{step}.0.in_layers.2.weight"][0]
-        attention = f"input_blocks.{step}.1.transformer_blocks."
-        blocks = {int(name.removeprefix(attention).split(".")[0]) for name in shapes if name.startswith(attention)}
-        text = shapes[f"{attention}0.attn2.to_k.weight"][1] if blocks else text
-        levels[-1] = channels, layers + 1, len(blocks)
+        attention = f"input_blocks.{step}.1"
+        depth = _depth(shapes, attention)
+        text = shapes[f"{attention}.transformer_blocks.0.attn2.to_k.weight"][1] if depth else text
+        levels[-1] = channels, layers + 1, depth
     cross = ["CrossAttn" if depth else "" for _, _, depth in levels]
+    # A level without attention may be narrower than a head.
     heads, depths = known["attention_head_dim"], _one_or_all([depth or 1 for _, _, depth in levels])
-    return {
+    config = {
         **known,
         **({} if depths == 1 else {"transformer_layers_per_block": depths}),  # of which 1 is diffusers' default
         "in_channels": shapes["input_blocks.0.0.weight"][1],
         "out_channels": shapes["out.2.weight"][0],
         "block_out_channels": [channels for channels, _, _ in levels],
         "layers_per_block": _one_or_all([layers for _, layers, _ in levels]),
-        "attention_head_dim": heads if isinstance(heads, int) else [c // HEAD_WIDTH for c, _, _ in levels],
+        "attention_head_dim": heads if isinstance(heads, int) else [max(1, c // HEAD_WIDTH) for c, _, _ in levels],
         "cross_attention_dim": text,
         "down_block_types": [f"{prefix}DownBlock2D" for prefix in cross],
         "up_block_types": [f"{prefix}UpBlock2D" for prefix in reversed(cross)],
     }
+    modules = original_modules(config)
+    for unit in unet_units(config):
+        depth = _depth(shapes, modules[unit.name])
+        if unit.kind == ATTENTION and depth != unit.level.depth:
+            raise UserError(
+                f"{modules[unit.name]} has {depth} transformer blocks, and the way down has {unit.level.depth} at that "
+                "resolution: a pruned UNet (such as SSD-1B, Segmind Vega, KOALA), which cannot be trained. Use the "
+                "model that it was made from"
+            )
+    return config
+
+
+def _depth(shapes: Collection[str], attention: str) -> int:
+    """The transformer blocks of an attention, by its original name."""
+    blocks = f"{attention}.transformer_blocks."
+    return len({name.removeprefix(blocks).partition(".")[0] for name in shapes if name.startswith(blocks)})
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
@@ -157,8 +182,21 @@ def _vae_origin(name: str, deepest: int) -> Origin:
     return Origin(f"{side}.{IN_VAE[layer]}.{leaf}")
 
 
+def open_clip_tensors(tensors: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
+    """A text encoder's tensors under transformers' names, from those under OpenCLIP's. ``width``: of its states."""
+    from types import SimpleNamespace
+
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+
+    sizes = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
+    return dict(convert_open_clip_checkpoint(sizes, dict(tensors), prefix=OPEN_CLIP))
+
+
 def open_clip_origin(name: str) -> Origin:
-    """The source of a text encoder's tensor under OpenCLIP's names, where q, k and v are one."""
+    """The source of a text encoder's tensor under OpenCLIP's names, where q, k and v are one and the projection is
+    transposed. KeyError: there is no such tensor."""
+    if name == "text_projection.weight":
+        return Origin(f"{OPEN_CLIP}text_projection", transposed=True)
     if name in OUTER_CLIP:
         return Origin(OPEN_CLIP + OUTER_CLIP[name])
     match = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)

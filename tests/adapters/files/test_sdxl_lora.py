@@ -37,8 +37,8 @@ from simpletune.adapters.text.option import Text, TextLora
 from simpletune.adapters.text.side import TextSide
 from simpletune.adapters.text.update import TARGETS, TextUpdate
 from simpletune.apps.cli.main import main
-from simpletune.models.families import FAMILIES
-from simpletune.models.lora_names import families_of, family_of_config, names_of
+from simpletune.models.families import FAMILIES, family_of_config
+from simpletune.models.lora_names import families_of, names_of
 from simpletune.models.sd15.lora_names import NAMES as SD15_NAMES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.lora_names import LAYOUTS, NAMES

@@ -1,0 +1,324 @@
+"""Single files of Stable Diffusion XL: the same tensors as the folder's, marks, and what is refused before loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import original_layout
+import original_sd15
+import original_sdxl
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import StableDiffusionXLPipeline
+from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
+from original_layout import state_of
+from safetensors.torch import load_file, save_file
+
+from simpletune.adapters.files.base_reader import BaseReader
+from simpletune.adapters.files.merge import Merger
+from simpletune.apps.cli.main import main
+from simpletune.config.load import validate
+from simpletune.engine.quant.precision import FP32
+from simpletune.models.families import family_of
+from simpletune.models.objectives.ddpm import Ddpm
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.config import bundled_configs
+from simpletune.models.sdxl.files import LAYOUT
+from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared.parts import load_text_model
+from simpletune.models.unet.files import origins
+from simpletune.models.unet.shapes import parameter_shapes
+from simpletune.system.options import UserError
+
+CPU = torch.device("cpu")
+PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+REMEDY = "Use Stable Diffusion XL base 1.0 or a model made from it"
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sdxl.build(tmp_path_factory.mktemp("sdxl") / "pipeline", seed=2)
+
+
+@pytest.fixture(scope="module")
+def descriptions(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pipeline without a single weight: tokenizers, scheduler and configs."""
+    return original_layout.without_weights(pipeline, tmp_path_factory.mktemp("descriptions") / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def file(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original_sdxl.write(pipeline, tmp_path_factory.mktemp("file") / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def family(file: Path, descriptions: Path) -> SDXL:
+    return SDXL(pretrained=str(file), text_encoders=str(descriptions))
+
+
+def problems(**options: object) -> str:
+    return "\n".join(str(problem) for problem in SDXL(**options).problems())  # type: ignore[arg-type]
+
+
+def states(family: SDXL) -> dict[str, dict[str, torch.Tensor]]:
+    """Every part as this package loads it, in fp32, under names without transformers' prefix."""
+    loaded = {
+        "unet": family.load_denoiser(FP32(), CPU),
+        "vae": family.load_vae(CPU, torch.float32),
+        **{each.model: load_text_model(family.part(each.model), torch.float32, each.projected) for each in family.clip},
+    }
+    return {part: without_prefix(model.state_dict()) for part, model in loaded.items()}
+
+
+def without_prefix(state: Any) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("text_model."): tensor for name, tensor in dict(state).items()}
+
+
+def expected_states(pipeline: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {part: without_prefix(state_of(pipeline / part)) for part in PARTS}
+
+
+def test_every_part_equals_the_folders(family: SDXL, file: Path, pipeline: Path) -> None:
+    assert list(family.problems()) == []
+    torch.testing.assert_close(states(family), expected_states(pipeline), rtol=0, atol=0)
+    config = json.loads((pipeline / "unet" / "config.json").read_text())
+    theirs = convert_ldm_unet_checkpoint(load_file(file), config)
+    torch.testing.assert_close(theirs, state_of(pipeline / "unet"), rtol=0, atol=0)
+    inferred = family.known_config()
+    told = {name: value for name, value in inferred.items() if name != "sample_size"}
+    assert told == {name: config[name] for name in told}
+
+
+def test_prompts_equal_the_folders(family: SDXL, pipeline: Path) -> None:
+    encoded = []
+    for option in (family, SDXL(pretrained=str(pipeline))):
+        prompts = option.prompts(torch.float32)
+        parts = {each.name: next(iter(prompts.encode(each, ["a red disc"], CPU))) for each in prompts.encoders}
+        encoded.append(prompts.assemble(parts))
+    torch.testing.assert_close(*encoded, rtol=0, atol=0)
+
+
+def test_a_folder_becomes_one_file_that_diffusers_and_we_load(pipeline: Path, tmp_path: Path) -> None:
+    """The tensors are those of the reference writer, which knows nothing of this package's tables."""
+    base = BaseReader(str(pipeline))
+    assert base.family.family == "sdxl"
+    written = tmp_path / "one.safetensors"
+    Merger(base, [], None).write_file(written, {}, lambda: None)
+    reference = load_file(original_sdxl.write(pipeline, tmp_path / "reference.safetensors"))
+    ignored = {"denoiser.sigmas", f"{original_sdxl.CLIP_G}logit_scale"}
+    ignored.add(f"{original_sdxl.CLIP_L}text_model.embeddings.position_ids")
+    ours = load_file(written)
+    torch.testing.assert_close(ours, {n: t for n, t in reference.items() if n not in ignored}, rtol=0, atol=0)
+    expected = expected_states(pipeline)
+    alone = SDXL(pretrained=str(written), text_encoders=str(pipeline))
+    torch.testing.assert_close(states(alone), expected, rtol=0, atol=0)
+    theirs = StableDiffusionXLPipeline.from_single_file(written, config=str(pipeline), local_files_only=True)
+    found = {part: without_prefix(getattr(theirs, part).state_dict()) for part in PARTS}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_marks_tell_what_the_unet_predicts(pipeline: Path, descriptions: Path, tmp_path: Path) -> None:
+    """Also beside a pipeline whose scheduler says otherwise; and a v-predicting folder is written with them."""
+    for marks, prediction, zero in (
+        ([], "epsilon", False),
+        (["v_pred"], "v_prediction", False),
+        (["v_pred", "ztsnr"], "v_prediction", True),
+    ):
+        file = original_sdxl.write(pipeline, tmp_path / f"{len(marks)}.safetensors", marks=marks)
+        for text in (str(descriptions), "stabilityai/stable-diffusion-xl-base-1.0"):
+            found = SDXL(pretrained=str(file), text_encoders=text).scheduler_config()
+            told = found.get("prediction_type", "epsilon"), found.get("rescale_betas_zero_snr", False)
+            assert told == (prediction, zero)
+    bare = tmp_path / "unet.safetensors"
+    state = {name.removeprefix(original_sdxl.UNET): t for name, t in load_file(file).items() if "diffusion" in name}
+    save_file({**state, "v_pred": torch.zeros(0), "ztsnr": torch.zeros(0)}, bare)
+    model = SDXL(pretrained=str(pipeline), unet=str(bare)).load_denoiser(FP32(), CPU)
+    torch.testing.assert_close(dict(model.state_dict()), state_of(pipeline / "unet"), rtol=0, atol=0)
+
+    zero_snr = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    folder = changed(pipeline, tmp_path / "v", "scheduler", **zero_snr)
+    once, twice = tmp_path / "once.safetensors", tmp_path / "twice.safetensors"
+    Merger(BaseReader(str(folder)), [], None).write_file(once, {}, lambda: None)
+    Merger(BaseReader(str(once)), [], None).write_file(twice, {}, lambda: None)
+    for written in (once, twice):
+        tensors = load_file(written)
+        assert [tuple(tensors[mark].shape) for mark in ("v_pred", "ztsnr")] == [(0,), (0,)]
+    assert not {"v_pred", "ztsnr"} & set(load_file(tmp_path / "0.safetensors"))
+
+
+def test_a_run_s_full_weights_become_one_file(
+    pipeline: Path, file: Path, descriptions: Path, tiny_config: dict, tmp_path: Path
+) -> None:
+    """With the other parts of its base, whether a file or a folder, and marked as it was trained."""
+    run, out = tmp_path / "run", tmp_path / "one.safetensors"
+    shutil.copytree(pipeline / "unet", run / "unet")
+    weights = run / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    (run / "metrics.jsonl").touch()
+    expected = expected_states(pipeline)
+    expected["unet"] = {name: tensor + 1 for name, tensor in expected["unet"].items()}
+    for base in ({"pretrained": str(file), "text_encoders": str(descriptions)}, {"pretrained": str(pipeline)}):
+        config = {
+            **tiny_config,
+            "model": {"family": "sdxl", **base},
+            "adapter": {"method": "full"},
+            "precision": {"weights": "bf16"},
+            "data": {**tiny_config["data"], "resolution": 64},
+            "validation": {"prompts": []},
+            "objective": {"name": "ddpm", "prediction": "v", "zero_terminal_snr": True},
+        }
+        (run / "config.json").write_text(validate(config, "run").model_dump_json(by_alias=True))
+        assert main(["merge", "--base", str(run), "--out", str(out), "--overwrite"]) == 0
+        found = states(SDXL(pretrained=str(out), text_encoders=str(descriptions)))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert {"v_pred", "ztsnr"} < set(load_file(out))
+    assert main(["merge", "--out", str(out), "--overwrite"]) == 2
+
+
+def test_what_a_file_lacks_is_named_with_the_remedy(pipeline: Path, descriptions: Path, tmp_path: Path) -> None:
+    remedy = "Set model.text_encoders to a folder in diffusers' layout or to a Hub name"
+    for parts, lacking in (
+        ("unet vae clip_l", "CLIP-G"),
+        ("unet vae clip_g", "CLIP-L"),
+        ("unet vae", "CLIP-L, CLIP-G"),
+    ):
+        file = str(original_sdxl.write(pipeline, tmp_path / "part.safetensors", parts))
+        said = problems(pretrained=file)
+        assert f"model.pretrained: {file} contains no {lacking}, tokenizers. {remedy}" in said
+        assert "such as stabilityai/stable-diffusion-xl-base-1.0" in said and len(said.splitlines()) == 1
+        assert problems(pretrained=file, text_encoders=str(pipeline)) == ""
+    no_vae = str(original_sdxl.write(pipeline, tmp_path / "no_vae.safetensors", "unet clip_l clip_g"))
+    said = problems(pretrained=no_vae, text_encoders=str(descriptions))
+    remedy = "Set model.vae to a folder or Hub name that has one"
+    assert said == f"model.pretrained: {no_vae} contains no autoencoder (VAE). {remedy}"
+    assert problems(pretrained=no_vae, text_encoders=str(descriptions), vae=str(pipeline)) == ""
+
+
+def test_similar_models_in_single_files_are_refused_by_name(file: Path, descriptions: Path, tmp_path: Path) -> None:
+    state = load_file(file)
+    odd = tmp_path / "odd.safetensors"
+
+    def said(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, odd)
+        found = problems(pretrained=str(odd), text_encoders=str(descriptions))
+        assert len(found.splitlines()) == 1, found
+        return found
+
+    one = torch.zeros(1)
+    assert f"(by its tensor edm_mean) is Playground 2.5, whose noise (EDM) is another one. {REMEDY}" in said(
+        state | {"edm_mean": torch.zeros(4), "edm_std": torch.ones(4)}
+    )
+    assert "(by its tensor edm_vpred.sigma_max) is CosXL" in said(state | {"edm_vpred.sigma_max": one})
+    clip_g = {name.replace("embedders.1.", "embedders.0."): t for name, t in state.items() if "embedders.0" not in name}
+    assert f"is a refiner of Stable Diffusion XL, which cannot be trained. {REMEDY}" in said(clip_g)
+    assert "is damaged or not a safetensors file. Download it again" in damaged(tmp_path, b"<!doctype html>")
+    assert "is truncated: " in damaged(tmp_path, file.read_bytes()[:-1])
+    first = original_sdxl.UNET + "middle_block.0.in_layers.2.weight"
+    del state[first]
+    assert "is not a complete SDXL unet; missing: middle_block.0.in_layers.2.weight. Download it again" in said(state)
+
+
+def damaged(folder: Path, data: bytes) -> str:
+    (folder / "damaged.safetensors").write_bytes(data)
+    return problems(pretrained=str(folder / "damaged.safetensors"))
+
+
+def test_pruned_and_inpainting_unets_are_refused(file: Path, descriptions: Path, tmp_path: Path) -> None:
+    def refused(tensors: dict[str, torch.Tensor], words: str) -> None:
+        save_file(tensors, tmp_path / "odd.safetensors")
+        with pytest.raises(UserError, match=words):
+            SDXL(pretrained=str(tmp_path / "odd.safetensors"), text_encoders=str(descriptions)).known_config()
+
+    state, first = load_file(file), original_sdxl.UNET + "input_blocks.0.0.weight"
+    refused(
+        state | {first: state[first].repeat(1, 3, 1, 1)[:, :9].clone()},
+        rf"in_channels 9 \(must be out_channels, 4: inpainting.*{REMEDY}",
+    )
+    for block, words in (("middle_block.1.transformer_blocks", "0 transformer blocks, and the way down has 2"),
+                         ("output_blocks.1.1.transformer_blocks.1", "1 transformer blocks")):  # fmt: skip
+        left = {name: tensor for name, tensor in state.items() if f"{block}." not in name}
+        refused(left, rf"odd.safetensors: {block.partition('.tr')[0]} has {words}.*pruned UNet.*was made from")
+
+
+def changed(pipeline: Path, folder: Path, part: str, **changes: object) -> str:
+    """A copy of a pipeline with other settings in a part's configuration."""
+    shutil.copytree(pipeline, folder)
+    name = folder / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    name.write_text(json.dumps({**json.loads(name.read_text()), **changes}))
+    return str(folder)
+
+
+def test_a_refiner_and_other_unets_in_folders_are_refused(pipeline: Path, tmp_path: Path) -> None:
+    for number, (changes, words) in enumerate(
+        (
+            ({"cross_attention_dim": 1280}, f"a refiner of Stable Diffusion XL, which cannot be trained. {REMEDY}"),
+            ({"in_channels": 9}, "in_channels 9 .*inpainting"),
+            ({"time_cond_proj_dim": 256}, f"time_cond_proj_dim 256 .must be None.. {REMEDY}"),  # LCM's
+            ({"mid_block_type": "UNetMidBlock2D"}, "mid_block_type 'UNetMidBlock2D'"),  # SSD-1B's
+        )
+    ):
+        folder = changed(pipeline, tmp_path / str(number), "unet", **changes)
+        with pytest.raises(UserError, match=words):
+            SDXL(pretrained=folder).known_config()
+        assert family_of(folder) is None, "no other family takes it"
+
+
+def test_playground_in_a_folder_is_refused(pipeline: Path, tmp_path: Path) -> None:
+    """Its latents and its noise are others, with Stable Diffusion XL's UNet."""
+    vae = changed(pipeline, tmp_path / "vae", "vae", latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    words = "has latents_mean and latents_std, as Playground 2.5 has; latents are only shifted and scaled here."
+    assert problems(pretrained=vae) == f"model.pretrained: {vae}/vae {words} Use a model without them"
+    with pytest.raises(UserError, match=r"^model.vae: .*latents_mean and latents_std"):
+        SDXL(pretrained=vae).load_vae(CPU, torch.float32)
+    edm = changed(pipeline, tmp_path / "edm", "scheduler", _class_name="EDMDPMSolverMultistepScheduler")
+    noise = SDXL(pretrained=edm)
+    (problem,) = Ddpm().problems(noise.scheduler_config)
+    assert str(problem).startswith("objective.name: ddpm cannot train the noise of the model's scheduler, EDMDPMSolver")
+
+
+def test_models_of_other_families_are_told_apart(pipeline: Path, file: Path, tmp_path: Path) -> None:
+    import tiny_sd15
+
+    other = tiny_sd15.build(tmp_path / "sd15")
+    single = original_sd15.write(other, tmp_path / "sd15.safetensors")
+    assert [family_of(str(each)).family for each in (pipeline, file, other, single)] == ["sdxl"] * 2 + ["sd15"] * 2  # type: ignore[union-attr]
+    assert "Stable Diffusion 1.5: set model.family to sd15" in problems(pretrained=str(single))
+    for family in (SD15, SD3):
+        said = "\n".join(str(problem) for problem in family(pretrained=str(file)).problems())
+        assert "It seems to be Stable Diffusion XL: set model.family to sdxl" in said
+    with pytest.raises(UserError, match="set model.family to sdxl"):
+        SD15(pretrained=str(pipeline)).known_config()
+    with pytest.raises(UserError, match="set model.family to sd15"):
+        SDXL(pretrained=str(other)).known_config()
+
+
+def test_text_encoders_of_another_model_are_refused(pipeline: Path, file: Path, tmp_path: Path) -> None:
+    """Their widths are summed, and the projection's is the pooled prompt's, whose rest are sizes of pictures."""
+    wide = changed(pipeline, tmp_path / "wide", "text_encoder_2", hidden_size=64)
+    said = "has text encoders of widths 32 + 64, and the UNet reads 80. Use the pipeline of the UNet's own version"
+    assert problems(pretrained=wide) == f"model.pretrained: {wide} {said}"
+    only_unet = original_sdxl.write(pipeline, tmp_path / "unet.safetensors", "unet vae")
+    assert problems(pretrained=str(only_unet), text_encoders=wide) == f"model.text_encoders: {wide} {said}"
+    pooled = changed(pipeline, tmp_path / "pooled", "text_encoder_2", projection_dim=40)
+    said = "has a pooled prompt of width 40, and the UNet reads 48. Use the pipeline of the UNet's own version"
+    assert problems(pretrained=pooled) == f"model.pretrained: {pooled} {said}"
+    assert problems(pretrained=str(file), text_encoders=str(pipeline)) == ""
+    assert problems() == problems(unet=str(only_unet), pretrained=str(pipeline)) == ""
+
+
+def test_names_of_the_whole_unet_are_those_that_diffusers_reads() -> None:
+    config = bundled_configs()["sdxl"]["unet"]
+    shapes, sources = parameter_shapes(config), origins(config)
+    assert {name: original_sdxl.unet_name(name, config) for name in shapes} == {n: o.name for n, o in sources.items()}  # type: ignore[arg-type]
+    prefix = original_sdxl.UNET
+    original = {prefix + sources[name].name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    theirs = convert_ldm_unet_checkpoint(dict(original), config)
+    assert set(theirs) == set(shapes)
+    assert all(theirs[name] is original[prefix + sources[name].name] for name in shapes)
+    inferred = LAYOUT.infer({name.removeprefix(prefix): list(tensor.shape) for name, tensor in original.items()})
+    assert inferred == config
