@@ -146,7 +146,7 @@ class QuantisedBaseReader:
         self.config: ModelConfig = about["config"]
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
-        self.family = _family_of(self.config)
+        self.family = family_of_config(self.config)
         self._model = self.family.empty_model(self.config)
         self._quantised = {f"{layer}.weight" for layer in quantised_layers(self._model, self._precision)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
@@ -180,7 +180,7 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         name = str(path)
     inside = [family for family in FAMILIES if (path / family.denoiser).is_dir()]
     if (path / "config.json").is_file() and not inside:
-        family = _family_of(read_config(path / "config.json", "model"))
+        family = family_of_config(read_config(path / "config.json", "model"))
         return family, Part(family.denoiser, path)
     if is_single_file(name) and not path.is_file():
         raise UserError(f"{name} does not exist. Check the path")
@@ -196,8 +196,3 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
     except UserError as error:  # the message begins with a configuration option
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None
-
-
-def _family_of(config: ModelConfig) -> Family:
-    """The family of a denoiser's configuration. UserError: none has its class."""
-    return family_of_config(config)
