@@ -53,6 +53,9 @@ class Family:
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
         return objective.solver(self.config, steps, skipped)
 
+    def framed(self, pooled: Tensor, framings: object) -> Tensor:
+        return pooled
+
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
     ) -> Tensor:

@@ -110,6 +110,8 @@ class FamilyFacts(Option):
     """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
+    no_hypernetwork: ClassVar[str | None] = None
+    """Why no hypernetwork is trained on it, and what to use instead; None: one can be."""
     reads_framing: ClassVar[bool] = False
     """Whether the model is told how a picture was cut (``framed``)."""
     ends_with_feed_forward: ClassVar[bool] = False
