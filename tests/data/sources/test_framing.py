@@ -53,7 +53,11 @@ def latents_in(place: CachePlace | Path, framing: bool = True) -> LatentCache:
 
 def picture_of(size: tuple[int, int], orientation: int = 1, **more: Any) -> Picture:
     """A picture of noise, whose file is turned by EXIF."""
-    pixels, exif, file = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8), Image.Exif(), io.BytesIO()
+    pixels, exif, file = (
+        np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8),
+        Image.Exif(),
+        io.BytesIO(),
+    )
     exif[EXIF_ORIENTATION] = orientation
     Image.fromarray(pixels).save(file, "PNG", exif=exif)
     data = file.getvalue()
