@@ -56,7 +56,7 @@ class SDXL(UNetFamily):
         TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
     )
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
-    # A1111's modules/ui.py (1.10) offers 768, 1024 for text, and 320, 640, 1280 for pictures
+    # its modules/ui.py offers the widths 768, 1024, 320, 640 and 1280
     no_hypernetwork: ClassVar[str | None] = (
         f"AUTOMATIC1111's web UI, whose format it has, makes them for text of width 768 or 1024, and {LAYOUT.family}'s "
         "has 2048. Use adapter.method lora with adapter.targets "
