@@ -169,14 +169,16 @@ def test_a_steps_loss_and_gradients_are_those_of_diffusers_script(
         theirs |= {prefix + name: p for name, p in script.add(model, own, 2.0 if prefix else 6.0).items()}
     expected = script.loss(draws, batch.noise)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    # diffusers' tables of v with min-SNR are products in fp32
+    rtol = 1e-6 if config.objective.min_snr_gamma is None else 5e-6
+    torch.testing.assert_close(loss, expected.detach(), rtol=rtol, atol=0)
     gradients = {name: parameter.grad for name, parameter in theirs.items()}
     unread = {name for name in gradients if "clip_l.encoder.layers.1" in name}  # CLIP-L's last layer
     assert {name for name, gradient in gradients.items() if gradient is None} == unread and theirs.keys() == ours.keys()
     for name in unread:
         assert ours.pop(name) is gradients.pop(name) is None
     norm = torch.nn.utils.get_total_norm(list(gradients.values())).item()
-    torch.testing.assert_close(ours, gradients, rtol=0, atol=1e-6 * norm)
+    torch.testing.assert_close(ours, gradients, rtol=0, atol=rtol * norm)
 
 
 def test_a_hypernetwork_is_refused_with_its_reason(folder: Path, data: Path, tiny_config: dict) -> None:
