@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +53,15 @@ class Prompts:
             return ({"hidden": hidden} for hidden in LayeredT5(part, self.dtype, device).encode(ids, batch_size))
         return clip_outputs(encoder, self.load_clip(encoder).to(device), ids, device, batch_size)
 
-    def load_clip(self, encoder: TextEncoder) -> nn.Module:
+    def load_clip(self, encoder: TextEncoder) -> Any:
         """Load a CLIP encoder on the CPU. Its pooled output is taken at the first token that its tokenizer calls the
         end of a text: the published configurations name another (eos_token_id 2), for which transformers takes the
         largest id, and a token that was added to the vocabulary has a larger one."""
-        model: nn.Module = load_text_model(self.part(encoder.model), self.dtype, encoder.projected).eval()
+        model = load_text_model(self.part(encoder.model), self.dtype, encoder.projected).eval()
         end = self.tokenizer(encoder).eos_token_id
         for module in model.modules():
             if hasattr(module, "eos_token_id"):
-                module.eos_token_id = end  # type: ignore[assignment]
+                module.eos_token_id = end
         return model
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
