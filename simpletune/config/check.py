@@ -96,12 +96,9 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
 
 def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
     """What the training method requires of the model and the optimizer."""
-    if config.adapter.needs_contexts and config.model.lora[0].names.contexts is None:
+    if config.adapter.needs_contexts and (reason := config.model.no_hypernetwork) is not None:
         yield Problem(
-            "adapter.method",
-            f"{config.adapter.method} changes what the attention to the prompt reads, but in {config.model.title} one "
-            "attention reads prompt and picture together. Use adapter.method lora with adapter.targets "
-            '["attn.add_k_proj", "attn.add_v_proj"], which changes the same keys and values',
+            "adapter.method", f"{config.adapter.method} changes what the attention to the prompt reads, but {reason}"
         )
     if getattr(config.adapter, "b_lr_ratio", 1) != 1 and not config.optimizer.steps_in_backward:
         yield Problem(

@@ -35,12 +35,15 @@ class CachedPicture(NamedTuple):
 
     z_0: Tensor  # [c, h, w], fp32
     mask: Tensor  # [1, h, w], 0 to 1, fp32; without a mask, 1 everywhere as [1, 1, 1]
-    framing: Framing
+    framing: Framing | None  # None: the model does not read it
 
 
 class LatentCache:
     """Latents by picture and crop: ``z_0`` [c, h, w] in fp32; for a picture with a mask ``mask`` [1, h, w] with one
-    byte for each place; for a family that is told it ``framing`` [6], int32. So one read brings all.
+    byte for each place; for a family that reads it ``framing`` [6], int32. So one read brings all.
+
+    What the framing says follows from a crop's key: the digest determines the picture's size. Families that read it
+    have entries of their own, even for an autoencoder that they share with a family that does not.
 
     Args:
         model: the model, with folders resolved.
@@ -52,7 +55,8 @@ class LatentCache:
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, tile: int | None = None):
         self.model, self.dtype, self.tile = model, dtype, tile
         name = f"{model.part('vae').fingerprint()}-{str(dtype).removeprefix('torch.')}"
-        self.cache = open_cache(place, "latents", name if tile is None else f"{name}-tile{tile}")
+        tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if model.reads_framing else ""
+        self.cache = open_cache(place, "latents", f"{name}{tiled}{framed}")
 
     @classmethod
     def of(cls, config: TrainConfig, place: CachePlace | Path) -> LatentCache:
@@ -131,10 +135,10 @@ class LatentCache:
         found = self.cache.load(crop_key(view))
         mask = found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
         framing = None
-        if "framing" in found:
-            original, crop, target = found["framing"].view(3, 2).tolist()
-            framing = Framing((original[0], original[1]), (crop[0], crop[1]), (target[0], target[1]))
-        return CachedPicture(found["z_0"], mask, framing or Framing.whole(view.bucket))
+        if self.model.reads_framing:
+            width, height, left, top, *target = found["framing"].tolist()
+            framing = Framing((width, height), (left, top), (target[0], target[1]))
+        return CachedPicture(found["z_0"], mask, framing)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

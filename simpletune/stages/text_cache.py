@@ -18,7 +18,7 @@ from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
 from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.prompts import Prompts, unpack
+from simpletune.models.shared.prompts import HIDDEN_ALONE, Prompts, unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.atomic import remove
 from simpletune.system.console import progress
@@ -158,8 +158,9 @@ class PromptEntries:
             return found
         own = self._prints[encoder.name]
         places = [(OLDER, own, "")] if (self.place.local / OLDER / own).is_dir() else []
+        alike = {own, own.removesuffix(HIDDEN_ALONE)}  # the latter's entries have more than is needed, never less
         for folder in sorted((self.place.local / KIND).glob("*")):
-            if own in folder.name.split("+") and folder.name != self.name:
+            if not alike.isdisjoint(folder.name.split("+")) and folder.name != self.name:
                 places.append((KIND, folder.name, f"{encoder.name}."))
         for kind, name, start in places:
             cache = open_cache(self.place, kind, name)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from simpletune.adapters.text.inputs import TextInputs, encoders_with_vectors
 from simpletune.adapters.text.update import TextUpdate, token_table
 from simpletune.config.schema import TrainConfig
-from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.prompts import empty_clip
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.text_cache import TextCache
@@ -34,8 +33,7 @@ def load_text_side(
         return None
     tokens, encoders = cache.tokens, dict[str, nn.Module]()
     for name in tokens.resident:
-        encoder = tokens.encoders[name]
-        encoders[name] = load_text_model(config.model.part(encoder.model), cache.dtype, encoder.projected).eval()
+        encoders[name] = cache.prompts.load_clip(tokens.encoders[name])
     option = config.text.embeddings
     if option is None:
         vectors = {}

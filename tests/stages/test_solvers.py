@@ -10,11 +10,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import tiny_sd15
+import tiny_sdxl
 import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from PIL import Image
@@ -31,6 +34,7 @@ from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import Solver, TrainingObjective
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
+from simpletune.models.sdxl.option import SDXL
 from simpletune.runs.weights import BASE
 from simpletune.stages.sample import PictureRequest, Sampler, encode_starts, noises
 from simpletune.stages.text_cache import TextCache
@@ -52,6 +56,9 @@ class Family:
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
         return objective.solver(self.config, steps, skipped)
+
+    def framed(self, pooled: Tensor, framings: object) -> Tensor:
+        return pooled
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
@@ -213,22 +220,38 @@ def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatc
     assert asked[2:] == [config.objective]
 
 
-@pytest.mark.parametrize("version", ["sd15", "sd2"])
-def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(version: str, tmp_path: Path) -> None:
-    """From the prompt and the starting picture on: text, autoencoder, UNet and schedule are the family's own."""
-    folder, prompt, against = tiny_sd15.build(tmp_path / "pipeline", version, seed=1), "a red disc", "a blue star"
-    family, text = StableDiffusion(pretrained=str(folder)), tmp_path / "cache"
+PIPELINES: dict[str, tuple[Any, ...]] = {
+    "sd15": (StableDiffusion, StableDiffusionPipeline, StableDiffusionImg2ImgPipeline, tiny_sd15.build),
+    "sdxl": (SDXL, StableDiffusionXLPipeline, StableDiffusionXLImg2ImgPipeline, tiny_sdxl.build),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("sd15", {"version": "sd15"}), ("sd15", {"version": "sd2"}), ("sdxl", {"v": False}), ("sdxl", {"v": True})],
+)
+def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(name: str, version: dict, tmp_path: Path) -> None:
+    """From the prompt and the starting picture on: text, autoencoder, UNet and schedule are the family's own. An empty
+    negative prompt is a text to both, if the pipeline is given one."""
+    kind, theirs, from_picture, build = PIPELINES[name]
+    folder, prompt, against = (
+        build(tmp_path / "pipeline", seed=1, **version),
+        "a red disc",
+        "" if version.get("v") else "a blue star",
+    )
+    family, text = kind(pretrained=str(folder)), tmp_path / "cache"
     cache = TextCache(family, torch.float32, text)
     cache.fill([prompt, against], torch.device("cpu"))
     sampler = Sampler(family.load_denoiser(FP32(), torch.device("cpu")), family, FP32())
-    theirs = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    theirs = theirs.from_pretrained(folder, local_files_only=True)
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     asked = {"prompt": prompt, "negative_prompt": against, "num_inference_steps": 6, "guidance_scale": 5.0}
-    for pipe in (theirs, from_picture := StableDiffusionImg2ImgPipeline.from_pipe(theirs)):
+    for pipe in (theirs, from_picture := from_picture.from_pipe(theirs)):
         pipe.set_progress_bar_config(disable=True)
 
     request = PictureRequest(prompt, 3, against, 128, 64, 6, 5.0)
-    expected = theirs(**asked, latents=noises(request, family)[0], output_type="latent").images
+    size = {"width": 128, "height": 64}  # which SDXL is also told
+    expected = theirs(**asked, **size, latents=noises(request, family)[0], output_type="latent").images
     torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
 
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 128, 3), dtype=np.uint8))

@@ -20,7 +20,7 @@ from simpletune.adapters.text.files import SINGLE, EmbeddingFile
 from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
 from simpletune.adapters.text.side import PLAIN, AppliedText, TextSide, embedding_digest
 from simpletune.models.families import Model
-from simpletune.models.shared.parts import TextEncoder, load_text_model
+from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.prompts import BATCH, Prompts, clip_outputs, pack, unpack
 from simpletune.models.shared.t5_layers import EMBEDDINGS, LayeredT5, PartTensors, Tensors
 from simpletune.models.shared.text_layers import T5, encoder_of
@@ -165,7 +165,7 @@ class TextEncoding:
     def _run_clip(
         self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        clip = load_text_model(self.prompts.part(encoder.model), self.dtype, encoder.projected)
+        clip = self.prompts.load_clip(encoder)
         layers = dict(clip.named_modules())
         for name, each in self._updates(encoder).items():  # added in fp32, rounded once to the weights' type
             layer = layers.get(name) or layers.get(name.removeprefix("text_model."))
@@ -174,7 +174,7 @@ class TextEncoding:
                 raise UserError(f"{lora}: {encoder.name} has no layer {name}. The LoRA belongs to another model")
             with torch.no_grad():
                 layer.weight.copy_(_changed(f"{name} of {encoder.name}", layer.weight, each))
-        clip = clip.eval().to(device)
+        clip = clip.to(device)
         for prompt, own in zip(ids.split(1), rows, strict=True):
             hook = clip.get_input_embeddings().register_forward_hook(partial(_with_rows, own))
             try:

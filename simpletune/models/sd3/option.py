@@ -81,6 +81,10 @@ class SD3(Family):
     guidance: ClassVar[float] = 4.5
     published_as: ClassVar[str] = r"(?i)(sd|stable.?diffusion)[-_ .]?v?3"
     objective: ClassVar[str] = "flow"
+    no_hypernetwork: ClassVar[str | None] = (
+        "in SD3 one attention reads prompt and picture together. Use adapter.method lora with "
+        'adapter.targets ["attn.add_k_proj", "attn.add_v_proj"], which changes the same keys and values'
+    )
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
     )

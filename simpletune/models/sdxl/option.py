@@ -56,6 +56,12 @@ class SDXL(UNetFamily):
     )
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     published_as: ClassVar[str] = r"XL(?![A-Za-z])|(?i:sd_?xl|(?<![a-z])xl(?![a-z])|pony|illustrious|noobai)"
+    # its modules/ui.py offers the widths 768, 1024, 320, 640 and 1280
+    no_hypernetwork: ClassVar[str | None] = (
+        f"AUTOMATIC1111's web UI, whose format it has, makes them for text of width 768 or 1024, and {LAYOUT.family}'s "
+        "has 2048. Use adapter.method lora with adapter.targets "
+        '["attn2.to_k", "attn2.to_v"], which changes the same keys and values'
+    )
     reads_framing: ClassVar[bool] = True
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionXLPipeline", "stable-diffusion-xl"

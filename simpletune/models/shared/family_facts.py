@@ -114,6 +114,8 @@ class FamilyFacts(Option):
     """Whether ``memory.modulation`` plan applies."""
     pipeline_reads_embeddings: ClassVar[bool] = False
     """Whether diffusers' pipeline loads embeddings of new tokens (textual inversion)."""
+    no_hypernetwork: ClassVar[str | None] = None
+    """Why no hypernetwork is trained on it, and what to use instead; None: one can be."""
     reads_framing: ClassVar[bool] = False
     """Whether the model is told how a picture was cut (``framed``)."""
     ends_with_feed_forward: ClassVar[bool] = False

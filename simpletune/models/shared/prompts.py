@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENIZER_BYTES = 64 * 2**20  # per file; T5's has 2.4 MB
 MAX_TOKENS = 4096  # of a CLIP encoder
+HIDDEN_ALONE = "-hidden"
+"""The end of a fingerprint of penultimate states without a pooled output. Without it, it is that of both."""
 
 
 class Prompts:
@@ -49,8 +51,18 @@ class Prompts:
             from simpletune.models.shared.t5_layers import LayeredT5
 
             return ({"hidden": hidden} for hidden in LayeredT5(part, self.dtype, device).encode(ids, batch_size))
-        model = load_text_model(part, self.dtype, encoder.projected).eval().to(device)
-        return clip_outputs(encoder, model, ids, device, batch_size)
+        return clip_outputs(encoder, self.load_clip(encoder).to(device), ids, device, batch_size)
+
+    def load_clip(self, encoder: TextEncoder) -> Any:
+        """Load a CLIP encoder on the CPU. Its pooled output is taken at the first token that its tokenizer calls the
+        end of a text: the published configurations name another (eos_token_id 2), for which transformers takes the
+        largest id, and a token that was added to the vocabulary has a larger one."""
+        model = load_text_model(self.part(encoder.model), self.dtype, encoder.projected).eval()
+        end = self.tokenizer(encoder).eos_token_id
+        for module in model.modules():
+            if hasattr(module, "eos_token_id"):
+                module.eos_token_id = end
+        return model
 
     def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """Combine the encoders' outputs into one prompt's embeddings.
@@ -113,7 +125,8 @@ class Prompts:
         tokens = self._hash(encoder)
         weights = self.part(encoder.model).fingerprint()
         packed = "-int8" if encoder.packed else ""
-        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}"
+        states = HIDDEN_ALONE if encoder.penultimate and not encoder.projected else ""
+        return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}{states}"
 
     def encode(
         self, encoder: TextEncoder, prompts: list[str], device: torch.device, batch_size: int = BATCH

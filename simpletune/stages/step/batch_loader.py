@@ -228,7 +228,7 @@ class BatchLoader:
         captions = dict.fromkeys(draw.caption for each in passes for draw in each.draws)
         prompts = {caption: self.text.load(caption) for caption in captions}
         z_0 = torch.stack([pictures[draw.view].z_0 for draw in draws])
-        framings = [pictures[draw.view].framing for draw in draws]
+        framings = [framing for draw in draws if (framing := pictures[draw.view].framing) is not None]
         # Noise is drawn in fp32 on the CPU from its key, so that it is the same on every device.
         objective, shape = self.plan.objective, z_0.shape[1:]
         noise = [torch.from_numpy(objective.noise(stream(self.seed, *draw.noise_key), shape)) for draw in draws]

@@ -1,0 +1,200 @@
+"""Stable Diffusion XL's text: states against diffusers' pipeline, the end of a text, the cache, what trains there."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_sdxl
+import torch
+from diffusers import StableDiffusionXLPipeline
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from benchmarks.tiny_models import networks, tiny_sd3
+from simpletune.adapters.text.encoding import TextEncoding
+from simpletune.adapters.text.files import EmbeddingFile
+from simpletune.adapters.text.side import TextSide
+from simpletune.commands.train.train import train
+from simpletune.config.load import validate
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.shared.prompts import Prompts
+from simpletune.runs import checkpoint
+from simpletune.stages.text_cache import Parts, PromptEntries
+
+CPU = torch.device("cpu")
+LONG = "circle " * 90
+PROMPTS = ["a red circle", "", "a blue square above a green circle!", LONG]
+WORD = "<dots>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_sdxl.build(tmp_path_factory.mktemp("sdxl") / "pipeline", seed=1)
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> StableDiffusionXLPipeline:
+    return StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
+
+
+def encoded(prompts: Prompts, text: str) -> tuple[Tensor, Tensor]:
+    return prompts.assemble({each.name: next(prompts.encode(each, [text], CPU)) for each in prompts.encoders})
+
+
+def require_diffusers_states(family: SDXL, pipeline: StableDiffusionXLPipeline, texts: list[str]) -> None:
+    prompts = family.prompts(torch.float32)
+    for text in texts:
+        with torch.no_grad():
+            theirs = pipeline.encode_prompt(text, device=CPU, negative_prompt="")
+        embeds, pooled = encoded(prompts, text)
+        assert torch.equal(embeds, theirs[0][0])
+        empty, pooled_empty = encoded(prompts, "")
+        assert torch.equal(empty, theirs[1][0])
+        # a matrix-vector product, whose last bits depend on where its weight lies in the file that diffusers maps
+        torch.testing.assert_close((pooled, pooled_empty), (theirs[2][0], theirs[3][0]), rtol=0, atol=2e-6)
+
+
+def test_states_are_the_pipelines(folder: Path, pipeline: StableDiffusionXLPipeline) -> None:
+    require_diffusers_states(SDXL(pretrained=str(folder)), pipeline, PROMPTS)
+
+
+def test_an_empty_negative_prompt_is_a_text_and_zeros_stand_for_none(pipeline: StableDiffusionXLPipeline) -> None:
+    """``negative_prompt=""``, which a result's example passes, is encoded; only a pipeline given none takes zeros."""
+    with torch.no_grad():
+        empty, zeros = (pipeline.encode_prompt("a", device=CPU, negative_prompt=each)[1] for each in ("", None))
+    assert empty.std() > 0.1 and not zeros.any()
+
+
+@pytest.mark.data
+def test_real_tokenizers_pad_as_their_encoders_were_trained(real_data: Path, folder: Path, tmp_path: Path) -> None:
+    """With encoders of the real vocabulary, whose configurations name 2 as the end of a text, as the published do."""
+    for number, width in (("", tiny_sdxl.CLIP_L), ("_2", tiny_sdxl.CLIP_G)):
+        source = real_data / "sdxl_config" / f"tokenizer{number}"
+        with tiny_sd3.seeded(0, 0):
+            clip: Any = networks.clip(source, width, "gelu")
+        model = clip if number else clip.text_model
+        model.save_pretrained(tmp_path / f"text_encoder{number}")
+        rewrite(tmp_path / f"text_encoder{number}" / "config.json", eos_token_id=2, bos_token_id=0, pad_token_id=1)
+        (tmp_path / f"tokenizer{number}").symlink_to(source)
+    for part in ("unet", "vae", "scheduler", "model_index.json"):
+        (tmp_path / part).symlink_to(folder / part)
+    family = SDXL(pretrained=str(tmp_path))
+    prompts = family.prompts(torch.float32)
+    first, second = (prompts.token_ids(each, ["a photo of a dog"])[0].tolist() for each in prompts.encoders)
+    assert first[:7] == second[:7] and first[6] == 49407, "start, five tokens, end"
+    assert set(first[7:]) == {49407} and set(second[7:]) == {0}
+    theirs = StableDiffusionXLPipeline.from_pretrained(tmp_path, local_files_only=True)
+    require_diffusers_states(family, theirs, ["a photo of a dog!", LONG])
+
+
+def rewrite(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def with_new_token(folder: Path, target: Path, number: str, vector: Tensor, config_end: int | None) -> Any:
+    """An encoder and its tokenizer with a token whose id is larger than the end's, as textual inversion saves them."""
+    tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{number}")
+    tokenizer.add_tokens(WORD)
+    tokenizer.save_pretrained(target / f"tokenizer{number}")
+    kind = CLIPTextModelWithProjection if number else CLIPTextModel
+    model = kind.from_pretrained(folder / f"text_encoder{number}")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.get_input_embeddings().weight.data[-1] = vector
+    model.config.eos_token_id = tokenizer.eos_token_id if config_end is None else config_end
+    model.save_pretrained(target / f"text_encoder{number}")
+    return kind.from_pretrained(target / f"text_encoder{number}").eval()
+
+
+def test_the_end_of_a_text_is_not_moved_by_a_token_of_a_larger_id(folder: Path, tmp_path: Path) -> None:
+    """With ``eos_token_id`` 2, transformers itself takes the pooled output at the largest id: at the new token."""
+    vector = torch.randn(tiny_sdxl.CLIP_G, generator=torch.Generator().manual_seed(3))
+    for number, own in (("", vector[: tiny_sdxl.CLIP_L]), ("_2", vector)):
+        published = with_new_token(folder, tmp_path, number, own, 2)
+    for part in ("unet", "vae", "scheduler", "model_index.json"):
+        (tmp_path / part).symlink_to(folder / part)
+    prompts, text = SDXL(pretrained=str(tmp_path)).prompts(torch.float32), f"a {WORD} red circle"
+    ids = prompts.token_ids(prompts.encoders[1], [text])
+    end = ids[0].tolist().index(prompts.tokenizer(prompts.encoders[1]).eos_token_id)
+    assert int(ids.argmax()) == 2 < end == 5
+    with torch.no_grad():
+        output = published(ids)
+        wanted = published.text_projection(output.last_hidden_state[0, end])
+    pooled = encoded(prompts, text)[1]
+    torch.testing.assert_close(pooled, wanted, rtol=0, atol=1e-6)
+    assert (output.text_embeds[0] - pooled).abs().max() > 0.1
+
+
+def test_embeddings_in_both_encoders_keep_the_end_in_its_place(folder: Path, tmp_path: Path) -> None:
+    """Our words in place of a token give what encoders give whose tables have grown by it, with the end by a mask."""
+    generator, text = torch.Generator().manual_seed(4), f"a {WORD} red circle"
+    vectors = {"clip_l": torch.randn(1, tiny_sdxl.CLIP_L, generator=generator)}
+    vectors["clip_g"] = torch.randn(1, tiny_sdxl.CLIP_G, generator=generator)
+    family = SDXL(pretrained=str(folder))
+    side = TextSide(embeddings=(EmbeddingFile(WORD, "input", vectors, ("blue",), {}),))
+    encoding = TextEncoding(family, torch.float32, side)
+    for encoder, number in zip(family.encoders(), ("", "_2"), strict=True):
+        grown = with_new_token(folder, tmp_path, number, vectors[encoder.name][0], None)
+        tokenizer = CLIPTokenizer.from_pretrained(tmp_path / f"tokenizer{number}")
+        ids = tokenizer(text, padding="max_length", max_length=77, return_tensors="pt").input_ids
+        with torch.no_grad():
+            output = grown(ids, output_hidden_states=True)
+        (ours,) = encoding.encode(encoder, [text], CPU)
+        torch.testing.assert_close(ours["hidden"], output.hidden_states[-2][0], rtol=0, atol=1e-6)
+        if encoder.projected:
+            torch.testing.assert_close(ours["pooled"], output.text_embeds[0], rtol=0, atol=1e-6)
+
+
+def test_states_that_sd3_has_are_found_again_and_never_without_a_pooled_output(
+    tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    """Both read the same files; SD3 also needs CLIP-L's pooled output, which SDXL's entries do not have."""
+    sd3 = SD3(pretrained=str(tiny_pipeline), t5=False)
+    source = {"sd3": sd3.prompts(torch.float32), "sdxl": SDXL().prompts(torch.float32)}
+    source["sdxl"].part = sd3.part
+    encoded = list[str]()
+
+    def fill(name: str, place: Path) -> dict[str, Parts]:
+        prompts = source[name]
+
+        def outputs(encoder: TextEncoder, texts: list[str]) -> Iterator[Parts]:
+            encoded.extend(f"{name}: {encoder.name}" for _ in texts)
+            return prompts.encode(encoder, texts, CPU)
+
+        entries = PromptEntries(place, prompts, prompts.encoders)
+        entries.fill({"a red circle": "a red circle"}, outputs, "prompt", CPU)
+        return entries.load("a red circle")
+
+    for first, second, again in (("sd3", "sdxl", []), ("sdxl", "sd3", ["sd3: clip_l"])):
+        encoded.clear()
+        for name in (first, second):
+            embeds, pooled = source[name].assemble(fill(name, tmp_path / first))
+            assert embeds.isfinite().all() and len(pooled) == {"sd3": 32, "sdxl": 16}[name]
+        assert encoded == [f"{first}: clip_l", f"{first}: clip_g", *again]
+    a, b = (source["sdxl"].assemble(fill("sdxl", tmp_path / first)) for first in ("sd3", "sdxl"))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+def test_both_encoders_train(folder: Path, tiny_config: dict) -> None:
+    """All but CLIP-L's last layer, whose output the model does not read."""
+    text = {"lora": {"rank": 2}, "embeddings": {"token": WORD, "initial": "circle", "place": "input"}}
+    data = copy.deepcopy(tiny_config) | {"model": {"family": "sdxl", "pretrained": str(folder)}, "text": text}
+    data["data"] |= {"resolution": 64, "prompt": f"a {WORD} circle", "max_upscale": None, "caption_dropout": 0.1}
+    data["train"] |= {"steps": 1}
+    data["checkpoint"] |= {"every": 1}
+    run = train(validate(data, "text"))
+    weights = load_file(checkpoint.checkpoint_folder(run, 1) / checkpoint.TRAINABLE)
+    vectors = load_file(next(run.glob("*dots*.safetensors")))
+    assert {name: tensor.shape for name, tensor in vectors.items()} == {"clip_l": (1, 32), "clip_g": (1, 48)}
+    factors = {name: bool(tensor.any()) for name, tensor in weights.items() if "clip_" in name and "lora_B" in name}
+    assert len(factors) == 2 * 2 * 4
+    assert {name for name, moved in factors.items() if not moved} == {
+        name for name in factors if "clip_l" in name and "layers.1." in name
+    }
