@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from benchmarks.tiny_models import make_tiny_sd3, networks, tiny_sd3, train_text_encoders
 from simpletune.data import demo
@@ -30,7 +31,7 @@ COMPONENTS = {
     "unet": ("diffusers", "UNet2DConditionModel"),
     "vae": ("diffusers", "AutoencoderKL"),
 }
-UNET = {
+UNET: dict[str, Any] = {
     "in_channels": 16,
     "out_channels": 16,
     "block_out_channels": (64, 96, 96),
