@@ -7,7 +7,7 @@ SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare predictions docs mutants canary image tiny-sd3 \
-	tiny-encoders clean
+	tiny-sdxl tiny-encoders clean
 
 help:  ## show this list; takes no time
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ image: setup  ## check the Dockerfile with hadolint, and where Docker runs build
 
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3
+
+tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from scratch; an hour on a core, resumable
+	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
 	$(PY) -m benchmarks.tiny_models.train_tiny_encoders

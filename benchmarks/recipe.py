@@ -32,7 +32,8 @@ SEEDS = 5
 SHOWN = 4  # prompts of each kind in the sheet, by number
 DEMO = "the demo: 64 pictures, three captions each, 200 steps"
 TWICE = "128 pictures, three captions each, 200 steps"
-CONFIG = Path("configs/demo.json")
+CONFIGS = {"": Path("configs/demo.json"), "SDXL: ": Path("configs/demo_sdxl.json")}
+"""The demo of each tiny model, by how the names of its rows begin."""
 FEWER = ["data.path=demo:pictures", "data.caption_lines=join", "data.variants=1"]  # 32 pictures, one caption each
 ROWS: dict[str, list[str]] = {
     "the demo, 100 steps": ["train.steps=100"],
@@ -40,6 +41,9 @@ ROWS: dict[str, list[str]] = {
     "the demo, 400 steps": ["train.steps=400"],
     TWICE: [],
     **{f"32 pictures, one caption each, {n} steps": [*FEWER, f"train.steps={n}"] for n in (50, 100, 200, 400)},
+    "SDXL: the demo, 100 steps": ["train.steps=100"],
+    "SDXL: the demo, 200 steps": [],
+    "SDXL: the demo, 400 steps": ["train.steps=400"],
 }
 COLUMNS = {
     "what": "", "style": "striped with the trigger", "least": "least", "most": "most",
@@ -48,12 +52,13 @@ COLUMNS = {
     "unrelated": "drift, other prompts", "pixels": "change of pictures without it", "seconds": "processor seconds",
 }  # fmt: skip
 ABOUT = f"""\
-The demo's LoRA over {SEEDS} seeds of training a row: means, and the least and most of the share recognised as {STYLE}
-among pictures of prompts with the trigger word. *Striped without it*: among as many flat and painted ones. Prompts are
-the first of `benchmarks/quality.py`, held out of training. *Prompt accuracy*: the mean share of shape, colour,
-background, size and position recognised correctly. *Drift*: of predictions from the base's, for the training captions
-and for the demo's two unrelated prompts. *Change of pictures*: the mean absolute difference, 0 to 1. *Processor
-seconds*: of a whole run without pictures and traces, on one thread."""
+The demo's LoRA over {SEEDS} seeds of training a row, on the tiny SD3, or on the tiny SDXL (`configs/demo_sdxl.json`)
+where the row says so: means, and the least and most of the share recognised as {STYLE} among pictures of prompts with
+the trigger word. *Striped without it*: among as many flat and painted ones. Prompts are the first of
+`benchmarks/quality.py`, held out of training. *Prompt accuracy*: the mean share of shape, colour, background, size and
+position recognised correctly. *Drift*: of predictions from the base's, for the training captions and for the demo's two
+unrelated prompts. *Change of pictures*: the mean absolute difference, 0 to 1. *Processor seconds*: of a whole run
+without pictures and traces, on one thread."""
 
 
 class Recipes:
@@ -69,20 +74,22 @@ class Recipes:
         self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-recipe-"))
         self.with_trigger, self.others = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
         self.sheets: list[tuple[str, list[Image.Image]]] = []
+        self.bases: dict[str, tuple[list[Image.Image], list[Image.Image]]] = {}
 
-    def config(self, options: list[str], seed: int = 0) -> TrainConfig:
-        """Return the configuration of one run."""
+    def config(self, name: str, options: list[str], seed: int = 0) -> TrainConfig:
+        """Return the configuration of one run of a row."""
         places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", "name=recipe"]
         quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "checkpoint.every=null"]
         quiet += ["tracking.tensorboard=false", "output.report=false", f"train.seed={seed}"]
-        return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
+        return read_config(CONFIGS[_model_of(name)], [*options, *self.overrides, *places, *quiet])[0]
 
-    @cached_property
-    def base(self) -> tuple[list[Image.Image], list[Image.Image]]:
-        """What the base draws."""
-        drawn = self._drawn(self.config([]), BASE)
-        self._show("base", drawn)
-        return drawn
+    def base(self, name: str) -> tuple[list[Image.Image], list[Image.Image]]:
+        """What a row's base draws."""
+        model = _model_of(name)
+        if model not in self.bases:
+            self.bases[model] = self._drawn(self.config(name, []), BASE)
+            self._show(f"{model}base", self.bases[model])
+        return self.bases[model]
 
     @cached_property
     def twice(self) -> Path:
@@ -93,8 +100,8 @@ class Recipes:
 
     def row(self, name: str) -> dict[str, float]:
         """Train with every seed, and score each result; the base's row trains nothing."""
-        if name == "base":
-            found = [self._scores(self.base)]
+        if name not in ROWS:
+            found = [self._scores(name, self.base(name))]
         else:
             data = [f"data.path={self.twice}"] if name == TWICE else []
             found = [self._trained([*ROWS[name], *data], seed, name) for seed in range(SEEDS)]
@@ -103,7 +110,7 @@ class Recipes:
         return {**means, "least": min(shares), "most": max(shares), "of": len(self.with_trigger), "seeds": len(found)}
 
     def _trained(self, options: list[str], seed: int, name: str) -> dict[str, float]:
-        config = self.config(options, seed)
+        config = self.config(name, options, seed)
         clock = time.process_time()
         run = train(config)
         seconds = time.process_time() - clock
@@ -112,7 +119,7 @@ class Recipes:
         drawn = self._drawn(config, run_result(run))
         if seed == 0:
             self._show(name, drawn)
-        return {**self._scores(drawn), **summary["drift_after"], "seconds": round(seconds, 1)}
+        return {**self._scores(name, drawn), **summary["drift_after"], "seconds": round(seconds, 1)}
 
     def _drawn(self, config: TrainConfig, weights: Weights) -> tuple[list[Image.Image], list[Image.Image]]:
         """Draw the prompts with the trigger, and the others."""
@@ -120,7 +127,7 @@ class Recipes:
         easel = Easel(resolve_folders(config), weights, device)
         return easel.draw(self.with_trigger), easel.draw(self.others)
 
-    def _scores(self, drawn: tuple[list[Image.Image], list[Image.Image]]) -> dict[str, float]:
+    def _scores(self, name: str, drawn: tuple[list[Image.Image], list[Image.Image]]) -> dict[str, float]:
         styled, others = drawn
         of_others = accuracies(others, self.others)
         striped = [checker.read_picture(image).style == STYLE for image in others]
@@ -130,11 +137,16 @@ class Recipes:
             "others": float(np.mean(striped)),
             "prompt": scores["prompt"],
             "kept": of_others["prompt"],
-            "pixels": drift(others, self.base[1]),
+            "pixels": drift(others, self.base(name)[1]),
         }
 
     def _show(self, name: str, drawn: tuple[list[Image.Image], list[Image.Image]]) -> None:
         self.sheets.append((name, [*drawn[0][:SHOWN], *drawn[1][:SHOWN]]))
+
+
+def _model_of(name: str) -> str:
+    """The key in ``CONFIGS`` of a row."""
+    return max((model for model in CONFIGS if name.startswith(model)), key=len)
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
@@ -154,7 +166,7 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         UserError: no row name contains ``only``.
     """
     results, recipes = Results(folder / "recipe", COLUMNS), Recipes(count, overrides)
-    for name, _ in results.missing({"base": None, **dict.fromkeys(ROWS)}, minutes, only):
+    for name, _ in results.missing(dict.fromkeys([*(f"{model}base" for model in CONFIGS), *ROWS]), minutes, only):
         row = recipes.row(name)
         say(f"bench   {name}: {row['style']:.0%} striped with the trigger, {row['others']:.0%} without")
         results.add(name, row)

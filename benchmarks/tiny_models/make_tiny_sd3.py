@@ -90,16 +90,31 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype, logs:
         for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
             shutil.copytree(pipeline / name, sibling / name)
         tiny_sd3.write_scheduler_and_index(sibling)
-        shutil.copy(CARD, sibling / "README.md")
-        made_by = sibling / "made_by"
-        made_by.mkdir()
-        shutil.copy(CONFIG, made_by / CONFIG.name)
-        for name, file in logs.items():
-            shutil.copy(file, made_by / name)
-        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        kept = [row for row in metrics if row["step"] % 100 == 0]
-        (made_by / "transformer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-        shutil.copy(run / "summary.json", made_by / "summary.json")
+        write_record(sibling, CARD, CONFIG, run, "transformer", logs)
+
+
+def write_record(folder: Path, card: Path, config: Path, run: Path, denoiser: str, logs: dict[str, Path]) -> None:
+    """Write ``README.md`` and ``made_by/``: configuration, logs and summary of a run, and further logs by their names
+    there."""
+    shutil.copy(card, folder / "README.md")
+    made_by = folder / "made_by"
+    made_by.mkdir()
+    shutil.copy(config, made_by / config.name)
+    for name, file in logs.items():
+        shutil.copy(file, made_by / name)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [row for row in metrics if row["step"] % 100 == 0]
+    (made_by / f"{denoiser}_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    shutil.copy(run / "summary.json", made_by / "summary.json")
+
+
+def train(config: Path, run: Path, overrides: list[str]) -> None:
+    """Train the denoiser, unless its run is finished; resume one that was interrupted."""
+    if (run / "summary.json").exists():
+        return
+    begun = any((run / "checkpoints").glob("step-*"))
+    resume = ["--resume", "latest"] if begun else []
+    subprocess.run([sys.executable, "-m", "simpletune", "train", str(config), *overrides, *resume], check=True)
 
 
 def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
@@ -120,10 +135,7 @@ def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
         assemble(parts / "pipeline", parts / "text", parts / "vae" / "vae", seed=0)
     if not (parts / "pictures").exists():
         write_pictures(parts / "pictures", PICTURES, seed=7)
-    if not (run / "summary.json").exists():
-        begun = any((run / "checkpoints").glob("step-*"))
-        resume = ["--resume", "latest"] if begun else []
-        subprocess.run([sys.executable, "-m", "simpletune", "train", str(CONFIG), *overrides, *resume], check=True)
+    train(CONFIG, run, overrides)
     logs = {"autoencoder_log.jsonl": parts / "vae" / "log.jsonl", "text_log.jsonl": parts / "text" / "text_log.jsonl"}
     export(parts / "pipeline", run, folder, "fp16", logs)
 

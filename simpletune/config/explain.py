@@ -158,11 +158,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
 
 
 def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
-    if config.is_demo:
-        from simpletune.data.demo import transformer_config
-
-        return config.model.shapes_of(transformer_config())
-    shapes = config.model.shapes(fetch=False)
+    shapes = resolve_model_folder(config).model.shapes(fetch=False)
     return None if shapes is None else dict(shapes)
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from simpletune.config.schema import DEMO, TrainConfig
-from simpletune.data.demo import resolve, transformer_config
+from simpletune.data.demo import DATA, MODELS, resolve
 from simpletune.data.sources.multi_source import field_of, source_problems, with_paths
-from simpletune.models.shared.sources import unusable_names
 from simpletune.system.options import ConfigError, Problem, UserError
-
-MODEL_DEMOS = ["demo:tiny-sd3"]
-DATA_DEMOS = ["demo:style", "demo:pictures", "demo:subject"]
 
 
 def file_problems(config: TrainConfig) -> list[Problem]:
@@ -20,21 +16,15 @@ def file_problems(config: TrainConfig) -> list[Problem]:
     paths: list[Path | None] = []
     for index, source in enumerate(config.data.members):
         is_demo = source.path.startswith(DEMO)
-        if is_demo and source.path not in DATA_DEMOS:
-            remedy = f"Use {' or '.join(DATA_DEMOS)}"
+        if is_demo and source.path not in DATA:
+            remedy = f"Use {' or '.join(DATA)}"
             found.append(Problem(field_of(config.data, index, "path"), f"unknown demo {source.path}. {remedy}"))
         paths.append(None if is_demo else Path(source.path))
     found += source_problems(config.data, paths)
-    demos = [f"model.{part}" for part, _ in _demo_parts(config)]
-    unknown = [(part, name) for part, name in _demo_parts(config) if name not in MODEL_DEMOS]
+    unknown = [(part, name) for part, name in _demo_parts(config) if name not in MODELS]
     if unknown:
-        known = " or ".join(MODEL_DEMOS)
+        known = " or ".join(MODELS)
         return found + [Problem(f"model.{part}", f"unknown demo {name}. Use {known}") for part, name in unknown]
-    if config.is_demo:  # its folder may not be made yet; files named beside it can be read
-        named = [problem for problem in unusable_names(config.model) if problem.path not in demos]
-        if named:
-            return found + named
-        return found + list(config.shape_rules(config.model.shapes_of(transformer_config())))
     config = resolve_model_folder(config)
     model = list(config.model.problems())
     if model:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig
+from simpletune.data.demo import MODELS
 from simpletune.estimate.simulate.reports import JobReport
 from simpletune.system.environment import LIBRARIES, version_or_none
 from simpletune.system.options import Json
@@ -24,7 +25,7 @@ FILE = ASSETS / "predictions.zip"
 ABOUT = "about.json"
 SOURCES = (
     "adapters", "config", "engine", "models", "stages", "estimate/simulate", "estimate/timing/recorder.py",
-    "estimate/timing/sections.py", "estimate/timing/work.py", "assets/tiny_sd3",
+    "estimate/timing/sections.py", "estimate/timing/work.py", *(f"assets/{folder.name}" for folder in MODELS.values()),
 )  # fmt: skip
 """What a simulation depends on: folders with their Python and JSON files, and files."""
 

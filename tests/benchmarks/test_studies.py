@@ -45,7 +45,7 @@ def test_the_checker_reads_the_subject_itself() -> None:
     assert likeness == 1.0 and placed < 0.8
 
 
-@pytest.mark.parametrize("name", ["demo", "demo_full", "demo_embeddings"])
+@pytest.mark.parametrize("name", ["demo", "demo_full", "demo_embeddings", "demo_sdxl"])
 def test_the_demos_prompts_are_chosen_by_number_from_the_fixed_set(name: str) -> None:
     """Validation: numbers 2 and 3 with the trigger and 4 without; drift: the first flat and painted ones."""
     validation = json.loads((ROOT / "configs" / f"{name}.json").read_text())["validation"]
@@ -60,15 +60,16 @@ def test_the_recipes_table_has_means_over_seeds(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(quality, "STEPS", 2)
     monkeypatch.setattr(recipe, "SEEDS", 2)
-    monkeypatch.setattr(recipe, "ROWS", {"one": [], recipe.TWICE: []})
+    monkeypatch.setattr(recipe, "ROWS", {"one": [], recipe.TWICE: [], "SDXL: two": []})
     overrides = ["train.steps=1", "train.batch_size=2", "schedule.warmup_steps=0", "optimizer.lr=0.1",
                  "validation.loss_samples=2",
                  f"output.cache={tmp_path}/cache"]  # fmt: skip
     table = recipe.run(tmp_path, 2, 60, "", overrides).read_text()
     rows = json.loads((tmp_path / "recipe.json").read_text())["rows"]
-    assert list(rows) == ["base", "one", recipe.TWICE] and recipe.TWICE in table
+    assert list(rows) == ["base", "SDXL: base", "one", recipe.TWICE, "SDXL: two"] and recipe.TWICE in table
     assert rows["base"]["pixels"] == 0 < rows["one"]["pixels"] and rows["one"]["seeds"] == 2
     assert rows["one"]["training"] > 0 and rows["one"]["training"] != rows[recipe.TWICE]["training"]
+    assert rows["SDXL: base"]["pixels"] == 0 < rows["SDXL: two"]["pixels"]
     with Image.open(tmp_path / "recipe.png") as picture:
         assert picture.height > 3 * 64
 

@@ -17,12 +17,13 @@ from simpletune.apps.web.form.presets import card_here
 from simpletune.apps.web.roots import Roots
 from simpletune.commands.caption.pictures import require_text_captions
 from simpletune.commands.caption.record import Record
-from simpletune.commands.init.choices import TINY, TINY_SIDE
+from simpletune.commands.init.choices import TINY_SIDE
 from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, picture_files, read_captions
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.data.demo import TINY_SD3
 from simpletune.data.sources.caption_files import CaptionFile
 from simpletune.data.sources.captions import one_line
 from simpletune.data.sources.folder import Folder
@@ -244,7 +245,7 @@ def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
             data["data"]["source"] = "table"
         if card_here() is None:  # the tiny model, at its size
             data["data"]["resolution"] = TINY_SIDE
-            data["model"] = {"pretrained": TINY}
+            data["model"] = {"pretrained": TINY_SD3}
         return validate(data, str(path), needs_data=False, needs_model=False)
     return resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
 

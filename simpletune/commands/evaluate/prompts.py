@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 
-from simpletune.config.resolve import DATA_DEMOS
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import DATA, pictures
 from simpletune.system.options import UserError, first_lines, plural
 
 PLACES = (
@@ -89,7 +88,7 @@ def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: 
     None: `DEMO` for the demo's data, otherwise `RUN`. Captions are those of the run's pictures.
     """
     if name is None:
-        name = DEMO if config.data.place in DATA_DEMOS else RUN
+        name = DEMO if config.data.place in DATA else RUN
     if name in DREAMBOOTH:
         return PromptSet(name, tuple(fill_template(template, words, name) for template in dreambooth(name)))
     if name == DEMO:

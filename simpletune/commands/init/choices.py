@@ -7,10 +7,11 @@ import copy
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.commands.init.answers import ABOUT, LENGTHS, Answers, What
+from simpletune.commands.init.answers import ABOUT, LENGTHS, WHAT, Answers, What
 from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder, source_of
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
+from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
 from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.models.families import FAMILIES, family_by_name, family_of
@@ -19,19 +20,19 @@ from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError, join_names, plural
 
-TINY = "demo:tiny-sd3"
 TINY_SIDE = 64  # pixels
 PROFILES = ("4gb", "6gb", "8gb", "12gb", "16gb", "24gb")
 USABLE = 0.9  # share of its nominal memory that a card reports: 22.03 GiB of an L4's 24, 11.75 of 12
 DEFAULT_PROFILE = "8gb"  # profile for an unknown card
 TEMPLATES: dict[str, dict[What, str]] = {
-    "tiny": {"subject": "demo_subject", "style": "demo", "general": "demo"},
+    TINY_SD3: {"subject": "demo_subject", "style": "demo", "general": "demo"},
+    TINY_SDXL: dict.fromkeys(WHAT, "demo_sdxl"),
     "sd3": {"subject": "sd3_medium_dreambooth_lora", "style": "sd3_medium_lora_8gb", "general": "sd3_medium_lora_8gb"},
     "sd15": {"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"},
     "sdxl": {"subject": "sdxl_lora_{card}", "style": "sdxl_lora_{card}", "general": "sdxl_lora_{card}"},
 }
-"""Shipped configurations to take settings from, by the model's kind. ``{card}`` is the size of a card, one of
-``PROFILES``: such a configuration has levers of its own, not those of a profile."""
+"""Shipped configurations to take settings from, by the model's family or the tiny model's name. ``{card}`` is the size
+of a card, one of ``PROFILES``: such a configuration has levers of its own, not those of a profile."""
 BY_CARD = ("precision", "memory", "optimizer")  # sections that differ between configurations for cards
 KEPT = ("model", "adapter", "optimizer", "schedule", "objective", "train", "memory", "validation")
 FEW = 30  # up to this many pictures without captions are taken for one subject
@@ -151,11 +152,13 @@ class Choices:
         """Choose the model, and the settings of the shipped configuration closest to it."""
         model, said = self.answers.model, self.answers.model is not None
         if model is None:
-            model = TINY if self.device is None else FAMILIES[0].pretrained
+            model = TINY_SD3 if self.device is None else FAMILIES[0].pretrained
         self.tiny = model.startswith(DEMO)
         if not self.tiny:
             self.family = family_of(model) or family_by_name(model) or FAMILIES[0]
-        kind = "tiny" if self.tiny else self.family.family
+        kind = self.family.family
+        if self.tiny:
+            kind = model if model in MODELS else TINY_SD3  # an unknown one is refused with the others
         profile, fits = profile_of(self.device)
         origin, *smaller = templates_for(TEMPLATES[kind][self.what], profile)
         template = read_json(Path(origin))

@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.config.resolve import MODEL_DEMOS, resolve_model_folder
+from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
+from simpletune.data.demo import MODELS
 from simpletune.models.shared.sources import is_single_file, provider
 from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
 from simpletune.system.options import UserError
@@ -41,7 +42,7 @@ def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | No
 def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
     """Find ``tokenizer``, ``tokenizer_2`` or ``tokenizer_3`` of a model; None if it is not available locally."""
     if config.is_demo:
-        if config.model.pretrained not in MODEL_DEMOS:
+        if config.model.pretrained not in MODELS:
             return None
         config = resolve_model_folder(config)
     try:

@@ -1,4 +1,4 @@
-"""Which model and pictures need no download? A trained tiny SD3 that ships with the tool, and folders of captioned
+"""Which models and pictures need no download? Trained tiny models that ship with the tool, and folders of captioned
 pictures, made when first used.
 
 Wherever a configuration takes a folder, a name that begins with `demo:` refers to them.
@@ -7,35 +7,32 @@ Wherever a configuration takes a folder, a name that begins with `demo:` refers 
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from simpletune.system.package import ASSETS
 
-if TYPE_CHECKING:
-    from simpletune.system.options import Json
-
 PREFIX = "demo:"
-TINY_SD3, STYLE, PICTURES, SUBJECT = "demo:tiny-sd3", "demo:style", "demo:pictures", "demo:subject"
-SHIPPED = ASSETS / "tiny_sd3"
-"""The tiny SD3's pipeline folder, created by `make tiny-sd3`."""
+TINY_SD3, TINY_SDXL = "demo:tiny-sd3", "demo:tiny-sdxl"
+MODELS = {name: ASSETS / name.removeprefix(PREFIX).replace("-", "_") for name in (TINY_SD3, TINY_SDXL)}
+"""Pipeline folders, created by `make tiny-sd3` and `make tiny-sdxl`."""
+SHIPPED = MODELS[TINY_SD3]
+STYLE, PICTURES, SUBJECT = DATA = ("demo:style", "demo:pictures", "demo:subject")
 
 ENCODERS = {
     f"{PREFIX}{name}": SHIPPED.parent / "tiny_encoders" / name.replace("-", "_") for name in ("tiny-dino", "tiny-clip")
 }
-"""Folders of the two encoders that know the tiny SD3's pictures, created by `make tiny-encoders`."""
+"""Folders of the two encoders that know the tiny models' pictures, created by `make tiny-encoders`."""
 
 
 def resolve(name: str, cache: Path) -> Path:
-    """Locate a demo folder: `demo:tiny-sd3`, the pipeline folder that ships with the tool; `demo:style`, 64 striped
+    """Locate a demo folder: one of `MODELS`, pipeline folders that ship with the tool; `demo:style`, 64 striped
     pictures, each with three captions that name the style by a trigger word; `demo:pictures`, 32 of them with one
     caption each; `demo:subject`, 5 pictures of one particular figure. Draws pictures into `cache` if they are not
     there. ValueError: the name is unknown."""
-    if name == TINY_SD3:
-        return SHIPPED
-    known = [TINY_SD3, STYLE, PICTURES, SUBJECT]
-    if name not in known:
+    if name in MODELS:
+        return MODELS[name]
+    known = [*MODELS, *DATA]
+    if name not in DATA:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"{name}: unknown demo name.{hint} Use one of {', '.join(known)}.")
@@ -53,8 +50,3 @@ def resolve(name: str, cache: Path) -> Path:
         except FileExistsError:  # another process created the same content first
             pass
     return folder
-
-
-def transformer_config() -> Json:
-    """The tiny SD3's."""
-    return json.loads((SHIPPED / "transformer" / "config.json").read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ class SDXL(UNetFamily):
     family: Literal["sdxl"] = "sdxl"
     """Stable Diffusion XL (UNet with two text encoders, which is also told the sizes of pictures)."""
     pretrained: Annotated[str, Field(min_length=1)] = SDXL_NAME
-    """A Hub name (owner/name), a folder in diffusers' layout, or a single .safetensors file."""
+    """A Hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sdxl."""
     text_encoders: str | None = None
     """Folder or Hub name of a pipeline with tokenizers for a single file, and with text encoders if the file has none.
     """
