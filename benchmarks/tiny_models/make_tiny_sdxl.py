@@ -1,8 +1,8 @@
 """``make tiny-sdxl``: make the tiny Stable Diffusion XL that ships with the tool.
 
-Autoencoder, CLIP encoders and tokenizers are the tiny SD3's; the UNet is trained from scratch by ``simpletune train``
-on captioned pictures, and exported with them in half precision. Finished steps are skipped; an interrupted training
-resumes.
+Autoencoder, CLIP encoders and tokenizers are the tiny SD3's; the UNet is trained by ``simpletune train`` on captioned
+pictures, from scratch to predict noise, then to predict v with a terminal SNR of zero, and exported with them in half
+precision. Finished steps are skipped; an interrupted training resumes.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tiny_models import make_tiny_sd3, networks, tiny_sd3, train_text_encoders
 from simpletune.data import demo
+from simpletune.models.objectives.ddpm import ZERO_SNR
 from simpletune.system.atomic import new_folder
 
-CONFIG = Path("configs/tiny_sdxl_from_scratch.json")
+FIRST, SECOND = Path("configs/tiny_sdxl_from_scratch.json"), Path("configs/tiny_sdxl_v.json")
 CARD = Path(__file__).with_name("tiny_sdxl_card.md")
 PICTURES = 6_144
 CLIP_L, CLIP_G = train_text_encoders.CLIP_WIDTHS
 SIZE_WIDTH = 16  # of the embedding of each of the six sizes
 COMPONENTS = {
-    "scheduler": ("diffusers", "EulerDiscreteScheduler"),
+    "scheduler": ("diffusers", "DDIMScheduler"),
     "text_encoder": ("transformers", "CLIPTextModel"),
     "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
     "tokenizer": ("transformers", "CLIPTokenizer"),
@@ -73,16 +75,16 @@ def assemble(folder: Path, source: Path, seed: int) -> None:
         tiny_sd3.save_model(vae, sibling / "vae", "fp32")
         with tiny_sd3.seeded(seed, 3):
             tiny_sd3.save_model(UNet2DConditionModel(**UNET), sibling / "unet", "fp32")
-        write_scheduler_and_index(sibling)
+        write_scheduler_and_index(sibling, {})
 
 
-def write_scheduler_and_index(folder: Path) -> None:
-    """Write `scheduler/` and `model_index.json`."""
+def write_scheduler_and_index(folder: Path, changes: dict[str, Any]) -> None:
+    """Write `scheduler/`, Stable Diffusion XL's with changes, and `model_index.json`."""
     import diffusers
 
-    diffusers.EulerDiscreteScheduler(
-        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1, timestep_spacing="leading"
-    ).save_pretrained(folder / "scheduler")
+    noise = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+    settings = {**noise, "clip_sample": False, "set_alpha_to_one": False, **changes}
+    diffusers.DDIMScheduler(**settings).save_pretrained(folder / "scheduler")
     index: dict[str, object] = {
         "_class_name": "StableDiffusionXLPipeline",
         "_diffusers_version": diffusers.__version__,
@@ -94,19 +96,20 @@ def write_scheduler_and_index(folder: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype) -> None:
-    """Write the trained pipeline in half precision, with its card, configuration, log and summary.
+def export(pipeline: Path, runs: Sequence[Path], folder: Path, dtype: networks.Dtype) -> None:
+    """Write the trained pipeline in half precision, with its card and what its runs left.
 
     Args:
         pipeline: the folder from ``assemble``.
-        run: the run that trained the UNet.
+        runs: both trainings of the UNet.
         folder: folder to write; replaced if it exists.
         dtype: type of all weights.
     """
     from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 
     whole = StableDiffusionXLPipeline.from_pretrained(pipeline, unet=None, local_files_only=True)
-    unet = UNet2DConditionModel.from_pretrained(run / "unet", local_files_only=True)
+    first, second = runs
+    unet = UNet2DConditionModel.from_pretrained(second / "unet", local_files_only=True)
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as sibling:
         models = {"unet": unet} | {name: getattr(whole, name) for name in ("vae", "text_encoder", "text_encoder_2")}
@@ -114,32 +117,35 @@ def export(pipeline: Path, run: Path, folder: Path, dtype: networks.Dtype) -> No
             tiny_sd3.save_model(model, sibling / name, dtype)
         for name in ("tokenizer", "tokenizer_2"):
             shutil.copytree(pipeline / name, sibling / name)
-        write_scheduler_and_index(sibling)
-        make_tiny_sd3.write_record(sibling, CARD, CONFIG, run, "unet", {})
+        write_scheduler_and_index(sibling, {"prediction_type": "v_prediction", **ZERO_SNR})
+        earlier = {FIRST.name: FIRST, "first_summary.json": first / "summary.json"}
+        make_tiny_sd3.write_record(sibling, CARD, SECOND, second, "unet", earlier)
 
 
-def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
+def make(parts: Path, runs: Path, folder: Path, overrides: list[str]) -> None:
     """Run every step that has not been completed yet.
 
     Args:
         parts: folder for the inputs of the training.
-        run: the run's folder, as in the configuration.
+        runs: folder of the runs, as in the configurations.
         folder: for the result.
-        overrides: ``key.path=value`` overrides, for a shorter trial.
+        overrides: ``key.path=value`` overrides of both configurations, for a shorter trial.
     """
     if not (parts / "pipeline").exists():
         assemble(parts / "pipeline", demo.MODELS[demo.TINY_SD3], seed=0)
     if not (parts / "pictures").exists():
         make_tiny_sd3.write_pictures(parts / "pictures", PICTURES, seed=7)
-    make_tiny_sd3.train(CONFIG, run, overrides)
-    export(parts / "pipeline", run, folder, "fp16")
+    first, second = runs / "tiny-sdxl", runs / "tiny-sdxl-v"
+    make_tiny_sd3.train(FIRST, first, overrides)
+    make_tiny_sd3.train(SECOND, second, [*overrides, f"model.unet={first / 'unet'}"])
+    export(parts / "pipeline", (first, second), folder, "fp16")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="make the tiny Stable Diffusion XL")
     parser.add_argument("--parts", type=Path, default=Path("runs/tiny-sdxl-parts"), help="folder for inputs")
-    parser.add_argument("--run", type=Path, default=Path("runs/tiny-sdxl"), help="folder of the run")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=demo.MODELS[demo.TINY_SDXL], help="folder for the result")
     parser.add_argument("overrides", nargs="*", help="key.path=value, for a trial")
     arguments = parser.parse_args()
-    make(arguments.parts, arguments.run, arguments.out, arguments.overrides)
+    make(arguments.parts, arguments.runs, arguments.out, arguments.overrides)

@@ -156,8 +156,10 @@ def save_model(model: ModelMixin | PreTrainedModel, folder: Path, dtype: Dtype) 
     # in the config's type, diffusers in float32, and a pipeline of both types fails at its first multiplication.
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)  # the folder that it was read from
     if "dtype" in config:
-        path.write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+        config["dtype"] = "float32"
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizers(folder: Path, source: Path | None) -> None:
