@@ -106,7 +106,7 @@ image: setup  ## check the Dockerfile with hadolint, and where Docker runs build
 tiny-sd3: setup  ## train the bundled tiny Stable Diffusion 3 from scratch; hours on 2 cores, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sd3
 
-tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from scratch; 53 min on one thread of a busy machine, resumable
+tiny-sdxl: setup  ## train the UNet of the bundled tiny Stable Diffusion XL from scratch; 55 min on one thread of a busy machine, resumable
 	$(PY) -m benchmarks.tiny_models.make_tiny_sdxl
 
 tiny-encoders: setup  ## train the two tiny encoders that score the demo's pictures, from scratch; 30 min on one thread of a busy machine
