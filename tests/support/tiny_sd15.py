@@ -102,11 +102,11 @@ def _write_published_names(model: torch.nn.Module, folder: Path) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def autoencoder(scale: float = 0.18215) -> AutoencoderKL:
+def autoencoder(scale: float = 0.18215, force_upcast: bool = False) -> AutoencoderKL:
     return AutoencoderKL(
         block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, latent_channels=4, norm_num_groups=8,
-        sample_size=64, scaling_factor=scale,
+        sample_size=64, scaling_factor=scale, force_upcast=force_upcast,
     )  # fmt: skip
 
 

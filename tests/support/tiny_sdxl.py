@@ -54,7 +54,7 @@ def build(folder: Path, *, v: bool = False, seed: int = 0, dtype: networks.Dtype
     with tiny_sd3.seeded(seed, 1):
         tiny_sd3.save_model(UNet2DConditionModel(**UNET), folder / "unet", dtype)
     with tiny_sd3.seeded(seed, 2):
-        tiny_sd3.save_model(tiny_sd15.autoencoder(0.13025), folder / "vae", dtype)
+        tiny_sd3.save_model(tiny_sd15.autoencoder(0.13025, force_upcast=True), folder / "vae", dtype)
     if v:
         zero = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         DDIMScheduler(**tiny_sd15.NOISE, clip_sample=False, **zero).save_pretrained(folder / "scheduler")

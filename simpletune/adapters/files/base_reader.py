@@ -100,13 +100,13 @@ class BaseReader:
         folders = {name: part.folder.parent / name for name in layout.prefixes}
         return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
-    def marks(self) -> list[str]:
-        """The empty tensors that say in a written single file how the model was trained, as far as a scheduler's
-        configuration is known; a single file's own are among its other tensors."""
+    def marks(self) -> list[str] | None:
+        """The empty tensors that say in a written single file how the model was trained; None: those of the single file
+        that it comes from."""
         marks, part, known = self.family.layout.marks, self.part, self._scheduler
-        if not marks or part is None or part.folder is None:
-            return []
         if known is None:
+            if part is None or part.folder is None:
+                return None
             folder: Path | None = part.folder.parent / "scheduler"
             if is_hub_name(self.name):
                 folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder

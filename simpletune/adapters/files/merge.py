@@ -144,6 +144,8 @@ class Merger:
                 for name, entry in header.items()
                 if name.removeprefix(prefix) not in groups and not name.startswith(given)
             }
+        if (marks := base.marks()) is not None:
+            others = {name: entry for name, entry in others.items() if name not in base.family.layout.marks}
         entries: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in others.items()
         }
@@ -151,8 +153,7 @@ class Merger:
             entries[prefix + original] = (self.kind(pieces[0][0]), _original_shape(pieces, base.shapes))
         for part in beside:
             entries |= part.entries
-        marks = [mark for mark in base.marks() if mark not in others]
-        entries |= {mark: ("F32", (0,)) for mark in marks}
+        entries |= {mark: ("F32", (0,)) for mark in marks or ()}
         text = self._text_weights(others, beside)
         file.parent.mkdir(parents=True, exist_ok=True)
         with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
@@ -163,7 +164,7 @@ class Merger:
             for part in beside:
                 for original, pieces in part.groups.items():
                     writer.write(part.prefix + original, _original_tensor(pieces, partial(self._of_part, part, text)))
-            for mark in marks:
+            for mark in marks or ():
                 writer.write_bytes(mark, b"")
             whole = WeightReader([base.rest] if base.rest is not None else [])
             for name, entry in others.items():

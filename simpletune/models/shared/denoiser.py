@@ -49,6 +49,12 @@ def layers_between_units(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in outside if next(layer.parameters(recurse=False), None) is not None]
 
 
+def modules_around_units(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold layers between units, and so may add to what these compute, as SDXL's attentions do."""
+    between = set(map(id, layers_between_units(model)))
+    return [module for module in model.modules() if any(id(child) in between for child in module.children())]
+
+
 def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[str]:
     """The names of the layers inside of a model's units and between them that a precision quantises, before any of
     them is."""

@@ -246,7 +246,8 @@ class Family(FamilyFacts):
         # SD3's and SD 1.5's say so, too, though SD3's overflows in fp16. So this counts only in a family whose own
         # autoencoder says the opposite: one that says no was then made for fp16.
         usual = next(iter(self.bundled_configs().values()))["vae"].get("force_upcast")
-        made_for_fp16 = usual and self.known_part("vae").config().get("force_upcast") is False
+        part = self.known_part("vae")  # a single file's weights may have come with another configuration
+        made_for_fp16 = usual and part.file is None and part.config().get("force_upcast") is False
         return precision.product_dtype() if made_for_fp16 else precision.encoder_dtype()
 
     def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from simpletune.models.shared.denoiser import Denoiser, layers_between_units, model_units
+from simpletune.models.shared.denoiser import Denoiser, layers_between_units, model_units, modules_around_units
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
@@ -70,6 +70,8 @@ class Fp16Blocks:
             BlockPass(self, index, block)
         for layer in layers_between_units(denoiser):
             BlockPass(self, None, layer)
+        for module in modules_around_units(denoiser):
+            self._watch_sums(module)
         norm_out = denoiser.get_submodule(denoiser.after_units)
         plain = norm_out.forward
 
@@ -82,13 +84,31 @@ class Fp16Blocks:
 
         norm_out.forward = forward
 
+    def _watch_sums(self, module: nn.Module) -> None:
+        """Flag the last block inside of a module if what the module adds to it overflows: in fp32, so is the sum."""
+        plain = module.forward
+
+        @functools.wraps(plain)
+        def forward(*args: object, **kwargs: object) -> object:
+            result: Any = plain(*args, **kwargs)
+            own = self.latest
+            if own not in self.wide:
+                self.watch(own, (*args, *kwargs.values()), result, unless_flagged=True)
+            return result
+
+        module.forward = forward
+
     @torch.no_grad()
-    def watch(self, index: int, before: Sequence[object], after: Sequence[object]) -> None:
-        """Set a block's flag if its inputs are finite and its outputs are not. Reads nothing from the device."""
+    def watch(
+        self, index: int, before: Sequence[object], after: Sequence[object], unless_flagged: bool = False
+    ) -> None:
+        """Set a block's flag if its inputs are finite and its outputs are not; with ``unless_flagged``, if no flag has
+        been set, which would explain it. Reads nothing from the device."""
         inputs, outputs = list(_floating(before)), list(_floating(after))
         with torch.autocast(outputs[0].device.type, enabled=False):  # which would convert whole tensors
             own = _finite(inputs) & ~_finite(outputs)
-        self.flags(outputs[0].device)[index].logical_or_(own)
+        flags = self.flags(outputs[0].device)
+        flags[index].logical_or_(own & ~flags.any() if unless_flagged else own)
 
     def flags(self, device: torch.device) -> Tensor:  # bool [blocks]
         """Which blocks have overflowed since the last ``clear``, on the device."""

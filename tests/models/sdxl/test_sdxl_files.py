@@ -162,7 +162,13 @@ def test_a_run_s_full_weights_become_one_file(
     (run / "metrics.jsonl").touch()
     expected = expected_states(pipeline)
     expected["unet"] = {name: tensor + 1 for name, tensor in expected["unet"].items()}
-    for base in ({"pretrained": str(file), "text_encoders": str(descriptions)}, {"pretrained": str(pipeline)}):
+    marked = original_sdxl.write(pipeline, tmp_path / "marked.safetensors", marks=("v_pred",))
+    v, epsilon = {"prediction": "v", "zero_terminal_snr": True}, {"prediction": "epsilon"}
+    for base, objective, marks in (
+        ({"pretrained": str(file), "text_encoders": str(descriptions)}, v, {"v_pred", "ztsnr"}),
+        ({"pretrained": str(pipeline)}, v, {"v_pred", "ztsnr"}),
+        ({"pretrained": str(marked), "text_encoders": str(descriptions)}, epsilon, set[str]()),
+    ):
         config = {
             **tiny_config,
             "model": {"family": "sdxl", **base},
@@ -170,13 +176,13 @@ def test_a_run_s_full_weights_become_one_file(
             "precision": {"weights": "bf16"},
             "data": {**tiny_config["data"], "resolution": 64},
             "validation": {"prompts": []},
-            "objective": {"name": "ddpm", "prediction": "v", "zero_terminal_snr": True},
+            "objective": {"name": "ddpm", **objective},
         }
         (run / "config.json").write_text(validate(config, "run").model_dump_json(by_alias=True))
         assert main(["merge", "--base", str(run), "--out", str(out), "--overwrite"]) == 0
         found = states(SDXL(pretrained=str(out), text_encoders=str(descriptions)))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        assert {"v_pred", "ztsnr"} < set(load_file(out))
+        assert {"v_pred", "ztsnr"} & set(load_file(out)) == marks
     assert main(["merge", "--out", str(out), "--overwrite"]) == 2
 
 
