@@ -165,7 +165,7 @@ def test_a_wrong_name_is_met_with_the_right_ones(tmp_path: Path, monkeypatch: py
         ("dmeo", "demo"),
         ("demo.json", "demo"),
         ("configs/sd3_medium_lora_8gb.json", "sd3_medium_lora_8gb"),
-        ("sd3_lora_8gb", "sd3_medium_lora_8gb"),
+        ("sd3_medium_lora_8g", "sd3_medium_lora_8gb"),
         ("elsewhere/demo", "demo"),
     ):
         with pytest.raises(UserError, match=rf"does not exist\. Did you mean {meant}\?") as caught:
