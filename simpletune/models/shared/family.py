@@ -68,6 +68,11 @@ class Family(FamilyFacts):
         version = self.hub_names.get(hub_name or "")
         return None if version is None else self.bundled_configs()[version].get(part or self.denoiser)
 
+    @property
+    def lacks_tokenizers(self) -> bool:
+        """Whether the base is a single file, which contains no tokenizers, and no option names a source of them."""
+        return sources.is_single_file(self.pretrained) and self.text_encoders is None
+
     def fetch(self) -> None:
         """Download every part that comes from the Hub. UserError: they do not fit on the disk, or it fails."""
         fetch(sources.hub_parts(self))
