@@ -136,7 +136,9 @@ def _take_tokenizers(general: Translation, folder: Path) -> None:
     except UserError:  # the file is of another family, or damaged: ``check`` says so
         return
     why = "a single file has no tokenizers; only what it lacks is downloaded"
-    general.lines.append(KeyOutcome("changed", "the tokenizers", "not in the file", "model.text_encoders", example, why))
+    general.lines.append(
+        KeyOutcome("changed", "the tokenizers", "not in the file", "model.text_encoders", example, why)
+    )
     general.set("model.text_encoders", example)
 
 
