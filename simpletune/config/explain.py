@@ -49,6 +49,13 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
+    located = resolve_model_folder(config).model
+    known = located.is_schedule_known()
+    predicts = config.objective.describe(
+        located.scheduler_config() if known else None, located.schedule_source() if known else ""
+    )
+    if predicts is not None:
+        yield "predicts", predicts
     yield "weights", f"{config.precision.weights}, {config.precision.describe_matmul()}"
     yield "memory", ", ".join(_memory(config))
     ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"

@@ -108,6 +108,10 @@ class Family(FamilyFacts):
         value = sources.provider(self, "scheduler")[1]
         return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
 
+    def schedule_source(self) -> str:
+        """What ``scheduler_config`` comes from, for messages, if it needs no download."""
+        return sources.schedule_source(self)
+
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
         """See ``TrainingObjective.solver``, of the objective that the weights were trained with. UserError: the
         scheduler's configuration is damaged, or does not fit it."""

@@ -83,6 +83,18 @@ def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, Mod
     return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
 
+def schedule_source(model: FamilyFacts) -> str:
+    """See ``Family.schedule_source``."""
+    if not is_single_file(model.pretrained):
+        return "the model's scheduler config"
+    if open_file(Path(model.pretrained), model.layout).scheduler_settings:
+        return "the file's marks"
+    value = provider(model, "scheduler")[1]
+    if value is not None or _config_beside_file(model, "scheduler")[0] is not None:
+        return "the scheduler config in model.text_encoders"
+    return "assumed, since the file does not tell"
+
+
 def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:
     """The message for a single file without these parts."""
     remedy = (

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import original_sdxl
 import pytest
 import tiny_sd15
 import tiny_sdxl
@@ -23,6 +24,7 @@ from simpletune.config.load import validate
 from simpletune.models.families import family_by_name, family_of
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.weights_names import run_config
@@ -88,6 +90,31 @@ def test_messages_name_the_family(sections: dict, message: str) -> None:
         validate(simple(**sections), "x")
     assert len(caught.value.problems) == 1
     assert caught.match(message)
+
+
+def test_check_says_what_the_unet_predicts_and_by_what(base: Path, tmp_path: Path) -> None:
+    unmarked = original_sdxl.write(base, tmp_path / "plain.safetensors")
+    marked = original_sdxl.write(base, tmp_path / "marked.safetensors", marks=["v_pred", "ztsnr"])
+    stated = {"prediction": "v", "zero_terminal_snr": True}
+    for pretrained, objective, said in (
+        (SDXL_NAME, {}, "epsilon (the model's scheduler config)"),
+        (str(base), {}, "epsilon (the model's scheduler config)"),
+        (str(base), {"prediction": "v"}, "v (objective.prediction)"),
+        (str(unmarked), {}, "epsilon (the scheduler config in model.text_encoders)"),
+        (str(marked), {}, "v, terminal SNR 0 (the file's marks)"),
+        (str(marked), {"prediction": "v"}, "v (objective.prediction), terminal SNR 0 (the file's marks)"),
+        ("someone/on-the-hub-xl", {}, None),
+        ("someone/on-the-hub-xl", stated, "v (objective.prediction), terminal SNR 0 (objective.zero_terminal_snr)"),
+    ):
+        model = {"family": "sdxl", "pretrained": pretrained}
+        model |= {"text_encoders": str(base)} if pretrained.endswith(".safetensors") else {}
+        rows = explain(validate(simple(model=model, objective=objective), "x")).splitlines()
+        found = [row.removeprefix("  predicts   ") for row in rows if row.startswith("  predicts")]
+        assert found == ([said] if said else []), (pretrained, objective)
+    alone = SDXL(pretrained=str(unmarked), text_encoders=SDXL_NAME)
+    assert alone.schedule_source() == "assumed, since the file does not tell"
+    flow = validate({"name": "x", "data": {"path": "demo:pictures"}}, "x")
+    assert "predicts" not in explain(flow)
 
 
 def test_a_stated_family_is_taken_even_if_the_name_suggests_another() -> None:
