@@ -222,13 +222,10 @@ class Choices:
             self.set("data.resolution", side, why)
         small = 0 if self.tiny else sum(2 * each < side for each in sides)
         if small and small > len(sides) * (1 - ENOUGH):
-            told = self.family.reads_framing and not self.tiny
-            blurred = ", as the model is told, so that others stay sharp" if told else " and become blurred"
-            self.set(
-                "data.max_upscale",
-                None,
-                f"{plural(small, 'picture')} would be scaled up more than twice{blurred}: larger ones would teach more",
-            )
+            told = ", which the model is told: larger ones would teach more detail"
+            blurred = " and become blurred: larger ones would teach more"
+            so = told if self.family.reads_framing else blurred
+            self.set("data.max_upscale", None, f"{plural(small, 'picture')} would be scaled up more than twice{so}")
             small = 0
         lacking = seen.uncaptioned
         names = [printable_name(each.name) for each in seen.report.rejected if each.name not in lacking]
