@@ -16,8 +16,9 @@ from simpletune.models.families import family_of
 from simpletune.system.options import Problem, plural
 
 
-def config_rules(config: TrainConfig) -> Iterator[Problem]:
-    """Check combinations of options by the components' capabilities, not by their names."""
+def config_rules(config: TrainConfig, family_known: bool = True) -> Iterator[Problem]:
+    """Check combinations of options by the components' capabilities, not by their names; those of the family only if
+    it is known."""
     if config.adapter.trains_base and not config.precision.trainable:
         yield Problem(
             "precision.weights",
@@ -31,7 +32,10 @@ def config_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{config.adapter.method} trains and exports the whole model. Use memory.modulation resident, or "
             "adapter.method lora",
         )
-    yield from _family_rules(config)
+    if family_known:
+        yield from _family_rules(config)
+    yield from config.objective.rules(sorted({source.resolution for source in config.data.members}))
+    yield from source_rules(config.data)
     yield from _adapter_rules(config)
     yield from _optimizer_rules(config)
     yield from _text_rules(config)
@@ -63,7 +67,8 @@ def config_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _family_rules(config: TrainConfig) -> Iterator[Problem]:
-    """A base of another family, an objective that its models were not trained with, sizes that they cannot process."""
+    """A base of another family, an objective that its models were not trained with, a method that it lacks, sizes that
+    they cannot process."""
     model, name = config.model, config.objective.name
     other = family_of(model.pretrained)
     if other is not None and other.family != model.family:
@@ -80,8 +85,10 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
             f"{name}, but {model.title} models are trained with {model.objective}. Leave it out, or use "
             f"{model.objective}",
         )
-    yield from config.objective.rules(sorted({source.resolution for source in config.data.members}))
-    yield from source_rules(config.data)
+    if config.adapter.needs_contexts and (reason := model.no_hypernetwork) is not None:
+        yield Problem(
+            "adapter.method", f"{config.adapter.method} changes what the attention to the prompt reads, but {reason}"
+        )
     sides: dict[str, int | None] = {
         field_of(config.data, index, "resolution"): source.resolution
         for index, source in enumerate(config.data.members)
@@ -95,11 +102,7 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
-    """What the training method requires of the model and the optimizer."""
-    if config.adapter.needs_contexts and (reason := config.model.no_hypernetwork) is not None:
-        yield Problem(
-            "adapter.method", f"{config.adapter.method} changes what the attention to the prompt reads, but {reason}"
-        )
+    """What the training method requires of the optimizer."""
     if getattr(config.adapter, "b_lr_ratio", 1) != 1 and not config.optimizer.steps_in_backward:
         yield Problem(
             "adapter.b_lr_ratio",

@@ -14,6 +14,7 @@ from simpletune.config.validation_schedule import ON_TRAINING
 from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
+from simpletune.models.families import family_suggested
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.sources import is_single_file
 from simpletune.system.hub import is_hub_name
@@ -48,6 +49,13 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
+    located = resolve_model_folder(config).model
+    known = located.is_schedule_known()
+    predicts = config.objective.describe(
+        located.scheduler_config() if known else None, located.schedule_source() if known else ""
+    )
+    if predicts is not None:
+        yield "predicts", predicts
     yield "weights", f"{config.precision.weights}, {config.precision.describe_matmul()}"
     yield "memory", ", ".join(_memory(config))
     ahead = "prefetches batches on a GPU" if config.speed.prefetch else "does not prefetch batches"
@@ -168,6 +176,12 @@ def _notes(config: TrainConfig) -> Iterator[str]:
         yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 is common"
     if config.adapter.trains_base and config.precision.weights == "fp32":
         yield "full fine-tuning with fp32 weights takes 16 bytes per parameter before activations"
+    suggested = family_suggested(config.model.pretrained)
+    if suggested is not None and suggested.family != config.model.family:
+        yield (
+            f"the name of {config.model.pretrained} suggests {suggested.title}, and model.family is "
+            f"{config.model.family}: its configuration is checked before its weights are downloaded"
+        )
     yield from source_notes(config.data)
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.models.families import FAMILIES
+from simpletune.models.families import FAMILIES, family_suggested
 from simpletune.models.shared.family import Family
 from simpletune.system.options import Json
 
@@ -14,6 +14,15 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
         "data": {"resolution": family.resolution},
         "validation": {"guidance": family.guidance},
     }
+
+
+def forgotten_family(data: Json) -> Family | None:
+    """Return the family, other than the default one, that the base's name alone suggests, if a configuration, as JSON,
+    states none."""
+    model = data.get("model")
+    base = model.get("pretrained") if isinstance(model, dict) and "family" not in model else None
+    suggested = family_suggested(base) if isinstance(base, str) else None
+    return None if suggested is FAMILIES[0] else suggested
 
 
 def with_objective(data: Json) -> Json:

@@ -12,11 +12,12 @@ from pydantic.fields import FieldInfo
 
 from simpletune.config.check import config_rules
 from simpletune.config.error_text import problems_of
-from simpletune.config.family_defaults import with_family, with_objective
+from simpletune.config.family_defaults import forgotten_family, with_family, with_objective
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import file_problems
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.profiles import with_profile
+from simpletune.models.families import FAMILIES
 from simpletune.system import strict_json
 from simpletune.system.options import (
     ConfigError,
@@ -161,6 +162,16 @@ def validate(
     The rules run without the invalid fields, so that all problems are reported at once in one ``ConfigError``.
     """
     found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
+    if (suggested := forgotten_family(data)) is not None:
+        usual = FAMILIES[0]
+        found.append(
+            Problem(
+                "model.family",
+                f"it is not stated, and the name of {data['model']['pretrained']} suggests {suggested.title}. "
+                f"Set it to {suggested.family}, or to {usual.family} if it is an {usual.title} model",
+            )
+        )
+        data = {**data, "model": {**data["model"], "family": suggested.family}}
     data = complete(data)
     config = _attempt(data, found)
     unheard = list(found)
@@ -169,11 +180,14 @@ def validate(
             config = _attempt(_repaired(data, unheard), unheard)
     if config is not None:
         bad = {problem.path for problem in found}
-        found += [problem for problem in config_rules(config) if problem.path not in bad]
+        known = suggested is not None or not bad & {"model", "model.family"}  # else it is the default one here
+        found += [problem for problem in config_rules(config, known) if problem.path not in bad]
         bad = {problem.path for problem in found}
         missing = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
         skipped = (*missing, *(f"{path}." for path in bad))
-        found += [each for each in file_problems(config) if each.path not in bad and not each.path.startswith(skipped)]
+        found += [
+            each for each in file_problems(config, known) if each.path not in bad and not each.path.startswith(skipped)
+        ]
     if found or config is None:
         raise ConfigError(found, source)
     return config

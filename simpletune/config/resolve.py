@@ -10,8 +10,9 @@ from simpletune.data.sources.multi_source import field_of, source_problems, with
 from simpletune.system.options import ConfigError, Problem, UserError
 
 
-def file_problems(config: TrainConfig) -> list[Problem]:
-    """List missing folders and conflicts with the model's shapes, without torch; build and download nothing."""
+def file_problems(config: TrainConfig, family_known: bool = True) -> list[Problem]:
+    """List missing folders and, if the family is known, conflicts with the model's shapes, without torch; build and
+    download nothing."""
     found: list[Problem] = []
     paths: list[Path | None] = []
     for index, source in enumerate(config.data.members):
@@ -21,6 +22,8 @@ def file_problems(config: TrainConfig) -> list[Problem]:
             found.append(Problem(field_of(config.data, index, "path"), f"unknown demo {source.path}. {remedy}"))
         paths.append(None if is_demo else Path(source.path))
     found += source_problems(config.data, paths)
+    if not family_known:
+        return found
     unknown = [(part, name) for part, name in _demo_parts(config) if name not in MODELS]
     if unknown:
         known = " or ".join(MODELS)

@@ -216,9 +216,9 @@ class Validation(Option):
     guidance: Annotated[float, Field(ge=1)] = 4.5
     """Classifier-free guidance scale; 1 disables guidance. Default: 4.5 for SD3, 5 for SDXL, 7.5 for SD 1.5 and
     2."""
-    width: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
+    width: Annotated[int, Field(ge=STEP)] | None = None
     """Width in pixels; null: the training resolution."""
-    height: Annotated[int, Field(ge=STEP, multiple_of=STEP)] | None = None
+    height: Annotated[int, Field(ge=STEP)] | None = None
     """Height in pixels; null: the training resolution."""
     loss_samples: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
     """Number of fixed (picture, noise level, noise) samples on which the model is evaluated before training, at every

@@ -73,6 +73,11 @@ def family_by_name(source: str) -> Family | None:
     return next((family for family in FAMILIES if re.search(family.published_as, last)), None)
 
 
+def family_suggested(source: str) -> Family | None:
+    """The family that a base's name suggests, where neither its files nor a known Hub name tell it."""
+    return family_by_name(source) if family_of(source) is None else None
+
+
 def _may_be(family: Family, source: str, single: bool) -> bool:
     """Whether a base has a part of the family's name, or is known by its Hub name."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -98,11 +98,15 @@ def require_one(*groups: Layers) -> None:
 
 def require_same_family(place: str, layers: Layers, base: Layers) -> None:
     """UserError: the layers of a LoRA at a place, for the message, are not of the base's family."""
-    own = {names for each in families_of(base) for names in each}
+    require_family_of(place, layers, {names for each in families_of(base) for names in each})
+
+
+def require_family_of(place: str, layers: Layers, own: Collection[LoraNames]) -> None:
+    """The same for a base of one of the families with these names; any, if there are none."""
     found = families_of(layers)
-    if own and found and not any(own.intersection(each) for each in found):
-        title = title_of(base)
-        raise UserError(f"{place} belongs to another model: this is {title}. Give a LoRA for {title}")
+    if own and found and not any(names in own for each in found for names in each):
+        title = " or ".join(names.title for names in own)
+        raise UserError(f"{place} is for {title_of(layers)}, and the base is {title}. Give a LoRA for {title}")
 
 
 def names_of(layers: Layers) -> LoraNames:

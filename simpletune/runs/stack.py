@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.models.lora_names import require_family_of
 from simpletune.models.shared.text_layers import encoders_in, split_text
 from simpletune.runs.folder import read_stacked
 from simpletune.runs.model_card import public_name
 from simpletune.runs.weights_names import find_lora
 from simpletune.system.checksums import sha256_of
+from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, UserError
 
 if TYPE_CHECKING:
@@ -74,6 +76,26 @@ def given_lora(option: str, text: str) -> GivenLora:
     named = find_lora(text, f"{option}: ")
     assert named.lora is not None
     return GivenLora(option, named.name, named.lora, 1.0 if named.scale is None else named.scale)
+
+
+def require_lora_families(config: TrainConfig) -> None:
+    """Check by their headers, without a download, that the LoRAs which a configuration names are of the base's family.
+
+    Raises:
+        UserError: one is of another family, or nothing has that name.
+    """
+    from simpletune.adapters.files.header import LoraHeader
+
+    start = getattr(config.adapter, "start", None)
+    named = [*(("model.loras", text) for text in config.model.loras), *([("adapter.start", start)] if start else [])]
+    for option, text in named:
+        if is_hub_name(text) or is_hub_name(text.rpartition(":")[0]):  # with a strength
+            continue
+        given = given_lora(option, text)
+        header = LoraHeader(given.file)
+        sizes = ((module, header.size(module)) for module in header.modules.values())
+        layers = {layer: (size.outputs, size.inputs) for module, size in sizes if size for layer in module.layers}
+        require_family_of(given.place, layers, [config.model.lora[0].names])
 
 
 def require_elsewhere(given: GivenLora, config: TrainConfig) -> None:

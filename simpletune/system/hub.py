@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
-LAST = ("config.json", "tokenizer_config.json", "scheduler_config.json")  # fetched last: a part that has it is complete
+LAST = (
+    "config.json",
+    "tokenizer_config.json",
+    "scheduler_config.json",
+)  # fetched last, and with its weights the part is complete
 ALONE = ("transformer", "vae")  # parts that may have their own repository
 TRIES = 3  # attempts per file, for failures that huggingface_hub does not retry
 PAUSE = 2.0  # seconds before the second attempt; twice that before the third
@@ -81,6 +85,8 @@ class HubPart:
     repository: Repository
     part: str  # the sub-folder: transformer, tokenizer_2, ...
     weights: bool  # whether the weights are needed, or only the configuration
+    check: Callable[[Path], None] | None = field(default=None, compare=False)
+    """Is given the folder of its config.json before anything else is fetched; a ``UserError`` prevents the rest."""
 
 
 _FETCHED: dict[HubPart, Path] = {}
@@ -106,6 +112,7 @@ def fetch(parts: Sequence[HubPart]) -> None:
     """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk."""
     folders: dict[HubPart, Path] = {}
     wanted: list[HubFile] = []
+    checked: list[tuple[HubFile, Callable[[Path], None]]] = []
     for part in dict.fromkeys(parts):
         try:
             files = needed(part, listing(part.repository))
@@ -118,6 +125,13 @@ def fetch(parts: Sequence[HubPart]) -> None:
         else:
             folders[part] = files[0].place.parent
             wanted += files
+            if part.check is not None:
+                checked += [(file, part.check) for file in files if file.place.name == "config.json"]
+    _require_room(wanted)
+    for file, check in checked:
+        if not file.place.exists():
+            _fetch_file(file)
+        check(file.place.parent)
     fetch_files(wanted)
     _FETCHED.update(folders)
 
@@ -271,6 +285,22 @@ def fetch_files(files: Sequence[HubFile]) -> None:
     """Fetch missing files if they fit on the disk; record the commit for later use without a network."""
     from huggingface_hub import constants
 
+    if missing := _require_room(files):
+        size, cache = sum(file.bytes_to_fetch for file in missing), missing[0].repository.cache.parent
+        names = ", ".join(dict.fromkeys(file.repository.name for file in missing))
+        count, free = plural(len(missing), "file"), free_disk_bytes(cache)
+        say(f"fetching {size / GIB:.2f} GiB in {count} from {names} to {cache} ({free / GIB:.0f} GiB free)")
+    for file in missing:
+        _fetch_file(file)
+    for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
+        note = repository.cache / "refs" / (repository.revision or constants.DEFAULT_REVISION)
+        if note.name != commit and (not note.exists() or note.read_text(encoding="utf-8") != commit):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(commit, encoding="utf-8")
+
+
+def _require_room(files: Sequence[HubFile]) -> list[HubFile]:
+    """Return the files that are missing. DiskFull: they do not fit on the disk."""
     missing = [file for file in files if not file.place.exists()]
     if missing:
         size, cache = sum(file.bytes_to_fetch for file in missing), missing[0].repository.cache.parent
@@ -283,15 +313,7 @@ def fetch_files(files: Sequence[HubFile]) -> None:
                 f"{names}: the download needs {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free at {cache}. "
                 f"Free {(size - free) / GIB:.2f} GiB, set HF_HOME to a larger disk{remedy}"
             )
-        count = plural(len(missing), "file")
-        say(f"fetching {size / GIB:.2f} GiB in {count} from {names} to {cache} ({free / GIB:.0f} GiB free)")
-    for file in missing:
-        _fetch_file(file)
-    for repository, commit in dict.fromkeys((file.repository, file.commit) for file in files):
-        note = repository.cache / "refs" / (repository.revision or constants.DEFAULT_REVISION)
-        if note.name != commit and (not note.exists() or note.read_text(encoding="utf-8") != commit):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(commit, encoding="utf-8")
+    return missing
 
 
 def _fetch_file(file: HubFile) -> None:

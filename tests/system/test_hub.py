@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -31,6 +32,7 @@ from tiny_tagger import TAGS, write_tagger
 from simpletune.apps.cli.main import main
 from simpletune.commands.caption.tagger import find_tagger
 from simpletune.commands.evaluate.encoders import find_encoder
+from simpletune.models.sdxl.config import bundled_configs
 from simpletune.system import hub as ours
 from simpletune.system.hub import (
     HubFile,
@@ -129,6 +131,31 @@ def test_neither_t5_nor_weights_where_they_are_not_needed(hub: FakeHub, run) -> 
     assert run(t5=False, init="random")[0] == 0
     assert not [path for path in hub.fetched() if path.startswith(("text_encoder_3", "tokenizer_3"))]
     assert "transformer/config.json" in hub.fetched() and WEIGHTS not in hub.fetched()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("sdxl", {"cross_attention_dim": 1280}, "owner/tiny-sd3: a refiner of Stable Diffusion XL, which cannot be tr"),
+        ("sdxl", {"in_channels": 9}, "owner/tiny-sd3: .*: inpainting and depth models"),
+        ("sd15", {}, "owner/tiny-sd3: .* set model.family to sdxl"),
+    ],
+)
+def test_a_unet_that_cannot_be_trained_is_refused_before_its_weights_are_fetched(
+    hub: FakeHub, tiny_config: dict, write_config, capsys, family: str, changes: dict, message: str
+) -> None:
+    parts = bundled_configs()["sdxl"] | {"tokenizer": {}, "tokenizer_2": {}}
+    parts["unet"] = parts["unet"] | changes
+    hub.files = {f"{part}/config.json": json.dumps(config).encode() for part, config in parts.items()}
+    for part in ("unet", "vae"):
+        hub.files[f"{part}/diffusion_pytorch_model.safetensors"] = b"weights"
+    for part in ("text_encoder", "text_encoder_2"):
+        hub.files[f"{part}/model.safetensors"] = b"weights"
+    data = {**tiny_config["data"], "resolution": 64}
+    config = write_config({**tiny_config, "model": {"family": family, "pretrained": NAME}, "data": data})
+    assert main(["train", str(config)]) == 2
+    assert re.search(message, error(capsys.readouterr().err))
+    assert hub.fetched() == {"unet/config.json"}
 
 
 def test_a_single_file_takes_only_tokenizers_from_the_hub(hub: FakeHub, run, tiny_pipeline, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         updates, _ = split_text(read_lora(header))
         if not updates:
             continue
-        require_layers(f"{file} (for {header.family[0]})", updates, model)
+        require_layers(str(file), updates, model, f" (for {header.family[0]})")
         low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
         if low_rank:
             _inject(model, name, low_rank, scale)
@@ -149,13 +149,14 @@ def holds_hypernetwork(file: Path) -> bool:
     return is_hypernetwork(read_header(file))
 
 
-def require_layers(place: str, updates: Updates, model: nn.Module) -> None:
-    """Check that a model has every layer of the LoRA at a place, with the same shape."""
+def require_layers(place: str, updates: Updates, model: nn.Module, version: str = "") -> None:
+    """Check that a model has every layer of the LoRA at a place, with the same shape. ``version``: what the LoRA is for
+    within its family, for messages."""
     shapes = {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
-    require_shapes(place, updates, shapes)
+    require_shapes(place, updates, shapes, version)
 
 
-def require_shapes(place: str, updates: Updates, shapes: Shapes) -> None:
+def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = "") -> None:
     """The same for a model whose layers have these names and shapes."""
     require_same_family(place, {name: update.shape for name, update in updates.items()}, shapes)
     lost = [name for name in updates if name not in shapes]
@@ -163,13 +164,13 @@ def require_shapes(place: str, updates: Updates, shapes: Shapes) -> None:
         dual = f". {MEDIUM_35} has these layers" if any(DUAL_LAYER.match(name) for name in lost) else ""
         listed = join_names(lost, 5)
         raise UserError(
-            f"{place}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
+            f"{place}{version}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
         )
     for name, update in updates.items():
         expected = shapes[name][:2]
         if not update.fits(expected):
             raise UserError(
-                f"{place}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
+                f"{place}{version}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
                 f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
             )
 

@@ -18,7 +18,7 @@ from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_names import require_same_family, title_of
+from simpletune.models.lora_names import require_same_family
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
 from simpletune.system.atomic import atomic_folder
@@ -49,7 +49,7 @@ class Merger:
         linears = base.linear_shapes()
         for updates, _ in loras:
             layers = {layer: update.shape for layer, update in split_text(updates)[0].items()}
-            require_same_family(f"the LoRA (for {title_of(layers)})", layers, linears)
+            require_same_family("the LoRA", layers, linears)
         lost = sorted(name for name in self.changed if name not in linears)
         if lost:
             raise UserError(

@@ -77,8 +77,11 @@ def finish_arguments(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """explain a configuration, or list all of its problems"""
     from simpletune.config.explain import explain
+    from simpletune.runs.stack import require_lora_families
 
-    print(explain(read_config_arguments(args)))
+    config = read_config_arguments(args)
+    require_lora_families(config)
+    print(explain(config))
 
 
 def schema(args: argparse.Namespace) -> None:

@@ -103,6 +103,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         raise Unsupported(f"{file}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
+    _take_tokenizers(general, file.parent)
     config = _assemble(general, sources, file)
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
     return ImportResult(tool, config, lines, *_problems(config, file))
@@ -121,6 +122,24 @@ def form_of(settings: Json) -> str | None:
     }
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
+
+
+def _take_tokenizers(general: Translation, folder: Path) -> None:
+    """Name a source of tokenizers for a single file, which contains none; other trainers bring them."""
+    base = general.get("model.pretrained")
+    if not isinstance(base, str) or not general.family.lacks_tokenizers:
+        return
+    local = folder / base
+    family = general.family.model_copy(update={"pretrained": str(local)}) if local.is_file() else general.family
+    try:
+        example = family.text_example
+    except UserError:  # the file is of another family, or damaged: ``check`` says so
+        return
+    why = "a single file has no tokenizers; only what it lacks is downloaded"
+    general.lines.append(
+        KeyOutcome("changed", "the tokenizers", "not in the file", "model.text_encoders", example, why)
+    )
+    general.set("model.text_encoders", example)
 
 
 def _assemble(general: Translation, sources: list[Translation], file: Path) -> Json:

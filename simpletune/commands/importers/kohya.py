@@ -47,8 +47,6 @@ from simpletune.commands.importers.translation import (
 )
 from simpletune.config.schema import run_name
 from simpletune.models.lora_names import NUMBERS
-from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.unet.files import original_modules
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
@@ -286,10 +284,15 @@ def _adapter(found: Translation) -> str:
 
 def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | None, alpha: float | None) -> None:
     """Translate ranks, alphas and learning rates of a U-Net's blocks, as networks.lora counts them."""
-    before, *sides, after = trainer_tables(NAME)["unet_blocks"][found.family.family]
-    total = before + sum(sides) + after
     given = {name: arguments.pop(name) for name in BLOCKS if name in arguments}
     keys = {name: found.part("network_args", name, value) for name, value in given.items()}
+    names = found.family.lora[0].names
+    if names.kohya_blocks is None:
+        for key in keys.values():
+            found.leave(key, f"networks.lora counts no blocks of {found.family.title}")
+        return
+    before, *sides, after = names.kohya_blocks
+    total = before + sum(sides) + after
     read: dict[str, list[float]] = {}
     for name, value in given.items():
         try:
@@ -317,23 +320,10 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
     usual = {"lr_ratio": 1, "rank": rank, "alpha": alpha}
     rows = zip(*([(name, value) for value in values] for name, values in columns.items()), strict=True)
     settings = [{name: value for name, value in row if value != usual[name]} for row in rows]
-    indices = _indices(known_config(found), before, sides)
-    entries = _of_blocks({name: settings[index] for name, index in indices.items()})
+    numbers = names.block_numbers(known_config(found)) if read else {}
+    entries = _of_blocks({name: settings[index] for name, index in numbers.items()})
     for name in read:
         found.take(keys[name], "adapter.layers", entries)
-
-
-def _indices(config: ModelConfig, before: int, sides: list[int]) -> dict[str, int]:
-    """The index of the block that each attention of a U-Net belongs to, by diffusers' name: blocks have the numbers of
-    the original layout, those on the way up after the middle, which is one block or as many as it has modules."""
-    down, middle, _ = sides
-    first = {"input_blocks": before, "middle_block": before + down, "output_blocks": before + down + middle}
-    found = {}
-    for name, original in original_modules(config).items():
-        way, number = original.split(".")[:2]
-        if ".attentions." in name:
-            found[name] = first[way] + (0 if way == "middle_block" and middle == 1 else int(number))
-    return found
 
 
 def _rates(text: str, blocks: int) -> list[float]:

@@ -55,6 +55,7 @@ ORDER = (
     "about", "name", "device", "model", "data", "adapter", "precision", "optimizer", "schedule", "objective", "train",
     "prior", "memory", "checkpoint", "validation",
 )  # fmt: skip
+WITHOUT_TOKENIZERS = "a single file has no tokenizers; only what it lacks is downloaded"
 NO_PHOTOS = "it draws flat figures of 64 px, no photos"
 WITHOUT_CARD = f"no graphics card here, so use the tiny model that comes with simpletune, for trying out: {NO_PHOTOS}"
 
@@ -180,6 +181,9 @@ class Choices:
             return
         if kind != FAMILIES[0].family:
             self.set("model.family", kind)
+        base = self.family.model_copy(update={"pretrained": model})
+        if base.lacks_tokenizers:
+            self.set("model.text_encoders", base.text_example, WITHOUT_TOKENIZERS)
         if self.device is None and self.answers.on_cpu:
             self.set("device", "cpu", "you asked for the CPU: seconds to minutes a step")
             return
@@ -218,12 +222,10 @@ class Choices:
             self.set("data.resolution", side, why)
         small = 0 if self.tiny else sum(2 * each < side for each in sides)
         if small and small > len(sides) * (1 - ENOUGH):
-            self.set(
-                "data.max_upscale",
-                None,
-                f"{plural(small, 'picture')} would be scaled up more than twice and become blurred: larger ones would "
-                "teach more",
-            )
+            told = ", which the model is told: larger ones would teach more detail"
+            blurred = " and become blurred: larger ones would teach more"
+            so = told if self.family.reads_framing else blurred
+            self.set("data.max_upscale", None, f"{plural(small, 'picture')} would be scaled up more than twice{so}")
             small = 0
         lacking = seen.uncaptioned
         names = [printable_name(each.name) for each in seen.report.rejected if each.name not in lacking]

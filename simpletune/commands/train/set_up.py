@@ -38,7 +38,7 @@ from simpletune.runs.folder import (
 )
 from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
 from simpletune.runs.resume import check_resumable
-from simpletune.runs.stack import read_stack
+from simpletune.runs.stack import read_stack, require_lora_families
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
 from simpletune.stages.plan_data import plan_data
@@ -91,6 +91,8 @@ def set_up(
     # config stays as the user gave it, but for the batch; resolved has folders; settled has no auto value left.
     config = settle_compute(with_saved_batch(config, before), capability_of(device), before)
     say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
+    if saved is None:
+        require_lora_families(config)  # before the download
     resolved = resolve_folders(config)
     require_model_rules(resolved)
     begins, stacked = None if saved else read_start(resolved), require_base(resolved, saved)

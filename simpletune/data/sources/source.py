@@ -92,13 +92,6 @@ class Scan:
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
 
 
-def _multiple_of_step(resolution: int) -> int:
-    if resolution % STEP:
-        low = resolution // STEP * STEP
-        raise ValueError(f"{resolution} is not a multiple of {STEP}. Use {low or STEP} or {low + STEP}")
-    return resolution
-
-
 def _named(path: str) -> str:
     if not path.strip():
         raise ValueError(
@@ -121,7 +114,7 @@ class Source(Option):
     """Path of the pictures; demo:style, demo:pictures and demo:subject are small built-in folders."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """A single prompt for all pictures, instead of captions."""
-    resolution: Annotated[int, Field(ge=32, le=4096), AfterValidator(_multiple_of_step)] = 1024
+    resolution: Annotated[int, Field(ge=32, le=4096)] = 1024
     """Side in pixels of a square with the area that every picture is scaled to; a multiple of 16 for SD3, of 64 for
     SDXL, SD 1.5 and 2. Default: 1024 for SD3 and SDXL, 512 for SD 1.5 and 2."""
     aspect: Literal["buckets", "square"] = "buckets"

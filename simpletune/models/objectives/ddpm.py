@@ -99,6 +99,17 @@ class Ddpm(TrainingObjective):
         except ValueError as error:
             yield Problem("objective.name", f"ddpm cannot use the model's scheduler config: {error}")
 
+    def describe(self, scheduler: ModelConfig | None, source: str) -> str | None:
+        if scheduler is None and self.prediction == "auto":
+            return None
+        trained = self.scheduler_config(scheduler or {})
+        by = source if self.prediction == "auto" else "objective.prediction"
+        parts = {by: [PREDICTIONS[trained["prediction_type"]]]}
+        if trained.get("rescale_betas_zero_snr"):
+            by = "objective.zero_terminal_snr" if self.zero_terminal_snr else source
+            parts.setdefault(by, []).append("terminal SNR 0")
+        return ", ".join(f"{', '.join(words)} ({by})" for by, words in parts.items())
+
     def draw(self, stream: np.random.Generator, shift: float) -> float:
         """Draw one timestep, uniformly; there is no shift."""
         return float(stream.integers(self.min_timestep, self.max_timestep + 1))

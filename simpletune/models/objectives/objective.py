@@ -33,6 +33,15 @@ class TrainingObjective(Option):
         """Check whether the objective fits the model; ``scheduler`` returns its ``scheduler_config.json``."""
         yield from ()
 
+    def describe(self, scheduler: ModelConfig | None, source: str) -> str | None:
+        """What the network predicts, and by what, for ``check``; None: there is no choice, or it is not known.
+
+        Args:
+            scheduler: the model's ``scheduler_config.json``; None if it needs a download.
+            source: what tells it.
+        """
+        return None
+
     def shift_at(self, resolution: int) -> float:
         """The shift of noise levels for a training resolution in pixels; 1 does not shift."""
         return 1.0

@@ -20,6 +20,7 @@ class SD15Names(UNetNames):
 
     title = "Stable Diffusion 1.5 or 2"
     by_text_width = {768: SD15, 1024: SD2}
+    kohya_blocks = (0, 12, 1, 12, 0)
     header = {  # A1111 recognises SD 2 by ss_v2; layers and widths do not reveal which of SD 2's architectures it is
         SD15: KOHYA | {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1",
                        "ss_v2": "False"},

@@ -64,7 +64,7 @@ class SD15(UNetFamily):
     @property
     def text_example(self) -> str:
         """Of the single file's version, with its scheduler too."""
-        single = is_single_file(self.pretrained)
+        single = is_single_file(self.pretrained) and Path(self.pretrained).is_file()
         return SD2_EXAMPLES if single and self.file_version() == "sd2" else SD15_NAME
 
     bundled_configs: ClassVar = staticmethod(config.bundled_configs)

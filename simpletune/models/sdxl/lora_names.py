@@ -17,6 +17,7 @@ class SDXLNames(UNetNames):
 
     title = TITLE
     by_text_width = {2048: TITLE}
+    kohya_blocks = (1, 9, 3, 9, 1)
     header = {
         TITLE: {
             "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",

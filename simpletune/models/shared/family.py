@@ -68,6 +68,11 @@ class Family(FamilyFacts):
         version = self.hub_names.get(hub_name or "")
         return None if version is None else self.bundled_configs()[version].get(part or self.denoiser)
 
+    @property
+    def lacks_tokenizers(self) -> bool:
+        """Whether the base is a single file, which contains no tokenizers, and no option names a source of them."""
+        return sources.is_single_file(self.pretrained) and self.text_encoders is None
+
     def fetch(self) -> None:
         """Download every part that comes from the Hub. UserError: they do not fit on the disk, or it fails."""
         fetch(sources.hub_parts(self))
@@ -102,6 +107,10 @@ class Family(FamilyFacts):
         """Whether ``scheduler_config`` needs no download."""
         value = sources.provider(self, "scheduler")[1]
         return value is None or not is_hub_name(value) or self.bundled_config(value) is not None
+
+    def schedule_source(self) -> str:
+        """What ``scheduler_config`` comes from, for messages, if it needs no download."""
+        return sources.schedule_source(self)
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
         """See ``TrainingObjective.solver``, of the objective that the weights were trained with. UserError: the

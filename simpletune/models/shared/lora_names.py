@@ -42,6 +42,9 @@ class LoraNames:
     """Whether diffusers applies the most common alpha of a file in kohya's layout to all attention (0.42.1)."""
     reorders: ClassVar[bool] = False
     """Whether the original layout has some halves in another order (``halves_swapped``)."""
+    kohya_blocks: ClassVar[tuple[int, int, int, int, int] | None] = None
+    """How many blocks kohya's networks.lora counts before the way down, on it, in the middle, on the way up and after
+    it; None: it counts none in this family."""
 
     def shows(self, name: str, inputs: int) -> int:
         """How clearly a name shows that a LoRA is for this family, where others have layers of the same names: 2 with
@@ -81,6 +84,10 @@ class LoraNames:
             KeyError: the family has no such layer.
         """
         raise NotImplementedError
+
+    def block_numbers(self, config: ModelConfig) -> dict[str, int]:
+        """The number, among ``kohya_blocks``, of the block that each attention belongs to, by diffusers' name."""
+        return {}
 
     def halves_swapped(self, layer: str, outputs: int, inputs: int) -> bool:
         """Whether the halves of a layer's outputs have another order in the original layout."""

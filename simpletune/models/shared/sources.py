@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.parts import Part, autoencoder_config
 from simpletune.models.shared.single_file import open_file
 from simpletune.system.hub import HubPart, Repository, is_hub_name, part_folder
@@ -83,6 +83,18 @@ def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, Mod
     return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
 
+def schedule_source(model: FamilyFacts) -> str:
+    """See ``Family.schedule_source``."""
+    if not is_single_file(model.pretrained):
+        return "the model's scheduler config"
+    if open_file(Path(model.pretrained), model.layout).scheduler_settings:
+        return "the file's marks"
+    value = provider(model, "scheduler")[1]
+    if value is not None or _config_beside_file(model, "scheduler")[0] is not None:
+        return "the scheduler config in model.text_encoders"
+    return "assumed, since the file does not tell"
+
+
 def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:
     """The message for a single file without these parts."""
     remedy = (
@@ -97,7 +109,12 @@ def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:
 
 def _hub_part(model: FamilyFacts, part: str, field: str, value: str) -> HubPart:
     weights = not part.startswith(WITHOUT_WEIGHTS) and not (part == model.denoiser and model.init == "random")
-    return HubPart(Repository(value, model.revision if field == "pretrained" else None), part, weights)
+    repository = Repository(value, model.revision if field == "pretrained" else None)
+
+    def check(folder: Path) -> None:
+        model.require_supported(read_config(folder / "config.json", part), value)
+
+    return HubPart(repository, part, weights, check if part == model.denoiser else None)
 
 
 def hub_parts(model: FamilyFacts) -> list[HubPart]:

@@ -84,6 +84,19 @@ class UNetNames(LoraNames):
     def original(self, layer: str) -> tuple[str, int | None]:
         return self.originals[layer], None
 
+    def block_numbers(self, config: ModelConfig) -> dict[str, int]:
+        """Blocks have the numbers of the original layout, those on the way up after the middle, which is one block or
+        as many as it has modules."""
+        assert self.kohya_blocks is not None, "every family with a UNet states them"
+        before, down, middle, _, _ = self.kohya_blocks
+        first = {"input_blocks": before, "middle_block": before + down, "output_blocks": before + down + middle}
+        found = {}
+        for name, original in original_modules(config).items():
+            way, number = original.split(".")[:2]
+            if ".attentions." in name:
+                found[name] = first[way] + (0 if way == "middle_block" and middle == 1 else int(number))
+        return found
+
 
 def _layer(flat: str) -> str | None:
     """Diffusers' name of a layer from its name with underscores for dots; None if there is no such layer."""

@@ -345,11 +345,12 @@ def test_a_lora_of_another_family_is_refused(tmp_path: Path, capsys: pytest.Capt
     xl, older = updates_of(tiny(), "attention_qv"), updates_of(sd15(), "attention_qv")
     of_xl = write_lora(xl, tmp_path / "xl.safetensors", "kohya")
     of_sd15 = write_lora(older, tmp_path / "sd15.safetensors", "kohya")
-    said = "belongs to another model: this is Stable Diffusion XL. Give a LoRA for Stable Diffusion XL"
-    other = "belongs to another model: this is Stable Diffusion 1.5 or 2. Give a LoRA for Stable Diffusion 1.5 or 2"
-    with pytest.raises(UserError, match=rf"sd15.safetensors \(for Stable Diffusion 1.5\) {said}$"):
+    xl_title, older_title = "Stable Diffusion XL", "Stable Diffusion 1.5 or 2"
+    said = f"is for {older_title}, and the base is {xl_title}. Give a LoRA for {xl_title}"
+    other = f"is for {xl_title}, and the base is {older_title}. Give a LoRA for {older_title}"
+    with pytest.raises(UserError, match=rf"sd15.safetensors {said}$"):
         load_loras(tiny(), [(of_sd15, 1.0)])
-    with pytest.raises(UserError, match=rf"xl.safetensors \(for Stable Diffusion XL\) {other}$"):
+    with pytest.raises(UserError, match=rf"xl.safetensors {other}$"):
         load_loras(sd15(), [(of_xl, 1.0)])
     with pytest.raises(UserError, match=f"model.loras: a {said}$"):
         require_shapes("model.loras: a", older, {name: shape for name, shape in real_layers().items()})
@@ -359,7 +360,19 @@ def test_a_lora_of_another_family_is_refused(tmp_path: Path, capsys: pytest.Capt
         assert words in " ".join(capsys.readouterr().err.split())
     with pytest.raises(UserError, match="are for several: .* of Stable Diffusion XL, .* of Stable Diffusion 1.5 or 2"):
         mix([(xl, 1.0), (older, 1.0)], Recipe())
-    load_loras(tiny(), [(write_lora(mid_only(), tmp_path / "mid.safetensors", "kohya"), 1.0)])  # may be of either
+    mid = write_lora(mid_only(), tmp_path / "mid.safetensors", "kohya")
+    for sections, words in (
+        ({"model.loras": [f"{of_sd15}:0.5"]}, f"error: model.loras: {of_sd15} {said}"),
+        ({"adapter.start": str(of_sd15)}, f"error: adapter.start: {of_sd15} {said}"),
+        ({"model.loras": [str(of_xl), str(mid)]}, ""),
+        ({"model.loras": ["owner/on-the-hub"]}, ""),
+    ):
+        changes = [
+            f"{path}={json.dumps(value) if isinstance(value, list) else value}" for path, value in sections.items()
+        ]
+        assert run("check", "demo_sdxl", *changes) == (2 if words else 0)
+        assert words in " ".join(capsys.readouterr().err.split())
+    load_loras(tiny(), [(mid, 1.0)])  # may be of either
 
 
 def test_the_commands_write_sdxls_names_and_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

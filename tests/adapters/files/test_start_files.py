@@ -185,5 +185,7 @@ def test_files_that_a_run_cannot_start_from(
 
 def test_a_file_of_another_family_is_named(tmp_path: Path) -> None:
     updates: Updates = read_lora(trained_file(tmp_path, Lora(rank=2), "sd15"))
-    with pytest.raises(UserError, match="start belongs to another model: this is Stable Diffusion 3"):
+    with pytest.raises(
+        UserError, match="start is for Stable Diffusion 1.5 or 2, and the base is Stable Diffusion 3. Give"
+    ):
         require_startable("start", Lora(), updates, shapes(), 1)

@@ -487,6 +487,19 @@ def test_each_of_kohya_s_23_blocks_of_sdxl_is_the_layers_that_its_script_counts_
         assert found == {layer for layer in layers if block(layer) == number}
 
 
+def test_a_family_without_kohya_s_blocks_leaves_their_options_out(tmp_path: Path) -> None:
+    """sd3_train_network.py with networks.lora instead of networks.lora_sd3."""
+    plain = {"network_module": "networks.lora", "network_dim": 8}
+    assert imported("kohya", tmp_path, plain).config["adapter"]["rank"] == 8
+    found = imported("kohya", tmp_path, plain | {"network_args": ["block_dims=2,4", "down_lr_weight=sine"]})
+    assert "layers" not in found.config["adapter"]
+    left = {line.key: line.why for line in found.lines if line.became == "left out" and "network_args" in line.key}
+    assert left == dict.fromkeys(
+        ("network_args.block_dims", "network_args.down_lr_weight"),
+        "networks.lora counts no blocks of SD3",
+    )
+
+
 def test_kohya_s_kinds_of_sd3_s_layers_are_those_of_its_script() -> None:
     """By the words that networks/lora_sd3.py looks for in a layer's original name."""
     kinds = {"attn": "attn", "mlp": "mlp", "mod": "adaLN_modulation"}

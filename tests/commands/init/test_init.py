@@ -107,6 +107,11 @@ def test_sdxl_gets_the_shipped_settings_of_a_card_and_1024_px_for_small_pictures
     assert config["memory"] == own["memory"] and "profile" not in config["memory"]
     assert config["data"]["resolution"] == 1024, "the model is told the pictures' own sizes"
     assert "told the others' own sizes" in why(found, "data.resolution")
+    smaller = suggest(write(tmp_path / "b", 3, 300), Answers(model="stabilityai/stable-diffusion-xl-base-1.0"), L4)
+    assert smaller.config["data"]["max_upscale"] is None
+    assert why(smaller, "data.max_upscale") == (
+        "3 pictures would be scaled up more than twice, which the model is told: larger ones would teach more detail"
+    )
     full = validate(config, "x")
     assert (full.validation.guidance, full.objective.name) == (5.0, "ddpm")
 

@@ -135,12 +135,6 @@ def test_covering_size_by_hand(picture: tuple[int, int], bucket: tuple[int, int]
     assert covering_size(picture, bucket) == covering
 
 
-def test_resolution_must_be_a_multiple_of_16() -> None:
-    for resolution, message in {1000: "not a multiple of 16. Use 992 or 1008", 40: "Use 32 or 48"}.items():
-        with pytest.raises(ValueError, match=message):
-            Folder(path="x", resolution=resolution)
-
-
 # Decoding
 
 

@@ -16,11 +16,15 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from original_layout import state_of
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.merge import Merger
 from simpletune.apps.cli.main import main
+from simpletune.commands.importers.importing import import_file
+from simpletune.commands.init.answers import Answers
+from simpletune.commands.init.choices import suggest
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.families import family_of
@@ -203,6 +207,32 @@ def test_what_a_file_lacks_is_named_with_the_remedy(pipeline: Path, descriptions
     remedy = "Set model.vae to a folder or Hub name that has one"
     assert said == f"model.pretrained: {no_vae} contains no autoencoder (VAE). {remedy}"
     assert problems(pretrained=no_vae, text_encoders=str(descriptions), vae=str(pipeline)) == ""
+
+
+def test_init_and_import_name_a_source_of_tokenizers_for_a_single_file(file: Path, tmp_path: Path) -> None:
+    example = "stabilityai/stable-diffusion-xl-base-1.0"
+    assert SDXL(pretrained=str(file)).lacks_tokenizers and not SDXL(pretrained=str(file.parent)).lacks_tokenizers
+    assert not SDXL(pretrained=str(file), text_encoders="folder").lacks_tokenizers
+    (pictures := tmp_path / "pictures").mkdir()
+    Image.new("RGB", (1024, 1024)).save(pictures / "a.png")
+    found = suggest(pictures, Answers(model=str(file)))
+    assert found.config["model"] == {"pretrained": str(file), "family": "sdxl", "text_encoders": example}
+    (why,) = [reason.why for reason in found.reasons if reason.path == "model.text_encoders"]
+    assert why == "a single file has no tokenizers; only what it lacks is downloaded"
+
+    trainer = tmp_path / "kohya.json"
+    for script, base, wanted in (
+        ("sdxl_train_network.py", str(file), example),
+        ("sdxl_train_network.py", "/elsewhere/pony.safetensors", example),  # on another machine
+        ("train_network.py", "/elsewhere/old.ckpt", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
+        ("sdxl_train_network.py", example, None),
+    ):
+        settings = {"script": script, "pretrained_model_name_or_path": base, "network_module": "networks.lora"}
+        trainer.write_text(json.dumps({**settings, "network_dim": 8, "train_data_dir": str(pictures)}))
+        imported = import_file(trainer)
+        assert imported.config["model"].get("text_encoders") == wanted, base
+        lines = [line.why for line in imported.lines if line.path == "model.text_encoders"]
+        assert lines == ([why] if wanted else [])
 
 
 def test_similar_models_in_single_files_are_refused_by_name(file: Path, descriptions: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import original_sdxl
 import pytest
 import tiny_sd15
 import tiny_sdxl
@@ -18,10 +19,12 @@ from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
+from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.models.families import family_by_name, family_of
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.weights_names import run_config
@@ -72,6 +75,14 @@ def test_the_family_decides_guidance_resolution_and_objective() -> None:
         ({"objective": {"name": "flow"}}, r"objective.name: flow, but SDXL models are trained with ddpm"),
         ({"data": {"path": "demo:pictures", "resolution": 1008}}, r"data.resolution: 1008 is not a multiple of 64, "
          r"which SDXL needs. Use 960 or 1024"),
+        ({"data": {"path": "demo:pictures", "resolution": 1000}}, r"data.resolution: 1000 is not a multiple of 64, "
+         r"which SDXL needs. Use 960 or 1024"),
+        ({"validation": {"width": 72}}, r"validation.width: 72 is not a multiple of 64, which SDXL needs. Use 64 or"),
+        ({"model": {"family": "xl"}, "objective": {"name": "ddpm"}, "adapter": {"method": "hypernetwork"}},
+         r'model.family: unknown value "xl". Did you mean sdxl\?'),
+        ({"model": {"pretrained": "someone/Juggernaut-XL-v9"}, "objective": {"name": "ddpm"}},
+         r"model.family: it is not stated, and the name of someone/Juggernaut-XL-v9 suggests SDXL. Set it to sdxl, or "
+         r"to sd3 if it is an SD3 model"),
     ],
 )  # fmt: skip
 def test_messages_name_the_family(sections: dict, message: str) -> None:
@@ -79,6 +90,39 @@ def test_messages_name_the_family(sections: dict, message: str) -> None:
         validate(simple(**sections), "x")
     assert len(caught.value.problems) == 1
     assert caught.match(message)
+
+
+def test_check_says_what_the_unet_predicts_and_by_what(base: Path, tmp_path: Path) -> None:
+    unmarked = original_sdxl.write(base, tmp_path / "plain.safetensors")
+    marked = original_sdxl.write(base, tmp_path / "marked.safetensors", marks=["v_pred", "ztsnr"])
+    stated = {"prediction": "v", "zero_terminal_snr": True}
+    for pretrained, objective, said in (
+        (SDXL_NAME, {}, "epsilon (the model's scheduler config)"),
+        (str(base), {}, "epsilon (the model's scheduler config)"),
+        (str(base), {"prediction": "v"}, "v (objective.prediction)"),
+        (str(unmarked), {}, "epsilon (the scheduler config in model.text_encoders)"),
+        (str(marked), {}, "v, terminal SNR 0 (the file's marks)"),
+        (str(marked), {"prediction": "v"}, "v (objective.prediction), terminal SNR 0 (the file's marks)"),
+        ("someone/on-the-hub-xl", {}, None),
+        ("someone/on-the-hub-xl", stated, "v (objective.prediction), terminal SNR 0 (objective.zero_terminal_snr)"),
+    ):
+        model = {"family": "sdxl", "pretrained": pretrained}
+        model |= {"text_encoders": str(base)} if pretrained.endswith(".safetensors") else {}
+        rows = explain(validate(simple(model=model, objective=objective), "x")).splitlines()
+        found = [row.removeprefix("  predicts   ") for row in rows if row.startswith("  predicts")]
+        assert found == ([said] if said else []), (pretrained, objective)
+    alone = SDXL(pretrained=str(unmarked), text_encoders=SDXL_NAME)
+    assert alone.schedule_source() == "assumed, since the file does not tell"
+    flow = validate({"name": "x", "data": {"path": "demo:pictures"}}, "x")
+    assert "predicts" not in explain(flow)
+
+
+def test_a_stated_family_is_taken_even_if_the_name_suggests_another() -> None:
+    name = "someone/Juggernaut-XL-v9"
+    for family, noted in (("sdxl", False), ("sd15", True), ("sd3", True)):
+        config = validate(simple(model={"pretrained": name, "family": family}), "x")
+        assert (f"the name of {name} suggests SDXL, and model.family is {family}" in explain(config)) == noted
+    assert validate(simple(model={"pretrained": "someone/sd3_medium-fine"}), "x").model.family == "sd3"
 
 
 def test_a_base_tells_its_family_by_its_files_or_else_by_its_name(
