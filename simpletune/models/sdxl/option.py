@@ -55,7 +55,9 @@ class SDXL(UNetFamily):
         TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
     )
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
-    published_as: ClassVar[str] = r"XL(?![A-Za-z])|(?i:sd_?xl|(?<![a-z])xl(?![a-z])|pony|illustrious|noobai)"
+    published_as: ClassVar[str] = (  # XL ends a word, or begins one in capitals; T5 XXL has another one before it
+        r"(?<![xX])((?i:xl)(?![A-Za-z])|(?<![A-Z])XL(?![a-z]))|(?i:sd_?xl|pony|illustrious|noobai)"
+    )
     # its modules/ui.py offers the widths 768, 1024, 320, 640 and 1280
     no_hypernetwork: ClassVar[str | None] = (
         f"AUTOMATIC1111's web UI, whose format it has, makes them for text of width 768 or 1024, and {LAYOUT.family}'s "
