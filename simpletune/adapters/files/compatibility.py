@@ -229,14 +229,21 @@ def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupp
             ToolSupport(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
             own,
         ]
-    readers = [each for each in FAMILIES if each.pipeline_reads_embeddings and len(each.clip) == len(keys.keys)]
-    reader = next((each for each in readers if family in ("", each.family) and "t5" not in keys.keys), None)
-    diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
+    readers = [each for each in FAMILIES if each.pipeline_reads_embeddings and family in ("", each.family)]
+    reader = next((each for each in readers if set(each.clip_encoders) == keys.keys.keys()), None)
+    note = "loads files with one tensor; SD3's pipeline loads none"
+    if len(keys.keys) == 1:
+        note = f"a pipeline needs vectors for each of its encoders, and the file has only {', '.join(keys.keys)}"
+    diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
     if reader is not None:
-        own_parts = f"text_encoder=pipeline.{reader.clip[-1].model}, tokenizer=pipeline.{reader.clip[-1].tokenizer}"
-        way = f"load_textual_inversion(tensors[{reader.clip[-1].name!r}], token, {own_parts})"
+        ways = [
+            f"load_textual_inversion(tensors[{encoder.name!r}], token, text_encoder=pipeline.{encoder.model}, "
+            f"tokenizer=pipeline.{encoder.tokenizer})"
+            for encoder in reader.clip
+        ]
         only = "" if family else f" of {reader.title}"
-        diffusers = ToolSupport(DIFFUSERS_TOOL, "yes", [f"its pipeline{only}, a tensor for each encoder: {way}"])
+        note = f"its pipeline{only}, a tensor for each encoder: {', '.join(ways)}"
+        diffusers = ToolSupport(DIFFUSERS_TOOL, "yes", [note])
     comfyui = ToolSupport(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
     if keys.keys.get("t5") == "t5":
         comfyui = ToolSupport(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])

@@ -43,10 +43,11 @@ class SDXL(UNetFamily):
     """A Hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sdxl."""
     text_encoders: str | None = None
     """Folder or Hub name of a pipeline with tokenizers for a single file, and with text encoders if the file has none.
-    """
+    Its scheduler says what a file without marks predicts."""
 
     title: ClassVar[str] = LAYOUT.family
     layout: ClassVar[FileLayout] = LAYOUT
+    scheduler_tells: ClassVar[bool] = True
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 5.0

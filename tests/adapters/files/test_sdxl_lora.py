@@ -516,7 +516,14 @@ def test_diffusers_reads_the_embeddings_of_both_encoders_as_inspect_says(tmp_pat
     file = write_embeddings(tmp_path / "a.safetensors", EmbeddingFile("<dots>", "input", vectors, "sdxl", ("a", "b")))
     (about,) = describe(file)["embeddings"]
     (said,) = next(tool["notes"] for tool in about["tools"] if tool["tool"] == "diffusers")
-    assert "load_textual_inversion(tensors['clip_g'], token, text_encoder=pipeline.text_encoder_2, tokenizer=" in said
+    for key, part in (("clip_l", ""), ("clip_g", "_2")):
+        parts = f"text_encoder=pipeline.text_encoder{part}, tokenizer=pipeline.tokenizer{part})"
+        assert f"load_textual_inversion(tensors['{key}'], token, {parts}" in said
+    save_file({"clip_g": torch.ones(2, 1280)}, tmp_path / "alone.safetensors")  # by another tool, without a family
+    (alone,) = describe(tmp_path / "alone.safetensors")["embeddings"]
+    (support,) = (tool for tool in alone["tools"] if tool["tool"] == "diffusers")
+    assert support["loads"] == "refuses"
+    assert support["notes"] == ["a pipeline needs vectors for each of its encoders, and the file has only clip_g"]
     with safe_open(file, framework="pt") as handle:
         assert "diffusers, for CLIP-L: pipeline.load_textual_inversion" in handle.metadata()["modelspec.usage_hint"]
     base = tiny_sdxl.build(tmp_path / "base")
