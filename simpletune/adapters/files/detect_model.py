@@ -188,7 +188,7 @@ def _unet(shapes: Mapping[str, tuple[int, ...]], key: str, metadata: Mapping[str
                 models, key = fitting, f"cross-attention over text of width {shape[1]}: {name}"
                 break
     if len(models) == 1:
-        return Detected(*models.values(), key, tuple(models))
+        return Detected(next(iter(models.values())), key, tuple(models))
     for names in models:
         if (only := next((name for name in shapes if names.shows(name, 0)), None)) is not None:
             return Detected(models[names], only, (names,))
