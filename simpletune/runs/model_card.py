@@ -219,7 +219,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
 
 def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
-    first = config.adapter.before_diffusers(config.model.denoiser)
+    first = config.adapter.before_diffusers(config.model.lora[0].name)
     if first is not None:
         result = config.adapter.result(config.model.denoiser)
         yield (f"ComfyUI loads `{result}` from `models/loras`. " if config.adapter.in_comfyui else "") + first

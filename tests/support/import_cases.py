@@ -302,7 +302,31 @@ KOHYA = [
         {"rank": 8, "alpha": 1.0, "targets": "attention_and_mlp", "learning_rate": 2e-5},
         None,
     ),
-    (XL | {"text_encoder_lr": [0, 1e-5]}, "text.lora.encoders", ["clip_g"], None),
+    (XL | {"text_encoder_lr": [1e-5, 0]}, "text.lora.encoders", "unset", None),  # networks.lora takes the first
+    (XL | {"text_encoder_lr": [0, 1e-5]}, "text", "unset", "left out"),
+    ({"text_encoder_lr": [0, 1e-5]}, "text.lora.encoders", ["clip_g"], None),
+    *(
+        (XL | {"pretrained_model_name_or_path": f"models/{name}.safetensors"}, "model.family", "sdxl", "changed")
+        for name in ("animagineXLV31_v31", "Animagine-XL-3.1", "animaPencilXL_v500", "qwenXL")
+    ),
+    (
+        XL | {"pretrained_model_name_or_path": "models/animaMix_v1.safetensors", "sdxl": True},
+        "model.family",
+        "sdxl",
+        None,
+    ),
+    (
+        XL | {"pretrained_model_name_or_path": "models/mine.safetensors", "cache_text_encoder_outputs": True},
+        "model.family",
+        "sdxl",
+        "changed",
+    ),
+    (
+        XL | {"pretrained_model_name_or_path": "models/mine.safetensors", "cache_text_encoder_outputs": False},
+        "model.family",
+        "sd15",
+        "changed",
+    ),
     (XL | {"text_encoder_lr": [0, 0]}, "text", "unset", "left out"),
     (XL | {"network_module": None, "learning_rate_te1": 1e-6}, "adapter.method", "full", "left out"),
     (XL | {"network_args": ["conv_dim=8"]}, "adapter.conv", "unset", None),
@@ -497,6 +521,34 @@ ONETRAINER = [
         "changed",
     ),
     (XL_OT | {"loss_weight_fn": "MIN_SNR_GAMMA"}, "objective.min_snr_gamma", 5.0, None),
+    (XL_OT | {"timestep_distribution": "UNIFORM", "timestep_shift": 1.0}, "objective.shift", "unset", None),
+    (XL_OT | {"timestep_distribution": "LOGIT_NORMAL"}, "objective.sigma", "unset", "left out"),
+    (XL_OT | {"timestep_shift": 3.0}, "objective.shift", "unset", "left out"),
+    (XL_OT | {"rescale_noise_scheduler_to_zero_terminal_snr": True}, "objective.zero_terminal_snr", True, "taken"),
+    (XL_OT | {"rescale_noise_scheduler_to_zero_terminal_snr": True}, "objective.prediction", "v", "changed"),
+    (XL_OT | {"rescale_noise_scheduler_to_zero_terminal_snr": False}, "objective.prediction", "unset", None),
+    (OLD_OT | {"rescale_noise_scheduler_to_zero_terminal_snr": True}, "objective.prediction", "v", "changed"),
+    (XL_OT | {"force_v_prediction": True}, "objective.prediction", "unset", "left out"),
+    *(
+        (
+            XL_OT | {"training_method": "FINE_TUNE", f"force_{name}_prediction": True},
+            "objective.prediction",
+            value,
+            "taken",
+        )
+        for name, value in (("v", "v"), ("epsilon", "epsilon"))
+    ),
+    (
+        XL_OT
+        | {
+            "training_method": "FINE_TUNE",
+            "rescale_noise_scheduler_to_zero_terminal_snr": True,
+            "force_epsilon_prediction": True,
+        },
+        "objective.prediction",
+        "v",
+        "changed",
+    ),
     (XL_OT | {"resolution": "1024"}, "data.resolution", 1024, None),
     ({"base_model_name": "a/b"}, "model.pretrained", "a/b", "taken"),
     ({"transformer": {"weight_dtype": "BFLOAT_16"}}, "precision.weights", "bf16", None),
@@ -878,6 +930,10 @@ REFUSED = [
     ("kohya", {"pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-refiner-1.0"}, "(a refiner)"),
     ("kohya", {"pretrained_model_name_or_path": "models/playground-v2.5.safetensors"}, "(Playground 2.5)"),
     ("kohya", {"pretrained_model_name_or_path": "a/sd-v1-5-inpainting"}, "(inpainting)"),
+    *(
+        ("kohya", {"network_module": "networks.lora", "pretrained_model_name_or_path": name}, "(another model)")
+        for name in ("circlestone-labs/Anima", "a/anima-preview.safetensors", "a/wan2.1", "Alpha-VLLM/Lumina-Image-2.0")
+    ),
     ("kohya", {"train_inpainting": True}, "train_inpainting true (inpainting)"),
     ("kohya_ss", {"LoRA_type": "LyCORIS/iA3"}, "LoRA_type LyCORIS/iA3"),
     ("simpletuner", {"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "(a refiner)"),

@@ -80,7 +80,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         updates, _ = split_text(read_lora(header))
         if not updates:
             continue
-        require_layers(str(file), updates, model, f" (for {header.family[0]})")
+        require_layers(str(file), updates, model, f" (for {header.family.model})")
         low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
         if low_rank:
             _inject(model, name, low_rank, scale)

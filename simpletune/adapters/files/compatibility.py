@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from simpletune.adapters.files.detect_model import TEXT_ALONE, is_known, is_sd3, is_unet
+from simpletune.adapters.files.detect_model import TEXT_ALONE
 from simpletune.adapters.files.header import LoraHeader
 from simpletune.adapters.files.keys import DORA, LORA, OFT
 from simpletune.adapters.text.files import SINGLE, Keys
@@ -36,13 +36,13 @@ class ToolSupport:
 def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> list[ToolSupport]:
     """How each tool loads a LoRA for SD3 or a U-Net; for other models, only why simpletune refuses it (``refusal``)."""
     own = ToolSupport(SIMPLETUNE, "refuses", [refusal]) if refusal else ToolSupport(SIMPLETUNE, "yes")
-    if is_known(header.family[0]) and {DORA, OFT} & set(header.kinds):
+    if header.family.is_known and {DORA, OFT} & set(header.kinds):
         others = _depends_on_the_weight(header)
-    elif is_sd3(header.family[0]):
-        others = [_diffusers(header), _comfyui(header), _forge(header)]
-    elif is_unet(header.family[0]):
+    elif header.family.of_unet:
         others = [_diffusers_unet(header), *_others_unet(header)]
-    elif header.family[0] == TEXT_ALONE:
+    elif header.family.names:
+        others = [_diffusers(header), _comfyui(header), _forge(header)]
+    elif header.family.model == TEXT_ALONE:
         others = [ToolSupport(tool, "yes") for tool in (DIFFUSERS_TOOL, COMFYUI, FORGE)]
     else:
         return [own]
@@ -55,7 +55,7 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
 
 def _add_text(verdict: ToolSupport, header: LoraHeader) -> None:
     """Add which updates of text encoders a tool drops."""
-    modules, unet = header.text_modules.values(), is_unet(header.family[0])
+    modules, unet = header.text_modules.values(), header.family.of_unet
     lost = []
     for module in modules:
         style, is_t5 = style_of(module.name), module.layers[:1] and module.layers[0].startswith(f"{T5}.")
@@ -77,7 +77,7 @@ def _add_text(verdict: ToolSupport, header: LoraHeader) -> None:
 
 def _depends_on_the_weight(header: LoraHeader) -> list[ToolSupport]:
     """How tools load DoRA and OFT. Forge supports neither scales per row nor rotations."""
-    sd3, layout, modules = is_sd3(header.family[0]), header.layout_name, header.modules.values()
+    sd3, layout, modules = not header.family.of_unet, header.layout_name, header.modules.values()
     merged = "merge it into its base instead"
     diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", [f"reads no OFT: {merged}"])
     forge = ToolSupport(FORGE, "silently nothing", [f"reads no OFT for SD3: {merged}"])
@@ -229,14 +229,21 @@ def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupp
             ToolSupport(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
             own,
         ]
-    readers = [each for each in FAMILIES if each.pipeline_reads_embeddings and len(each.clip) == len(keys.keys)]
-    reader = next((each for each in readers if family in ("", each.family) and "t5" not in keys.keys), None)
-    diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", ["loads files with one tensor; SD3's pipeline loads none"])
+    readers = [each for each in FAMILIES if each.pipeline_reads_embeddings and family in ("", each.family)]
+    reader = next((each for each in readers if set(each.clip_encoders) == keys.keys.keys()), None)
+    note = "loads files with one tensor; SD3's pipeline loads none"
+    if len(keys.keys) == 1:
+        note = f"a pipeline needs vectors for each of its encoders, and the file has only {', '.join(keys.keys)}"
+    diffusers = ToolSupport(DIFFUSERS_TOOL, "refuses", [note])
     if reader is not None:
-        own_parts = f"text_encoder=pipeline.{reader.clip[-1].model}, tokenizer=pipeline.{reader.clip[-1].tokenizer}"
-        way = f"load_textual_inversion(tensors[{reader.clip[-1].name!r}], token, {own_parts})"
+        ways = [
+            f"load_textual_inversion(tensors[{encoder.name!r}], token, text_encoder=pipeline.{encoder.model}, "
+            f"tokenizer=pipeline.{encoder.tokenizer})"
+            for encoder in reader.clip
+        ]
         only = "" if family else f" of {reader.title}"
-        diffusers = ToolSupport(DIFFUSERS_TOOL, "yes", [f"its pipeline{only}, a tensor for each encoder: {way}"])
+        note = f"its pipeline{only}, a tensor for each encoder: {', '.join(ways)}"
+        diffusers = ToolSupport(DIFFUSERS_TOOL, "yes", [note])
     comfyui = ToolSupport(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])
     if keys.keys.get("t5") == "t5":
         comfyui = ToolSupport(COMFYUI, "partly", ["ignores t5: it looks for t5xxl, else takes the file's first tensor"])

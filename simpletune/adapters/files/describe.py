@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
-from simpletune.adapters.files.detect_model import UNET_BY_TEXT_WIDTH, kind_of_model
+from simpletune.adapters.files.detect_model import kind_of_model, models_of_text_width, some_unet
 from simpletune.adapters.files.header import (
     LISTED,
     LoraHeader,
@@ -163,8 +163,10 @@ def _hypernetwork(header: LoraHeader) -> Json:
     bent = structure.layer_norm and structure.activation != "linear"
     comfyui = ["wrongly, because it activates the last layer too, where a layer norm follows"] if bent else []
     exported = "after simpletune export --format a1111"
+    known = (models_of_text_width(width) for width in widths)
+    models = next((list(found.values()) for found in known if found), [])
     return {
-        "family": next((UNET_BY_TEXT_WIDTH[width] for width in widths if width in UNET_BY_TEXT_WIDTH), "a U-Net"),
+        "family": models[0] if len(models) == 1 else some_unet(models),
         "widths": widths,
         "structure": asdict(structure),
         "parameters": sum(structure.parameters(width) for width in widths),
@@ -179,7 +181,7 @@ def _hypernetwork(header: LoraHeader) -> Json:
 
 
 def _lora(header: LoraHeader, damaged: bool) -> Json:
-    (family, shown), settings = header.family, header.settings or {}
+    (family, shown, _), settings = header.family, header.settings or {}
     whole = [m for m in header.all_modules if is_whole(m.keys)]
     text = [layer for module in header.text_modules.values() for layer in module.layers]
     refusal = None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from simpletune.adapters.files.keys import layout_of, split_key
 from simpletune.models.lora_names import LAYOUTS
 from simpletune.models.sd3.lora_names import LARGE_35, MEDIUM, MEDIUM_35
+from simpletune.models.sd3.lora_names import NAMES as SD3
+from simpletune.models.shared.lora_names import LoraNames
 
 ARCHITECTURE_FIELDS = ("modelspec.architecture", "ss_base_model_version")
 SD3_WIDTHS = {1536: MEDIUM, 2432: LARGE_35}
@@ -27,8 +30,6 @@ LORAS = (
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
 TEXT_ALONE = "text encoders alone"
 UNET_NAMES = tuple(names for names in LAYOUTS if names.by_text_width)
-UNET_BY_TEXT_WIDTH = {width: model for names in UNET_NAMES for width, model in names.by_text_width.items()}
-SOME_UNET = f"a U-Net ({' or '.join(names.title for names in UNET_NAMES)})"
 # Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
     (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
@@ -62,6 +63,35 @@ MODELS = (
 )  # fmt: skip
 
 
+class Detected(NamedTuple):
+    """The model that a LoRA is for.
+
+    Args:
+        model: its name.
+        shown_by: the evidence.
+        names: of the families that it may be of; none: simpletune does not apply the LoRA.
+    """
+
+    model: str
+    shown_by: str
+    names: tuple[LoraNames, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether simpletune applies such a LoRA."""
+        return bool(self.names) or self.model == TEXT_ALONE
+
+    @property
+    def of_unet(self) -> bool:
+        """Whether every family that it may be of has a U-Net."""
+        return bool(self.names) and all(names in UNET_NAMES for names in self.names)
+
+
+def models_of_text_width(width: int) -> dict[LoraNames, str]:
+    """The published models whose U-Net reads text of a width, by their family's names."""
+    return {names: names.by_text_width[width] for names in UNET_NAMES if width in names.by_text_width}
+
+
 def other_methods(names: list[str]) -> dict[str, list[str]]:
     """Methods other than plain LoRA, with the keys that identify them."""
     found: dict[str, list[str]] = {}
@@ -82,16 +112,13 @@ def family_of_lora(
     shapes: Mapping[str, tuple[int, ...]],
     layers: Mapping[str, tuple[int, int]] = {},
     metadata: Mapping[str, str] = {},
-) -> tuple[str, str]:
-    """The model that a LoRA is for, and the evidence.
+) -> Detected:
+    """The model that a LoRA is for.
 
     Args:
         shapes: of the file's tensors, by key.
         layers: (outputs, inputs) of layers that are known by their size only, by module.
         metadata: the file's header, which decides only between models that the keys do not tell apart.
-
-    Returns:
-        The model's name, which starts with ``Stable Diffusion 3`` for every SD3, and what shows it.
     """
     downs = {f"{module}.lora_A.weight": (1, inputs) for module, (_, inputs) in layers.items()}
     ups = {f"{module}.lora_B.weight": (outputs, 1) for module, (outputs, _) in layers.items()}
@@ -101,32 +128,17 @@ def family_of_lora(
         return _unet(shapes, key, metadata)
     for pattern, family in LORAS:
         if (key := _first(pattern, names)) is not None:
-            return family, key
+            return Detected(family, key)
     # SD3, if a module's name is that of one of its layers in any layout; a file may mix layouts
     modules = sorted({split[0] for name in names if (split := split_key(name))})
     prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
     groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
     groups.append([m for m in modules if not m.startswith(prefixes)])
     if not any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups):
-        return "an unknown model", names[0] if names else "no keys"
+        return Detected("an unknown model", names[0] if names else "no keys")
     if (key := _first(DUAL.pattern, names)) is not None:
-        return MEDIUM_35, f"its second attention: {key}"
+        return Detected(MEDIUM_35, f"its second attention: {key}", (SD3,))
     return _sd3_by_shape(shapes)
-
-
-def is_sd3(family: str) -> bool:
-    """Whether a family is SD3 or SD3.5."""
-    return family.startswith("Stable Diffusion 3")
-
-
-def is_unet(family: str) -> bool:
-    """Whether a family is one of those with a U-Net, or a U-Net that may be one of them."""
-    return family.startswith((SOME_UNET, *(names.title for names in UNET_NAMES), *UNET_BY_TEXT_WIDTH.values()))
-
-
-def is_known(family: str) -> bool:
-    """Whether simpletune applies LoRAs of a family."""
-    return is_sd3(family) or is_unet(family) or family == TEXT_ALONE
 
 
 def kind_of_model(names: list[str]) -> str | None:
@@ -138,7 +150,7 @@ def _first(pattern: str, names: list[str]) -> str | None:
     return next((name for name in names if re.search(pattern, name)), None)
 
 
-def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
+def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> Detected:
     """Identify the SD3 model by the widths of its attention and modulation."""
     widths: Counter[int] = Counter()
     for name, shape in shapes.items():
@@ -153,30 +165,41 @@ def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str]:
         if split and split[1] == "up" and re.search(r"joint_blocks.*x_block.*adaLN|blocks[._]\d+[._]norm1[._]", name):
             down = shapes.get(name.replace("lora_up", "lora_down").replace("lora_B", "lora_A"))
             if down and len(shape) == len(down) == 2 and shape[0] == 9 * down[1]:
-                return MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}"
+                return Detected(MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}", (SD3,))
     if not widths:
-        return "Stable Diffusion 3 (unknown size)", "the names of its layers"
+        return Detected("Stable Diffusion 3 (unknown size)", "the names of its layers", (SD3,))
     width = widths.most_common(1)[0][0]
     if width == 3072:
-        return "Flux or Qwen-Image", "attention of width 3072 under names that SD3 also uses"
+        return Detected("Flux or Qwen-Image", "attention of width 3072 under names that SD3 also uses")
     name = SD3_WIDTHS.get(width, f"Stable Diffusion 3 of the unpublished width {width}")
     note = f"attention of width {width}"
-    return name, note + (f"; {MEDIUM_35} has the same width in these layers" if width == 1536 else "")
+    shared = f"; {MEDIUM_35} has the same width in these layers" if width == 1536 else ""
+    return Detected(name, note + shared, (SD3,))
 
 
-def _unet(shapes: Mapping[str, tuple[int, ...]], key: str, metadata: Mapping[str, str]) -> tuple[str, str]:
+def _unet(shapes: Mapping[str, tuple[int, ...]], key: str, metadata: Mapping[str, str]) -> Detected:
     """Identify the U-Net by the text width of its cross-attention, by keys that only one U-Net has, or by the file's
     header."""
+    models = {names: names.title for names in UNET_NAMES}  # that it may be of
     for name, shape in shapes.items():
         split = split_key(name)
         if split and split[1] == "down" and re.search(r"attn2.*to_[kv]", name) and len(shape) >= 2:
-            if family := UNET_BY_TEXT_WIDTH.get(shape[1]):
-                return family, f"cross-attention over text of width {shape[1]}: {name}"
-    for names in UNET_NAMES:
+            if fitting := models_of_text_width(shape[1]):
+                models, key = fitting, f"cross-attention over text of width {shape[1]}: {name}"
+                break
+    if len(models) == 1:
+        return Detected(next(iter(models.values())), key, tuple(models))
+    for names in models:
         if (only := next((name for name in shapes if names.shows(name, 0)), None)) is not None:
-            return names.title, only
+            return Detected(models[names], only, (names,))
     for field in ARCHITECTURE_FIELDS:
-        for model, fields in ((model, fields) for names in UNET_NAMES for model, fields in names.header.items()):
-            if field in metadata and metadata[field] == fields.get(field):
-                return model, f"{field} in its header: {metadata[field]}"
-    return SOME_UNET, key
+        for names in models:
+            for model, fields in names.header.items():
+                if field in metadata and metadata[field] == fields.get(field):
+                    return Detected(model, f"{field} in its header: {metadata[field]}", (names,))
+    return Detected(some_unet(models.values()), key, tuple(models))
+
+
+def some_unet(models: Iterable[str]) -> str:
+    """A U-Net that may be of several models, or of none."""
+    return f"a U-Net ({' or '.join(models)})" if models else "a U-Net"

@@ -14,8 +14,8 @@ from typing import TypedDict
 
 from simpletune.adapters.files.detect_model import (
     TEXT_ALONE,
+    Detected,
     family_of_lora,
-    is_known,
     is_lora,
     kind_of_model,
     other_methods,
@@ -135,7 +135,7 @@ class LoraHeader:
         for module in self.text_modules.values():
             layer = text_layer(module.name)
             module.layers = (layer,) if layer else ()
-        self.layout: Layout | None = layout_of(list(self.modules), self.family[0])
+        self.layout: Layout | None = layout_of(list(self.modules), self.family.model)
         self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
@@ -146,11 +146,11 @@ class LoraHeader:
         self.unmatched = [name for name in self.names if name not in known or name in lost]
 
     @cached_property
-    def family(self) -> tuple[str, str]:
-        """Model that the file is for, and the evidence."""
+    def family(self) -> Detected:
+        """Model that the file is for."""
         if not self.modules and self.text_modules:
             layers = [layer for module in self.text_modules.values() for layer in module.layers]
-            return TEXT_ALONE, encoders_in(layers) or "their keys"
+            return Detected(TEXT_ALONE, encoders_in(layers) or "their keys")
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
         sides = {name: (size.outputs, size.inputs) for name, size in sizes.items() if size is not None}
         return family_of_lora(self.shapes, sides, self.metadata)
@@ -261,10 +261,11 @@ def require_tensors(header: LoraHeader) -> None:
         raise UserError(f"{header.file} is empty: it contains no tensors. Download or export it again")
 
 
-def require_family(file: str, family: str, shown: str) -> None:
-    """Refuse a LoRA for another model than ours; ``shown`` is the evidence."""
-    if not is_known(family):
-        raise UserError(f"{file} is a LoRA for {family} ({shown}). Give one for {FAMILIES}")
+def require_family(header: LoraHeader) -> None:
+    """Refuse a LoRA for another model than ours."""
+    if not header.family.is_known:
+        model, shown, _ = header.family
+        raise UserError(f"{header.file} is a LoRA for {model} ({shown}). Give one for {FAMILIES}")
 
 
 def open_lora(file: Path) -> LoraHeader:
@@ -285,7 +286,7 @@ def open_lora(file: Path) -> LoraHeader:
     if not header.is_lora:
         kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
-    require_family(str(file), *header.family)
+    require_family(header)
     if header.methods:
         method, keys = next(iter(header.methods.items()))
         raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")

@@ -6,6 +6,7 @@ Streams the output with one layer in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -93,6 +94,15 @@ class Merger:
         self._effect += float(delta.double().square().sum())
         return merged
 
+    def _merged_original(self, pieces: Pieces, kind: str, whole: Tensor) -> Tensor:
+        """Merge the updates of text encoders' layers into the original tensor that holds their weights."""
+        merged = whole.clone()
+        for layer, origin in pieces:
+            weight = merged if origin.third is None else merged.chunk(3)[origin.third]
+            weight = weight.T if origin.transposed else weight
+            weight.copy_(self._merged_text(layer, kind, weight))
+        return merged
+
     def _merged_text(self, layer: str, kind: str, weight: Tensor) -> Tensor:
         """Merge the updates of a text encoder's layer into its weight, in its own type."""
         update = next(updates[layer] for updates, _ in self._loras if layer in updates)
@@ -170,35 +180,43 @@ class Merger:
             for name, entry in others.items():
                 assert base.rest is not None
                 if name in text:
-                    writer.write(name, self._merged_text(text[name], entry["dtype"], whole.get(name)))
+                    writer.write(name, self._merged_original(text[name], entry["dtype"], whole.get(name)))
                 else:
                     writer.write_bytes(name, tensor_bytes(base.rest, entry))
 
-    def _of_part(self, part: FolderPart, text: Mapping[str, str], name: str) -> Tensor:
+    def _of_part(self, part: FolderPart, text: Mapping[str, Pieces], name: str) -> Tensor:
         """One tensor of another part, with the updates of its layer."""
-        tensor, layer = part.reader.get(name), text.get(part.layer_weight(name))
-        return tensor if layer is None else self._merged_text(layer, part.header[name]["dtype"], tensor)
+        tensor, pieces = part.reader.get(name), text.get(part.layer_weight(name))
+        return tensor if pieces is None else self._merged_original(pieces, part.header[name]["dtype"], tensor)
 
-    def _text_weights(self, others: Mapping[str, TensorEntry], beside: Sequence[FolderPart]) -> dict[str, str]:
-        """The updated layers of text encoders by the names of their weights in a single file, or of ``layer_weight``.
+    def _text_weights(self, others: Mapping[str, TensorEntry], beside: Sequence[FolderPart]) -> dict[str, Pieces]:
+        """The updated layers of text encoders by the names of the tensors with their weights: in a single file, whose
+        names are transformers' or the original ones, or of ``layer_weight``.
 
         Raises:
             UserError: the base lacks one.
         """
-        places = self.base.family.layout.prefixes
+        layout, lost = self.base.family.layout, []
         others = {**others, **{part.layer_weight(name): part.header[name] for part in beside for name in part.header}}
-        found = {}
+        found: dict[str, list[tuple[str, Origin]]] = {}
         for layer in self.text:
             encoder, name = encoder_of(layer)
-            names = [f"{places.get(encoder, '')}{within}{name}.weight" for within in ("", "transformer.")]
-            found[next((each for each in (*names, f"{layer}.weight") if each in others), names[0])] = layer
-        lost = [layer for name, layer in found.items() if name not in others]
+            weight, prefix = f"{name}.weight", layout.prefixes.get(encoder, "")
+            places = [Origin(f"{within}{weight}") for within in (prefix, f"{prefix}transformer.", f"{encoder}.")]
+            if layout.others is not None and encoder in layout.prefixes:
+                original = layout.others(encoder, [weight], self.base.config)[weight]
+                places.append(replace(original, name=prefix + original.name))
+            place = next((each for each in places if each.name in others), None)
+            if place is None:
+                lost.append(layer)
+            else:
+                found.setdefault(place.name, []).append((layer, place))
         if lost:
             raise UserError(
                 f"{len(lost)} layers of text encoders that the LoRA updates are not in {self.base.name}: "
                 f"{join_names(lost, 3)}. Merge into a single file that has them, or leave them out: --denoiser-only"
             )
-        return found
+        return dict(found)
 
 
 class FolderPart:
@@ -234,7 +252,8 @@ class FolderPart:
 
     def layer_weight(self, name: str) -> str:
         """A text encoder's tensor as ``encoder_of`` names layers, whether or not the file has transformers' prefix."""
-        return f"{self.name}.text_model.{name.removeprefix('text_model.')}"
+        inner = name.removeprefix("text_model.")
+        return f"{self.name}.{inner if inner.startswith('text_projection.') else f'text_model.{inner}'}"
 
 
 Pieces = Sequence[tuple[str, Origin]]  # the tensors in diffusers' layout that make up an original one, in their order

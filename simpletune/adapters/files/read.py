@@ -78,7 +78,7 @@ def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -
     size = header.size(module)
     assert size is not None
     pointwise = any(factor.ndim == 4 for factor in factors.values())
-    if header.layout is not None and header.layout.names.is_pointwise(module.layers[0], header.family[0]):
+    if header.layout is not None and header.layout.names.is_pointwise(module.layers[0], header.family.model):
         pointwise = True  # which 2-D factors do not tell
     if module.kind == LOKR:
         return LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)

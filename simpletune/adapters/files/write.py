@@ -29,7 +29,7 @@ from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_names import LAYOUTS, family_of_names, names_of
 from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
-from simpletune.models.shared.text_layers import CLIP_L, T5, TITLES, encoder_of, split_text, text_key
+from simpletune.models.shared.text_layers import CLIP_L, T5, TITLES, encoder_of, encoders_in, split_text, text_key
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -183,13 +183,14 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
         scales[layer] = exchanged_halves(scales[layer])
     for layer in exchanged & magnitudes.keys() if layout.original else ():
         magnitudes[layer] = exchanged_halves(magnitudes[layer])
+    pointwise = {layout.module(layer) for layer, update in updates.items() if update.update.pointwise}
     tensors: dict[str, Tensor] = {}
     for module, vector in _by_module(scales, layout).items():
-        sides = (1, 1, 1) if module in updates and updates[module].update.pointwise else (1,)
+        sides = (1, 1, 1) if module in pointwise else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
     for module, vector in _by_module(magnitudes, layout).items():
         shape = [-1]
-        if not layout.alpha and module in updates and updates[module].update.pointwise:
+        if not layout.alpha and module in pointwise:
             shape = [1, -1, 1, 1]  # as PEFT keeps a convolution's
         tensors[layout.key(module, MAGNITUDE)] = vector.float().view(shape).clone()
     return tensors
@@ -241,8 +242,14 @@ def text_tensors_of(
     has one text encoder.
 
     Raises:
-        UserError: no tool reads such an update of a text encoder under these keys.
+        UserError: no tool reads such an update of a text encoder under these keys, or the model has no such encoder.
     """
+    more = [layer for layer in text if single and encoder_of(layer)[0] != CLIP_L]
+    if more:
+        raise UserError(
+            f"{more[0]} is a layer of {encoders_in(more)}, and the denoiser's layers are of a model with one text "
+            "encoder. Use LoRAs for the same model"
+        )
     low_rank = {layer: update for layer, update in text.items() if isinstance(update, LoraUpdate)}
     others = {layer: update for layer, update in text.items() if not isinstance(update, LoraUpdate)}
     tensors: dict[str, Tensor] = {}
@@ -272,7 +279,7 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str], names: Lora
     """Whether updates are for a model with one text encoder: of the family with these names, else by what the header
     says about the base."""
     if names is not None:
-        return len(family_of_names(names).clip) == 1
+        return len(family_of_names(names).encoders()) == 1
     text = split_text(updates)[1]
     base = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
     only_first = all(encoder_of(layer)[0] == CLIP_L for layer in text)

@@ -43,8 +43,8 @@ class TrainingMethod(Option):
         """The file or folder of the result inside the run's folder."""
         return self.output_name or denoiser
 
-    def before_diffusers(self, denoiser: str) -> str | None:
-        """A sentence on what to do before diffusers loads the result; None if it loads it as it is."""
+    def before_diffusers(self, layout: str) -> str | None:
+        """A sentence on what to do before diffusers loads the result, which has that layout; None if it loads it."""
         return None
 
     def describe(self, shapes: Shapes) -> str:

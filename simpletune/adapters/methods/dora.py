@@ -32,9 +32,9 @@ class Dora(Lora):
         # the trained parameters, and the scale of each output that ComfyUI reads
         return self.trainable(shapes) + sum(shapes[f"{name}.weight"][0] for name in self.modules(shapes))
 
-    def before_diffusers(self, denoiser: str) -> str | None:
-        if denoiser == "transformer":
-            return None  # a U-Net's result is in kohya's layout
+    def before_diffusers(self, layout: str) -> str | None:
+        if layout == "diffusers":
+            return None
         return f"diffusers needs its own names: convert it first with `simpletune export {OUTPUT} --format diffusers`."
 
     def attach(self, model: nn.Module, seed: int) -> None:

@@ -65,7 +65,7 @@ class Hypernetwork(TrainingMethod):
     def structure(self) -> Structure:
         return Structure(tuple(self.layer_structure), self.activation, self.layer_norm, self.dropout)
 
-    def before_diffusers(self, denoiser: str) -> str | None:
+    def before_diffusers(self, layout: str) -> str | None:
         return (
             "diffusers has no hypernetworks. AUTOMATIC1111's web UI and ComfyUI's node HypernetworkLoader read the "
             f"file that `simpletune export {OUTPUT} --format a1111` writes, from `models/hypernetworks`."

@@ -55,7 +55,7 @@ class Oft(LayerMethod):
 
         return OftLayer
 
-    def before_diffusers(self, denoiser: str) -> str | None:
+    def before_diffusers(self, layout: str) -> str | None:
         return (
             f"diffusers does not load OFT: merge it into its base first with `simpletune merge {OUTPUT} --out merged`."
         )

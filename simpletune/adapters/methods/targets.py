@@ -174,7 +174,7 @@ class LayerMethod(TargetedMethod):
 
     output_name: ClassVar[str] = OUTPUT
 
-    def before_diffusers(self, denoiser: str) -> str | None:
+    def before_diffusers(self, layout: str) -> str | None:
         return (
             f"diffusers does not load {self.title}: convert it to a LoRA first with `simpletune export {OUTPUT} "
             "--format diffusers --rank 32`, which prints what is left out."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.apps.cli.arguments import JSON_HELP, OVERWRITE_HELP, positive
 
-FORMATS = ("diffusers", "kohya", "comfy")  # of LoRA
+FORMATS = ("diffusers", "kohya", "onetrainer", "comfy")  # of LoRA
 DTYPES = ("fp32", "bf16", "fp16")
 METHODS = ("cat", "linear", "svd", "ties", "ties_svd", "dare_linear", "dare_ties", "dare_linear_svd", "dare_ties_svd",
            "magnitude_prune", "magnitude_prune_svd")  # fmt: skip
@@ -19,14 +19,14 @@ LORA = "a LoRA file in any layout, a run, a checkpoint (RUN@STEP) or a hub name"
 def inspect(args: argparse.Namespace) -> None:
     """describe a weight file and list the tools that load it"""
     from simpletune.adapters.files.describe import describe, format_description
-    from simpletune.adapters.files.header import require_family
+    from simpletune.adapters.files.header import LoraHeader, require_family
     from simpletune.runs.weights_names import weight_file
     from simpletune.system.printable import printable
 
     about = describe(weight_file(args.file), values=not args.header_only)
     print(json.dumps(about, indent=2) if args.json else printable(format_description(about)))
     if about["kind"] == "lora":
-        require_family(about["file"], about["family"], about["family_shown_by"])
+        require_family(LoraHeader(Path(about["file"])))
 
 
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +48,8 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=(*FORMATS, "lycoris", "a1111"),
         required=True,
-        help="file layout; ComfyUI and Forge load kohya, and comfy writes the same for SD 1.5 and 2; lycoris: LoKr "
-        "or LoHa unchanged, for ComfyUI; a1111: a hypernetwork as .pt",
+        help="file layout; ComfyUI and Forge load kohya; comfy and onetrainer write the same for SD 1.5 and 2; "
+        "lycoris: LoKr or LoHa unchanged, for ComfyUI; a1111: a hypernetwork as .pt",
     )
     add_rank_or_energy(parser)
     parser.add_argument("--out", type=Path, help="file to write (default: beside the LoRA, named by format)")
@@ -155,7 +155,11 @@ def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Add the output file and its format."""
     parser.add_argument("--out", type=Path, required=True, help=".safetensors file to write")
-    parser.add_argument("--format", choices=FORMATS, help="default: diffusers for SD3, kohya for the others")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="default: diffusers for SD3, kohya for the others; onetrainer and diffusers stay for SDXL",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32 if computed, else as in the input")
     parser.add_argument("--overwrite", action="store_true", help=OVERWRITE_HELP)
 

@@ -31,14 +31,17 @@ from simpletune.commands.importers.common_options import (
 )
 from simpletune.commands.importers.files import MOST, find_beside, read_any, read_named
 from simpletune.commands.importers.translation import (
+    UNKNOWN,
     KeyRule,
     Translation,
     as_text,
     blocks_of,
     boolean,
+    is_off,
     known_config,
     number,
     pairs,
+    refuse,
     round_digits,
     side_of_area,
     take_family_of_base,
@@ -224,7 +227,8 @@ def _family(found: Translation, folder: Path, of_script: str | None) -> None:
     base."""
     base = "pretrained_model_name_or_path"
     module = found.settings.get("network_module")
-    own = [key for key in trainer_tables(NAME)["only_sd3"] if found.has(key)]
+    tables = trainer_tables(NAME)
+    own = [key for key in tables["only_sd3"] if found.has(key)]
     if of_script is not None:
         found.set("model.family", of_script)
     elif found.read("sdxl", boolean):
@@ -232,7 +236,11 @@ def _family(found: Translation, folder: Path, of_script: str | None) -> None:
     elif own or module == "networks.lora_sd3":
         found.set("model.family", "sd3")
     else:
-        take_family_of_base(found, base, folder, "sd15")
+        told = [key for key in tables["not_sd15"] if not is_off(found.settings.get(key))]
+        otherwise = ("sdxl", f"SD 1.5's scripts have no {told[0]}") if told else ("sd15", UNKNOWN)
+        known = take_family_of_base(found, base, folder, *otherwise)
+        if not known and re.search(tables["other_bases"], name := str(found.settings.get(base))):
+            refuse(base, name, "another model")
     if found.family.objective != "flow":
         for key in ("weighting_scheme", "training_shift"):
             found.defaults.pop(key)
@@ -424,7 +432,9 @@ def numbers(value: object) -> list[float]:
 def _text_encoders(found: Translation) -> None:
     """Translate text encoders that train beside a network, as they do unless an option prevents it."""
     rates = found.read("text_encoder_lr", numbers) or []
-    clip = found.family.clip_encoders
+    clip, differ = found.family.clip_encoders, len(set(rates)) > 1
+    if found.settings.get("network_module") not in trainer_tables(NAME)["own_rates"]:
+        rates = rates[:1]
     of_clip = (rates * len(clip) if len(rates) == 1 else rates)[: len(clip)]
     trained = [name for name, rate in zip(clip, of_clip, strict=False) if rate]
     frozen = [found.read(key, boolean) for key in ("network_train_unet_only", "cache_text_encoder_outputs")]
@@ -436,7 +446,7 @@ def _text_encoders(found: Translation) -> None:
         encoders = trained if rate and len(trained) < len(of_clip) else None
         key = "text_encoder_lr" if rate else "network_module"
         take_text_lora(found, key, rate or found.read("learning_rate", number), "attention_and_mlp", encoders)
-        if len({each for each in of_clip if each}) > 1:
+        if differ and (len(rates) == 1 or len({each for each in of_clip if each}) > 1):
             found.note("text_encoder_lr", "one learning rate for all text encoders: the first")
 
 

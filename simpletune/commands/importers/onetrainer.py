@@ -189,6 +189,7 @@ def _part(found: Translation, name: str, method: str) -> None:
     else:
         part.take("weight_dtype", "precision.weights", weights, tables["weights_why"].get(kind, ""))
     if method == "full" and weights == "bf16" and found.get("precision.compute") == "fp16":
+        found.lines = [line for line in found.lines if line.path != "precision.compute"]  # changed, not taken
         found.take("train_dtype", "precision.compute", "bf16", "as the weights: those that train in bf16 need it")
     if kind in ("INT_W8A8", "FLOAT_W8A8"):
         part.take("weight_dtype", "precision.products", "int8")
@@ -299,7 +300,16 @@ def _optimizer(found: Translation) -> None:
 
 def _objective(found: Translation) -> None:
     if found.family.objective != "flow":
-        found.seen("timestep_shift", "timestep_distribution", "text_encoder_3_sequence_length")
+        found.seen("text_encoder_3_sequence_length")
+        title = found.family.title
+        if found.read("timestep_distribution", as_text) not in (None, "UNIFORM"):
+            found.leave("timestep_distribution", f"{title}'s timesteps are uniform here")
+            found.seen("noising_weight", "noising_bias")  # which belong to it
+        if found.read("timestep_shift", number) not in (None, 1):
+            found.leave("timestep_shift", f"{title}'s timesteps are not shifted here")
+        if found.has("dynamic_timestep_shifting"):
+            found.leave("dynamic_timestep_shifting", f"OneTrainer does not read it for {title}", same=True)
+        _prediction(found)
         if found.read("loss_weight_fn", as_text) == "MIN_SNR_GAMMA":
             found.take("loss_weight_fn", "objective.min_snr_gamma", found.read("loss_weight_strength", number) or 5.0)
         for key, path in (("min_noising_strength", "min_timestep"), ("max_noising_strength", "max_timestep")):
@@ -324,6 +334,18 @@ def _objective(found: Translation) -> None:
             {"c": min(1.0, delta), "schedule": "constant"},
             "only the pseudo-Huber loss, instead of a mixture",
         )
+
+
+def _prediction(found: Translation) -> None:
+    """Translate what the model predicts, in the order of OneTrainer's set-up of a model."""
+    if found.get("objective.zero_terminal_snr"):
+        found.take(
+            "rescale_noise_scheduler_to_zero_terminal_snr", "objective.prediction", "v", "OneTrainer trains v then"
+        )
+    elif found.get("adapter.method") == "full":
+        for key, prediction in (("force_v_prediction", "v"), ("force_epsilon_prediction", "epsilon")):
+            if found.get("objective.prediction") is None and found.read(key, boolean):
+                found.take(key, "objective.prediction", prediction)
 
 
 def _density(found: Translation) -> None:

@@ -325,8 +325,12 @@ def pairs(value: object) -> dict[str, str]:
     return found
 
 
-def take_family_of_base(found: Translation, key: str, folder: Path, otherwise: str) -> None:
-    """Translate the family of the base that ``key`` names: by its files, by its name, or ``otherwise``."""
+UNKNOWN = "no option or name indicates another one"
+
+
+def take_family_of_base(found: Translation, key: str, folder: Path, otherwise: str, why: str = UNKNOWN) -> bool:
+    """Translate the family of the base that ``key`` names: by its files, by its name, or ``otherwise`` and why. Whether
+    files or name tell."""
     base = found.settings.get(key)
     base = base if isinstance(base, str) else ""
     local = folder / base
@@ -335,7 +339,9 @@ def take_family_of_base(found: Translation, key: str, folder: Path, otherwise: s
     elif base and (family := family_by_name(base)) is not None:
         found.take(key, "model.family", family.family, "by its name")
     else:
-        found.take(key, "model.family", otherwise, "no option or name indicates another one")
+        found.take(key, "model.family", otherwise, why)
+        return False
+    return True
 
 
 def blocks_of(general: Translation) -> int:

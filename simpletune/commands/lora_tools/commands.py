@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,9 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import denoiser_in
 from simpletune.models.lora_names import family_of_names
-from simpletune.models.shared.lora_names import LoraNames
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.lora_names import Layout, LoraNames
+from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.text_layers import encoders_in, split_text
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.outputs import require_new
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from simpletune.runs.stack import Stack
 
 A1111 = "a1111"  # format of hypernetworks
+LAYOUT_NAMES = ("diffusers", "kohya", "onetrainer", "comfy")  # formats of LoRA
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,13 @@ def export(args: argparse.Namespace) -> Path:
         updates, lost = resize_all(updates, args.rank, args.energy)
     config = source.config(header.metadata)
     names = names_of_run(config, header)
+    require_suited(source, config, args.format)
     metadata = base_fields(header) | header_of(updates, out.stem, config, source.steps, names)
     said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
     if not getattr(args, "thumbnail", True):
         metadata.pop("modelspec.thumbnail", None)
-    written = write_lora_file(updates, out, args, metadata, names)
+    written = write_lora_file(updates, out, args, metadata, names, usual_layout(names, header))
     if lost is not None:
         say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
             "(Frobenius norm)")  # fmt: skip
@@ -157,8 +161,9 @@ def resize(args: argparse.Namespace) -> Path:
     note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
     config = source.config(header.metadata)
     names = names_of_run(config, header)
+    require_suited(source, config, args.format)
     metadata = base_fields(header) | header_of(new, args.out.stem, config, source.steps, names)
-    written = write_lora_file(new, args.out, args, metadata | note, names)
+    written = write_lora_file(new, args.out, args, metadata | note, names, usual_layout(names, header))
     say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
     return written
 
@@ -186,11 +191,12 @@ def mix(args: argparse.Namespace) -> Path:
     parts = [(source.name, source.weight) for source in sources]
     details = {"loras": parts, "method": args.method}
     details |= {"density": args.density, "seed": args.seed} if args.method in PRUNING else {}
-    first = open_lora(sources[0].file)
-    configs = [source.config(open_lora(source.file).metadata) for source in sources]
-    names = next((config.model.lora[0].names for config in configs if config is not None), names_in(updates))
-    metadata = base_fields(first) | header_of(updates, args.out.stem, None, None, names)
-    written = write_lora_file(updates, args.out, args, metadata | source_note("mix", details), names)
+    headers = [open_lora(source.file) for source in sources]
+    names = names_of_sources(sources, headers) or names_in(updates)
+    metadata = base_fields(headers[0]) | header_of(updates, args.out.stem, None, None, names)
+    layouts = [usual_layout(names, header) for header in headers]
+    usual = next((each for each in layouts if each is not None and not each.original), layouts[0])
+    written = write_lora_file(updates, args.out, args, metadata | source_note("mix", details), names, usual)
     summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
     return written
@@ -250,7 +256,8 @@ def extract(args: argparse.Namespace) -> Path:
                                    "rank": args.rank, "energy": args.energy})  # fmt: skip
     own = base.family.lora[0].names
     metadata = header_of(found.updates, args.out.stem, None, None, own)
-    written = write_lora_file(found.updates, args.out, args, metadata | note, own)
+    usual = suited_layout(base.family, base.config, args.format)
+    written = write_lora_file(found.updates, args.out, args, metadata | note, own, usual)
     for row in sorted(found.rows, key=lambda row: -row.residual):
         say(f"  {row.layer}: rank {row.rank}, residual {row.relative:.3%} of {row.norm:.4g}")
     say(
@@ -273,18 +280,74 @@ def names_of_run(config: TrainConfig | None, header: LoraHeader) -> LoraNames | 
     return None if header.layout is None else header.layout.names
 
 
+def names_of_sources(sources: Sequence[NamedLora], headers: Sequence[LoraHeader]) -> LoraNames | None:
+    """The LoRA names of the family that files are for; None if no file shows one. UserError: they are for several."""
+    found: dict[LoraNames, str] = {}
+    for source, header in zip(sources, headers, strict=True):
+        config = source.config(header.metadata)
+        names = names_of_run(config, header)
+        if names is not None and (config is not None or len(header.family.names) == 1):
+            found.setdefault(names, source.name)
+    if len(found) > 1:
+        listed = ", ".join(f"{name} for {names.title}" for names, name in found.items())
+        raise UserError(f"a LoRA is for one model, but these are for several: {listed}. Use LoRAs for the same model")
+    return next(iter(found), None)
+
+
+def usual_layout(names: LoraNames | None, header: LoraHeader) -> Layout | None:
+    """The layout of a file that is made from another one, unless the user wants one: that of a run's result; but the
+    other file's, if that has diffusers' names and the result original ones, which may be other layers' in its model."""
+    if names is None:
+        return None
+    layouts, own = family_of_names(names).lora, header.layout
+    if own is None or own not in layouts or own.original or own.name not in LAYOUT_NAMES:
+        return layouts[0]
+    return own if layouts[0].original else layouts[0]
+
+
+def require_suited(source: NamedLora, config: TrainConfig | None, wanted: str | None) -> None:
+    """See ``suited_layout``, for a run whose model is there; nothing shows the model of another file."""
+    if source.run is None or config is None:
+        return
+    try:
+        known = resolve_model_folder(config).model.denoiser_config(fetch=False)
+    except UserError:  # a result is written without its base, too
+        return
+    if known is not None:
+        suited_layout(config.model, known, wanted)
+
+
+def suited_layout(family: Family, config: ModelConfig, wanted: str | None = None) -> Layout:
+    """The layout of a run's result on a model of this configuration. UserError: the wanted one has original names that
+    are those of other layers in the published models."""
+    suited = [each for each in family.lora if not each.original or each.names.suits(config)]
+    if any(each.name == wanted for each in family.lora if each not in suited):
+        raise UserError(
+            f"--format {wanted}: its names have the published models' numbers of blocks, and this model's blocks are "
+            f"numbered otherwise. Use --format {' or '.join(each.name for each in suited if each.name in LAYOUT_NAMES)}"
+        )
+    return suited[0]
+
+
 def write_lora_file(
-    updates: Updates, out: Path, args: argparse.Namespace, metadata: Mapping[str, str], names: LoraNames | None
+    updates: Updates,
+    out: Path,
+    args: argparse.Namespace,
+    metadata: Mapping[str, str],
+    names: LoraNames | None,
+    default: Layout | None,
 ) -> Path:
-    """Write a LoRA file of a family, if that is known, and describe it."""
+    """Write a LoRA file of a family, if that is known, and describe it. ``default``: the layout without --format."""
     from simpletune.adapters.files.write import is_single_encoder, write_lora
 
     layouts = () if names is None else family_of_names(names).lora
     usual = "kohya" if is_single_encoder(updates, metadata, names) else "diffusers"
-    layout = args.format or (layouts[0].name if layouts else usual)
+    layout = args.format or (default.name if default is not None else usual)
     kohya = next((each for each in layouts if each.name == "kohya"), None)
     if layout == "comfy" and (usual == "kohya" if kohya is None else not kohya.original):
         layout = "kohya"  # kohya's scripts train diffusers' model, and ComfyUI loads those names
+    if layout == "onetrainer" and kohya is not None and layout not in (each.name for each in layouts):
+        layout = "kohya"  # the same names
     written = write_lora(updates, out, layout, args.dtype, metadata, names)
     size = written.stat().st_size / 2**20
     say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")

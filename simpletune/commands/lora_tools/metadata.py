@@ -86,7 +86,7 @@ def model_fields(denoiser: Layers, names: LoraNames | None) -> Mapping[str, str]
     if names is None:
         return {}
     sides = {layer: (shape[0], shape[1]) for layer, shape in denoiser.items()}
-    model = family_of_lora({}, sides)[0] if denoiser else ""
+    model = family_of_lora({}, sides).model if denoiser else ""
     if model not in names.header or not denoiser:
         published = [each for each in names.header if each]
         model = published[0] if len(published) == 1 or not denoiser else ""

@@ -43,10 +43,11 @@ class SDXL(UNetFamily):
     """A Hub name (owner/name), a folder in diffusers' layout, a single .safetensors file, or demo:tiny-sdxl."""
     text_encoders: str | None = None
     """Folder or Hub name of a pipeline with tokenizers for a single file, and with text encoders if the file has none.
-    """
+    Its scheduler says what a file without marks predicts."""
 
     title: ClassVar[str] = LAYOUT.family
     layout: ClassVar[FileLayout] = LAYOUT
+    scheduler_tells: ClassVar[bool] = True
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 5.0
@@ -55,7 +56,9 @@ class SDXL(UNetFamily):
         TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
     )
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
-    published_as: ClassVar[str] = r"XL(?![A-Za-z])|(?i:sd_?xl|(?<![a-z])xl(?![a-z])|pony|illustrious|noobai)"
+    published_as: ClassVar[str] = (  # XL ends a word, or begins one in capitals; T5 XXL has another one before it
+        r"(?<![xX])((?i:xl)(?![A-Za-z])|(?<![A-Z])XL(?![a-z]))|(?i:sd_?xl|pony|illustrious|noobai)"
+    )
     # its modules/ui.py offers the widths 768, 1024, 320, 640 and 1280
     no_hypernetwork: ClassVar[str | None] = (
         f"AUTOMATIC1111's web UI, whose format it has, makes them for text of width 768 or 1024, and {LAYOUT.family}'s "

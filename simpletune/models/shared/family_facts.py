@@ -109,7 +109,7 @@ class FamilyFacts(Option):
     diffusers: ClassVar[DiffusersNames]
     """The names of diffusers' classes."""
     scheduler_tells: ClassVar[bool] = False
-    """Whether a single file does not say what it predicts, so that its scheduler has to come from the Hub too."""
+    """Whether a single file may not say what it predicts, so that its scheduler has to come from the Hub too."""
     has_modulation: ClassVar[bool] = False
     """Whether ``memory.modulation`` plan applies."""
     pipeline_reads_embeddings: ClassVar[bool] = False

@@ -41,20 +41,48 @@ def provider(model: FamilyFacts, part: str) -> tuple[str, str | None]:
     if part.startswith(("tokenizer", "text_encoder")) and model.text_encoders is not None:
         if not (single and open_file(Path(model.pretrained), model.layout).has(part)):
             return "text_encoders", model.text_encoders
+    if part == "scheduler":
+        return _scheduler_provider(model)
     if single and part.startswith(WITHOUT_WEIGHTS):
-        fetched = model.scheduler_tells and model.text_encoders is not None and is_hub_name(model.text_encoders)
-        return "text_encoders", model.text_encoders if fetched else None
+        return "text_encoders", None
     return "pretrained", model.pretrained
+
+
+def _scheduler_provider(model: FamilyFacts) -> tuple[str, str | None]:
+    """As for ``provider``. The scheduler says what the denoiser predicts, so it is that of whoever provides this: the
+    marks of its file, or its pipeline's. Without, that of ``pretrained``; of a file without marks, that of the pipeline
+    with its tokenizers."""
+    field, value = provider(model, model.denoiser)
+    if value is not None and field != "pretrained" and not is_hub_name(value) and not _has_scheduler(model, value):
+        field, value = "pretrained", model.pretrained
+    if value is None or not is_single_file(value) or _has_scheduler(model, value):
+        return field, value
+    text = model.text_encoders
+    known = text is not None and (model.scheduler_tells if is_hub_name(text) else _has_scheduler(model, text))
+    return "text_encoders", text if known else None
+
+
+def _has_scheduler(model: FamilyFacts, source: str) -> bool:
+    """Whether a file has marks that tell its scheduler, or a folder is of a pipeline with one, or its denoiser's."""
+    if is_single_file(source):
+        return Path(source).is_file() and bool(open_file(Path(source), model.layout).scheduler_settings)
+    return any(_scheduler_folder(model, source).glob("*config.json"))
+
+
+def _scheduler_folder(model: FamilyFacts, source: str) -> Path:
+    """The folder of the scheduler of a pipeline's folder, or beside a denoiser's."""
+    beside = Path(source).name == model.denoiser and (Path(source) / "config.json").exists()
+    return (Path(source).parent if beside else Path(source)) / "scheduler"
 
 
 def locate_part(model: FamilyFacts, part: str) -> Part:
     """See ``Family.part``."""
     field, value = provider(model, part)
-    if value is None:  # a part without weights for a single file: the scheduler is bundled, tokenizers are missing
-        if part != "scheduler":
-            raise UserError(f"model.pretrained: {_lacks(model, model.pretrained, part)}")
-        folder, bundled = _config_beside_file(model, part)
-        return Part(part, folder, bundled=bundled)
+    if part == "scheduler" and (value is None or is_single_file(value)):
+        told = {} if value is None else open_file(Path(value), model.layout).scheduler_settings
+        return Part(part, None, bundled={**model.bundled_configs()[model.file_version()][part], **told})
+    if value is None:
+        raise UserError(f"model.pretrained: {_lacks(model, model.pretrained, part)}")
     if is_single_file(value):
         if not open_file(Path(value), model.layout).has(part):
             raise UserError(f"model.{field}: {_lacks(model, value, part)}")
@@ -64,7 +92,7 @@ def locate_part(model: FamilyFacts, part: str) -> Part:
         return Part(part, part_folder(_hub_part(model, part, field, value)))
     if field == part and (Path(value) / "config.json").exists():
         return Part(part, Path(value))
-    folder = Path(value) / part
+    folder = _scheduler_folder(model, value) if part == "scheduler" else Path(value) / part
     if not folder.is_dir():
         raise UserError(f"model.{field}: {Path(value)} has no {part}/ folder. Give {PIPELINE}")
     return Part(part, folder)
@@ -72,13 +100,10 @@ def locate_part(model: FamilyFacts, part: str) -> Part:
 
 def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, ModelConfig | None]:
     """The configuration of a part that a single file stores without one: its folder in ``model.text_encoders``, if
-    there is one and the file's marks do not tell, and the one that ships."""
+    there is one, and the one that ships."""
     if part == model.denoiser or not is_single_file(model.pretrained):
         return None, None
     bundled = model.bundled_configs()[model.file_version()].get(part)
-    if part == "scheduler" and bundled is not None:
-        if told := open_file(Path(model.pretrained), model.layout).scheduler_settings:
-            return None, {**bundled, **told}
     folder = Path(model.text_encoders or "/nowhere") / part
     return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
 
@@ -130,11 +155,14 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
     if any(problem.path == "model.pretrained" for problem in unusable):
         return
     named = {problem.path for problem in unusable}
-    provided = [(part, *provider(model, part)) for part in model.part_names()]
+    parts = [part for part in model.part_names() if part != "scheduler" or f"model.{model.denoiser}" not in named]
+    provided = [(part, *provider(model, part)) for part in parts]
     for field, value in dict.fromkeys((field, value) for _, field, value in provided):
         if value is not None and f"model.{field}" not in named and Path(value).is_dir():
-            parts = any((Path(value) / part).is_dir() for part in model.part_names())
-            if not parts and not (Path(value) / "config.json").exists():
+            if (
+                not any((Path(value) / part).is_dir() for part in model.part_names())
+                and not (Path(value) / "config.json").exists()
+            ):
                 yield Problem(f"model.{field}", f"{value} contains no part of a model. Give {PIPELINE}")
                 named.add(f"model.{field}")
     lacking = []  # parts of the text side that the single file lacks, and no other option provides

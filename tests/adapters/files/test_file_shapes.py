@@ -126,7 +126,7 @@ def test_diffusers_loads_every_factor(family: str, targets: str, method: str, fo
     adapter = METHODS[method][0](targets=targets)
     exported = write_lora(read_lora(run), tmp_path / "lora.safetensors", "diffusers")
     for file in (
-        [exported] if adapter.before_diffusers("transformer" if family == "sd3" else "unet") else [exported, run]
+        [exported] if adapter.before_diffusers("diffusers" if family == "sd3" else "kohya") else [exported, run]
     ):
         model = denoiser(family)
         if family == "sd3":

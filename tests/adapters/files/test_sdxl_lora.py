@@ -24,7 +24,7 @@ from simpletune.adapters.files.describe import describe
 from simpletune.adapters.files.header import LoraHeader
 from simpletune.adapters.files.mix import Recipe, mix
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.updates import DoraUpdate, LoraUpdate
 from simpletune.adapters.files.write import file_tensors, write_lora
 from simpletune.adapters.methods.dora import Dora
 from simpletune.adapters.methods.loha import Loha
@@ -325,10 +325,10 @@ def test_shapes_and_names_decide_a_family_and_ambiguity_is_said(tmp_path: Path) 
     for field, value in known_by.items():
         save_file(load_file(file), file, {field: value})
         header = LoraHeader(file)
-        assert header.family == ("Stable Diffusion XL", f"{field} in its header: {value}")
+        assert header.family[:2] == ("Stable Diffusion XL", f"{field} in its header: {value}")
         assert header.layout is ONETRAINER
     write_lora(mid_only(), file, "kohya", names=NAMES)
-    assert LoraHeader(file).layout is KOHYA and LoraHeader(file).family[0] == "Stable Diffusion XL"
+    assert LoraHeader(file).layout is KOHYA and LoraHeader(file).family.model == "Stable Diffusion XL"
 
 
 def test_a_model_is_of_the_family_that_supports_its_configuration() -> None:
@@ -397,13 +397,93 @@ def test_the_commands_write_sdxls_names_and_header(tmp_path: Path, capsys: pytes
         text = {"kohya": "lora_te2_text", "comfy": "text_encoders.clip_g.", "diffusers": "text_encoder_2."}[layout]
         assert sum(key.startswith(text) for key in keys) == (10 if layout == "diffusers" else 15)
     assert run("resize", file, "--rank", 1, "--out", out, "--overwrite") == 0
-    assert run("mix", f"{file}:0.5", out, "--out", tmp_path / "mixed.safetensors") == 0
+    assert run("mix", f"{file}:0.5", out, "--out", tmp_path / "mixed.safetensors", "--format", "kohya") == 0
     keys = load_file(tmp_path / "mixed.safetensors")
     assert sum(key.startswith("lora_unet_input_blocks_4_1_") for key in keys) == 3 * 4
     capsys.readouterr()
     assert run("inspect", file, "--json") == 0
     about = json.loads(capsys.readouterr().out)
     assert about["family"] == "Stable Diffusion XL" and "width 2048" in about["family_shown_by"]
+
+
+def kohya_file(file: Path, text: str, width: int = 640, **header: str) -> Path:
+    """A file of one attention, which SD 1.5 has too, and of text encoders."""
+    modules = ["lora_unet_output_blocks_3_1_transformer_blocks_0_attn1_to_q"]
+    modules += [f"lora_{each}_text_model_encoder_layers_0_self_attn_q_proj" for each in text.split()]
+    tensors = {}
+    for module in modules:
+        tensors[f"{module}.lora_down.weight"], tensors[f"{module}.lora_up.weight"] = (
+            torch.ones(1, width),
+            torch.ones(width, 1),
+        )
+    save_file(tensors, file, header)
+    return file
+
+
+def test_mix_keeps_both_text_encoders_and_the_model_where_layers_do_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = {"ss_base_model_version": "sdxl_base_v1-0"}
+    first = kohya_file(tmp_path / "a.safetensors", "te1 te2", **header)
+    second = kohya_file(tmp_path / "b.safetensors", "te1 te2", **header)
+    out = tmp_path / "mixed.safetensors"
+    assert run("mix", first, second, "--out", out, "--format", "kohya") == 0
+    assert "3 layers" in capsys.readouterr().out
+    tensors = load_file(out)
+    assert {key.partition(".")[0] for key in tensors} == {key.partition(".")[0] for key in load_file(first)}
+    assert len(tensors) == 3 * 3
+    with safe_open(out, framework="pt") as handle:
+        assert handle.metadata()["ss_base_model_version"] == "sdxl_base_v1-0"
+    shared = write_lora(mid_only(640), tmp_path / "shared.safetensors", "diffusers")  # of either model
+    assert run("mix", shared, first, "--out", tmp_path / "with_shared.safetensors") == 0
+    older = write_lora(mid_only(), tmp_path / "older.safetensors", "kohya", metadata={"ss_base_model_version": "sd_v1"})
+    assert LoraHeader(older).family.model == "Stable Diffusion 1.5"
+    capsys.readouterr()
+    assert run("mix", first, older, "--out", tmp_path / "no.safetensors") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a.safetensors for Stable Diffusion XL, older.safetensors for Stable Diffusion 1.5 or 2. Use LoRAs" in said
+    updates = {**mid_only(), "text_encoder_2.text_model.encoder.layers.0.mlp.fc1": mid_only()[MIDDLE]}
+    with pytest.raises(UserError, match="fc1 is a layer of CLIP-G, and the denoiser's layers are of a model with one"):
+        write_lora(updates, tmp_path / "no.safetensors", "kohya", names=SD15_NAMES)
+
+
+def test_dora_of_a_convolution_keeps_its_dimensions_in_every_layout(tmp_path: Path) -> None:
+    """ComfyUI divides a weight [o, i, 1, 1] by it."""
+    layer = "up_blocks.0.resnets.2.conv_shortcut"
+    lora = LoraUpdate(torch.ones(1, 24), torch.ones(16, 1), pointwise=True)
+    updates = {layer: DoraUpdate(lora, torch.ones(16), torch.ones(16))}
+    for layout, shape in (("kohya", [16, 1, 1, 1]), ("onetrainer", [16, 1, 1, 1]), ("diffusers", [16, 1, 1, 1])):
+        tensors = load_file(write_lora(updates, tmp_path / "x.safetensors", layout, names=NAMES))
+        (scale,) = (tensor for key, tensor in tensors.items() if key.endswith("dora_scale"))
+        assert list(scale.shape) == shape, layout
+        assert set(read_lora(tmp_path / "x.safetensors")) == {layer}
+
+
+def test_a_file_of_diffusers_names_keeps_them_where_original_ones_may_be_other_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one layer in a level, kohya's names are those of other modules."""
+    model, theirs = tiny(layers_per_block=1), tiny(layers_per_block=1)
+    file = write_lora(updates_of(model, "attention_qv"), tmp_path / "x.safetensors", "onetrainer", names=NAMES)
+    out = tmp_path / "out.safetensors"
+    assert run("resize", file, "--rank", 2, "--out", out) == 0
+    assert LoraHeader(out).layout is ONETRAINER
+    assert run("mix", file, out, "--out", tmp_path / "mixed.safetensors") == 0
+    assert LoraHeader(tmp_path / "mixed.safetensors").layout is ONETRAINER
+    kohya = write_lora(updates_of(tiny(), "attention_qv"), tmp_path / "kohya.safetensors", "kohya")
+    assert run("resize", kohya, "--rank", 2, "--out", out, "--overwrite") == 0
+    assert LoraHeader(out).layout is KOHYA
+    patched(theirs, updates_of(model, "attention_qv"))
+    for name, each in (("base", model), ("tuned", theirs)):
+        each.save_pretrained(tmp_path / name / "unet")
+    extract = ("extract", tmp_path / "base", tmp_path / "tuned", "--rank", 2, "--out", tmp_path / "diff.safetensors")
+    assert run(*extract) == 0
+    assert LoraHeader(tmp_path / "diff.safetensors").layout is ONETRAINER
+    capsys.readouterr()
+    assert run(*extract, "--overwrite", "--format", "kohya") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--format kohya: its names have the published models' numbers of blocks" in said
+    assert said.endswith("Use --format onetrainer or diffusers")
 
 
 def test_patterns_choose_blocks_and_b_lora_is_a_list_of_them() -> None:
@@ -449,7 +529,14 @@ def test_diffusers_reads_the_embeddings_of_both_encoders_as_inspect_says(tmp_pat
     file = write_embeddings(tmp_path / "a.safetensors", EmbeddingFile("<dots>", "input", vectors, "sdxl", ("a", "b")))
     (about,) = describe(file)["embeddings"]
     (said,) = next(tool["notes"] for tool in about["tools"] if tool["tool"] == "diffusers")
-    assert "load_textual_inversion(tensors['clip_g'], token, text_encoder=pipeline.text_encoder_2, tokenizer=" in said
+    for key, part in (("clip_l", ""), ("clip_g", "_2")):
+        parts = f"text_encoder=pipeline.text_encoder{part}, tokenizer=pipeline.tokenizer{part})"
+        assert f"load_textual_inversion(tensors['{key}'], token, {parts}" in said
+    save_file({"clip_g": torch.ones(2, 1280)}, tmp_path / "alone.safetensors")  # by another tool, without a family
+    (alone,) = describe(tmp_path / "alone.safetensors")["embeddings"]
+    (support,) = (tool for tool in alone["tools"] if tool["tool"] == "diffusers")
+    assert support["loads"] == "refuses"
+    assert support["notes"] == ["a pipeline needs vectors for each of its encoders, and the file has only clip_g"]
     with safe_open(file, framework="pt") as handle:
         assert "diffusers, for CLIP-L: pipeline.load_textual_inversion" in handle.metadata()["modelspec.usage_hint"]
     base = tiny_sdxl.build(tmp_path / "base")

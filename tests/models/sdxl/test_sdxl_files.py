@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.merge import Merger
+from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers.importing import import_file
 from simpletune.commands.init.answers import Answers
@@ -33,8 +35,10 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.config import bundled_configs
 from simpletune.models.sdxl.files import LAYOUT
+from simpletune.models.sdxl.lora_names import LAYOUTS
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.parts import load_text_model
+from simpletune.models.shared.sources import hub_parts, provider
 from simpletune.models.unet.files import origins
 from simpletune.models.unet.shapes import parameter_shapes
 from simpletune.system.options import UserError
@@ -153,6 +157,77 @@ def test_marks_tell_what_the_unet_predicts(pipeline: Path, descriptions: Path, t
         tensors = load_file(written)
         assert [tuple(tensors[mark].shape) for mark in ("v_pred", "ztsnr")] == [(0,), (0,)]
     assert not {"v_pred", "ztsnr"} & set(load_file(tmp_path / "0.safetensors"))
+
+
+def told(**options: object) -> tuple[str, bool]:
+    """Prediction, and whether the terminal SNR is zero."""
+    found = SDXL(**options).scheduler_config()  # type: ignore[arg-type]
+    return found.get("prediction_type", "epsilon"), found.get("rescale_betas_zero_snr", False)
+
+
+def test_whoever_provides_the_unet_says_what_it_predicts(pipeline: Path, tmp_path: Path) -> None:
+    """The marks of its file, or its pipeline's scheduler; else that of the pipeline."""
+    epsilon, v = ("epsilon", False), ("v_prediction", True)
+    marked = str(original_sdxl.write(pipeline, tmp_path / "v.safetensors", marks=["v_pred", "ztsnr"]))
+    plain = str(original_sdxl.write(pipeline, tmp_path / "plain.safetensors"))
+    zero_snr = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    folder = changed(pipeline, tmp_path / "v", "scheduler", **zero_snr)
+    alone = shutil.copytree(pipeline / "unet", tmp_path / "alone" / "unet")
+    for base, unet, expected in (
+        (pipeline, marked, v), (pipeline, plain, epsilon), (folder, plain, v), (pipeline, folder, v),
+        (folder, pipeline, epsilon), (pipeline, f"{folder}/unet", v), (folder, alone, v), (marked, pipeline, epsilon),
+        (plain, folder, v), (folder, marked, v),
+    ):  # fmt: skip
+        options = {"pretrained": str(base), "unet": str(unet), "text_encoders": str(pipeline)}
+        assert told(**options) == expected, (base, unet)
+        assert problems(**options) == ""
+    assert "does not exist" in problems(pretrained=str(pipeline), unet=str(tmp_path / "no.safetensors"))
+    model = SDXL(pretrained=str(pipeline), unet="someone/v")
+    assert sorted(part.part for part in hub_parts(model)) == ["scheduler", "unet"], (
+        "a download of its configuration alone"
+    )
+
+
+def test_a_file_without_marks_predicts_what_its_pipeline_does_in_a_folder_or_on_the_hub(
+    pipeline: Path, tmp_path: Path
+) -> None:
+    plain = str(original_sdxl.write(pipeline, tmp_path / "plain.safetensors"))
+    marked = str(original_sdxl.write(pipeline, tmp_path / "v.safetensors", marks=["v_pred"]))
+    folder = changed(pipeline, tmp_path / "v", "scheduler", prediction_type="v_prediction")
+    assert told(pretrained=plain, text_encoders=folder) == ("v_prediction", False)
+    assert told(pretrained=plain) == told(pretrained=plain, text_encoders=str(pipeline)) == ("epsilon", False)
+    on_the_hub = SDXL(pretrained=plain, text_encoders="someone/v")
+    assert provider(on_the_hub, "scheduler") == ("text_encoders", "someone/v") and not on_the_hub.is_schedule_known()
+    assert [each.weights for each in hub_parts(on_the_hub) if each.part == "scheduler"] == [False]
+    by_mark = SDXL(pretrained=marked, text_encoders="someone/epsilon")
+    assert by_mark.is_schedule_known() and by_mark.scheduler_config()["prediction_type"] == "v_prediction"
+    assert "scheduler" not in [each.part for each in hub_parts(by_mark)]
+
+
+def test_a_lora_of_both_encoders_merges_into_a_file_and_a_folder(pipeline: Path, file: Path, tmp_path: Path) -> None:
+    """OpenCLIP's q, k and v are one tensor, and its projection is transposed."""
+    changes = {}
+    for part in ("text_encoder", "text_encoder_2"):
+        layers = [f"text_model.encoder.layers.1.{inner}" for inner in
+                  ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1")]  # fmt: skip
+        changes |= {f"{part}.{layer}": 0 for layer in layers}
+    changes["text_encoder_2.text_projection"] = 0
+    expected, updates, generator = expected_states(pipeline), {}, torch.Generator().manual_seed(3)
+    for layer in changes:
+        part, _, name = layer.partition(".")
+        weight = expected[part][f"{name.removeprefix('text_model.')}.weight"]
+        down = torch.randn(2, weight.shape[1], generator=generator)
+        updates[layer] = LoraUpdate(down, torch.randn(weight.shape[0], 2, generator=generator))
+        expected[part][f"{name.removeprefix('text_model.')}.weight"] = weight + 0.5 * updates[layer].delta()
+    lora = write_lora(updates, tmp_path / "lora.safetensors", "kohya", names=LAYOUTS[0].names)
+    for base in (file, pipeline):
+        out = tmp_path / "merged.safetensors"
+        assert main(["merge", f"{lora}:0.5", "--base", str(base), "--out", str(out), "--overwrite"]) == 0
+        found = states(SDXL(pretrained=str(out), text_encoders=str(pipeline)))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    theirs = StableDiffusionXLPipeline.from_single_file(out, config=str(pipeline), local_files_only=True)
+    state = without_prefix(theirs.text_encoder_2.state_dict())
+    torch.testing.assert_close(state, expected["text_encoder_2"], rtol=0, atol=1e-5)
 
 
 def test_a_run_s_full_weights_become_one_file(

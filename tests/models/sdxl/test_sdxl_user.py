@@ -137,11 +137,14 @@ def test_a_base_tells_its_family_by_its_files_or_else_by_its_name(
     assert all(isinstance(family_of(str(folder)), kind) for folder, kind in kinds.items())
     assert family_of("someone/fine-tune-xl") is None, "its files are not here"
     for name in ("someone/Juggernaut-XL-v9", "ponyDiffusionV6XL.safetensors", r"D:\models\noobaiXL_vPred10.safetensors",
-                 "OnomaAIResearch/Illustrious-xl-early-release-v0", "models/sd_xl_base_1.0.safetensors"):  # fmt: skip
+                 "OnomaAIResearch/Illustrious-xl-early-release-v0", "models/sd_xl_base_1.0.safetensors",
+                 "animagineXLV31_v31", "zavychromaxl_v80", "protovisionXLHighFidelity3D", "dreamshaperXL10_alpha2",
+                 "RealVisXL_V5.0", "animaPencilXL_v500"):  # fmt: skip
         assert isinstance(family_by_name(name), SDXL), name
     for name in ("someone/sd3_medium", "stabilityai/stable-diffusion-3.5-large"):
         assert isinstance(family_by_name(name), SD3), name
-    for name in ("sdxl/dreamer_v8.safetensors", "someone/axle", "pixels/xlarge", ""):
+    for name in ("sdxl/dreamer_v8.safetensors", "someone/axle", "pixels/xlarge", "", "pixlr_v2", "PIXLR", "excel",
+                 "sd15_xlora", "sd15_XLora", "t5xxl_fp16", "T5XXL", "fluxlora", "FLUXLora"):  # fmt: skip
         assert family_by_name(name) is None, name
 
 
