@@ -300,8 +300,9 @@ def usual_layout(names: LoraNames | None, header: LoraHeader) -> Layout | None:
     if names is None:
         return None
     layouts, own = family_of_names(names).lora, header.layout
-    kept = layouts[0].original and own in layouts and not own.original and own.name in LAYOUT_NAMES
-    return own if kept else layouts[0]
+    if own is None or own not in layouts or own.original or own.name not in LAYOUT_NAMES:
+        return layouts[0]
+    return own if layouts[0].original else layouts[0]
 
 
 def require_suited(source: NamedLora, config: TrainConfig | None, wanted: str | None) -> None:
