@@ -307,7 +307,7 @@ KOHYA = [
     ({"text_encoder_lr": [0, 1e-5]}, "text.lora.encoders", ["clip_g"], None),
     *(
         (XL | {"pretrained_model_name_or_path": f"models/{name}.safetensors"}, "model.family", "sdxl", "changed")
-        for name in ("animagineXLV31_v31", "Animagine-XL-3.1", "animaPencilXL_v500", "qwenXL")
+        for name in ("animagineXLV31_v31", "Animagine-XL-3.1", "animaPencilXL_v500", "qwen-XL")
     ),
     (
         XL | {"pretrained_model_name_or_path": "models/animaMix_v1.safetensors", "sdxl": True},
