@@ -84,7 +84,7 @@ screens: setup  ## draw docs/images/web_*: every page in every state, light on a
 compare: setup  ## BASE=commit: short trainings by that commit and by the working tree; losses, weights, pictures equal to the bit? 2 min on one core (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.compare_trees --base $(BASE) --rows "$(ROWS)"
 
-predictions: setup  ## after a change of what estimate simulates: compute missing or changed predictions that ship; all 168 take 12 min on 2 cores beside other work (27 November 2026)
+predictions: setup  ## after a change of what estimate simulates: compute missing or changed predictions that ship; the 168 besides SDXL's take 12 min on 2 cores beside other work (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.stored_predictions
 
 docs: setup  ## write the pages of docs/reference that the code defines, and build the documentation as a site in build/site; 15 s

@@ -150,7 +150,8 @@ def validate(config: TrainConfig) -> None:
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)
-    prompt = batch.prompt_embeds[0], batch.pooled[0]
+    pooled = torch.zeros(config.model.pooled_width, dtype=batch.prompt_embeds.dtype)  # as cached: without a framing
+    prompt = batch.prompt_embeds[0], pooled
     core.model.eval()
     free_memory(torch.device("cuda"))  # as a run does
     vae = empty_vae(config)

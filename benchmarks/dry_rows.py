@@ -118,6 +118,13 @@ MORE = {
     "SDXL: LoRA r16 bf16": Row((*XL, *BF16)),
     "SDXL: LoRA r16 bf16, no checkpointing": Row((*XL, *BF16, *UNCHECKED)),
     "SDXL: LoRA r16 int8, streamed": Row((*XL, *STREAMED)),
+    "SDXL: LoRA r16 int8, small states, streamed, checkpoint inputs on the host": Row(
+        (*XL, *SMALL, *STREAMED, *HOST)
+    ),
+    "SDXL: full bf16, adamw8bit in backward": Row((*XL, *FULL)),
+    "SDXL: full bf16, adamw8bit in backward, checkpoint inputs on the host": Row((*XL, *FULL, *HOST)),
+    "SDXL: full bf16, adafactor in backward": Row((*XL, *FULL, *by("adafactor"))),
+    "SDXL: full bf16, adamw8bit in backward, streamed": Row((*XL, *FULL, *STREAMED)),
     # The other stages. Both columns include the stated allowance for cuDNN's convolutions.
     "prompts": Row((), "text"),
     "pictures to latents, 512 px": Row(PX512, "latents"),
@@ -129,6 +136,7 @@ MORE = {
     "validation, LoRA r16 int8, plan, small states, 512 px": Row((*PLAN, *SMALL, *PX512), "validate"),
     "validation, full bf16, adamw8bit in backward, tiles of 512 px": Row((*FULL, *TILES), "validate"),
     "SD3.5 Large: validation, LoRA r16 int8, plan, tiles of 512 px": Row((*LARGE, *PLAN, *TILES), "validate"),
+    "SDXL: validation, LoRA r16 int8, tiles of 512 px": Row((*XL, *TILES), "validate"),
 }  # fmt: skip
 ROWS: dict[str, Row] = GRID | MORE
 SAME = ("LoRA r16 int8, plan", "LoRA r16 int8, plan, no checkpointing", "prompts")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.dry import LAUNCHER
 from benchmarks.memory import FULL, SM_89
-from benchmarks.published import PEER, PEER_SD3, PEER_SD15, SD15, SD35, SDXL, SWEEP
+from benchmarks.published import PEER, PEER_SD3, PEER_SD15, PEER_SDXL, SD15, SD35, SDXL, SWEEP
 from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
@@ -26,6 +26,7 @@ from simpletune.system.options import Json, UserError
 
 GIB = 2**30
 KOHYA = "SD3.5 Large, LoRA r4, fp8 weights, checkpointed, batch 1"
+KOHYA_LORA = "SDXL, LoRA r8 on all linear layers, bf16, checkpointed, 8-bit AdamW"
 KOHYA_FULL = "SDXL, full, bf16, checkpointed, Adafactor in the backward pass"
 STEPS = 3  # the optimizer's states exist after the first
 COLUMNS = {
@@ -35,13 +36,15 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 *Published*: peak memory on an L40S after warm-up, of {SWEEP}: LoRA r128 on to\\_q, to\\_k, to\\_v and to\\_out.0 of
-SD3.5 Medium at batch 3, 1024 px, and r16 of SD 1.x at batch 1, 512 px; latents and prompts cached, no validation.
+SD3.5 Medium at batch 3, 1024 px, r16 of SD 1.x at batch 1, 512 px, and LoKr of factor 12 on SDXL's attention at batch
+1, 1024 px; latents and prompts cached, no validation.
 *diffusers + peft*: the allocator's peak of the same step under autocast, with AdamW, the LoRA in bf16 or in fp32, on a
 simulated L40S: no hardware, torch's CUDA build over a stub of the CUDA runtime. *Predicted*: the training step's peak
 by `simpletune estimate`, without the CUDA context. *Our setting*: the nearest where ours differs; we have no fp8, and
 int8 takes as many bytes.
 
 - *SD3.5 Large*: sd-scripts' README (before commit 884fc8c7) names no peak, but cards of 16 GB for its example.
+- *SDXL, LoRA r8*: sd-scripts' docs/train_SDXL-en.md (commit 48d368fa) names no peak, but cards of 8 GB for rank 4 to 8.
 - *SDXL, full*: the pull request that brought this to sd-scripts
   ([#1259](https://github.com/kohya-ss/sd-scripts/pull/1259)), "10GB"; a user there gives 10.3 for OneTrainer.
 - *bf16, all checkpointed*: diffusers and PEFT with an fp32 LoRA take what was published. Autocast keeps inputs of
@@ -74,7 +77,7 @@ class Row:
     @property
     def has_plain(self) -> bool:
         """Whether diffusers' and PEFT's own code does the same: LoRA in bf16, all blocks checkpointed or none."""
-        other = ("memory.checkpointing=12", "precision.weights=int8", "adapter.method=full")
+        other = ("memory.checkpointing=12", "precision.weights=int8", "adapter.method=lokr", "adapter.method=full")
         return not self.ours and not set(other) & set(self.overrides)
 
 
@@ -98,12 +101,22 @@ def _rows() -> dict[str, Row]:
         "int8, none checkpointed": (3.04, (none, int8)),
         "int8, checkpointed": (1.74, (every, int8)),
     }
+    sdxl: Mapping[str, tuple[float, tuple[str, ...], str]] = {
+        "bf16, none checkpointed": (12.98, (none,), ""),
+        "bf16, checkpointed": (6.48, (every,), ""),
+        "int8, none checkpointed": (13.68, (none, int8), ""),
+        "int8, checkpointed": (4.59, (every, int8), ""),
+        "fp8 weights, checkpointed": (5.04, (every, int8), nearest),
+    }
+    kohya = ("adapter.targets=all_linear", "adapter.rank=8", "optimizer.name=adamw8bit", every)
     fused = (*FULL, "optimizer.name=adafactor", every)
     large = (*PEER, "data.resolution=1024", "train.batch_size=1", "adapter.rank=4", every, int8)
     return {
         **{f"SD3.5 Medium, {name}": Row(gib, SD35, (*PEER_SD3, *own), ours) for name, (gib, own, ours) in sd3.items()},
         **{f"SD 1.x, {name}": Row(gib, SD15, (*PEER_SD15, *own)) for name, (gib, own) in sd15.items()},
         KOHYA: Row(14.9, Path("configs/sd35_large_lora_24gb.json"), large, "int8"),
+        **{f"SDXL, {name}": Row(gib, SDXL, (*PEER_SDXL, *own), ours) for name, (gib, own, ours) in sdxl.items()},
+        KOHYA_LORA: Row(7.45, SDXL, (*PEER, *kohya), "bf16 LoRA"),
         KOHYA_FULL: Row(10.0, SDXL, ("memory.profile=null", *fused)),
     }
 

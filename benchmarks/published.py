@@ -81,6 +81,10 @@ PEER_SD3 = (
     'adapter.targets=["to_q", "to_k", "to_v", "to_out.0"]',
 )  # fmt: skip
 PEER_SD15 = (*PEER, "data.resolution=512", "train.batch_size=1", "adapter.rank=16")
+PEER_SDXL = (
+    "adapter.method=lokr", "adapter.factor=12", "adapter.rank=null", *PEER, "data.resolution=1024",
+    "train.batch_size=1",
+)  # fmt: skip
 SEVERAL = {"no checkpointing": "none", "12 of 24 blocks checkpointed": "12", "all checkpointed": "all"}
 
 

@@ -32,7 +32,7 @@ from simpletune.system.startup import ensure_libraries
 # Every shipped configuration of few micro-batches as it is, and those of LoRA for a person's own pictures with one of
 # these changes.
 GRID = {"adapter.rank": (4, 8, 16, 32, 64), "train.batch_size": (1, 2, 4), "data.resolution": (512, 768, 1024)}
-CHANGED = re.compile("(?!.*study|sdxl_lora_(?!8gb)).*_lora")  # of SDXL one: a row takes twice SD3's time
+CHANGED = re.compile("(?!.*study|sdxl).*_lora")  # not of SDXL: its rows take twice SD3's time
 MOST_MICRO_BATCHES = 8  # each is simulated: the 128 of a training from scratch take minutes
 SAMPLE = 5  # rows that are computed again before rows of other sources are kept
 PROCESSES, SAVED = 2, 4  # processes; rows after which the file is written

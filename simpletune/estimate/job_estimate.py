@@ -241,7 +241,7 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         {name: size for name, size in host.items() if size},
         train.shared_bytes,
         {name: size for name, size in disk.items() if size},
-        {part: sizes[part] for part in missing},
+        {part: sizes[part] // 2 * config.model.hub_bytes for part in missing},
     )
 
 

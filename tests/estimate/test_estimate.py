@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,24 @@ def test_needs_follow_the_run(tiny_config: dict) -> None:
     assert more.disk["checkpoints"] == 4 * needs.disk["checkpoints"]  # 4 steps
     both = estimate(validate(tiny_config | {"ema": {}}, "test"), L4.capability)
     assert both.disk["checkpoints"] > more.disk["checkpoints"]
+
+
+HUB_FILES = {  # bytes of the full-precision safetensors that the hub lists
+    "sdxl": {
+        "unet": 10_270_077_736, "text_encoder": 492_265_168, "text_encoder_2": 2_778_702_264, "vae": 334_643_268,
+    },
+    "sd15": {"unet": 3_438_167_540, "text_encoder": 492_265_874, "vae": 334_643_276},
+}  # fmt: skip
+
+
+def test_a_download_is_as_large_as_the_hubs_files(tiny_config: dict) -> None:
+    parts = {"text_encoder": 123_060_480, "text_encoder_2": 694_659_840, "vae": 83_653_863}  # parameters
+    tiny = simulate_parts(validate(tiny_config, "test"), SIZE, L4.capability)
+    job = replace(tiny, part_bytes={part: 2 * count for part, count in parts.items()})
+    for family, files in HUB_FILES.items():
+        data = {"name": "run", "model": {"family": family}, "data": {"path": "demo:pictures"}}
+        found = needs_of(validate(data, "test"), job, SIZE)
+        assert found.download == pytest.approx(files, rel=1e-3)  # headers
 
 
 @pytest.mark.parametrize(

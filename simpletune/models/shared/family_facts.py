@@ -108,6 +108,8 @@ class FamilyFacts(Option):
     """A pattern of the last part of names under which its models are published, where nothing else tells the family."""
     diffusers: ClassVar[DiffusersNames]
     """The names of diffusers' classes."""
+    hub_bytes: ClassVar[int] = 2
+    """Bytes per parameter of the weights that are fetched for ``hub_names``: full precision, if a repository has it."""
     scheduler_tells: ClassVar[bool] = False
     """Whether a single file may not say what it predicts, so that its scheduler has to come from the Hub too."""
     has_modulation: ClassVar[bool] = False

@@ -51,6 +51,7 @@ class UNetFamily(Family):
     """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
     text_tokens: ClassVar[int] = 77
     objective: ClassVar[str] = "ddpm"
+    hub_bytes: ClassVar[int] = 4  # SDXL's unet/diffusion_pytorch_model.safetensors has 10,270,077,736 bytes
     after_units: ClassVar[str] = "conv_norm_out"
     starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
 
