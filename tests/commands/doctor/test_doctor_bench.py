@@ -261,9 +261,11 @@ def test_the_form_runs_on_the_processor(tmp_path: Path) -> None:
 
 @pytest.mark.dry
 def test_peaks_on_a_simulated_card_are_those_predicted_whatever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    left = torch.cuda.memory_allocated() / 2**20  # by other tests of this process; the runs here add nothing to it
     for name in ("full bf16, 512 px", "LoRA int8, 512 px"):
         found = bench_steps.measure(RUNS[name], "cuda", 0, 1e-4)
-        assert found["measured_mib"] == pytest.approx(found["predicted_mib"], rel=0.01), name
+        assert found["measured_mib"] - left == pytest.approx(found["predicted_mib"], rel=0.01), name
         assert found["steps"] == 1 and found["predicted_seconds"] > 0
     for total, why in ((2**31, "does not fit"), (22 * 2**30, "out of memory")):  # a busy card may have room later
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, total=total: (2**31, total))
