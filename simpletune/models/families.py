@@ -27,7 +27,7 @@ Model = Annotated[SD3 | SD15 | SDXL, Field(discriminator="family")]
 """The type of ``model``."""
 FAMILIES: tuple[Family, ...] = tuple(member.model_validate({}) for member in get_args(get_args(Model)[0]))
 """One option of each family, with its defaults."""
-DENOISERS = tuple(family.denoiser for family in FAMILIES)
+DENOISERS = tuple(dict.fromkeys(family.denoiser for family in FAMILIES))
 """Folders of the denoisers in pipelines."""
 
 

@@ -82,7 +82,7 @@ def require_lora_families(config: TrainConfig) -> None:
     """Check by their headers, without a download, that the LoRAs which a configuration names are of the base's family.
 
     Raises:
-        UserError: one is of another family, or nothing has that name.
+        UserError: one is of another family. One that is not there is left to training.
     """
     from simpletune.adapters.files.header import LoraHeader
 
@@ -91,7 +91,10 @@ def require_lora_families(config: TrainConfig) -> None:
     for option, text in named:
         if is_hub_name(text) or is_hub_name(text.rpartition(":")[0]):  # with a strength
             continue
-        given = given_lora(option, text)
+        try:
+            given = given_lora(option, text)
+        except UserError:  # a run that is to come, perhaps; training looks again
+            continue
         header = LoraHeader(given.file)
         sizes = ((module, header.size(module)) for module in header.modules.values())
         layers = {layer: (size.outputs, size.inputs) for module, size in sizes if size for layer in module.layers}

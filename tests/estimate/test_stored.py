@@ -135,7 +135,7 @@ def test_what_is_known_is_shown_before_a_simulation(
 
 
 def test_comments_and_docstrings_do_not_change_the_sources_but_code_does(tmp_path: Path) -> None:
-    place = stored.SOURCES[-2]
+    place = next(place for place in reversed(stored.SOURCES) if place.endswith(".py"))
     (tmp_path / place).parent.mkdir(parents=True)
     file = Path(shutil.copy(PACKAGE / place, tmp_path / place))
     before = [stored.hash_sources(parsed, tmp_path) for parsed in (True, False)]
