@@ -156,3 +156,15 @@ def write(
 def without_weights(pipeline: Path, folder: Path) -> Path:
     """Copy a pipeline without weights, which is what a single file needs in addition."""
     return Path(shutil.copytree(pipeline, folder, ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+def original_attention(layer: str) -> str:
+    """The original name of an attention's layer in a U-Net with two layers a level: the blocks' numbers by counting."""
+    place, _, leaf = layer.partition(".attentions.")
+    number, _, inner = leaf.partition(".")
+    if place == "mid_block":
+        return f"middle_block.1.{inner}"
+    level = int(place.rpartition(".")[2])
+    if place.startswith("down"):
+        return f"input_blocks.{1 + 3 * level + int(number)}.1.{inner}"  # two layers and the downsampler a level
+    return f"output_blocks.{3 * level + int(number)}.1.{inner}"

@@ -110,14 +110,12 @@ def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, Mod
 
 def schedule_source(model: FamilyFacts) -> str:
     """See ``Family.schedule_source``."""
-    if not is_single_file(model.pretrained):
-        return "the model's scheduler config"
-    if open_file(Path(model.pretrained), model.layout).scheduler_settings:
+    field, value = provider(model, "scheduler")
+    if value is None:
+        return "assumed, since the file does not tell"
+    if is_single_file(value) and open_file(Path(value), model.layout).scheduler_settings:
         return "the file's marks"
-    value = provider(model, "scheduler")[1]
-    if value is not None or _config_beside_file(model, "scheduler")[0] is not None:
-        return "the scheduler config in model.text_encoders"
-    return "assumed, since the file does not tell"
+    return "the model's scheduler config" if field == "pretrained" else f"the scheduler config in model.{field}"
 
 
 def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:

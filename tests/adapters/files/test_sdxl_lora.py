@@ -12,6 +12,7 @@ import tiny_sdxl
 import torch
 import unet_lora_readers
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from original_layout import original_attention
 from reference.file_shapes import problem
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -142,18 +143,6 @@ def in_diffusers(file: Path, model: UNet2DConditionModel) -> StableDiffusionXLPi
     return pipeline
 
 
-def original(layer: str) -> str:
-    """The original name of an attention's layer, by counting the steps of two layers a level."""
-    place, _, leaf = layer.partition(".attentions.")
-    number, _, inner = leaf.partition(".")
-    if place == "mid_block":
-        return f"middle_block.1.{inner}"
-    level = int(place.rpartition(".")[2])
-    if place.startswith("down"):
-        return f"input_blocks.{1 + 3 * level + int(number)}.1.{inner}"  # two layers and the downsampler a level
-    return f"output_blocks.{3 * level + int(number)}.1.{inner}"
-
-
 @functools.cache
 def real_layers() -> dict[str, tuple[int, ...]]:
     """The shapes of the weights that kohya's scripts train in SDXL, by layer."""
@@ -166,7 +155,7 @@ def test_kohyas_names_are_722_of_the_unet_and_72_and_192_of_the_encoders() -> No
     blocks = {layer.partition(".attn1.to_q")[0] for layer in layers if layer.endswith(".attn1.to_q")}
     assert (len(layers), len(blocks)) == (722, 70) and len(layers) == 10 * 70 + 22
     names = {KOHYA.spelt(KOHYA.module(layer)): layer for layer in layers}
-    assert names == {original(layer).replace(".", "_"): layer for layer in layers} and len(names) == 722
+    assert names == {original_attention(layer).replace(".", "_"): layer for layer in layers} and len(names) == 722
     assert NAMES.original("down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q") == (
         "input_blocks.4.1.transformer_blocks.0.attn1.to_q", None
     )  # fmt: skip
@@ -207,7 +196,7 @@ def test_a_run_leaves_kohyas_names_that_diffusers_and_comfyui_apply(tmp_path: Pa
     close(predict(in_diffusers(file, tiny()).unet), expected)
     state = tiny().state_dict()
     names = {
-        f"lora_unet_{original(layer).replace('.', '_')}": f"{layer}.weight"
+        f"lora_unet_{original_attention(layer).replace('.', '_')}": f"{layer}.weight"
         for layer in updates_of(tiny(), "all_linear")
     }
     changed, unused = unet_lora_readers.apply(state, tensors, names)
@@ -266,7 +255,9 @@ def test_every_method_has_names_of_comfyui_and_is_read_and_written_again(
             parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
     file, expected = method.export(model, tmp_path, {}), predict(model)
     state, layers = tiny().state_dict(), list(updates_of(tiny(), "attention_qv"))
-    shapes = {f"lora_unet_{original(name).replace('.', '_')}": state[f"{name}.weight"].shape for name in layers}
+    shapes = {
+        f"lora_unet_{original_attention(name).replace('.', '_')}": state[f"{name}.weight"].shape for name in layers
+    }
     parts: dict[str, dict[str, Any]] = {}
     for key, tensor in load_file(file).items():
         module, _, role = key.partition(".")

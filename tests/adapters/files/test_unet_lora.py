@@ -16,6 +16,7 @@ import tiny_sd15
 import torch
 import unet_lora_readers
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from original_layout import original_attention
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -326,18 +327,6 @@ def test_round_trips_keep_every_bit(tmp_path: Path) -> None:
     assert {key.partition(".")[0] for key in load_file(tmp_path / "b.safetensors")} == {"unet"}
 
 
-def original(layer: str) -> str:
-    """The original name of an attention's layer in a U-Net with two layers a level: the blocks' numbers by counting."""
-    place, _, leaf = layer.partition(".attentions.")
-    number, _, inner = leaf.partition(".")
-    if place == "mid_block":
-        return f"middle_block.1.{inner}"
-    level = int(place.rpartition(".")[2])
-    if place.startswith("down"):
-        return f"input_blocks.{1 + 3 * level + int(number)}.1.{inner}"  # two layers and the downsampler a level
-    return f"output_blocks.{3 * level + int(number)}.1.{inner}"
-
-
 @pytest.mark.parametrize("way", ["processors", "bare processors", "peft", "bare", "comfy", "original"])
 def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
@@ -352,7 +341,7 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
         "bare": {key.removeprefix("unet."): tensor for key, tensor in today.items()},
     }.get(way)
     if tensors is None:
-        saved = {original(name): update.saved()[0] for name, update in updates.items()}
+        saved = {original_attention(name): update.saved()[0] for name, update in updates.items()}
         tensors = {layout.key(name, role): f.clone() for name, roles in saved.items() for role, f in roles.items()}
     save_file(tensors, file)
     read = read_lora(file)
