@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_sdxl
 import torch
 import two_processes
 from launching import Launcher
@@ -43,6 +44,19 @@ def test_two_processes_train_what_one_would(whole: tuple[Path, list[str]], groun
     torch.testing.assert_close(tensors(run), tensors(one), rtol=1e-4, atol=1e-6)
     losses = [[row[key] for row in read_metrics(each) for key in ("loss", "grad_norm")] for each in (run, one)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_would_of_sdxl(launcher: Launcher, ground: dict[str, Any], tmp_path: Path) -> None:
+    """With pictures of other sizes, of which the model is told, accumulation and an average."""
+    model = {"family": "sdxl", "pretrained": str(tiny_sdxl.build(tmp_path / "sdxl", seed=1))}
+    data = changed(ground, "sdxl", data={"resolution": 64, "crop": "random", "flip": True})
+    data["model"] = model
+    together(launcher, data)
+    one, run = alone(data), run_of(data)
+    torch.testing.assert_close(tensors(run), tensors(one), rtol=1e-3, atol=1e-5)
+    losses = [[row["loss"] for row in read_metrics(each)] for each in (run, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_the_first_process_writes_and_speaks(whole: tuple[Path, list[str]], ground: dict[str, Any]) -> None:

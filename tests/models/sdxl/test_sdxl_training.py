@@ -181,6 +181,47 @@ def test_a_steps_loss_and_gradients_are_those_of_diffusers_script(
     torch.testing.assert_close(ours, gradients, rtol=0, atol=rtol * norm)
 
 
+def test_masks_and_the_prior_weigh_the_loss_of_framed_pictures(folder: Path, tiny_config: dict, tmp_path: Path) -> None:
+    """Of two pictures with other crops: outside their masks 0.3 counts; then the class prompt against the base."""
+    draw = np.random.default_rng(3)
+    for number, (width, height) in enumerate(SIZES[:2]):
+        picture = Image.fromarray(draw.integers(0, 256, (height, width, 4), np.uint8))
+        picture.save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text(f"a {('red', 'blue')[number]} circle")
+    own = config_of(folder, tmp_path, tiny_config).model_dump(mode="json", by_alias=True)
+    own["data"] |= {"mask": "alpha", "unmasked_weight": 0.3, "caption_dropout": 0}
+    prior = {"method": "base_prediction", "prompt": "a flat picture", "weight": 0.7}
+    config = resolve_folders(validate(own | {"prior": prior}, "ours"))
+    model, base = (config.model.load_denoiser(config.precision, CPU) for _ in range(2))
+    step = assemble(config, model, Accelerator(cpu=True))
+    factors(model)
+    prepared = prepare(config, Accelerator(cpu=True), StageTimer(False))
+    batches = BatchLoader(prepared, 18, CPU, prior=config.prior).step(0)
+    first, second = batches[:2]
+    draws = prepared.plan.micro_batch(0, 0)
+    masks = torch.stack([prepared.latents.load(draw.view).mask for draw in draws])
+    assert 0.3 < first.weight.min() < first.weight.max() < 1
+    assert first.pooled[0, -6:].tolist() != first.pooled[1, -6:].tolist() == second.pooled[1, -6:].tolist()
+
+    schedule = DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
+
+    def predicted(network: nn.Module, batch: Any) -> Tensor:
+        noisy = schedule.add_noise(batch.z_0, batch.noise, batch.level.long())
+        pooled, time_ids = batch.pooled[:, :-6], batch.pooled[:, -6:]
+        added = {"time_ids": time_ids, "text_embeds": pooled}
+        return network(noisy, batch.level, batch.prompt_embeds, added_cond_kwargs=added, return_dict=False)[0]
+
+    weight = 0.3 + 0.7 * masks
+    learned = (weight * (predicted(model, first) - first.noise).square()).mean()
+    kept = 0.7 * (predicted(model, second) - predicted(base, second).detach()).square().mean()
+    assert kept > 1e-4
+    expected = torch.autograd.grad(learned + kept, list(trained_parameters(model).values()))
+    found = [step.compute(batch) for batch in (first, second)]
+    torch.testing.assert_close(torch.stack(found), torch.stack([learned, kept]).detach(), rtol=1e-5, atol=0)
+    gradients = [parameter.grad for parameter in trained_parameters(model).values()]
+    torch.testing.assert_close(gradients, list(expected), rtol=1e-4, atol=1e-7)
+
+
 def test_a_hypernetwork_is_refused_with_its_reason(folder: Path, data: Path, tiny_config: dict) -> None:
     changes = {"model": {"family": "sdxl", "pretrained": str(folder)}, "adapter": {"method": "hypernetwork"}}
     with pytest.raises(
