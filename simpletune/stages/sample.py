@@ -131,6 +131,7 @@ class Sampler:
         positive: Sequence[Embeddings],
         negative: Sequence[Embeddings],
         start: Tensor | None = None,  # [b, c, h, w]
+        inpainting: Tensor | None = None,  # [b, 1 + c, h, w]
     ) -> Tensor:  # [b, c, h, w], fp32
         """Take the family's solver from noise to latents, with z in fp32.
 
@@ -142,8 +143,9 @@ class Sampler:
             positive: embeddings of each prompt.
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, if any.
+            inpainting: for a model that ``inpaints``: the holes, 1 inside, and the latents of the masked pictures.
         """
-        return finite_passes(self.denoiser, lambda: self._denoised(requests, positive, negative, start))
+        return finite_passes(self.denoiser, lambda: self._denoised(requests, positive, negative, start, inpainting))
 
     def _denoised(
         self,
@@ -151,6 +153,7 @@ class Sampler:
         positive: Sequence[Embeddings],
         negative: Sequence[Embeddings],
         start: Tensor | None,
+        inpainting: Tensor | None,
     ) -> Tensor:
         device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
         first = requests[0]
@@ -170,7 +173,8 @@ class Sampler:
                 both = guided and step % self.reuse_guidance == 0
                 skip = count if guided and not both else 0
                 times = time.expand(2 * count if both else count).to(device)
-                z_rows = torch.cat([z, z]) if both else z
+                z_read = z if inpainting is None else torch.cat([z, inpainting.to(z)], 1)
+                z_rows = torch.cat([z_read, z_read]) if both else z_read
                 prediction = self.model.predict(
                     self.denoiser, z_rows, times, prompt_embeds[skip:], condition[skip:], dtype
                 ).float()

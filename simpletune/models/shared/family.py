@@ -142,7 +142,13 @@ class Family(FamilyFacts):
     @property
     def latent_channels(self) -> int:
         """c, the channels of a latent."""
-        return int(self.known_config()["in_channels"])
+        config = self.known_config()
+        return int(config.get("out_channels") or config["in_channels"])
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the model reads a mask and the latents of the masked picture, 1 + c channels, after z_t."""
+        return int(self.known_config()["in_channels"]) == 2 * self.latent_channels + 1
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""

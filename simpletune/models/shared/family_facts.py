@@ -204,7 +204,8 @@ class FamilyFacts(Option):
 
         Args:
             model: the trained model.
-            z_t: [b, c, h, w].
+            z_t: [b, c, h, w]; for a model that ``inpaints`` [b, 2c + 1, h, w], with the mask (1 in the hole) and the
+                latents of the masked picture.
             time: the timestep that the model receives [b], fp32, by the objective.
             prompt_embeds: [b, t, e].
             pooled: [b, p], ``framed``; with a modulation plan, its rows.

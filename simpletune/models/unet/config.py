@@ -102,9 +102,10 @@ def _unsupported(config: ModelConfig, needed: Mapping[str, object]) -> Iterator[
     for name in PER_LEVEL:
         if isinstance(config[name], (list, tuple)) and len(config[name]) != levels:
             yield f"{name} {config[name]!r} (must be one number, or {levels})"
-    if config["in_channels"] != config["out_channels"]:
-        extra = "inpainting and depth models, which read a mask or depth, cannot be trained"
-        yield f"in_channels {config['in_channels']} (must be out_channels, {config['out_channels']}: {extra})"
+    channels, read = config["out_channels"], config["in_channels"]
+    if read not in (channels, 2 * channels + 1):  # the second has a mask and a masked picture
+        extra = "models that read a depth map or another picture cannot be trained"
+        yield f"in_channels {read} (must be {channels}, or {2 * channels + 1} of an inpainting model: {extra})"
     groups, heads = config["norm_num_groups"], _per_level(config["attention_head_dim"], levels)
     for channels, count in zip(config["block_out_channels"], heads, strict=False):
         if channels % groups or channels % count:

@@ -117,14 +117,18 @@ class Batch:
     """The key of the random numbers that torch draws for the batch (LoRA dropout); None: the generators continue."""
     text: TextInputs | None = None
     """The trained text side's inputs; None: nothing trains there."""
+    inpainting: Tensor | None = None  # [b, 1 + c, h, w]
+    """The holes, 1 inside, and the latents of the masked pictures; None: the model does not inpaint."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
         tensors = (self.z_0, self.noise, self.level, self.prompt_embeds, self.pooled)
         z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
-        weight, prior = (None if each is None else change(each) for each in (self.weight, self.prior))
+        optional = (self.weight, self.prior, self.inpainting)
+        weight, prior, inpainting = (None if each is None else change(each) for each in optional)
         moved = replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
-        return replace(moved, weight=weight, prior=prior, text=None if self.text is None else self.text.map(change))
+        text = None if self.text is None else self.text.map(change)
+        return replace(moved, weight=weight, prior=prior, inpainting=inpainting, text=text)
 
 
 class BatchLoader:
