@@ -30,6 +30,10 @@ class LoraNames:
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
     short: ClassVar[Mapping[str, str]]
     """What the first word of a pattern in ``adapter.layers`` may abbreviate: short names of the denoiser's blocks."""
+    convolutions: ClassVar[re.Pattern[str] | None] = None
+    """Its convolutions with a kernel larger than 1x1 that can have an update, by the ends of their names."""
+    residual: ClassVar[re.Pattern[str] | None] = None
+    """The layers that a named choice gets with ``adapter.conv_rank``, as with kohya's ``conv_dim``."""
     contexts: ClassVar[re.Pattern[str] | None] = None
     """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
     None: the family's attention reads both at once."""

@@ -43,6 +43,9 @@ class UNetNames(LoraNames):
         "attention_mlp": re.compile(rf"{_BLOCK}(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))$"),
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
+    convolutions = re.compile(r"(^|\.)(conv[12]?|conv_in|conv_out)$")
+    # kohya's networks.lora takes the linear layers and 1x1 convolutions of these modules, too, at the rank of others
+    residual = re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.(resnets|downsamplers|upsamplers)\.")
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
     one_alpha = True
     own: ClassVar[re.Pattern[str]]
