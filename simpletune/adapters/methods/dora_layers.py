@@ -13,6 +13,7 @@ Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions 
 
 from __future__ import annotations
 
+import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ class DoraLayer(UpdateLayer):
         shape, device = shape_of(frozen), next(frozen.parameters()).device
         assert shape is not None
         self.scale, self.pointwise = scale, len(shape) == 4
-        self.lora_A = nn.Linear(shape[1], rank, bias=False, device=device, dtype=dtype)
+        self.lora_A = nn.Linear(math.prod(shape[1:]), rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, shape[0], bias=False, device=device, dtype=dtype)
         nn.init.zeros_(self.lora_B.weight)
         self.register_buffer("squares", squared_norms(frozen), persistent=False)
@@ -171,6 +172,7 @@ class DoraLayer(UpdateLayer):
         state = {DOWN: down, UP: up, DORA_SCALE: relative[:, None]}
         if self.pointwise:
             state = {role: tensor[:, :, None, None] for role, tensor in state.items()}
+            state[DOWN] = down.view(len(down), -1, *self.shape[2:])
         state[MAGNITUDE] = self.magnitude.detach()
         return state | ({ALPHA: torch.tensor(self.scale * down.shape[0])} if layout.alpha else {})
 

@@ -5,7 +5,7 @@ Several can wrap the same layer: each is then the ``base_layer`` of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ class UpdateLayer(nn.Module):
     parameters.
 
     Args:
-        base_layer: the frozen linear layer or 1x1 convolution, quantised or not, or another wrapping layer.
+        base_layer: the frozen linear layer or convolution, quantised or not, or another wrapping layer.
         adapter: name by which ``scaling`` holds the strength.
     """
 
@@ -46,17 +46,19 @@ class UpdateLayer(nn.Module):
             return y
         if self.shape is None or len(self.shape) == 2:
             return self.updated(y, x)
+        if self.shape[2:] != (1, 1):
+            return self.updated(y.permute(0, 2, 3, 1), patches(x, innermost_layer(self), y.shape[2:])).permute(0, 3, 1, 2)
         return self.updated(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
         """Add the update to the base layer's output y, which may be overwritten, in the type of y.
 
-        The tensors of a 1x1 convolution have their channels last.
+        The tensors of a convolution have their channels last; its x is ``patches``.
         """
         raise NotImplementedError
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
+        """The fp32 weight, [o, i] or [o, i, kh, kw], with the update at its strength."""
         raise NotImplementedError
 
     def enable_adapters(self, enabled: bool) -> None:
@@ -91,13 +93,20 @@ def innermost_layer(layer: nn.Module) -> nn.Module:
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...] | None:
-    """Logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; else None. A quantised
+    """Logical shape of the weight of a linear layer, [o, i], or a convolution, [o, i, kh, kw]; else None. A quantised
     layer's weight may be stored in another shape."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
-    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
-        return module.out_channels, module.in_channels, 1, 1
+    if isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros":
+        return module.out_channels, module.in_channels, *module.kernel_size
     return None
+
+
+def patches(x: Tensor, layer: nn.Module, pixels: Sequence[int]) -> Tensor:  # [b, i, h, w] -> [b, h', w', i kh kw]
+    """What a convolution multiplies by its weight, as a matrix, for each of its output's h' x w' pixels."""
+    assert isinstance(layer, nn.Conv2d)
+    columns = nn.functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+    return columns.transpose(1, 2).unflatten(1, tuple(pixels))
 
 
 def layer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -48,7 +48,7 @@ class LokrLayer(FactorLayer):
         w1 = full_factor(factors, "lokr_w1")
         w1 = w1 if self.strength == 1 else w1 * self.strength
         if "lokr_w2" in factors:
-            before, after = sides(w1, factors["lokr_w2"])
+            before, after = sides(w1, full_factor(factors, "lokr_w2"))
             height = len(w1) * len(factors["lokr_w2"])
         else:
             before, after = factors["lokr_w2_b"], factors["lokr_w2_a"]
