@@ -161,7 +161,7 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
         UserError: a name is none of a LoRA, the LoRA does not fit the base, or has changed.
     """
     from simpletune.adapters.files.attach import require_shapes
-    from simpletune.adapters.files.base_reader import linear_shapes
+    from simpletune.adapters.files.base_reader import weight_shapes
 
     given = list(_given_for(config, run))
     if not given:
@@ -169,7 +169,7 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
     if run is None:
         for each in given:
             require_elsewhere(each, config)
-    part, shapes = config.model.denoiser, linear_shapes(config.model.known_shapes())
+    part, shapes = config.model.denoiser, weight_shapes(config.model.known_shapes())
     loras: list[tuple[Updates, float]] = []
     for each in given:
         updates, text = each.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -110,15 +111,15 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
     if isinstance(update, LokrUpdate | LohaUpdate | OftUpdate):
         shape = shape_of(innermost_layer(base))
         assert shape is not None
-        factors = factors_of(update, shape[1])
+        factors = factors_of(update, math.prod(shape[1:]))
         if isinstance(update, LokrUpdate):
             return LokrLayer(base, factors, adapter, update.skipped)
         return LohaLayer(base, factors, adapter) if isinstance(update, LohaUpdate) else OftLayer(base, factors, adapter)
     assert isinstance(update, DoraUpdate)
     layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
     with torch.no_grad():
-        layer.lora_A.weight.copy_(update.update.down)
-        layer.lora_B.weight.copy_(update.update.up)
+        layer.lora_A.weight.copy_(update.update.down.view_as(layer.lora_A.weight))
+        layer.lora_B.weight.copy_(update.update.up.view_as(layer.lora_B.weight))
     set_magnitude(layer, update)
     layer.gain = layer.exact_gains()  # fixed norms make inference as fast as with LoRA; the update does not change
     return layer
@@ -129,7 +130,8 @@ def factors_of(update: Update, inputs: int) -> dict[str, Tensor]:
     if isinstance(update, OftUpdate):
         return {"oft_triangle": update.triangle(inputs)}
     assert isinstance(update, LokrUpdate | LohaUpdate)
-    return {name: f.float() * update.scale if name in SCALED else f.float() for name, f in update.factors.items()}
+    factors = update.shaped() if isinstance(update, LokrUpdate) else update.factors
+    return {name: f.float() * update.scale if name in SCALED else f.float() for name, f in factors.items()}
 
 
 @torch.no_grad()
@@ -167,11 +169,11 @@ def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = 
             f"{place}{version}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
         )
     for name, update in updates.items():
-        expected = shapes[name][:2]
-        if not update.fits(expected):
+        if not update.fits(shapes[name]):
+            outputs, *inputs = shapes[name]
             raise UserError(
                 f"{place}{version}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
-                f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
+                f"this model has {math.prod(inputs)} and {outputs}. It belongs to another model"
             )
 
 

@@ -161,7 +161,7 @@ class Lora(TargetedMethod):
         updates = {}
         for name, a, b in self.factors(model):
             down, up = a.detach(), b.detach()
-            updates[name] = LoraUpdate(down.flatten(1), up.flatten(1), self.scale_of(name), pointwise=down.dim() == 4)
+            updates[name] = LoraUpdate(down.flatten(1), up.flatten(1), self.scale_of(name), tuple(down.shape[2:]))
         layout = result_layout(model)
         extra = {} if layout.alpha else adapter_metadata(updates, layout.names)
         return write_safetensors(file_tensors(updates, layout), folder / OUTPUT, {**metadata, **extra})

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from simpletune.models.shared.model_config import ModelConfig
 
-DOWN, UP, ALPHA = "down", "up", "alpha"
+DOWN, MID, UP, ALPHA = "down", "mid", "up", "alpha"
 MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
 DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
 OFT_BLOCKS = "oft_blocks"
@@ -64,9 +64,10 @@ class LoraNames:
         """Whether a title is the family's or that of one of its published models."""
         return bool(model) and (model == self.title or model in self.header)
 
-    def is_pointwise(self, layer: str, model: str) -> bool:
-        """Whether a layer of a published model (``by_text_width``) is a 1x1 convolution."""
-        return False
+    def kernel(self, layer: str, model: str) -> tuple[int, ...]:
+        """The kernel of a layer of a published model (``by_text_width``): (k, k) of a convolution, () of a linear
+        layer."""
+        return ()
 
     def suits(self, config: ModelConfig) -> bool:
         """Whether ``original`` gives the names that a model of this configuration has."""

@@ -60,6 +60,11 @@ class UNetNames(LoraNames):
             return 2
         return 1 if self.own.search(name) else 0
 
+    def kernel(self, layer: str, model: str) -> tuple[int, ...]:
+        """Those of residual blocks, samplers, ``conv_in`` and ``conv_out``, alike in every family."""
+        leaf = layer.rpartition(".")[2]
+        return (1, 1) if leaf == "conv_shortcut" else (3, 3) if leaf.startswith("conv") else ()
+
     def suits(self, config: ModelConfig) -> bool:
         known = original_modules(self.config)
         return all(known.get(unit) == name for unit, name in original_modules(config).items())

@@ -100,7 +100,7 @@ def random_updates(
         o, i, *sides = shapes[f"{name}.weight"]
         r = rank(number)
         down, up = torch.randn(r, i, generator=generator), torch.randn(o, r, generator=generator)
-        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, pointwise=bool(sides))
+        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, kernel=tuple(sides))
     return found
 
 
@@ -421,7 +421,7 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     close(predict(merged), expected)
     run("extract", pipeline / "unet", out, "--rank", 4, "--format", "kohya", "--out", tmp_path / "x.safetensors")
     close(in_diffusers(tmp_path / "x.safetensors", tiny()), expected)
-    assert {update.pointwise for update in read_lora(tmp_path / "x.safetensors").values()} == {True, False}
+    assert {update.kernel for update in read_lora(tmp_path / "x.safetensors").values()} == {(1, 1), ()}
 
 
 @pytest.mark.parametrize("version", ["sd15", "sd2"])
