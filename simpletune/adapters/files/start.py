@@ -54,10 +54,10 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
         raise UserError(f"{place}: no {method.title} equals the multiple of another. Leave out the strength, {scale:g}")
     if isinstance(method, LayerMethod):
         for layer, update in updates.items():
-            outputs, inputs = shapes[f"{layer}.weight"][:2]
+            inputs = shapes[f"{layer}.weight"][1]
             own = {name: tuple(factor.shape) for name, factor in factors_of(update, inputs).items()}
             fused = isinstance(update, LokrUpdate) and not update.is_own  # with another layer
-            if fused or own != (wanted := method.factor_shapes(outputs, inputs, layer)):
+            if fused or own != (wanted := method.shapes_of(layer, shapes)):
                 raise UserError(
                     f"{place}: {layer} has the factors {_listed(own)}, and this run trains {_listed(wanted)}. Use the "
                     "adapter settings that the file was trained with"
