@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from torch import Tensor
 
-from simpletune.adapters.files.attach import load_loras
-from simpletune.adapters.methods.layers import outer_layers
+from simpletune.adapters.files.attach import _merged, load_loras
+from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.start import require_startable, start_from
+from simpletune.adapters.methods.layers import innermost_layer, outer_layers, shape_of
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
@@ -57,16 +60,21 @@ def test_levers_and_a_second_start_change_no_bit(
     trained(config, "levers", train=config["train"] | {"steps": 2}, memory=LEVERS)
     levers = trained(config, "levers", "latest", memory=LEVERS)
     torch.testing.assert_close(levers, plain, rtol=0, atol=0)
-    file = validate(config, "x").output.runs / "plain" / FILE
-    unet = validate(config, "x").model.load_denoiser(validate(config, "x").precision, torch.device("cpu"))
-    load_loras(unet, [(file, 1.0)])
-    layers = dict(outer_layers(unet))
-    assert {name for name, _ in plain_layers(plain[1])} == set(layers)
-
-
-def plain_layers(weights: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """The updated layers' names with one factor of each."""
-    ends = ("lora_A", "lokr_w1", "lokr_w1_a", "hada_w1_a")
-    return [
-        (name[: name.index(f".{end}")], t) for name, t in weights.items() for end in ends if f".{end}." in f"{name}."
-    ]
+    option, drawn = validate(config, "x"), dict[str, Tensor]()
+    shapes, updates = option.model.known_shapes(), read_lora(Path(config["output"]["runs"]) / "plain" / FILE)
+    for started in (False, True):
+        unet = option.model.load_denoiser(option.precision, torch.device("cpu"))
+        if started:
+            option.adapter.attach(unet, 3)
+            require_startable("it", option.adapter, updates, shapes, 1.0)  # type: ignore[arg-type]
+            assert start_from(unet, updates, 1.0) == 0
+        else:
+            load_loras(unet, [(Path(config["output"]["runs"]) / "plain" / FILE, 1.0)])
+        for name, layer in outer_layers(unet):
+            shape = shape_of(innermost_layer(layer))
+            assert shape is not None
+            weight = torch.ones(shape) / 4
+            added = _merged(layer, weight) - weight
+            torch.testing.assert_close(drawn.setdefault(name, added), added)
+    assert len(drawn) == len(option.adapter.modules(shapes))  # type: ignore[union-attr]
+    assert all(added.any() for name, added in drawn.items() if name.endswith("conv1"))
