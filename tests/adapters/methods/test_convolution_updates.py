@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from reference import dora_oft
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.adapters.methods.dora import Dora
 from simpletune.adapters.methods.dora_layers import DoraLayer
@@ -27,6 +28,7 @@ from simpletune.engine.tensors import row_blocks
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared.flops import Count, trained_of
 
 IN, OUT = 8, 12
 GEOMETRIES = {"3x3": (3, 1, 1), "down": (3, 2, 1), "down-unpadded": (3, 2, 0), "5x3": ((5, 3), (1, 2), (2, 1))}
@@ -235,6 +237,32 @@ def test_trainable_counts_are_those_of_the_attached_layers(name: str) -> None:
     shapes = {f"{n}.weight": s for n, s in layer_shapes(nn.ModuleDict({"conv1": nn.Conv2d(IN, OUT, 3)})).items()}
     assert METHODS[name].trainable(shapes) == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert len(outer_layers(model)) == 1
+
+
+IN_PLACE = {torch.ops.aten.baddbmm_: lambda y, a, b, **more: 2 * a[0] * a[1] * a[2] * b[2]}
+
+
+@pytest.mark.parametrize("geometry", ["3x3", "down"])
+@pytest.mark.parametrize("name", METHODS)
+def test_operations_are_those_that_torch_counts(name: str, geometry: str) -> None:
+    model = attached(METHODS[name], geometry)
+    trained = trained_of(
+        {n.replace(".default", ""): tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+    )
+    count, x = Count({"conv1.weight": (OUT, IN, 3, 3)}, trained), torch.randn(2, IN, 8, 8, requires_grad=True)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as forward:  # type: ignore[arg-type]
+        y = model["conv1"](x)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as backward:  # type: ignore[arg-type]
+        y.sum().backward()
+    assert count.linear("conv1", y.numel() // OUT, True)
+    flops = count.flops
+    between = 0  # products of factors alone, which are not counted
+    if name == "lokr, both decomposed":
+        shapes = {n: tuple(f.shape) for n, f in factors_of(model["conv1"]).items()}
+        (tall, rank), (_, wide) = shapes["lokr_w1_a"], shapes["lokr_w1_b"]
+        between = 2 * tall * rank * wide
+    assert forward.get_total_flops() == flops.forward + between
+    assert backward.get_total_flops() == flops.backward + flops.recomputed + 2 * between
 
 
 def problems(method: TargetedMethod, shapes: Any) -> str:
