@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from reference import dora_oft
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -139,7 +140,7 @@ def test_lora_is_pefts(geometry: str) -> None:
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_but(["lora", "lokr"], METHODS))
 def test_bf16_autocast_and_the_compiler_compute_the_same(name: str) -> None:
     layer: Any = attached(METHODS[name])["conv1"]
     x = torch.randn(2, IN, 6, 6)
@@ -179,7 +180,7 @@ def test_training_builds_no_difference_and_keeps_little(name: str) -> None:
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     own = sum(p.numel() for p in model.parameters() if p.requires_grad)
     extra = sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in kept.values())
-    assert extra <= 2 * own + 4 * pixels + 8 * side
+    assert extra <= (2 * own if name not in ("lora", "dora") else 0) + 4 * pixels + 10 * side
     assert extra < side * side * 9
 
 
