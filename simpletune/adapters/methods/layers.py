@@ -98,7 +98,8 @@ def shape_of(module: nn.Module) -> tuple[int, ...] | None:
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if isinstance(module, nn.Conv2d) and module.groups == 1 and module.padding_mode == "zeros":
-        return module.out_channels, module.in_channels, *module.kernel_size
+        if module.kernel_size != (1, 1) or module.stride == (1, 1):
+            return module.out_channels, module.in_channels, *module.kernel_size
     return None
 
 

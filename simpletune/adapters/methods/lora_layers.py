@@ -203,12 +203,11 @@ class InPlaceLoraVariant(LoraVariant):
         dropout = module._modules["lora_dropout"]._modules[active_adapter]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
         a, b = _operands(module, active_adapter, result.dtype)
-        if isinstance(module, Conv2d) and module.kernel_size != (1, 1):
-            base = module.get_base_layer()
-            geometry = base.stride, base.padding, base.dilation
-            inner = F.conv2d(dropped.to(result.dtype), a.view(len(a), -1, *base.kernel_size).to(result.dtype), None, *geometry)
-            eye = torch.eye(len(a), dtype=a.dtype, device=a.device)
-            return add_pointwise_update(result, inner, eye, b, module.scaling[active_adapter])
+        base = module.get_base_layer()
+        if isinstance(base, nn.Conv2d) and base.kernel_size != (1, 1):
+            factor = a.view(len(a), -1, *base.kernel_size).to(result.dtype)
+            inner = F.conv2d(dropped.to(result.dtype), factor, None, base.stride, base.padding, base.dilation)
+            return result + module.scaling[active_adapter] * F.conv2d(inner, b.to(result.dtype)[:, :, None, None])
         add = add_pointwise_update if isinstance(module, Conv2d) else add_update
         return add(result, dropped, a, b, module.scaling[active_adapter])
 

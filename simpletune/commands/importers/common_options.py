@@ -97,10 +97,34 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
         found.take(key, "adapter.alpha", number(alpha))
     elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
         found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
+    take_convolutions(found, {key: value for key, value in own.items() if key in ("conv_dim", "conv_alpha")}, key)
     known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
+    known |= {"conv_dim", "conv_alpha"}
     for name in own:
         if name not in known and own[name] not in (False, None, "False", 1, 1.0):
             found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
+
+
+def take_convolutions(found: Translation, own: Json, key: str) -> None:
+    """Translate the rank and alpha of convolutions larger than 1x1, ``conv_dim`` and ``conv_alpha``, by the method that
+    is set already. ``key``: of the trainer, under which they stand.
+    """
+    method, rank = found.get("adapter.method", "lora"), whole_number(own.get("conv_dim") or 0)
+    if not found.family.lora[0].names.has_convolutions or method == "full":
+        return  # the model has none that these networks update, or trains them whole
+    if rank and method not in CONVOLUTIONAL:
+        return found.leave(key, f"conv_dim={rank}: {method} updates no convolutions larger than 1x1")
+    if not rank:
+        return
+    most = CONVOLUTIONAL[method]
+    if most is not None and rank > most:
+        return found.leave(key, f"conv_dim={rank}: at most {most}. Set adapter.conv_rank")
+    found.take(key, "adapter.conv_rank", rank, "convolutions larger than 1x1")
+    alpha = number(own.get("conv_alpha") or 0)
+    if method in ("lora", "dora"):
+        found.set("adapter.conv_alpha", alpha or rank)
+    elif alpha and alpha != rank:
+        found.leave(key, f"conv_alpha={alpha:g}: it equals the rank here; scale optimizer.lr instead")
 
 
 def take_start(found: Translation, key: str) -> None:

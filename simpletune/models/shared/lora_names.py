@@ -40,6 +40,8 @@ class LoraNames:
     is true of all of them."""
     one_alpha: ClassVar[bool] = False
     """Whether diffusers applies the most common alpha of a file in kohya's layout to all attention (0.42.1)."""
+    has_convolutions: ClassVar[bool] = False
+    """Whether tools train convolutions larger than 1x1 of the family's denoiser by LoRA."""
     reorders: ClassVar[bool] = False
     """Whether the original layout has some halves in another order (``halves_swapped``)."""
     kohya_blocks: ClassVar[tuple[int, int, int, int, int] | None] = None

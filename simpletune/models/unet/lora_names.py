@@ -44,7 +44,7 @@ class UNetNames(LoraNames):
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
-    one_alpha = True
+    one_alpha = has_convolutions = True
     own: ClassVar[re.Pattern[str]]
     """Occurs only in names that no other family with a UNet has: layers, modules in files, and text encoders' keys."""
 
