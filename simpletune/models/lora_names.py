@@ -33,6 +33,17 @@ def is_target(target: str, layer: str) -> bool:
     return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
 
 
+@functools.cache  # of few layers, but several times for every trained tensor
+def is_convolution(layer: str) -> bool:
+    """Whether a layer is a convolution with a kernel larger than 1x1 that can have an update."""
+    return any(names.convolutions is not None and names.convolutions.search(layer) for names in LAYOUTS)
+
+
+def is_residual(layer: str) -> bool:
+    """Whether ``adapter.conv_rank`` adds a layer to every named choice of layers."""
+    return any(names.residual is not None and names.residual.search(layer) for names in LAYOUTS)
+
+
 @functools.cache  # of few patterns and layers, but for every trained tensor
 def matches_layer(pattern: str, layer: str) -> bool:
     """Whether the words of a pattern, between its dots, are consecutive words of a layer's name. A word may have ``*``

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -54,10 +55,10 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
         raise UserError(f"{place}: no {method.title} equals the multiple of another. Leave out the strength, {scale:g}")
     if isinstance(method, LayerMethod):
         for layer, update in updates.items():
-            outputs, inputs = shapes[f"{layer}.weight"][:2]
+            inputs = math.prod(shapes[f"{layer}.weight"][1:])
             own = {name: tuple(factor.shape) for name, factor in factors_of(update, inputs).items()}
             fused = isinstance(update, LokrUpdate) and not update.is_own  # with another layer
-            if fused or own != (wanted := method.factor_shapes(outputs, inputs, layer)):
+            if fused or own != (wanted := method.shapes_of(layer, shapes)):
                 raise UserError(
                     f"{place}: {layer} has the factors {_listed(own)}, and this run trains {_listed(wanted)}. Use the "
                     "adapter settings that the file was trained with"
@@ -84,7 +85,7 @@ def start_from(model: nn.Module, updates: Updates, scale: float) -> float:
         if isinstance(layer, FactorLayer):
             assert layer.shape is not None
             scaled = update if isinstance(update, UNSCALED) else replace(update, scale=update.scale * scale)  # type: ignore[type-var]
-            for factor, values in factors_of(scaled, layer.shape[1]).items():
+            for factor, values in factors_of(scaled, math.prod(layer.shape[1:])).items():
                 layer.factors[factor].copy_(values)
         elif isinstance(layer, DoraLayer):
             assert isinstance(update, DoraUpdate)

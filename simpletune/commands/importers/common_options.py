@@ -110,7 +110,7 @@ def take_convolutions(found: Translation, own: Json, key: str) -> None:
     is set already. ``key``: of the trainer, under which they stand.
     """
     method, rank = found.get("adapter.method", "lora"), whole_number(own.get("conv_dim") or 0)
-    if not found.family.lora[0].names.has_convolutions or method == "full":
+    if found.family.lora[0].names.convolutions is None or method == "full":
         return  # the model has none that these networks update, or trains them whole
     if rank and method not in CONVOLUTIONAL:
         return found.leave(key, f"conv_dim={rank}: {method} updates no convolutions larger than 1x1")

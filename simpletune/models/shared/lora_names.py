@@ -30,6 +30,10 @@ class LoraNames:
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
     short: ClassVar[Mapping[str, str]]
     """What the first word of a pattern in ``adapter.layers`` may abbreviate: short names of the denoiser's blocks."""
+    convolutions: ClassVar[re.Pattern[str] | None] = None
+    """Its convolutions with a kernel larger than 1x1 that can have an update, by the ends of their names."""
+    residual: ClassVar[re.Pattern[str] | None] = None
+    """The layers that a named choice gets with ``adapter.conv_rank``, as with kohya's ``conv_dim``."""
     contexts: ClassVar[re.Pattern[str] | None] = None
     """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
     None: the family's attention reads both at once."""
@@ -40,8 +44,6 @@ class LoraNames:
     is true of all of them."""
     one_alpha: ClassVar[bool] = False
     """Whether diffusers applies the most common alpha of a file in kohya's layout to all attention (0.42.1)."""
-    has_convolutions: ClassVar[bool] = False
-    """Whether tools train convolutions larger than 1x1 of the family's denoiser by LoRA."""
     reorders: ClassVar[bool] = False
     """Whether the original layout has some halves in another order (``halves_swapped``)."""
     kohya_blocks: ClassVar[tuple[int, int, int, int, int] | None] = None

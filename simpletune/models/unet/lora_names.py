@@ -43,8 +43,11 @@ class UNetNames(LoraNames):
         "attention_mlp": re.compile(rf"{_BLOCK}(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))$"),
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
+    convolutions = re.compile(r"(^|\.)(conv[12]?|conv_in|conv_out)$")
+    # kohya's networks.lora takes the linear layers and 1x1 convolutions of these modules, too, at the rank of others
+    residual = re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.(resnets|downsamplers|upsamplers)\.")
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
-    one_alpha = has_convolutions = True
+    one_alpha = True
     own: ClassVar[re.Pattern[str]]
     """Occurs only in names that no other family with a UNet has: layers, modules in files, and text encoders' keys."""
 
@@ -58,9 +61,9 @@ class UNetNames(LoraNames):
         return 1 if self.own.search(name) else 0
 
     def kernel(self, layer: str, model: str) -> tuple[int, ...]:
-        """Those of residual blocks, samplers, ``conv_in`` and ``conv_out``, alike in every family."""
-        leaf = layer.rpartition(".")[2]
-        return (1, 1) if leaf == "conv_shortcut" else (3, 3) if leaf.startswith("conv") else ()
+        if self.convolutions.search(layer):
+            return (3, 3)
+        return (1, 1) if layer.endswith(".conv_shortcut") else ()
 
     def suits(self, config: ModelConfig) -> bool:
         known = original_modules(self.config)
