@@ -11,6 +11,7 @@ import torch
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.factors import rank_for, truncate
 from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.models.lora_names import is_convolution
 from simpletune.system.options import UserError, join_names
 
 
@@ -56,7 +57,7 @@ def extract(
     conv_rank: int | None = None,
 ) -> ExtractionResult:
     """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution, and with
-    ``conv_rank`` for larger convolutions that have a name in LoRA files.
+    ``conv_rank`` for larger convolutions that can have an update.
 
     ``rank`` and ``conv_rank`` are the largest rank of a layer, ``energy`` the fraction of squared singular values to
     keep in each. Calls ``done`` after each tensor.
@@ -66,15 +67,15 @@ def extract(
     """
     _require_same(base, tuned)
     found = ExtractionResult()
-    weights, names = base.weight_shapes(), base.family.lora[0].names
+    weights = base.weight_shapes()
     for name in sorted(base.shapes):
         difference = tuned.get(name).to(device, torch.float32) - base.get(name).to(device, torch.float32)
         norm = float(difference.double().norm())
         layer = name.removesuffix(".weight")
         kernel = tuple(difference.shape[2:])
         most = rank if math.prod(kernel) == 1 else conv_rank
-        known = math.prod(kernel) == 1 or conv_rank and names.layers(layer, base.family.lora[-1])
-        if norm > 0 and name != layer and layer in weights and known:
+        wanted = math.prod(kernel) == 1 or conv_rank is not None and is_convolution(layer)
+        if norm > 0 and name != layer and layer in weights and wanted:
             u, s, vt = torch.linalg.svd(difference.flatten(1), full_matrices=False)
             kept = rank_for(s, most, energy)
             best = truncate(u, s, vt, kept)

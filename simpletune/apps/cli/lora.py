@@ -156,7 +156,9 @@ def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
 
 def add_conv_rank(parser: argparse.ArgumentParser, otherwise: str) -> None:
     """Add the rank of convolutions; ``otherwise``: what happens to them without."""
-    parser.add_argument("--conv-rank", type=positive, help=f"rank of convolutions larger than 1x1 (default: {otherwise})")
+    parser.add_argument(
+        "--conv-rank", type=positive, help=f"rank of convolutions larger than 1x1 (default: {otherwise})"
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

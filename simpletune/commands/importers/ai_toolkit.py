@@ -9,6 +9,7 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_convolutions,
     take_embedding,
     take_optimizer,
     take_schedule,
@@ -113,6 +114,9 @@ def _adapter(found: Translation) -> str:
         found.take("network.linear", "adapter.rank", rank)
         take_alpha(found, "network.linear_alpha", alpha, rank)
         found.by_table([KeyRule("network.dropout", "adapter.dropout", number)])
+    if found.family.lora[0].names.convolutions is not None:
+        conv_rank, conv_alpha = found.read("network.conv", whole_number), found.read("network.conv_alpha", number)
+        take_convolutions(found, "network.conv", conv_rank, conv_alpha)
     return str(found.get("adapter.method"))
 
 

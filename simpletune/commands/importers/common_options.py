@@ -69,8 +69,10 @@ def take_alpha(found: Translation, key: str, alpha: float | None, rank: int | No
     found.take(key, "adapter.alpha", alpha, why)
 
 
-def take_lycoris(found: Translation, key: str, own: Json) -> None:
-    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others."""
+def take_lycoris(found: Translation, key: str, own: Json, asked: bool = False) -> None:
+    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, conv_dim, conv_alpha, factor, and
+    others. ``asked``: whether convolutions train only with conv_dim. LyCORIS itself gives them the rank and alpha of
+    the others by default, unless a preset names other layers."""
     algo = str(own.get("algo", "lora")).lower()
     methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
     method = methods.get(algo)
@@ -97,34 +99,35 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
         found.take(key, "adapter.alpha", number(alpha))
     elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
         found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
-    take_convolutions(found, {key: value for key, value in own.items() if key in ("conv_dim", "conv_alpha")}, key)
+    conv_rank, conv_alpha = own.get("conv_dim", None if asked else rank), own.get("conv_alpha", alpha)
+    if conv_rank is not None and "apply_preset" not in own and own.get("preset", "full") == "full":
+        whole = method == "lokr" and boolean(own.get("full_matrix", False))
+        conv_rank = 1024 if whole else whole_number(conv_rank)
+        take_convolutions(found, key, conv_rank, None if conv_alpha is None else number(conv_alpha))
     known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
     known |= {"conv_dim", "conv_alpha"}
     for name in own:
+        if name == "preset" and own[name] == "full":
+            continue
         if name not in known and own[name] not in (False, None, "False", 1, 1.0):
             found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
 
 
-def take_convolutions(found: Translation, own: Json, key: str) -> None:
-    """Translate the rank and alpha of convolutions larger than 1x1, ``conv_dim`` and ``conv_alpha``, by the method that
-    is set already. ``key``: of the trainer, under which they stand.
-    """
-    method, rank = found.get("adapter.method", "lora"), whole_number(own.get("conv_dim") or 0)
-    if found.family.lora[0].names.convolutions is None or method == "full":
-        return  # the model has none that these networks update, or trains them whole
-    if rank and method not in CONVOLUTIONAL:
-        return found.leave(key, f"conv_dim={rank}: {method} updates no convolutions larger than 1x1")
-    if not rank:
+def take_convolutions(found: Translation, key: str, rank: int | None, alpha: float | None) -> None:
+    """Translate the rank and alpha of a U-Net's convolutions larger than 1x1, by the adapter's method, which is set
+    already."""
+    method = found.get("adapter.method", "lora")
+    if not rank or found.family.lora[0].names.convolutions is None or method == "full":
         return
-    most = CONVOLUTIONAL[method]
-    if most is not None and rank > most:
-        return found.leave(key, f"conv_dim={rank}: at most {most}. Set adapter.conv_rank")
-    found.take(key, "adapter.conv_rank", rank, "convolutions larger than 1x1")
-    alpha = number(own.get("conv_alpha") or 0)
+    if method == "oft":
+        return found.leave(key, f"a rank of {rank} for convolutions: adapter.method oft updates none above 1x1")
+    most = 32 if method == "loha" else 1024  # of LoKr, which trains a matrix whole above its sides
+    found.take(key, "adapter.conv_rank", min(rank, most), "convolutions larger than 1x1" if rank <= most else
+               f"convolutions larger than 1x1; {rank} is above the largest rank")  # fmt: skip
     if method in ("lora", "dora"):
         found.set("adapter.conv_alpha", alpha or rank)
     elif alpha and alpha != rank:
-        found.leave(key, f"conv_alpha={alpha:g}: it equals the rank here; scale optimizer.lr instead")
+        found.leave(key, f"conv_alpha {alpha:g}: it equals the rank here; scale optimizer.lr instead")
 
 
 def take_start(found: Translation, key: str) -> None:

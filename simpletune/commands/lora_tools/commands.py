@@ -14,7 +14,7 @@ from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import denoiser_in
-from simpletune.models.lora_names import family_of_names
+from simpletune.models.lora_names import family_of_names, is_convolution
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.lora_names import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
@@ -271,8 +271,7 @@ def extract(args: argparse.Namespace) -> Path:
         share = (others / (others + sum(row.norm**2 for row in found.rows))) ** 0.5
         say(f"  left out {len(names)} tensors that a LoRA cannot represent ({share:.3%} of the difference): "
             f"{join_names(names)}")  # fmt: skip
-        named = [name for name in names if own.layers(name.removesuffix(".weight"), base.family.lora[-1])]
-        if any(len(base.shapes[name]) == 4 for name in named):
+        if args.conv_rank is None and any(is_convolution(name.removesuffix(".weight")) for name in names):
             say("  give --conv-rank, such as --conv-rank 8, for the convolutions among them")
     return written
 
