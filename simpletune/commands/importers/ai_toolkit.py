@@ -116,7 +116,10 @@ def _adapter(found: Translation) -> str:
         found.by_table([KeyRule("network.dropout", "adapter.dropout", number)])
     if found.family.lora[0].names.convolutions is not None:
         conv_rank, conv_alpha = found.read("network.conv", whole_number), found.read("network.conv_alpha", number)
-        take_convolutions(found, "network.conv", conv_rank, conv_alpha)
+        key = "network.conv"
+        if lokr and found.get("adapter.rank") is None:
+            key, conv_rank = "network.lokr_full_rank", 1024  # all matrices are whole there, without network.conv
+        take_convolutions(found, key, conv_rank, conv_alpha)
     return str(found.get("adapter.method"))
 
 
