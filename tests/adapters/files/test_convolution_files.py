@@ -43,12 +43,14 @@ OF_BOTH: dict[str, Any] = {"sample_size": 8, "norm_num_groups": 4, "layers_per_b
 TINY: dict[str, dict[str, Any]] = {
     "sd15": OF_BOTH | {
         "block_out_channels": (8, 16), "cross_attention_dim": 768,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     },
     "sdxl": OF_BOTH | {  # two layers a level, numbered as the real ones
-        "layers_per_block": 2, "block_out_channels": (8, 16), "use_linear_projection": True, "cross_attention_dim": 2048,
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 2, "block_out_channels": (8, 16), "use_linear_projection": True,
+        "cross_attention_dim": 2048, "addition_embed_type": "text_time", "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 32, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     },
 }  # fmt: skip
 CONDITIONS = {"text_embeds": torch.ones(2, 8), "time_ids": torch.arange(12.0).view(2, 6)}
