@@ -390,15 +390,6 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
         load_loras(tiny(), [(other, 1.0)])
 
 
-def test_convolutions_over_more_than_a_pixel_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    name = "lora_unet_down_blocks_0_resnets_0_conv1"
-    factors = {"lora_down": torch.ones(2, 32, 3, 3), "lora_up": torch.ones(32, 2, 1, 1)}
-    save_file({f"{name}.{role}.weight": tensor for role, tensor in factors.items()}, file)
-    with pytest.raises(UserError, match="resnets_0_conv1 updates a 3x3 convolution, which is not supported"):
-        read_lora(file)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline's folder with a U-Net, and LoRA files."""
