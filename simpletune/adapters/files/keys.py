@@ -165,6 +165,8 @@ def _without_cores(shapes: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
     for core in shapes.keys() - found.keys():
         matrix = CORES.get(core)
         before, after = (f"{matrix}_a", f"{matrix}_b") if matrix else (UP, DOWN)
+        if len(shapes[core]) != 4:
+            return None
         (*sides, height, width), a, b = (shapes[role] if len(shapes[role]) == 4 else (*shapes[role], 1, 1)
                                          for role in (core, before, after))  # fmt: skip
         ranks = [a[0] if matrix else a[1], b[0]]

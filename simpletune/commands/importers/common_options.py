@@ -104,6 +104,8 @@ def take_lycoris(found: Translation, key: str, own: Json, asked: bool = False) -
         whole = method == "lokr" and boolean(own.get("full_matrix", False))
         conv_rank = 1024 if whole else whole_number(conv_rank)
         take_convolutions(found, key, conv_rank, None if conv_alpha is None else number(conv_alpha))
+    if method in ("lokr", "loha") and "conv_alpha" in own and own["conv_alpha"] != conv_rank:
+        found.leave(key, f"conv_alpha {own['conv_alpha']}: it equals the rank here; scale optimizer.lr instead")
     known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
     known |= {"conv_dim", "conv_alpha"}
     for name in own:
@@ -126,8 +128,6 @@ def take_convolutions(found: Translation, key: str, rank: int | None, alpha: flo
                f"convolutions larger than 1x1; {rank} is above the largest rank")  # fmt: skip
     if method in ("lora", "dora"):
         found.set("adapter.conv_alpha", alpha or rank)
-    elif alpha and alpha != rank:
-        found.leave(key, f"conv_alpha {alpha:g}: it equals the rank here; scale optimizer.lr instead")
 
 
 def take_start(found: Translation, key: str) -> None:
