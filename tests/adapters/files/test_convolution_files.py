@@ -145,7 +145,7 @@ def test_a_run_s_file_does_what_was_trained_here_in_comfyui_and_in_diffusers(
     for layout in ("kohya", "diffusers"):
         updates = read_lora(file)
         assert {u.kernel for layer, u in updates.items() if is_convolution(layer)} == {(3, 3)}
-        plain = updates if name == "lora" else resize_all(updates, 999, None)[0]
+        plain = updates if name == "lora" else resize_all(updates, None, 1.0)[0]
         close(in_diffusers(write_lora(plain, tmp_path / f"{layout}.safetensors", layout), tiny(family)), expected)
     if name == "lora":
         close(in_diffusers(file, tiny(family)), expected)
@@ -176,7 +176,7 @@ def test_names_are_those_that_diffusers_and_kohya_give_these_layers(number: int)
     layouts = {layout.name: layout for layout in family.lora}
     kohya, bare, shapes = layouts["kohya"], layouts["bare"], family.known_shapes()
     convolutions = [name.removesuffix(".weight") for name, shape in shapes.items() if shape[2:] == (3, 3)]
-    assert len(convolutions) == {"sd15": 53, "sdxl": 40}[family.family]
+    assert len(convolutions) == {"sd15": 52, "sdxl": 40}[family.family]
     for layer in convolutions:
         assert is_convolution(layer) and bare.layers(layer) == kohya.layers(kohya.key(kohya.module(layer), "x")[:-2])
         assert kohya.names.kernel(layer, "") == (3, 3)
@@ -184,8 +184,8 @@ def test_names_are_those_that_diffusers_and_kohya_give_these_layers(number: int)
     state = {
         kohya.key(kohya.module(layer), role): torch.zeros(1, 1, 1, 1) for layer in inside for role in ("up", "down")
     }
-    config = UNet2DConditionModel(**TINY["sdxl"]).config | {"layers_per_block": 2} if kohya.original else None
-    state = _maybe_map_sgm_blocks_to_diffusers(state, config) if config else state
+    if kohya.original:
+        state = _maybe_map_sgm_blocks_to_diffusers(state, tiny("sdxl").config)
     found, _ = _convert_non_diffusers_lora_to_diffusers(state)
     assert sorted(found) == sorted(f"unet.{layer}.lora_{letter}.weight" for layer in inside for letter in "AB")
     if kohya.original:
@@ -288,7 +288,7 @@ def test_merge_extract_resize_and_mix(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["extract", str(base), str(out), "--format", "kohya", "--out", str(found), "--overwrite"]
     assert main([*words, "--rank", "2"]) == 0
     said = capsys.readouterr().out
-    assert "left out 9 tensors" in said and "give --conv-rank, such as --conv-rank 8, for the convolutions" in said
+    assert "left out 18 tensors" in said and "give --conv-rank, such as --conv-rank 8, for the convolutions" in said
     assert not any(map(is_convolution, read_lora(found)))
     assert main([*words, "--rank", "2", "--conv-rank", "3"]) == 0
     assert "left out" not in capsys.readouterr().out
@@ -334,7 +334,7 @@ def test_updates_go_into_quantised_bases_and_their_own_types(tmp_path: Path) -> 
     file = write_lora(updates, tmp_path / "a.safetensors", "kohya")
     load_loras(model, [(file, 1.0)])  # over the frozen layers
     moved = predict(model) - before
-    assert (moved - (predict(patched(updates, 1.0)) - predict(tiny("sd15")))).norm() < 0.05 * moved.norm()
+    assert (moved - (predict(patched(updates, 1.0)) - predict(tiny("sd15")))).norm() < 0.1 * moved.norm()
 
 
 @pytest.mark.parametrize("name", ["lora", "loha", "lokr"])
