@@ -13,6 +13,8 @@ Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,6 +59,7 @@ class _Rescaled(torch.autograd.Function):
         grad_b = rows.t() @ down if wants_b or wants_delta else None
         grad_delta = None
         if wants_delta:
+            assert grad_b is not None
             wide = y.float() if y.dtype == torch.float16 else y  # scaled gradients overflow in fp16
             centred = (wide - bias[0] if bias else wide).flatten(0, -2)
             grad_delta = _gradient_of_gain((centred * rows).sum(0).float(), grad_b, b, delta)
@@ -259,16 +262,17 @@ class DoraLayer(UpdateLayer):
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         """Add k (W' - W) x: gain - 1 times the frozen layer's output without its bias, and gain s B A x."""
-        return rescaled(y, *self._operands(y, x))  # type: ignore[arg-type]
+        return rescaled(y, *self._operands(y, x))
 
     def convolved(self, y: Tensor, x: Tensor) -> Tensor:
-        return rescaled_convolution(y, *self._operands(y, x), geometry_of(self))  # type: ignore[arg-type]
+        return rescaled_convolution(y, *self._operands(y, x), geometry_of(self))
 
-    def _operands(self, y: Tensor, x: Tensor) -> tuple[Tensor | nn.Module | None, ...]:
+    def _operands(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """x, A, gain s B, gain - 1 and the bias."""
         gain = by_norms(self.magnitude, self.norms(y.dtype)) if self.gain is None else self.gain
         b = self.update_dropout(self.lora_B.weight) * (gain * (self.strength * self.scale))[:, None]
-        return self.input_dropout(x), self.lora_A.weight, b, (gain - 1) * self.strength, innermost_layer(self).bias
+        bias = cast(Tensor | None, innermost_layer(self).bias)
+        return self.input_dropout(x), self.lora_A.weight, b, (gain - 1) * self.strength, bias
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:

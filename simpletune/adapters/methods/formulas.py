@@ -25,14 +25,14 @@ def require_numbers(place: str, tensor: Tensor) -> None:
         raise UserError(f"{place} contains NaN or infinite values: its training diverged. Use an earlier checkpoint")
 
 
-def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A factor, or the product of its two factors."""
-    return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
+def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:  # 2-D
+    """A factor, or the product of its two factors; a convolution's as a matrix."""
+    return factors[name].flatten(1) if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
 def kronecker_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [l k, m q], or [l k, m q kh kw]
     """LoKr's kron(W1, W2) (arXiv:2309.14859, eq. 5); the kernel of a convolution's W2 counts as more of its columns."""
-    exact = {name: factor.float().flatten(1) for name, factor in factors.items()}
+    exact = {name: factor.float() for name, factor in factors.items()}
     return torch.kron(full_factor(exact, "lokr_w1"), full_factor(exact, "lokr_w2"))
 
 

@@ -50,7 +50,7 @@ class Loha(LayerMethod):
         self, outputs: int, inputs: int, layer: str = "", kernel: tuple[int, ...] = ()
     ) -> dict[str, tuple[int, ...]]:
         rank, columns = self.rank_of(layer) or self.rank, inputs * math.prod(kernel)
-        one = {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, columns)}
+        one: dict[str, tuple[int, ...]] = {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, columns)}
         return one | {"hada_w2_a": (outputs, rank), "hada_w2_b": (rank, columns)}
 
     def layer_class(self) -> type[FactorLayer]:

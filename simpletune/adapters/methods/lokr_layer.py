@@ -67,7 +67,7 @@ class LokrLayer(FactorLayer):
     def updated(self, y: Tensor, x: Tensor) -> Tensor:
         factors, w1 = self.factors, self._first()
         if "lokr_w2" in factors:
-            before, after = sides(w1, factors["lokr_w2"])
+            before, after = sides(w1, full_factor(factors, "lokr_w2"))
             height = len(w1) * len(factors["lokr_w2"])
         else:
             before, after = factors["lokr_w2_b"], factors["lokr_w2_a"]

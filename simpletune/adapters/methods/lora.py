@@ -53,8 +53,8 @@ class Lora(TargetedMethod):
     layers: list[LoraLayers] = []
     """Other ranks, alphas and learning rates for some of these layers, by a pattern of their names, such as
     [{"pattern": "blocks.0-11", "rank": 4}, {"pattern": "to_out", "lr_ratio": 0}]. Where several entries match a layer
-    and set a field, the last one counts. Without an alpha of their own, layers have adapter.alpha; if that is null,
-    their rank."""
+    and set a field, the last one counts. Without an alpha of their own, layers have adapter.alpha, or conv_alpha; if
+    that is null, their rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
     rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -77,6 +77,8 @@ def summary_sentence(run: RunData) -> str:
     base = base if not os.path.isabs(base) else os.path.basename(base)
     rank = getattr(config.adapter, "rank", None)
     method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"
+    if (conv_rank := getattr(config.adapter, "conv_rank", None)) is not None:
+        method += f" (convolutions r{conv_rank})"
     varied = isinstance(config.adapter, TargetedMethod) and config.adapter.layers
     method += " (other settings in some layers)" if varied else ""
     return (

@@ -220,16 +220,24 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
 
 
+CONVOLUTIONS = {"method": "lora", "rank": 4, "targets": "all_linear", "conv_rank": 2}
 XL: dict[str, dict] = {
     "LoRA int8": {"precision": {"weights": "int8"}},
     "LoRA nf4": {"precision": {"weights": "nf4"}, "memory": {"feed_forward": "alone"}},
     "LoRA int8, offloaded": {"precision": {"weights": "int8"}, "memory": MEMORY["streamed"]},
+    "convolutions, LoRA int8": {"precision": {"weights": "int8"}, "adapter": CONVOLUTIONS},
+    "convolutions, DoRA nf4, offloaded": {
+        "precision": {"weights": "nf4"}, "memory": MEMORY["streamed"], "adapter": CONVOLUTIONS | {"method": "dora"}
+    },
+    "convolutions, LoKr bf16": {
+        "precision": {"weights": "bf16"}, "adapter": {"method": "lokr", "factor": 4, "rank": 2, "conv_rank": 2}
+    },
     "all in backward": {"precision": {"weights": "bf16"}, "memory": {"optimizer_in_backward": True}},
     "all in backward, offloaded": {
         "precision": {"weights": "bf16"}, "memory": MEMORY["streamed"] | {"optimizer_in_backward": True}
     },
 }  # fmt: skip
-OLD_XL = ("LoRA nf4", "LoRA int8, offloaded")
+OLD_XL = ("LoRA nf4", "LoRA int8, offloaded", "convolutions, LoRA int8")
 
 
 @pytest.mark.parametrize(("how", "card"), [*((how, 89) for how in XL), *((how, 75) for how in OLD_XL)])
