@@ -287,11 +287,11 @@ KOHYA = [
     ),
     ({"network_args": ["loraplus_lr_ratio=16"]}, "adapter.b_lr_ratio", 16, None),
     ({"network_args": ["rank_dropout=0.1", "module_dropout=0.2"]}, "adapter.module_dropout", 0.2, None),
-    ({"network_args": ["conv_dim=4"]}, "adapter.conv_rank", "unset", "left out"),  # of SD3
+    ({"network_args": ["conv_dim=4"]}, "adapter.conv_rank", "unset", None),  # of SD3
     (OLD | {"network_args": ["conv_dim=4"], "network_dim": 8}, "adapter.conv_rank", 4, "changed"),
     (OLD | {"network_args": ["conv_dim=4"], "network_alpha": 8}, "adapter.conv_alpha", 1, None),
     (OLD | {"network_args": ["conv_dim=4", "conv_alpha=2"]}, "adapter.conv_alpha", 2, None),
-    (OLD | {"network_args": ["conv_dim=x"]}, "adapter.conv_rank", "unset", "left out"),
+    (OLD | {"network_args": ["conv_dim=x"]}, "adapter.conv_rank", "unset", None),
     (OLD | {"network_module": "networks.loha"}, "adapter.conv_rank", "unset", None),
     *(
         (OLD | {"network_module": "lycoris.kohya", "network_dim": 8, "network_args": arguments}, path, ours, None)
