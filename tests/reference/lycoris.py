@@ -137,4 +137,4 @@ def convolution_difference(parts: dict[str, Tensor], shape: tuple[int, ...]) -> 
     if w2.ndim == 4:
         w1 = w1[:, :, None, None]
     factor = 1.0 if alpha is None or rank is None else alpha / rank
-    return factor * torch.kron(w1, w2).reshape(shape)
+    return factor * torch.kron(w1.contiguous(), w2.contiguous()).reshape(shape)
