@@ -410,6 +410,14 @@ class TrainConfig(Option):
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Check the rules that need the base model's parameter shapes."""
         yield from self.adapter.problems(shapes)
+        new = self.model.new_weights
+        if new is not None and not self.adapter.trains_weight(new):
+            yield Problem(
+                "model.inpainting",
+                f"true gives {self.model.weights_from} input channels whose weights begin at zero, and adapter.method "
+                f"{self.adapter.method} does not train {new}. Use adapter.method full, or partial with {new} in "
+                "adapter.layers; or name an inpainting model",
+            )
         trained = self.trained_modulation(shapes)
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
             yield Problem(

@@ -267,7 +267,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
     dtype = f"dtype={whole}"
     own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
-    part, (kind, pipeline, _) = model.denoiser, model.diffusers
+    part, kind, pipeline = model.denoiser, model.diffusers.model, model.pipeline
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
     scheduler = config.objective.diffusers_scheduler()
     classes = ", ".join([*([scheduler[0]] if scheduler else []), *([kind] if extra else []), pipeline])

@@ -235,6 +235,8 @@ SIMPLETUNER_DATA = [
     ({"conditioning_data": "elsewhere"}, "mask", "unset", "left out"),
 ]
 KOHYA = [
+    (OLD | {"train_inpainting": True}, "model.inpainting", True, "taken"),
+    (OLD | {"pretrained_model_name_or_path": "a/v1-5-inpainting"}, "model.pretrained", "a/v1-5-inpainting", "taken"),
     ({}, "model.pretrained", LARGE, None),
     ({"clip_l": "c"}, "model.text_encoders", "unset", "left out"),
     ({"vae": "v"}, "model.vae", "v", "taken"),
@@ -500,6 +502,9 @@ ONETRAINER = [
     ({"additional_embeddings": [{}, {}]}, "adapter.method", "lora", "left out"),
     ({"model_type": "STABLE_DIFFUSION_3"}, "model.family", "sd3", "taken"),
     (OLD_OT, "model.family", "sd15", None),
+    ({"model_type": "STABLE_DIFFUSION_15_INPAINTING"}, "model.family", "sd15", "taken"),
+    ({"model_type": "STABLE_DIFFUSION_20_INPAINTING"}, "model.family", "sd15", "taken"),
+    (XL_OT | {"model_type": "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"}, "model.family", "sdxl", "taken"),
     (XL_OT, "model.family", "sdxl", "taken"),
     (XL_OT | {"unet": {"weight_dtype": "FLOAT_16"}}, "precision.weights", "bf16", None),
     (
@@ -929,12 +934,10 @@ REFUSED = [
     ("kohya", {"network_module": "lycoris.kohya", "network_args": ["algo=glora"]}, "network_module algo=glora"),
     ("kohya", {"pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-refiner-1.0"}, "(a refiner)"),
     ("kohya", {"pretrained_model_name_or_path": "models/playground-v2.5.safetensors"}, "(Playground 2.5)"),
-    ("kohya", {"pretrained_model_name_or_path": "a/sd-v1-5-inpainting"}, "(inpainting)"),
     *(
         ("kohya", {"network_module": "networks.lora", "pretrained_model_name_or_path": name}, "(another model)")
         for name in ("circlestone-labs/Anima", "a/anima-preview.safetensors", "a/wan2.1", "Alpha-VLLM/Lumina-Image-2.0")
     ),
-    ("kohya", {"train_inpainting": True}, "train_inpainting true (inpainting)"),
     ("kohya_ss", {"LoRA_type": "LyCORIS/iA3"}, "LoRA_type LyCORIS/iA3"),
     ("simpletuner", {"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "(a refiner)"),
     ("diffusers", {"script": "train_dreambooth_lora_sdxl.py", "do_edm_style_training": True}, "(the noise of EDM)"),
@@ -948,8 +951,7 @@ REFUSED = [
     ("ai_toolkit", {"train.train_unet": False}, "train.train_unet false (the text encoders alone)"),
     ("diffusers", {"script": "train_controlnet_sd3.py"}, "script train_controlnet_sd3.py"),
     ("diffusers", DREAMBOOTH | {"pretrained_model_name_or_path": "DeepFloyd/IF-I-M-v1.0"}, "(DeepFloyd IF)"),
-    ("onetrainer", {"model_type": "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"}, "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"),
-    ("onetrainer", {"model_type": "STABLE_DIFFUSION_15_INPAINTING"}, "model_type STABLE_DIFFUSION_15_INPAINTING"),
+    ("onetrainer", {"model_type": "STABLE_DIFFUSION_20_DEPTH"}, "model_type STABLE_DIFFUSION_20_DEPTH"),
     ("onetrainer", {"training_method": "FINE_TUNE_VAE"}, "training_method FINE_TUNE_VAE"),
 ]
 """Settings that are refused, and what the message names."""

@@ -137,7 +137,7 @@ def test_neither_t5_nor_weights_where_they_are_not_needed(hub: FakeHub, run) -> 
     ("family", "changes", "message"),
     [
         ("sdxl", {"cross_attention_dim": 1280}, "owner/tiny-sd3: a refiner of Stable Diffusion XL, which cannot be tr"),
-        ("sdxl", {"in_channels": 9}, "owner/tiny-sd3: .*: inpainting and depth models"),
+        ("sdxl", {"in_channels": 8}, "owner/tiny-sd3: .*in_channels 8 .*InstructPix2Pix"),
         ("sd15", {}, "owner/tiny-sd3: .* set model.family to sdxl"),
     ],
 )

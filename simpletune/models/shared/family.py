@@ -128,6 +128,10 @@ class Family(FamilyFacts):
         """The shapes of the trained model's parameters, with a download if necessary."""
         return self.shapes_of(self.known_config())
 
+    def stored_shapes(self) -> dict[str, Shape]:
+        """The same of the model before ``widened``."""
+        return self.known_shapes()
+
     def units(self) -> tuple[str, ...]:
         """See ``units_among``."""
         return self.units_among(self.known_shapes())
@@ -149,6 +153,12 @@ class Family(FamilyFacts):
     def inpaints(self) -> bool:
         """Whether the model reads a mask and the latents of the masked picture, 1 + c channels, after z_t."""
         return int(self.known_config()["in_channels"]) == 2 * self.latent_channels + 1
+
+    @property
+    def pipeline(self) -> str:
+        """diffusers' class of the pipeline that draws with the model."""
+        other = self.diffusers.inpainting
+        return other if other is not None and self.inpaints else self.diffusers.pipeline
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
@@ -222,6 +232,7 @@ class Family(FamilyFacts):
 
         def fresh() -> Denoiser:
             source = tensors() if overlay is None else overlay.over(self, part)
+            source = source if random else self.widened(source)
             return fill_model(self.empty_model(config), source, precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:
