@@ -24,6 +24,7 @@ LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lo
 """Layouts of each family's files; the first is the one of a run's result."""
 TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
 SHORT = {short: whole for names in LAYOUTS for short, whole in names.short.items()}
+INPUTS = frozenset(names.input for names in LAYOUTS if names.input is not None)
 NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*", re.ASCII)
 """Numbers of blocks in a pattern: ``3``, ``0-11`` or ``0,2,5-7``."""
 

@@ -23,6 +23,7 @@ from simpletune.adapters.files.updates import (
     OftUpdate,
     Update,
     Updates,
+    without_other_input,
 )
 from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.dora_layers import DoraLayer
@@ -80,6 +81,7 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
         updates, _ = split_text(read_lora(header))
         if not updates:
             continue
+        updates = without_other_input(str(file), updates, base_shapes(model))
         require_layers(str(file), updates, model, f" (for {header.family.model})")
         low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
         if low_rank:
@@ -152,8 +154,12 @@ def holds_hypernetwork(file: Path) -> bool:
 def require_layers(place: str, updates: Updates, model: nn.Module, version: str = "") -> None:
     """Check that a model has every layer of the LoRA at a place, with the same shape. ``version``: what the LoRA is for
     within its family, for messages."""
-    shapes = {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
-    require_shapes(place, updates, shapes, version)
+    require_shapes(place, updates, base_shapes(model), version)
+
+
+def base_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a model's layers by their names without wrapping layers."""
+    return {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
 
 
 def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = "") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simpletune.adapters.files.base_reader import KINDS, TYPES, BaseReader
 from simpletune.adapters.files.header import TensorEntry, tensor_bytes
-from simpletune.adapters.files.updates import Updates
+from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
@@ -43,6 +43,8 @@ class Merger:
     """
 
     def __init__(self, base: BaseReader, loras: Sequence[tuple[Updates, float]], dtype: str | None):
+        weights = {name.removesuffix(".weight"): shape for name, shape in base.shapes.items()}
+        loras = [(without_other_input("the LoRA", updates, weights), strength) for updates, strength in loras]
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})

@@ -5,6 +5,7 @@ Shapes: o outputs, i inputs, r rank; LoKr: W1 [l, m], W2 [k, q]; OFT: k blocks o
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,11 @@ from simpletune.adapters.methods.formulas import (
     turned_rows,
 )
 from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.lora_names import INPUTS
 from simpletune.models.shared.lora_names import DOWN, UP, LoraNames
-from simpletune.system.options import UserError
+from simpletune.models.shared.model_config import Shapes
+from simpletune.system.console import say
+from simpletune.system.options import UserError, plural
 
 
 class Update(ABC):
@@ -371,3 +375,26 @@ class OftUpdate(Update):
         if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
             blocks = exchanged_halves(blocks)
         return triangle_of(blocks)
+
+
+def without_other_input(place: str, updates: Updates, shapes: Shapes) -> Updates:
+    """The updates that suit a plain model if the LoRA at a place was made for one that inpaints, and the reverse: all
+    but that of the layer that reads the latents, which has other inputs. Says what it leaves out.
+
+    Args:
+        shapes: of the model's weights, by layer.
+
+    Raises:
+        UserError: nothing is left.
+    """
+    for layer in sorted(INPUTS & updates.keys() & shapes.keys()):
+        _, own, *kernel = shapes[layer]
+        given, odd = divmod(updates[layer].shape[1], math.prod(kernel))
+        if odd or max(given, own) != 2 * min(given, own) + 1:
+            continue
+        differs = f"its {layer} reads {given} channels and this model's {own}: one is for inpainting, the other not"
+        if len(updates) == 1:
+            raise UserError(f"{place} updates nothing else, and {differs}. Give a LoRA that updates other layers")
+        say(f"lora    {place}: {differs}. Left out, and the other {plural(len(updates) - 1, 'layer')} applied")
+        updates = {name: update for name, update in updates.items() if name != layer}
+    return updates

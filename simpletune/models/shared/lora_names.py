@@ -33,6 +33,8 @@ class LoraNames:
     contexts: ClassVar[re.Pattern[str] | None] = None
     """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
     None: the family's attention reads both at once."""
+    input: ClassVar[str | None] = None
+    """The layer that reads the latents, and more in inpainting models; None: the family has no such models."""
     by_text_width: ClassVar[Mapping[int, str]] = {}
     """The published models by the width of the text that an attention reads, where that tells them apart."""
     header: ClassVar[Mapping[str, Mapping[str, str]]]

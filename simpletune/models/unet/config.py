@@ -94,7 +94,7 @@ def difference(config: ModelConfig, family: str, needed: Mapping[str, object] = 
 
 
 def inpainting_channels(config: ModelConfig) -> int:
-    """The channels that an inpainting model of this configuration reads: z_t, a mask and the masked picture's latents."""
+    """The input channels of the inpainting model beside a UNet: z_t, a mask, the latents of the masked picture."""
     return 2 * int({**DEFAULTS, **config}["out_channels"]) + 1
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from simpletune.models.shared.lora_names import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.unet.config import INPUT
 from simpletune.models.unet.files import original_modules, origins
 
 ATTENTION = tuple(f"attn{n}.{name}" for n in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -44,6 +45,7 @@ class UNetNames(LoraNames):
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
+    input = INPUT.removesuffix(".weight")
     one_alpha = True
     own: ClassVar[re.Pattern[str]]
     """Occurs only in names that no other family with a UNet has: layers, modules in files, and text encoders' keys."""

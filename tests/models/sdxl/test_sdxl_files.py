@@ -339,7 +339,9 @@ def damaged(folder: Path, data: bytes) -> str:
     return problems(pretrained=str(folder / "damaged.safetensors"))
 
 
-def test_pruned_unets_and_those_that_read_another_picture_are_refused(file: Path, descriptions: Path, tmp_path: Path) -> None:
+def test_pruned_unets_and_those_that_read_another_picture_are_refused(
+    file: Path, descriptions: Path, tmp_path: Path
+) -> None:
     def refused(tensors: dict[str, torch.Tensor], words: str) -> None:
         save_file(tensors, tmp_path / "odd.safetensors")
         with pytest.raises(UserError, match=words):
