@@ -40,16 +40,18 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
     under = f" with {', '.join(model.loras)} merged in" if model.loras else ""
     yield "model", f"{model.pretrained} ({source}){under}, {model.describe_text()}"
-    shapes = _shapes(config)
+    shapes, located = _shapes(config), resolve_model_folder(config).model
+    if shapes is not None and located.inpaints:
+        new = f"; {located.new_weights} begins with zeros for them" if located.new_weights else ""
+        yield "inpaints", f"the model also reads a mask and the latents of the masked picture{new}"
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
-        trained += config.text.trainable(resolve_model_folder(config).model)
+        trained += config.text.trainable(located)
         of_denoiser = [config.adapter.describe(shapes)] if config.adapter.trains else []
         yield "trains", "; ".join([*of_denoiser, *config.text.describe()])
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
-    located = resolve_model_folder(config).model
     known = located.is_schedule_known()
     predicts = config.objective.describe(
         located.scheduler_config() if known else None, located.schedule_source() if known else ""

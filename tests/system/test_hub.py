@@ -404,7 +404,9 @@ def test_shards_but_no_other_precision() -> None:
     assert {file.path for file in needed(part, files)} == {f"text_encoder_3/{path}" for path in paths}
     assert needed(part, files)[-1].path == "text_encoder_3/config.json"  # its presence tells that the part is whole
     with pytest.raises(UserError, match="text_encoder_3/ has no diffusion_pytorch_model.safetensors, only config.json"):
-        needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.safetensors"))
+        needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.bin"))
+    only = ["text_encoder_3/model.fp16.safetensors", "text_encoder_3/config.json"]  # as of SD 1.5's inpainting model
+    assert [file.path for file in needed(part, listed(*reversed(only), "text_encoder_3/model.bin"))] == only
 
 
 def test_a_repository_of_an_autoencoder_alone(hub: FakeHub, tiny_pipeline) -> None:

@@ -78,10 +78,10 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
             networks.append((name, read_hypernetwork(file), scale))
             continue
         header = open_lora(file)
-        updates, _ = split_text(read_lora(header))
-        if not updates:
+        given, _ = split_text(read_lora(header))
+        if not given:
             continue
-        updates = without_other_input(str(file), updates, base_shapes(model))
+        updates = without_other_input(str(file), given, base_shapes(model))
         require_layers(str(file), updates, model, f" (for {header.family.model})")
         low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
         if low_rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import failpoints
 import pytest
 from blocks import write_pipeline
 from dry import CAPABILITIES, printed, process
+from nine_channels import to_nine_channels
 from tiny_runs import run_on
 
 from benchmarks.tiny_models import tiny_sd3
@@ -246,6 +248,44 @@ def test_sdxl_takes_what_is_predicted(
     assert done.returncode == 0, done.stderr
     summary = whole(Path(config["output"]["runs"]) / "tiny")
     assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.01)
+
+
+# A hole in every sample, where its source says nothing of holes.
+HOLES = """
+from dataclasses import replace
+import torch
+from simpletune.stages.step.batch_loader import BatchLoader
+honest = BatchLoader._read
+def read(self, passes):
+    for batch in honest(self, passes):
+        b, c, h, w = batch.z_0.shape
+        painted = batch.inpainting if batch.inpainting is not None else torch.ones(b, 1 + c, h, w).pin_memory()
+        yield replace(batch, inpainting=painted)
+BatchLoader._read = lambda self, passes: list(read(self, passes))
+"""
+NINE = {"LoRA int8": {}, "LoRA int8, offloaded": {}, "all in backward": {"inpainting": True}}
+
+
+@pytest.mark.parametrize("how", NINE)
+def test_an_inpainting_unet_takes_what_is_predicted(
+    how: str, tiny_config: dict, small_unet: Callable[[str], dict], tmp_path: Path
+) -> None:
+    """One that is stored with nine channels, and one that is widened."""
+    model = small_unet("sdxl") | NINE[how]
+    if "inpainting" not in model:
+        shutil.copytree(model["unet"], tmp_path / "nine" / "unet")
+        model |= {"unet": str(to_nine_channels(tmp_path / "nine") / "unet")}
+    config = tiny_config | {"device": "cuda", "model": model, "train": {"steps": 3, "clip": "per_parameter"}} | XL[how]
+    config |= {"data": config["data"] | {"resolution": 64}}
+    if how.startswith("all"):
+        config |= {"adapter": {"method": "full"}, "optimizer": {"name": "adamw8bit", "lr": 1e-4}}
+    done = program(config, tmp_path / "config.json", HOLES)
+    assert done.returncode == 0, done.stderr
+    summary = whole(Path(config["output"]["runs"]) / "tiny")
+    assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.01)
+    if how.startswith("all"):
+        written = json.loads((Path(summary["output"]) / "config.json").read_text())
+        assert written["in_channels"] == 9
 
 
 def test_expandable_segments_that_fail_under_wsl_are_given_up(tiny_config: dict, tmp_path: Path) -> None:

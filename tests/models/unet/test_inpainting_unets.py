@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ from simpletune.models.families import family_of
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.family import Family
+from simpletune.models.shared.parts import load_text_model
 from simpletune.stages.sample import PictureRequest
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import assemble
+from simpletune.system.model_folder import weight_files
 from simpletune.system.options import ConfigError, UserError
 
 CPU = torch.device("cpu")
@@ -217,6 +220,24 @@ def test_diffusers_pipeline_loads_a_result_beside_its_base(pipeline: Callable, t
     unet = UNet2DConditionModel.from_pretrained(tmp_path / "unet")
     StableDiffusionInpaintPipeline.from_pretrained(folder, unet=unet, safety_checker=None)
     assert unet.config.in_channels == 9
+
+
+def test_a_folder_whose_only_safetensors_are_in_half_precision(pipeline: Callable, tmp_path: Path) -> None:
+    folder, half = pipeline("sd15"), tmp_path / "half"
+    shutil.copytree(folder, half)
+    for file in half.glob("*/*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    usual, other = (SD15(pretrained=str(each)) for each in (folder, half))
+    assert list(other.problems()) == []
+    for load in (
+        lambda option: option.load_denoiser(FP32(), CPU),
+        lambda option: option.load_vae(CPU, torch.float32),
+        lambda option: load_text_model(option.part("text_encoder"), torch.float32, projected=False),
+    ):
+        expected, found = (dict(load(option).state_dict()) for option in (usual, other))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    shutil.copyfile(folder / "vae" / "diffusion_pytorch_model.safetensors", half / "vae" / "model.safetensors")
+    assert [file.name for file in weight_files(half / "vae")] == ["model.safetensors"], "full precision comes first"
 
 
 def update(inputs: int, outputs: int = 32, rank: int = 2) -> Update:
