@@ -21,7 +21,7 @@ from simpletune.models.shared.family_facts import FamilyFacts
 from simpletune.models.shared.model_config import ModelConfig, Shape, Shapes
 from simpletune.models.shared.parts import Part, explain_load_errors, load_autoencoder, use_tiles
 from simpletune.system.hub import fetch, is_hub_name
-from simpletune.system.options import Problem
+from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -156,9 +156,14 @@ class Family(FamilyFacts):
 
     @property
     def pipeline(self) -> str:
-        """diffusers' class of the pipeline that draws with the model."""
-        other = self.diffusers.inpainting
-        return other if other is not None and self.inpaints else self.diffusers.pipeline
+        """diffusers' class of the pipeline that draws with the model; without its files, the plain one's."""
+        usual, other = self.diffusers.pipeline, self.diffusers.inpainting
+        if other is None:
+            return usual
+        try:
+            return other if self.inpaints else usual
+        except UserError:  # a model card is written without its base, too
+            return usual
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""

@@ -14,7 +14,7 @@ from simpletune.system.options import join_names
 CLASS = "UNet2DConditionModel"
 INPUT = "conv_in.weight"
 """The weight of the layer that reads the latents, and in an inpainting model a mask and a masked picture."""
-OTHER_INPUTS = {5: "a depth map, which depth models read", 8: "another picture, which InstructPix2Pix reads"}
+OTHER_INPUTS = {5: "a depth map", 8: "another picture (InstructPix2Pix)"}
 """What a UNet with so many input channels for latents of four reads beside them, and cannot be trained with here."""
 
 NEEDED: Mapping[str, object] = {

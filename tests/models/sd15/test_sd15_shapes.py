@@ -99,7 +99,7 @@ def test_units_run_in_order_on_tensors_of_their_sizes(name: str) -> None:
         ({"in_channels": 5}, r"in_channels 5 \(must be 4, or 9 of an inpainting model; models that read a depth map"),
         (
             {"in_channels": 8},
-            r"in_channels 8 .*; models that read another picture, which InstructPix2Pix reads, cannot",
+            r"in_channels 8 .*; models that read another picture \(InstructPix2Pix\) cannot",
         ),
         (
             {"in_channels": 9, "out_channels": 8},
