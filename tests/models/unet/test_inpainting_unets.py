@@ -6,7 +6,9 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import original_layout
@@ -24,10 +26,13 @@ from original_layout import state_of
 from safetensors.torch import load_file
 from torch import Tensor
 
+from simpletune.adapters.files import attach
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.merge import Merger
 from simpletune.adapters.files.updates import LoraUpdate, Update, without_other_input
 from simpletune.adapters.methods.full import Full
+from simpletune.commands.train import start
+from simpletune.commands.train.start import read_start
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -38,6 +43,8 @@ from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.parts import load_text_model
+from simpletune.runs import stack
+from simpletune.runs.stack import Stack, read_stack
 from simpletune.stages.sample import PictureRequest
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import assemble
@@ -274,6 +281,54 @@ def test_a_lora_for_the_other_kind_applies_to_all_but_the_first_layer(
     assert (merger.get(f"{ATTENTION}.weight") - base.get(f"{ATTENTION}.weight")).abs().max() > 0.1
     with pytest.raises(UserError, match=rf"the LoRA updates nothing else, and its conv_in reads {given} channels"):
         Merger(base, [({"conv_in": update(given * 9)}, 1.0)], None)
+
+
+@dataclass
+class Given:
+    """Stands for ``GivenLora``: a LoRA for nine channels."""
+
+    updates: dict[str, Update]
+    place: str = "an option: painted"
+    name: str = "painted"
+    scale: float = 1.0
+    file: Path = Path("painted.safetensors")
+
+    def read(self) -> tuple[dict[str, Update], dict[str, Update]]:
+        return self.updates, {}
+
+    def about(self) -> dict:
+        return {"sha256": "0", "scale": 1.0}
+
+
+def test_loras_of_every_option_leave_out_the_first_layer(
+    tiny_config: dict, pipeline: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    given = Given({"conv_in": update(81), ATTENTION: update(32)})
+    for module in (stack, start):
+        monkeypatch.setattr(module, "given_lora", lambda *_: given)
+    folder = pipeline("sd15", inpainting=False)
+    on_top = config_of(tiny_config, folder, model={"loras": ["painted"]})
+    (merged,) = read_stack(on_top).loras  # type: ignore[union-attr]
+    assert merged[0].keys() == {ATTENTION}
+    begun = read_start(config_of(tiny_config, folder, adapter={"method": "lora", "rank": 2, "start": "painted"}))
+    assert begun is not None and begun.updates.keys() == {ATTENTION}
+    model, honest = on_top.model.model_copy(update={"loras": []}).load_denoiser(FP32(), CPU), attach.layer_shapes
+    monkeypatch.setattr(attach, "layer_shapes", lambda model: {**honest(model), "conv_in": (32, 4, 3, 3)})
+    monkeypatch.setattr(attach, "holds_hypernetwork", lambda file: False)
+    monkeypatch.setattr(attach, "open_lora", lambda file: SimpleNamespace(family=SimpleNamespace(model="")))
+    monkeypatch.setattr(attach, "read_lora", lambda header: given.updates)
+    attach.load_loras(model, [(given.file, 1.0)])
+    assert {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name} == {ATTENTION}
+    assert capsys.readouterr().out.count("conv_in reads 9 channels and this model's 4") == 3
+
+
+def test_loras_are_merged_before_a_unet_is_widened(pipeline: Callable) -> None:
+    folder = pipeline("sd15", inpainting=False)
+    option = SD15(pretrained=str(folder), inpainting=True, loras=["a"])
+    found = option.load_denoiser(FP32(), CPU, overlay=Stack([({ATTENTION: update(32)}, 1.0)], [])).state_dict()
+    expected, added = state_of(folder / "unet"), update(32).delta()
+    torch.testing.assert_close(found[f"{ATTENTION}.weight"], expected[f"{ATTENTION}.weight"] + added)
+    torch.testing.assert_close(found[WEIGHT], F.pad(expected[WEIGHT], (0, 0, 0, 0, 0, 5)), rtol=0, atol=0)
 
 
 def test_other_differences_of_the_first_layer_are_left_to_the_check_of_shapes() -> None:
