@@ -183,7 +183,7 @@ class Choices:
         if kind != FAMILIES[0].family:
             self.set("model.family", kind)
         base = self.family.model_copy(update={"pretrained": model})
-        with suppress(UserError):  # of a file or folder that the check of the whole configuration refuses
+        with suppress(UserError, KeyError, TypeError):  # the check of the whole configuration refuses it
             if base.denoiser_config(fetch=False) is not None and base.inpaints:
                 self.notes.append(f"{model} inpaints: it learns to fill holes in the pictures, and draws with a mask")
         if base.lacks_tokenizers:
