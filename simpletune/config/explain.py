@@ -68,7 +68,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
-    yield from (("data", _source(member)) for member in config.data.members)
+    inpaints = _inpaints(config)
+    yield from (("data", _source(member, inpaints)) for member in config.data.members)
     prior = config.prior
     if isinstance(prior, ClassPictures):
         yield "prior", f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
@@ -103,12 +104,16 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield "notifies", f"{receiver} at the end{pictures}"
 
 
-def _source(source: Source) -> str:
+def _source(source: Source, inpaints: bool) -> str:
     captions = f"prompt {source.prompt!r}" if source.prompt else "captions"
     parts = [f"{source.path} ({source.source})", captions, f"{source.resolution} px in {source.aspect}"]
     parts += [f"{source.repeats} times an epoch"] if source.repeats > 1 else []
     parts += [f"loss weight {source.weight:g}"] if source.weight != 1 else []
-    parts += [f"masks ({source.mask}), weight outside {source.unmasked_weight:g}"] if source.mask else []
+    if inpaints:
+        holes = "random holes" if source.inpainting_mask == "random" else f"masks as holes ({source.mask})"
+        parts.append(f"{holes}, loss {source.inpainting_loss}")
+    if source.mask and source.inpainting_mask == "random":
+        parts.append(f"masks ({source.mask}), weight outside {source.unmasked_weight:g}")
     parts += [f"{source.variants} variants"] if source.variants > 1 else []
     parts += [words] if (words := augmentation_in_words(source)) else []
     parts += ["for regularization"] if source.regularization else []
@@ -170,6 +175,12 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
     return None if shapes is None else dict(shapes)
 
 
+def _inpaints(config: TrainConfig) -> bool:
+    """Whether the model inpaints, as far as is known without a download."""
+    model = resolve_model_folder(config).model
+    return model.shapes(fetch=False) is not None and model.inpaints
+
+
 def _notes(config: TrainConfig) -> Iterator[str]:
     """Yield what a user should know before the run."""
     if config.adapter.trains_base and config.optimizer.lr > HIGH_LR_FULL and not config.is_demo:
@@ -182,7 +193,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
             f"the name of {config.model.pretrained} suggests {suggested.title}, and model.family is "
             f"{config.model.family}: its configuration is checked before its weights are downloaded"
         )
-    yield from source_notes(config.data)
+    yield from source_notes(config.data, inpaints=_inpaints(config))
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
     precision = config.precision

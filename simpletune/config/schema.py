@@ -14,7 +14,7 @@ from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.text.option import Text
 from simpletune.config.prior import NoPrior, Prior
-from simpletune.data.sources.multi_source import Data
+from simpletune.data.sources.multi_source import Data, inpainting_rules
 from simpletune.data.storage.place import GIB, CachePlace
 from simpletune.engine.memory import Memory
 from simpletune.engine.optim import Optimizer
@@ -418,6 +418,7 @@ class TrainConfig(Option):
                 "adapter.targets attention, or memory.modulation resident",
             )
         yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.has_modulation)
+        yield from inpainting_rules(self.data, self.model)
 
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""

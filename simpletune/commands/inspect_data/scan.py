@@ -141,7 +141,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     )
     found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
     found.resolution, found.hints = config.data.resolution, scan.hints
-    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures))
+    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures, config.model.inpaints))
     if not pictures:
         return found
     plan = make_plan(config, pictures)

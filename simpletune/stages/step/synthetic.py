@@ -75,7 +75,7 @@ class SyntheticBatches:
         b, (width, height) = size or self.batch_size, self.size
         model, sources, weight = self.config.model, self.config.data.members, None
         latents, text = (b, *model.latent_shape(width, height)), (b, model.text_tokens, model.text_width)
-        if any(source.mask for source in sources):
+        if any(source.weighs_places for source in sources):
             weight = torch.ones((b, 1, *latents[2:]), device=self.device)
         elif any(source.weight != 1 for source in sources):
             weight = torch.ones((b, 1, 1, 1), device=self.device)
