@@ -44,10 +44,10 @@ class SourceShare:
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
     """One line for each source, numbered; nothing for a single source without options of its own."""
-    only = found[0]
-    varied = only.masks or only.holes or only.weight != 1 or (only.prompts or 0) > only.pictures
-    if len(found) == 1 and not varied:
-        return
+    if len(found) == 1:
+        (only,) = found
+        if not (only.masks or only.holes or only.weight != 1 or (only.prompts or 0) > only.pictures):
+            return
     for index, share in enumerate(found):
         parts = [f"{plural(share.pictures, 'picture')} x {share.passes} = {plural(share.samples, 'sample')} per epoch"]
         parts += [share.shape, *([] if share.prompts is None else [plural(share.prompts, "prompt")])]

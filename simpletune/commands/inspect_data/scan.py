@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.prompt_cuts import LIMIT, token_counts
-from simpletune.commands.inspect_data.thumbnails import tile
+from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -97,6 +97,9 @@ class DatasetReport:
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
     sources: list[SourceShare] = field(default_factory=list)
     augmentation: list[str] = field(default_factory=list)  # the ranges of each source that has any, in words
+    holes: list[str] = field(
+        default_factory=list
+    )  # the sources' ``inpainting_mask``; empty: the model does not inpaint
 
     @property
     def varied(self) -> list[ScannedImage]:
@@ -152,7 +155,9 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     chosen = {_place(ordered[place].picture) for place in spread_indices(len(ordered), shown)}
     ranges = [augmentation_in_words(source) if source.variants > 1 else "" for source in plan.sources]
     found.augmentation = [words for words in ranges if words]
-    varied = [sample for sample in plan.samples if not sample.repeat and ranges[sample.picture.source]]
+    found.holes = sorted({source.inpainting_mask for source in plan.sources}) if plan.inpaints else []
+    differ = [bool(words) or (plan.inpaints and s.variants > 1) for words, s in zip(ranges, plan.sources, strict=True)]
+    varied = [sample for sample in plan.samples if not sample.repeat and differ[sample.picture.source]]
     variants = {
         _place(sample.picture): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
         for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))
@@ -211,19 +216,20 @@ def _scan_picture(
     view: Crop, with_tile: bool, variants: Sequence[Crop], advance: Callable[[], None]
 ) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
+
+    def thumbnail(each: Crop) -> Image.Image:
+        small = tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
+        return small if each.hole is None else grey_hole(small, each)
+
     try:
         data = view.picture.read_same()
         image, animated = decode(data, at_least=2 * TILE), has_more_frames(data)
+        shown, varied = thumbnail(view) if with_tile else None, tuple(map(thumbnail, variants))
     except UnusablePicture as reason:
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
-
-    def thumbnail(each: Crop) -> Image.Image:
-        return tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
-
-    shown = thumbnail(view) if with_tile else None
-    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(map(thumbnail, variants)), animated)
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, varied, animated)
 
 
 def _compare(found: DatasetReport) -> None:
