@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simpletune.adapters.text.option import result_names
 from simpletune.config.modulation import auto_modulation
 from simpletune.config.prior import BasePrediction, ClassPictures
-from simpletune.config.resolve import resolve_model_folder
+from simpletune.config.resolve import known_to_inpaint, resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.config.validation_schedule import ON_TRAINING
 from simpletune.data.sources.augmentation import augmentation_in_words
@@ -68,7 +68,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
-    inpaints = _inpaints(config)
+    inpaints = known_to_inpaint(config)
     yield from (("data", _source(member, inpaints)) for member in config.data.members)
     prior = config.prior
     if isinstance(prior, ClassPictures):
@@ -175,12 +175,6 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
     return None if shapes is None else dict(shapes)
 
 
-def _inpaints(config: TrainConfig) -> bool:
-    """Whether the model inpaints, as far as is known without a download."""
-    model = resolve_model_folder(config).model
-    return model.shapes(fetch=False) is not None and model.inpaints
-
-
 def _notes(config: TrainConfig) -> Iterator[str]:
     """Yield what a user should know before the run."""
     if config.adapter.trains_base and config.optimizer.lr > HIGH_LR_FULL and not config.is_demo:
@@ -193,7 +187,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
             f"the name of {config.model.pretrained} suggests {suggested.title}, and model.family is "
             f"{config.model.family}: its configuration is checked before its weights are downloaded"
         )
-    yield from source_notes(config.data, inpaints=_inpaints(config))
+    yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
     precision = config.precision

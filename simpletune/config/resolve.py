@@ -87,6 +87,15 @@ def resolve_model_folder(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"model": config.model.model_copy(update=folders)}) if folders else config
 
 
+def known_to_inpaint(config: TrainConfig) -> bool:
+    """Whether the model inpaints, as far as is known without a download."""
+    model = resolve_model_folder(config).model
+    try:
+        return model.denoiser_config(fetch=False) is not None and model.inpaints
+    except UserError:  # whoever reads its weights says what is wrong with them
+        return False
+
+
 def _demo_parts(config: TrainConfig) -> list[tuple[str, str]]:
     """List the fields of ``model`` that contain a ``demo:`` name."""
     model = config.model

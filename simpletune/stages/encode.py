@@ -43,7 +43,7 @@ def encode(
     rejected = caches.fill_pictures([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
-        plan = make_plan(config, drop_rejected(data.usable, rejected))
+        plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints)
     left_out = [*data.left_out, *rejected]
     return PreparedData(plan, caches.text, caches.latents, requests, data.captions, left_out)
 

@@ -14,6 +14,7 @@ from PIL import Image
 from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.prompt_cuts import LIMIT, token_counts
 from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
+from simpletune.config.resolve import known_to_inpaint
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -132,7 +133,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     """Scan a dataset; ``shown`` pictures get a tile, and ``names`` stand for the sources' folders."""
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
-    scan = scan_sources(config.data)
+    scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     pictures = _named(drop_rejected(scan.pictures, small), config)
     found = DatasetReport(
@@ -144,10 +145,10 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     )
     found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
     found.resolution, found.hints = config.data.resolution, scan.hints
-    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures, config.model.inpaints))
+    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures, inpaints))
     if not pictures:
         return found
-    plan = make_plan(config, pictures)
+    plan = make_plan(config, pictures, inpaints)
     samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
     firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
     trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
@@ -168,7 +169,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        plan = make_plan(config, [seen.picture for seen in found.usable])
+        plan = make_plan(config, [seen.picture for seen in found.usable], inpaints)
         _count(found, plan)
         found.sources = plan.shares(names)
     return found
