@@ -246,10 +246,10 @@ class BatchLoader:
             names=tuple(draw.view.picture.name for draw in draws),
         )
         holes = None
-        painted = [each for draw in draws if (each := pictures[draw.view].inpainting) is not None]
+        painted = [read for draw in draws if (read := pictures[draw.view].inpainting) is not None]
         if painted:  # of all draws, or of none
             first = replace(first, inpainting=torch.stack(painted))
-            holes = torch.stack([each[:1] for each in painted])  # [b, 1, h, w]
+            holes = torch.stack([read[:1] for read in painted])  # [b, 1, h, w]
         masks = None
         if any(draw.view.picture.mask is not None for draw in draws):
             masks = torch.stack(torch.broadcast_tensors(*(pictures[draw.view].mask for draw in draws)))  # [b, 1, h, w]
