@@ -59,7 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, data: Path, tiny_config: dict, **changes: Any) -> dict:
+def config_of(folder: Path, data: Path, tiny_config: dict, /, **changes: Any) -> dict:
     """A LoRA of linear layers and 1x1 convolutions, of two steps of two micro-batches."""
     own = {
         "model": {"family": "sd15", "pretrained": str(folder)},
