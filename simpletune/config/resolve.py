@@ -88,8 +88,10 @@ def resolve_model_folder(config: TrainConfig) -> TrainConfig:
 
 
 def known_to_inpaint(config: TrainConfig) -> bool:
-    """Whether the model inpaints, as far as is known without a download."""
+    """Whether the model inpaints, as far as is known without a download and with the files that are there."""
     model = resolve_model_folder(config).model
+    if any(model.problems()):
+        return False
     try:
         return model.denoiser_config(fetch=False) is not None and model.inpaints
     except UserError:  # whoever reads its weights says what is wrong with them
