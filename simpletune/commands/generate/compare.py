@@ -42,7 +42,7 @@ from simpletune.runs.weights import (
 )
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.png import save_png
+from simpletune.stages.png import request_values, save_png
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_json, write_text
 from simpletune.system.console import say
@@ -187,7 +187,7 @@ def compare(args: argparse.Namespace) -> Path:
     about = {
         "precision": precision, "device": session.reason, "peak_memory": session.memory(),
         **session.speed.lossy(), "stages": session.stages.as_json(),
-        "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
+        "pictures": [{"image": None, "strength": request.strength, **request_values(request)} for request in requests],
     }  # fmt: skip
     write_json(folder / FIGURES, {**about, "models": figures})
     page = folder / PAGE

@@ -302,7 +302,7 @@ class ShapesOnlyModel:
 
     def __init__(self, family: Model):
         self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
-        self.framed = family.framed
+        self.framed, self.inpaints = family.framed, family.inpaints
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
         """Return a solver whose levels have no values; a real one keeps at most two more latents."""
