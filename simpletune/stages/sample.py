@@ -327,11 +327,13 @@ def starting_pixels(request: PictureRequest) -> Tensor:  # [1, 3, h, w] in -1..1
     Raises:
         UserError: it cannot be read.
     """
+    return torch.from_numpy(np.array(_fitted_picture(request))).permute(2, 0, 1)[None].float() / 127.5 - 1
+
+
+def _fitted_picture(request: PictureRequest) -> Image.Image:
     assert request.image is not None
-    image = ImageOps.fit(
-        _opened(request.image, "--image").convert("RGB"), (request.width, request.height), Image.Resampling.LANCZOS
-    )
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
+    image = _opened(request.image, "--image").convert("RGB")
+    return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
 
 
 def mask_pixels(request: PictureRequest) -> Tensor:  # [1, 1, h, w], 0 or 1
@@ -375,9 +377,17 @@ def pasted(picture: Image.Image, request: PictureRequest) -> Image.Image:
     """A drawn picture; if the request asks for it, with the original's pixels outside the mask."""
     if not request.paste or request.image is None or request.mask is None:
         return picture
-    before = ((starting_pixels(request)[0].permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
-    inside = (mask_pixels(request)[0, 0] * 255).to(torch.uint8).numpy()
-    return Image.composite(picture, Image.fromarray(before), Image.fromarray(inside))
+    before, inside = shown_inputs(request).values()
+    return Image.composite(picture, before, inside)
+
+
+def shown_inputs(request: PictureRequest) -> dict[str, Image.Image]:
+    """The picture and the mask that a request paints into, as the model reads them, by what they are called; empty for
+    a request without a mask."""
+    if request.mask is None:
+        return {}
+    mask = Image.fromarray((mask_pixels(request)[0, 0] * 255).to(torch.uint8).numpy())
+    return {"picture": _fitted_picture(request), "mask": mask}
 
 
 def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:

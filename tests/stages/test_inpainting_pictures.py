@@ -12,6 +12,7 @@ import tiny_sd15
 import tiny_sdxl
 import torch
 from diffusers import (
+    DiffusionPipeline,
     DPMSolverMultistepScheduler,
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
@@ -85,7 +86,7 @@ def test_pictures_are_those_of_the_inpainting_pipeline(
     assert family.inpaints is nine
     text = text_of(family, tmp_path / "cache", request_.prompt, request_.negative_prompt)
     denoiser = family.load_denoiser(FP32(), CPU)
-    theirs = pipeline.from_pretrained(folder, local_files_only=True, safety_checker=None)
+    theirs = pipeline.from_pipe(DiffusionPipeline.from_pretrained(folder, local_files_only=True))
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     theirs.set_progress_bar_config(disable=True)
     for strength in (1.0, 0.7):  # 0.7 of 6 steps: 4, by the pipelines' rounding
@@ -103,7 +104,7 @@ def test_pictures_are_those_of_the_inpainting_pipeline(
 def test_a_plain_transformer_keeps_what_the_pipeline_keeps(
     tiny_pipeline: Path, request_: PictureRequest, tmp_path: Path
 ) -> None:
-    family = SD3(pretrained=str(tiny_pipeline), max_tokens=8)
+    family = SD3(pretrained=str(tiny_pipeline), t5_length=8)
     ours = replace(request_, width=64, height=32, strength=0.5)
     text = text_of(family, tmp_path / "cache", ours.prompt, ours.negative_prompt)
     theirs = StableDiffusion3InpaintPipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
@@ -146,7 +147,7 @@ def test_requests_of_one_batch_are_drawn_as_alone(request_: PictureRequest, tmp_
     one, three = (Sampler(denoiser, family, FP32(), batch_size=size) for size in (1, 3))
     pairs = zip(one.latents(asked, text.load, encoded), three.latents(asked, text.load, encoded), strict=True)
     for a, b in pairs:
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_pasting_keeps_every_pixel_outside_the_mask(request_: PictureRequest) -> None:
