@@ -205,6 +205,12 @@ class Validation(Option):
 
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
     """Prompts to draw; null: the caption of the first sample; empty list: draw nothing."""
+    images: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Inpainting: the picture to paint into for each of the prompts; null: with a model that inpaints, the pictures of
+    the validation loss, held out if there are any."""
+    masks: list[Annotated[str, Field(min_length=1)]] | None = None
+    """The mask of each of the images, of its shape, white where it is painted; null: with a model that inpaints, the
+    middle half of each side."""
     negative_prompt: str = ""
     """Negative prompt for guidance."""
     every: Annotated[int, Field(ge=1)] | None = None
@@ -242,7 +248,18 @@ class Validation(Option):
     """End training when the validation loss no longer falls, which needs a split; null: train all steps."""
 
     def rules(self) -> Iterator[Problem]:
-        """Check that held-out pictures are evaluated, and that early stopping has a validation loss."""
+        """Check that held-out pictures are evaluated, that early stopping has a validation loss, and that every prompt
+        has its picture and mask."""
+        count = len(self.prompts or ())
+        for name, other in (("images", "masks"), ("masks", "images")):
+            given = getattr(self, name)
+            if given is not None and getattr(self, other) is None:
+                yield Problem(f"validation.{name}", f"needs validation.{other}, one for each of them. Add {other}")
+            elif given is not None and len(given) != count:
+                yield Problem(
+                    f"validation.{name}",
+                    f"{len(given)} of them for {count} in validation.prompts. Give one for each prompt, in order",
+                )
         if self.split is not None and self.loss_samples == 0:
             yield Problem(
                 "validation.split",

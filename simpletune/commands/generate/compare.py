@@ -181,7 +181,10 @@ def compare(args: argparse.Namespace) -> Path:
         say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
     sheet, precision = folder / SHEET, session.config.precision.weights
     rows = [
-        (f"{request.prompt}  (seed {request.seed})", [*shown_inputs(request).values(), *(c.pictures[n] for c in columns)])
+        (
+            f"{request.prompt}  (seed {request.seed})",
+            [*shown_inputs(request).values(), *(c.pictures[n] for c in columns)],
+        )
         for n, request in enumerate(requests)
     ]
     grid(rows, [*shown_inputs(requests[0]), *(column.weights.title for column in columns)]).save(sheet)
