@@ -40,8 +40,8 @@ def encode(
         start: the number of finished steps. For a stream, encodes only what the remaining steps use.
 
     Raises:
-        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left; or a picture or a mask
-            of ``validation`` cannot be used.
+        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left; or a picture or
+            mask of ``validation`` cannot be used.
     """
     plan, caches = data.plan, Caches(config, accelerator, stages)
     if isinstance(plan, StreamPlan):

@@ -292,8 +292,8 @@ def generate_pictures(
 
 
 def reads_pictures(model: SampledModel, requests: Sequence[PictureRequest]) -> bool:
-    """Whether drawing needs ``encode_inputs``: there are pictures to start from or to paint into, or the model inpaints,
-    which without a picture paints the whole of a grey one."""
+    """Whether drawing needs ``encode_inputs``: there are pictures to start from or to paint into, or the model
+    inpaints, which without a picture paints the whole of a grey one."""
     return model.inpaints or any(request.image is not None for request in requests)
 
 
