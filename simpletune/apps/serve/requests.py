@@ -208,9 +208,9 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     for number, each in enumerate(parsed.instances):
         values = {**common, **_settings(each)}
         lora, scale = values.pop("lora", capabilities.tuned or BASE), values.pop("scale", 1.0)
-        found = list(_unusable_inputs(values, capabilities.limits.pixels))
-        without += [Problem(f"instances.{number}.{name}", rule) for name, rule in found]
-        if found:
+        unusable = list(_unusable_inputs(values, capabilities.limits.pixels))
+        without += [Problem(f"instances.{number}.{name}", rule) for name, rule in unusable]
+        if unusable:
             continue
         images.append(ImageRequest(replace(capabilities.defaults, **values), lora, scale))
         if "mask" in values:
