@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def requests_of(*words: str) -> list[PictureRequest]:
-    data = {"name": "x", "model": {"family": "sd15"}, "data": {"path": "x", "resolution": 64}}
+    data = {"name": "x", "model": {"family": "sd15"}, "data": {"source": "folder", "path": "x", "resolution": 64}}
     session: Any = SimpleNamespace(config=TrainConfig.model_validate(data), run=None)
     return build_requests(session, parse(["generate", "--prompt", "a", *words]))
 
