@@ -50,7 +50,7 @@ class DataCounts(NamedTuple):
             pictures, pixels = plan.pictures(), int(areas[plan.samples.bucket[used]].sum())
             prompts = len(used) if plan.samples.source.prompt is None else 1
         else:
-            views = {crop_key(view): view for view in plan.views()}
+            views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
             pixels, prompts = sum(math.prod(view.bucket) for view in views.values()), len(plan.captions())
             both = [*plan.samples, *plan.held_out]
             pictures = len({(sample.picture.source, sample.picture.name) for sample in both})
@@ -179,7 +179,7 @@ def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, in
         lacking = sum(key not in latents for key in keys) / max(1, len(keys))
         counts = DataCounts.of(config, plan, start)
         return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
-    views = {crop_key(view): view for view in plan.views()}
+    views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
     pixels = sum(math.prod(view.bucket) for key, view in views.items() if key not in latents)
     text = TextCache(config.model, dtype, place, config.text)
     prompts = set(needed_prompts(config, plan, validation_requests(config, plan)))

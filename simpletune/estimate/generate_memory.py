@@ -16,6 +16,7 @@ from simpletune.estimate.simulate.simulate_stages import (
     WholeWindowModulation,
     accounting_of,
     empty_autoencoder,
+    inpainting_input,
 )
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
@@ -83,7 +84,8 @@ def generation_bytes(
         )
         with accounting_of(all_tensors(denoiser), recorder) as accounting, torch.no_grad():
             sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole)
-            sampler.denoise([request] * batch, [text] * batch, [text] * batch)
+            read = inpainting_input(model, size, batch)
+            sampler.denoise([request] * batch, [text] * batch, [text] * batch, inpainting=read)
     return accounting.peak.bytes
 
 

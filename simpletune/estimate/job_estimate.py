@@ -255,7 +255,8 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
             return None
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
-        found = DataCounts.of(config, make_plan(config, drop_rejected(pictures, small)))
+        plan = make_plan(config, drop_rejected(pictures, small), config.model.inpaints)
+        found = DataCounts.of(config, plan)
     except UserError:  # the run itself reports problems of the data
         return None
     if not isinstance(config.prior, ClassPictures):

@@ -11,7 +11,14 @@ from simpletune.config.validation_schedule import MOST
 from simpletune.data.samples import Crop, Sample
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.stages.plan_data import report_rejected
-from simpletune.stages.prepared import Caches, PreparedData, prompts_beside, validation_requests, with_class
+from simpletune.stages.prepared import (
+    Caches,
+    PreparedData,
+    prompts_beside,
+    validation_requests,
+    with_class,
+    with_inputs,
+)
 from simpletune.stages.stream_plan import FIRST, StreamPlan
 from simpletune.stages.stream_samples import StreamedSamples
 from simpletune.system.options import plural
@@ -42,6 +49,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     if planned:  # modulations are computed for whole windows of steps
         window = config.memory.modulation_window
         filling.steps(start - start % window, steps + -steps % window, pictures=False)
+    requests = with_inputs(config, filling.plan, requests)
     captions = plan.samples.source.captions_from
     return PreparedData(filling.plan, caches.text, caches.latents, requests, captions, filling.rejected, filling.notes)
 

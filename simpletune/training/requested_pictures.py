@@ -17,7 +17,7 @@ from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.runs.control import DRAWINGS, DrawRequest, State
 from simpletune.runs.folder import DRAWN, append_metrics
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.png import save_png
+from simpletune.stages.png import request_values, save_png
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import Json, UserError
@@ -63,7 +63,7 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
     strength = "" if asked.strength == 1 else f" x {asked.strength:g}"
     with atomic_file(folder / name) as part:
         save_png(picture, part, request, **previews.about(f"step {done}{strength}"))
-    how = {key: value for key, value in vars(request).items() if key != "image"} | {"strength": asked.strength}
+    how = request_values(request) | {"strength": asked.strength}
     append_metrics(folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
     return name
 

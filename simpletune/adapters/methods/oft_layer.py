@@ -24,7 +24,7 @@ class OftLayer(FactorLayer):
     oft_triangle: nn.Parameter
 
     @staticmethod
-    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    def initial_factors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER):

@@ -19,6 +19,7 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_convolutions,
     take_embedding,
     take_huber,
     take_lycoris,
@@ -264,7 +265,7 @@ def _adapter(found: Translation) -> str:
     if module.startswith("lycoris") or module in named:
         lycoris = {"algo": arguments.pop("algo", named.get(module, "lora")), "dim": rank, "alpha": alpha}
         lycoris |= {key: value for key, value in arguments.items() if key not in NETWORK_ARGUMENTS}
-        take_lycoris(found, "network_module", lycoris)
+        take_lycoris(found, "network_module", lycoris, asked=module in named)
         if found.get("adapter.method") == "full":
             found.set("adapter", {"method": "full"})
     elif module.startswith("networks.oft"):
@@ -277,6 +278,7 @@ def _adapter(found: Translation) -> str:
         if module == "networks.lora_sd3":
             _layers_of_sd3(found, arguments)
         else:
+            _convolutions(found, arguments)
             _layers_of_unet(found, arguments, rank, alpha)
     if found.get("adapter.method") in ("lora", "dora"):
         found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
@@ -288,6 +290,18 @@ def _adapter(found: Translation) -> str:
                 key = found.part("network_args", name, value)
                 found.leave(key, "simpletune has no such option, or adapter.targets")
     return str(found.get("adapter.method"))
+
+
+def _convolutions(found: Translation, arguments: dict[str, str]) -> None:
+    """Translate the rank and alpha of a U-Net's convolutions."""
+    if found.family.lora[0].names.convolutions is None or "conv_dim" not in arguments:
+        return
+    rank, alpha = arguments.pop("conv_dim"), arguments.pop("conv_alpha", "1")  # whose default is 1
+    key = found.part("network_args", "conv_dim", rank)
+    try:
+        take_convolutions(found, key, whole_number(rank), number(alpha))
+    except ValueError:
+        found.leave(key, "expected: numbers")
 
 
 def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | None, alpha: float | None) -> None:

@@ -14,7 +14,7 @@ from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import denoiser_in
-from simpletune.models.lora_names import family_of_names
+from simpletune.models.lora_names import family_of_names, is_convolution
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.lora_names import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
@@ -157,8 +157,9 @@ def resize(args: argparse.Namespace) -> Path:
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = read_lora(header)
-    new, lost = resize_all(old, args.rank, args.energy)
-    note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
+    new, lost = resize_all(old, args.rank, args.energy, args.conv_rank)
+    details = {"lora": source.file.name, "rank": args.rank, "energy": args.energy}
+    note = source_note("resize", details | ({"conv_rank": args.conv_rank} if args.conv_rank else {}))
     config = source.config(header.metadata)
     names = names_of_run(config, header)
     require_suited(source, config, args.format)
@@ -251,9 +252,9 @@ def extract(args: argparse.Namespace) -> Path:
     base, tuned = BaseReader(args.base), BaseReader(args.tuned)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with progress("extract", len(base.shapes), "tensors") as advance:
-        found = extracted(base, tuned, args.rank, args.energy, device, advance)
-    note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
-                                   "rank": args.rank, "energy": args.energy})  # fmt: skip
+        found = extracted(base, tuned, args.rank, args.energy, device, advance, args.conv_rank)
+    details = {"base": Path(base.name).name, "tuned": Path(tuned.name).name, "rank": args.rank, "energy": args.energy}
+    note = source_note("extract", details | ({"conv_rank": args.conv_rank} if args.conv_rank else {}))
     own = base.family.lora[0].names
     metadata = header_of(found.updates, args.out.stem, None, None, own)
     usual = suited_layout(base.family, base.config, args.format)
@@ -270,6 +271,8 @@ def extract(args: argparse.Namespace) -> Path:
         share = (others / (others + sum(row.norm**2 for row in found.rows))) ** 0.5
         say(f"  left out {len(names)} tensors that a LoRA cannot represent ({share:.3%} of the difference): "
             f"{join_names(names)}")  # fmt: skip
+        if args.conv_rank is None and any(is_convolution(name.removesuffix(".weight")) for name in names):
+            say("  give --conv-rank, such as --conv-rank 8, for the convolutions among them")
     return written
 
 

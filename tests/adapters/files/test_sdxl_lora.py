@@ -95,7 +95,7 @@ def updates_of(model: nn.Module, targets: Any, alphas: int = 1) -> dict[str, Lor
         o, i, *sides = shapes[f"{name}.weight"]
         r = 2 + number % alphas
         down, up = torch.randn(r, i, generator=generator), torch.randn(o, r, generator=generator)
-        found[name] = LoraUpdate(down, 0.1 * up, (1 + number % alphas) / 2, pointwise=bool(sides))
+        found[name] = LoraUpdate(down, 0.1 * up, (1 + number % alphas) / 2, kernel=tuple(sides))
     return found
 
 
@@ -441,7 +441,7 @@ def test_mix_keeps_both_text_encoders_and_the_model_where_layers_do_not_tell(
 def test_dora_of_a_convolution_keeps_its_dimensions_in_every_layout(tmp_path: Path) -> None:
     """ComfyUI divides a weight [o, i, 1, 1] by it."""
     layer = "up_blocks.0.resnets.2.conv_shortcut"
-    lora = LoraUpdate(torch.ones(1, 24), torch.ones(16, 1), pointwise=True)
+    lora = LoraUpdate(torch.ones(1, 24), torch.ones(16, 1), kernel=(1, 1))
     updates = {layer: DoraUpdate(lora, torch.ones(16), torch.ones(16))}
     for layout, shape in (("kohya", [16, 1, 1, 1]), ("onetrainer", [16, 1, 1, 1]), ("diffusers", [16, 1, 1, 1])):
         tensors = load_file(write_lora(updates, tmp_path / "x.safetensors", layout, names=NAMES))

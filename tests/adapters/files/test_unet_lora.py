@@ -100,7 +100,7 @@ def random_updates(
         o, i, *sides = shapes[f"{name}.weight"]
         r = rank(number)
         down, up = torch.randn(r, i, generator=generator), torch.randn(o, r, generator=generator)
-        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, pointwise=bool(sides))
+        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, kernel=tuple(sides))
     return found
 
 
@@ -390,15 +390,6 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
         load_loras(tiny(), [(other, 1.0)])
 
 
-def test_convolutions_over_more_than_a_pixel_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    name = "lora_unet_down_blocks_0_resnets_0_conv1"
-    factors = {"lora_down": torch.ones(2, 32, 3, 3), "lora_up": torch.ones(32, 2, 1, 1)}
-    save_file({f"{name}.{role}.weight": tensor for role, tensor in factors.items()}, file)
-    with pytest.raises(UserError, match="resnets_0_conv1 updates a 3x3 convolution, which is not supported"):
-        read_lora(file)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline's folder with a U-Net, and LoRA files."""
@@ -421,7 +412,7 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     close(predict(merged), expected)
     run("extract", pipeline / "unet", out, "--rank", 4, "--format", "kohya", "--out", tmp_path / "x.safetensors")
     close(in_diffusers(tmp_path / "x.safetensors", tiny()), expected)
-    assert {update.pointwise for update in read_lora(tmp_path / "x.safetensors").values()} == {True, False}
+    assert {update.kernel for update in read_lora(tmp_path / "x.safetensors").values()} == {(1, 1), ()}
 
 
 @pytest.mark.parametrize("version", ["sd15", "sd2"])
