@@ -57,6 +57,7 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
     """Leave out what does not affect the memory of a picture, so that similar pictures share a prediction."""
     option = config.validation
     changes = {"prompts": ["drawn"], "negative_prompt": "", "loss_samples": 0, "seed": 0, "every": None}
+    changes |= {"images": None, "masks": None}
     plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
     return config.model_copy(update={"validation": plain})
 

@@ -262,7 +262,10 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
     if not isinstance(config.prior, ClassPictures):
         return found
     drawn, pixels = config.prior.count, config.data.resolution**2
-    return DataCounts(found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels, found.samples + drawn)
+    entries = 1 + config.model.inpaints  # each with a hole
+    return DataCounts(
+        found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels * entries, found.samples + drawn
+    )
 
 
 def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:

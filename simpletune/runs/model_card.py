@@ -252,9 +252,14 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     base = _local_name(config, config.model.pretrained)
     script = "full_model" if config.adapter.trains_base else "lora"  # from the project's folder
     words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
-    inputs = ["--image", INPUT_FILE, "--mask", MASK_FILE] if config.model.inpaints else []
+    inputs = ["--image", INPUT_FILE, "--mask", MASK_FILE] if _paints(config) else []
     drawn = shlex.join(["--prompt", example.prompt, *inputs, "--seed", str(example.seed)])
     yield f"With simpletune:\n\n```sh\n{shlex.join(words)} \\\n    {drawn}\n```"
+
+
+def _paints(config: TrainConfig) -> bool:
+    """Whether the model inpaints; without the base's files it counts as plain."""
+    return config.model.pipeline == config.model.diffusers.inpainting
 
 
 def _local_name(config: TrainConfig, name: str) -> str:
@@ -283,7 +288,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     extra += [f"{name}={value}" for name, value in model.pipeline_arguments().items()]
     extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []
     lines = ["import torch", f"from diffusers import {classes}"]
-    lines += ["from diffusers.utils import load_image", ""] if model.inpaints else [""]
+    lines += ["from diffusers.utils import load_image", ""] if _paints(config) else [""]
     lines += [f"BASE = {_source(model.pretrained)}", *([f"{part.upper()} = {_source(own)}"] if own else [])]
     lines += ['RESULT = "."  # the folder of this file, or the name of its repository on the hub', ""]
     result = config.adapter.result(model.denoiser)
@@ -310,7 +315,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]
     lines += [f"    {name}={value!r}," for name, value in arguments.items()]
-    if model.inpaints:
+    if _paints(config):
         lines += [f"    image=load_image({json.dumps(INPUT_FILE)}),  # the picture to paint into, of that shape"]
         lines += [
             f"    mask_image=load_image({json.dumps(MASK_FILE)}),  # white where it is painted",

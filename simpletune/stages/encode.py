@@ -17,6 +17,7 @@ from simpletune.stages.prepared import (
     Caches,
     PreparedData,
     prompts_beside,
+    require_inputs,
     validation_requests,
     with_class,
     with_inputs,
@@ -47,11 +48,13 @@ def encode(
     if isinstance(plan, StreamPlan):
         return encode_stream(config, plan, caches, start)
     requests = validation_requests(config, plan)
+    require_inputs(requests)
     caches.fill_text(needed_prompts(config, plan, requests))
     rejected = caches.fill_pictures([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints)
+        requests = validation_requests(config, plan)  # its captions are among those encoded
     left_out = [*data.left_out, *rejected]
     requests = with_inputs(config, plan, requests)
     return PreparedData(plan, caches.text, caches.latents, requests, data.captions, left_out)

@@ -141,6 +141,11 @@ class LatentCache:
         if key in self.cache:  # an identical file, or another picture that is hole alone
             return 0
         hole = hole_pixels(view)  # [h, w]
+        if not latent_hole(hole).any():
+            raise UnusablePicture(
+                "its mask leaves no hole in a crop: there it is darker than half white, or its white is thinner than 8 "
+                "pixels. Paint it larger, or set data.crop to center"
+            )
         pixels = np.zeros((3, *hole.shape), dtype=np.float32)
         if not hole.all():
             pixels = crop_to_bucket(_decoded(view), view.bucket, view.offset, view.flip, view.augmentation)

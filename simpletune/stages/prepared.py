@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -144,25 +145,37 @@ def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]
     ]
 
 
-def with_inputs(config: TrainConfig, plan: Plan, requests: list[PictureRequest]) -> list[PictureRequest]:
-    """Check the pictures and masks that validation names. If it names none and the model inpaints, take the pictures of
-    the validation loss, cropped as they are there, with their own masks or of the middle.
+def require_inputs(requests: Sequence[PictureRequest]) -> None:
+    """Check the pictures and masks that validation names, before anything is encoded.
 
     Raises:
-        UserError: a picture or a mask cannot be used.
+        UserError: one of them cannot be used.
     """
-    if config.validation.images is None and config.model.inpaints:
-        return [
-            replace(request, image=_cropped(draw.view), mask=_hole(draw.view), strength=1.0)
-            for request, draw in zip(requests, plan.evaluation(len(requests)), strict=True)
-        ]
-    for number, request in enumerate(requests if config.validation.images is not None else ()):
+    for number, request in enumerate(requests):
         try:
             shown_inputs(request)
         except UserError as error:
             named = str(error).replace("--mask", f"validation.masks.{number}")
             raise UserError(named.replace("--image", f"validation.images.{number}")) from None
-    return requests
+
+
+def with_inputs(config: TrainConfig, plan: Plan, requests: list[PictureRequest]) -> list[PictureRequest]:
+    """If validation names no pictures and the model inpaints, take those of the validation loss, cropped as they are
+    there, with their own masks or of the middle."""
+    if config.validation.images is not None or not config.model.inpaints:
+        return requests
+    draws = plan.evaluation(len(requests))
+    return [_painted(request, draw.view) for request, draw in zip(requests, draws, strict=True)]
+
+
+def _painted(request: PictureRequest, view: Crop) -> PictureRequest:
+    image, own = _cropped(view), view.hole is not None and view.hole.kind == "own"
+    if own:
+        found = replace(request, image=image, mask=Image.fromarray(hole_pixels(view)), strength=1.0)
+        with suppress(UserError):  # the mask lies outside of the centre that is drawn
+            shown_inputs(found)
+            return found
+    return replace(request, image=image, mask=_middle(view.bucket), strength=1.0)
 
 
 def _cropped(view: Crop) -> Image.Image:
@@ -173,10 +186,8 @@ def _cropped(view: Crop) -> Image.Image:
     return Image.fromarray(((pixels + 1) * 127.5).round().astype("uint8").transpose(1, 2, 0))
 
 
-def _hole(view: Crop) -> Image.Image:
-    """A picture's own mask, or one of the middle half of each side."""
-    if view.hole is not None and view.hole.kind == "own":
-        return Image.fromarray(hole_pixels(view))
-    mask, (width, height) = Image.new("L", view.bucket), view.bucket
+def _middle(size: Size) -> Image.Image:
+    """A mask of the middle half of each side."""
+    mask, (width, height) = Image.new("L", size), size
     mask.paste(255, (width // 4, height // 4, width - width // 4, height - height // 4))
     return mask

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,7 +18,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from simpletune.data.sources.masks import SHAPE_TOLERANCE
+from simpletune.data.sources.masks import SHAPE_TOLERANCE, decode_mask
+from simpletune.data.sources.pictures import decode as decode_picture
+from simpletune.data.sources.source import UnusablePicture
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.objectives import default_objective
@@ -363,14 +365,17 @@ def mask_pixels(request: PictureRequest) -> Tensor:  # [1, 1, h, w], 0 or 1
 
 
 def _opened(picture: Path | Image.Image, option: str) -> Image.Image:
-    """Open a picture upright."""
+    """Open a picture as training does."""
     if isinstance(picture, Image.Image):
         return picture
     try:
-        with Image.open(picture) as image:
-            return ImageOps.exif_transpose(image)
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"{option}: {picture} cannot be read ({error}). Give a PNG, JPEG or WebP file") from None
+        data = picture.read_bytes()
+        return decode_mask(data, "file") if option == "--mask" else decode_picture(data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnusablePicture as error:
+        reason = str(error)
+    raise UserError(f"{option}: {picture} cannot be read ({reason}). Give a PNG, JPEG or WebP file")
 
 
 def pasted(picture: Image.Image, request: PictureRequest) -> Image.Image:
@@ -388,6 +393,18 @@ def shown_inputs(request: PictureRequest) -> dict[str, Image.Image]:
         return {}
     mask = Image.fromarray((mask_pixels(request)[0, 0] * 255).to(torch.uint8).numpy())
     return {"picture": _fitted_picture(request), "mask": mask}
+
+
+def fitted(request: PictureRequest) -> PictureRequest:
+    """The same request with picture and mask at the size that is drawn, so that they take no more memory.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    if request.image is None:
+        return request
+    shown = shown_inputs(request) or {"picture": _fitted_picture(request)}
+    return replace(request, image=shown["picture"], mask=shown.get("mask"))
 
 
 def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:

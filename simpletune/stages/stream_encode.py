@@ -15,6 +15,7 @@ from simpletune.stages.prepared import (
     Caches,
     PreparedData,
     prompts_beside,
+    require_inputs,
     validation_requests,
     with_class,
     with_inputs,
@@ -40,9 +41,12 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
         UserError: a shard is damaged, or rows cannot be used and ``data.on_error`` is ``stop``, or none are left.
     """
     steps, asked = config.steps(plan.steps_per_epoch), config.validation.loss_samples
+    if config.validation.images is not None:
+        require_inputs(validation_requests(config, plan))
     filling = StreamEncoder(config, plan, caches)
     filling.steps(start, steps)
-    filling.evaluation(MOST if asked == "auto" else asked)
+    painted = len(config.validation.prompts or [""]) if config.model.inpaints else 0
+    filling.evaluation(max(MOST if asked == "auto" else asked, painted))
     requests = validation_requests(config, filling.plan)
     caches.fill_text(prompts_beside(config, requests))
     planned = config.model.has_modulation and config.memory.modulation != "resident"

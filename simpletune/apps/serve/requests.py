@@ -18,7 +18,7 @@ from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
 from simpletune.config.error_text import did_you_mean, problems_of, show
 from simpletune.data.sources.pictures import decode, decode_mask, picture_size
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.stages.sample import PictureRequest, mask_pixels
+from simpletune.stages.sample import PictureRequest, fitted
 from simpletune.system import strict_json
 from simpletune.system.options import Option, Problem, UserError
 from simpletune.system.strict_json import JsonError, JsonValue
@@ -212,13 +212,12 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         without += [Problem(f"instances.{number}.{name}", rule) for name, rule in unusable]
         if unusable:
             continue
-        images.append(ImageRequest(replace(capabilities.defaults, **values), lora, scale))
-        if "mask" in values:
-            try:
-                mask_pixels(images[-1].request)
-            except UserError as error:
-                rule = str(error).removeprefix("--mask: ")
-                without.append(Problem(f"instances.{number}.mask_image", rule))
+        try:
+            request = fitted(replace(capabilities.defaults, **values))
+        except UserError as error:
+            without.append(Problem(f"instances.{number}.mask_image", str(error).removeprefix("--mask: ")))
+            continue
+        images.append(ImageRequest(request, lora, scale))
         if lora == capabilities.tuned and scale != 1:
             rule = f"{scale:g} is not allowed: {lora} is a full model and has no strength. Leave lora_scale out"
             without.append(Problem(f"instances.{number}.lora_scale", rule))

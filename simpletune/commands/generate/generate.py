@@ -172,9 +172,9 @@ def generate(args: argparse.Namespace) -> Path:
 
 
 def say_what_is_painted(session: GenerationSession, request: PictureRequest) -> None:
-    """Say what an inpainting model painted if no mask told it."""
+    """Say what an inpainting model paints if no mask tells it."""
     if session.config.model.inpaints and request.mask is None:
-        say("  an inpainting model without a mask: it painted the whole picture")
+        say("  an inpainting model without a mask: it paints the whole picture")
 
 
 def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:

@@ -623,6 +623,7 @@ def _subset(source: Translation, general: Translation) -> None:
         general.seen("masked_loss")
     _size(source, general.family.multiple)
     varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
+    varied += ["train_inpainting"] if general.get("model.inpainting") else []  # a new hole in every step
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")

@@ -547,7 +547,18 @@ def _image(source: Translation, general: Translation) -> None:
 
 
 def _masks(source: Translation, general: Translation) -> None:
+    inpaints = "INPAINTING" in str(general.settings.get("model_type"))
     if not general.read("masked_training", boolean):
+        if inpaints:
+            source.note("masked_training", "off: OneTrainer paints whole pictures; here holes are drawn at random")
+        return
+    if inpaints:
+        source.settings |= {"masked_training": True, "unmasked_weight": general.read("unmasked_weight", number)}
+        source.take("masked_training", "mask", "files")
+        source.take("masked_training", "inpainting_mask", "own", "the masks are the holes")
+        source.take("unmasked_weight", "inpainting_loss", "inside", "nothing is learned outside of the holes")
+        source.seen("masked_training", "unmasked_weight")
+        general.read("masked_prior_preservation_weight", number)
         return
     weight = general.read("unmasked_weight", number)
     source.settings |= {"masked_training": True, "unmasked_weight": 0.1 if weight is None else weight}

@@ -97,6 +97,12 @@ def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
                 field_of(data, index, "inpainting_mask"),
                 f"own, but the pictures have no masks. Set {field_of(data, index, 'mask')}, or use random",
             )
+        elif source.inpainting_mask == "own" and source.unmasked_weight:
+            yield Problem(
+                field_of(data, index, "unmasked_weight"),
+                f"{source.unmasked_weight:g}, but with inpainting_mask own the mask is the hole, and weighs no loss. "
+                "Use inpainting_loss, or 0",
+            )
 
 
 def inpainting_rules(data: Source | MultiSource, model: Family) -> Iterator[Problem]:

@@ -143,16 +143,21 @@ class Family(FamilyFacts):
         """The number of the trained model's parameters before quantisation."""
         return sum(math.prod(shape) for shape in self.known_shapes().values())
 
+    @staticmethod
+    def complete(config: ModelConfig) -> ModelConfig:
+        """A configuration with the defaults that it leaves out, of those that channels depend on."""
+        return config
+
     @property
     def latent_channels(self) -> int:
         """c, the channels of a latent."""
-        config = self.known_config()
+        config = self.complete(self.known_config())
         return int(config.get("out_channels") or config["in_channels"])
 
     @property
     def inpaints(self) -> bool:
         """Whether the model reads a mask and the latents of the masked picture, 1 + c channels, after z_t."""
-        return int(self.known_config()["in_channels"]) == 2 * self.latent_channels + 1
+        return int(self.complete(self.known_config())["in_channels"]) == 2 * self.latent_channels + 1
 
     @property
     def pipeline(self) -> str:

@@ -16,7 +16,7 @@ from simpletune.models.shared.family_facts import AttentionShape, LoraNames
 from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.models.shared.sources import provider
-from simpletune.models.unet.config import INPUT, inpainting_channels, inpainting_config, levels_of
+from simpletune.models.unet.config import DEFAULTS, INPUT, inpainting_channels, inpainting_config, levels_of
 from simpletune.models.unet.flops import unet_flops
 from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, unet_units
 from simpletune.system.hub import is_hub_name
@@ -99,6 +99,10 @@ class UNetFamily(Family):
             return None
         self.require_supported(config, self.weights_from)
         return inpainting_config(config) if self.inpainting else config
+
+    @staticmethod
+    def complete(config: ModelConfig) -> ModelConfig:
+        return {**DEFAULTS, **config}
 
     def stored_shapes(self) -> dict[str, Shape]:
         return self.model_copy(update={"inpainting": False}).known_shapes()

@@ -100,6 +100,7 @@ function fit() {
   if (loaded === null) return;
   for (const id of ["seen", "hole"]) [at(id).width, at(id).height] = [at("width").value, at("height").value];
   cover(at("seen"), loaded);
+  if (at("mask").files.length) loadMask();
 }
 
 function cover(canvas, image) {
@@ -128,6 +129,12 @@ async function load() {
 async function loadMask() {
   const image = await read(at("mask")), hole = at("hole"), paper = hole.getContext("2d");
   if (image === null) return;
+  if (loaded !== null && Math.abs(image.width * loaded.height / (image.height * loaded.width) - 1) > 0.02) {
+    at("mask").value = "";
+    return explain("The mask has another shape than the picture");
+  }
+  paper.globalCompositeOperation = "source-over";
+  paper.clearRect(0, 0, hole.width, hole.height);
   cover(hole, image);
   const pixels = paper.getImageData(0, 0, hole.width, hole.height);
   for (let index = 0; index < pixels.data.length; index += 4) {
