@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_sd15
 from nine_channels import to_nine_channels
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny_runs import merged
 
 from simpletune.apps.web.run.pictures import matrix_of
@@ -19,7 +19,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs.model_card import shareable, snippet
 from simpletune.stages.plan_data import plan_data
-from simpletune.stages.prepared import validation_requests, with_inputs
+from simpletune.stages.prepared import require_inputs, validation_requests, with_inputs
 from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.system.options import ConfigError, UserError
 
@@ -68,21 +68,25 @@ def test_what_does_not_fit_is_refused(painted: dict[str, Any], tmp_path: Path) -
     requests = validation_requests(config, plan_data(resolve_folders(config)).plan)
     Image.new("L", (64, 64)).save(tmp_path / "right.png")
     with pytest.raises(UserError, match="^validation.masks.0: it is black in the 32x32 that are drawn"):
-        with_inputs(config, None, requests)  # type: ignore[arg-type]
+        require_inputs(requests)
     (tmp_path / "red.png").unlink()
     with pytest.raises(UserError, match="^validation.images.0: .*red.png cannot be read"):
-        with_inputs(config, None, requests)  # type: ignore[arg-type]
+        require_inputs(requests)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["random", "own"])
+@pytest.mark.parametrize("own", [None, "left", "top"], ids=["random", "own", "own, outside of what is drawn"])
 def test_an_inpainting_model_paints_into_the_pictures_of_the_validation_loss(
-    own: bool, tiny_config: dict, tmp_path: Path
+    own: str | None, tiny_config: dict, tmp_path: Path
 ) -> None:
     folder = to_nine_channels(tiny_sd15.build(tmp_path / "pipeline"))
     pictures = shutil.copytree(tiny_config["data"]["path"], tmp_path / "pictures")
     for file in [*pictures.glob("*.png")] if own else []:
-        mask = Image.new("L", Image.open(file).size)
-        mask.paste(255, (0, 0, mask.width // 2, mask.height))
+        picture = Image.open(file)
+        if own == "top":  # a third of a tall picture, of which the middle is drawn
+            picture = picture.resize((64, 192))
+            picture.save(file)
+        mask = Image.new("L", picture.size)
+        mask.paste(255, (0, 0, mask.width // 2, mask.height) if own == "left" else (0, 0, 64, 40))
         mask.save(file.with_name(f"{file.stem}-masklabel.png"))
     holes = {"mask": "files", "inpainting_mask": "own"} if own else {}
     data = merged(
@@ -97,9 +101,12 @@ def test_an_inpainting_model_paints_into_the_pictures_of_the_validation_loss(
     (held_out,) = plan.held_out
     found = shown_inputs(request)
     assert request.prompt == plan.prompt(held_out, 0) and request.strength == 1
-    expected = Image.open(Path(config.data.path) / held_out.picture.name).convert("RGB").resize((64, 64))
+    expected = ImageOps.fit(Image.open(Path(config.data.path) / held_out.picture.name).convert("RGB"), (64, 64))
     assert np.abs(np.asarray(found["picture"], float) - np.asarray(expected, float)).mean() < 12
     inside = np.asarray(found["mask"]) > 0
+    if own == "top":  # the middle half of its height fills what is drawn
+        assert inside[:, 16:48].all() and inside.sum() == 64 * 32
+        return
     box = inside[:, :32] if own else inside[16:48, 16:48]
     assert box.all() and inside.sum() == box.size
     code = snippet(config, PictureRequest("a red disc", 3))

@@ -10,6 +10,7 @@ MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 OLD = {"pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5", "network_module": "networks.lora"}
 XL_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 XL = {"pretrained_model_name_or_path": XL_BASE, "network_module": "networks.lora"}
+SD15_PAINTS = {"model_type": "STABLE_DIFFUSION_15_INPAINTING"}
 XL_OT = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "base_model_name": XL_BASE}
 OLD_OT = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 
@@ -246,6 +247,7 @@ LYCORIS_CONVOLUTIONS: list[tuple[list[str], str, object]] = [  # without conv_di
 ]
 KOHYA = [
     (OLD | {"train_inpainting": True}, "model.inpainting", True, "taken"),
+    (OLD | {"train_inpainting": True}, "data.variants", 8, None),
     (OLD | {"pretrained_model_name_or_path": "a/v1-5-inpainting"}, "model.pretrained", "a/v1-5-inpainting", "taken"),
     ({}, "model.pretrained", LARGE, None),
     ({"clip_l": "c"}, "model.text_encoders", "unset", "left out"),
@@ -669,6 +671,10 @@ ONETRAINER = [
     ({"text_encoder": {"train": False}}, "text", "unset", None),
     ({"text_encoder_3_sequence_length": 300}, "model.t5_length", 300, "taken"),
     ({"masked_training": True}, "data.mask", "files", "taken"),
+    (SD15_PAINTS, "data.mask", "unset", None),
+    (SD15_PAINTS | {"masked_training": True}, "data.inpainting_mask", "own", None),
+    (SD15_PAINTS | {"masked_training": True}, "data.inpainting_loss", "inside", None),
+    (SD15_PAINTS | {"masked_training": True, "unmasked_weight": 0.3}, "data.unmasked_weight", "unset", None),
     ({"masked_training": True}, "data.unmasked_weight", 0.1, None),
     ({"masked_training": True, "unmasked_weight": 0.3}, "data.unmasked_weight", 0.3, None),
     ({"masked_training": True, "masked_prior_preservation_weight": 0.5}, "prior.outside_mask", 0.5, None),

@@ -146,6 +146,12 @@ def test_a_picture_s_own_mask_is_cropped_with_it_and_is_the_hole(tmp_path: Path)
         hole_pixels(crop(unusable, Hole("own")))
     _, rejected = latents_in(tmp_path / "other").fill([crop(unusable, Hole("own"))], CPU)
     assert [each.name for each in rejected] == ["a.png"] and "black everywhere" in rejected[0].reason
+    thin = grey(level=0)
+    thin.paste(255, (1, 0, 7, 64))  # between the pixels that the latents' places read
+    for pixels in (grey(level=120), thin):
+        unusable = picture_of(blob(64, 64), mask_bytes=encoded(pixels))
+        _, rejected = latents_in(tmp_path / "third").fill([crop(unusable, Hole("own"))], CPU)
+        assert "its mask leaves no hole in a crop" in rejected[0].reason
 
 
 def test_batches_carry_holes_and_the_loss_counts_everywhere_or_inside(tmp_path: Path) -> None:
@@ -182,6 +188,8 @@ def test_options_of_holes_are_checked_and_explained() -> None:
     several = MultiSource(sources=[Folder(path="y"), own])
     assert [each.path for each in source_rules(several)] == ["data.sources.1.inpainting_mask"]
     assert not list(source_rules(Folder(path="x", mask="alpha", inpainting_mask="own")))
+    (problem,) = source_rules(Folder(path="x", mask="alpha", inpainting_mask="own", unmasked_weight=0.3))
+    assert str(problem).startswith("data.unmasked_weight: 0.3, but with inpainting_mask own the mask is the hole")
     (note,) = source_notes(Folder(path="x"), inpaints=True)
     assert note.startswith("data.variants is 1, so each picture keeps one hole")
     quiet = [Folder(path="x", variants=8), Folder(path="x", mask="alpha", inpainting_mask="own")]
