@@ -85,9 +85,10 @@ def extract(
             found.left_out[name] = norm
         done()
     if not found.updates:
+        spatial = any(is_convolution(name.removesuffix(".weight")) for name in found.left_out)
         raise UserError(
             f"{base.name} and {tuned.name} do not differ in any linear layer: there is nothing to extract. "
-            "Give a base and a fine-tuned checkpoint"
+            + ("Give --conv-rank for their convolutions" if spatial else "Give a base and a fine-tuned checkpoint")
         )
     return found
 

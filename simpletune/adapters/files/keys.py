@@ -152,8 +152,9 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
         return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
     (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
+    channels = plain[DOWN][1]
     fits = all(
-        is_by_output(role, shape, outputs) or (shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]))
+        is_by_output(role, shape, outputs) or (shape[:2] == (1, channels) and all(side == 1 for side in shape[2:]))
         for role, shape in magnitudes.items()
     )
     return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None

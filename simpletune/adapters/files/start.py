@@ -18,7 +18,7 @@ from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, outer_layers
 from simpletune.adapters.methods.lora_layers import product_norm
 from simpletune.adapters.methods.targets import LayerMethod, TargetedMethod
-from simpletune.models.lora_names import TARGETS, is_convolution, is_target
+from simpletune.models.lora_names import TARGETS, is_convolution, is_residual, is_target
 from simpletune.system.options import UserError, join_names, plural
 
 UNSCALED = DoraUpdate, OftUpdate
@@ -37,8 +37,9 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
     if strays := [layer for layer in updates if layer not in trained]:
         fitting = [name for name in TARGETS if all(is_target(name, layer) for layer in updates)]
         remedy = f"Use adapter.targets {fitting[0] if fitting else 'a list with the endings of these names'}"
-        if not method.updates_convolutions and all(map(is_convolution, strays)):
-            remedy = "Give these convolutions a rank by adapter.conv_rank"
+        if not method.updates_convolutions and hasattr(method, "conv_rank"):
+            if any(map(is_convolution, strays)) and all(is_convolution(each) or is_residual(each) for each in strays):
+                remedy = "Give convolutions a rank by adapter.conv_rank, with which all layers of the resnets train"
         if all(map(method.is_targeted, strays)):
             remedy = "Use an adapter.layers that does not leave them out"
         raise UserError(

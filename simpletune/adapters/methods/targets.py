@@ -136,7 +136,7 @@ class TargetedMethod(TrainingMethod):
         yield from self._problems_of_layers(layers, targeted)
         yield from self._problems_of_convolutions(layers)
         if isinstance(self.targets, str):
-            if not targeted:
+            if not any(is_target(self.targets, layer) for layer in layers):
                 known = [name for name in TARGETS if any(is_target(name, layer) for layer in layers)]
                 remedy = f"Use {', '.join(known)}" if known else "Use a list of name endings"
                 yield Problem("adapter.targets", f"{self.targets!r} names no layer of this model. {remedy}")

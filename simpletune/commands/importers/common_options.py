@@ -99,15 +99,16 @@ def take_lycoris(found: Translation, key: str, own: Json, asked: bool = False) -
         found.take(key, "adapter.alpha", number(alpha))
     elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
         found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
+    known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
     conv_rank, conv_alpha = own.get("conv_dim", None if asked else rank), own.get("conv_alpha", alpha)
     if conv_rank is not None and "apply_preset" not in own and own.get("preset", "full") == "full":
         whole = method == "lokr" and boolean(own.get("full_matrix", False))
         conv_rank = 1024 if whole else whole_number(conv_rank)
         take_convolutions(found, key, conv_rank, None if conv_alpha is None else number(conv_alpha))
-    if method in ("lokr", "loha") and "conv_alpha" in own and own["conv_alpha"] != conv_rank:
-        found.leave(key, f"conv_alpha {own['conv_alpha']}: it equals the rank here; scale optimizer.lr instead")
-    known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
-    known |= {"conv_dim", "conv_alpha"}
+        if found.family.lora[0].names.convolutions is not None:
+            known |= {"conv_dim", "conv_alpha"}
+            if conv_rank and method in ("lokr", "loha") and number(own.get("conv_alpha", conv_rank)) != conv_rank:
+                found.leave(key, f"conv_alpha {own['conv_alpha']}: it equals the rank here; scale optimizer.lr instead")
     for name in own:
         if name == "preset" and own[name] == "full":
             continue

@@ -313,6 +313,10 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
         for key in keys.values():
             found.leave(key, f"networks.lora counts no blocks of {found.family.title}")
         return
+    if found.get("adapter.conv_rank"):
+        for key in keys.values():
+            found.leave(key, "blocks are translated without their convolutions only")
+        return
     before, *sides, after = names.kohya_blocks
     total = before + sum(sides) + after
     read: dict[str, list[float]] = {}

@@ -157,6 +157,8 @@ def resize(args: argparse.Namespace) -> Path:
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = read_lora(header)
+    if args.conv_rank and not any(update.is_spatial for update in old.values()):
+        raise UserError("--conv-rank: this LoRA updates no convolution larger than 1x1. Leave it out")
     new, lost = resize_all(old, args.rank, args.energy, args.conv_rank)
     details = {"lora": source.file.name, "rank": args.rank, "energy": args.energy}
     note = source_note("resize", details | ({"conv_rank": args.conv_rank} if args.conv_rank else {}))
@@ -250,6 +252,8 @@ def extract(args: argparse.Namespace) -> Path:
     require_rank_or_energy(args, both=True)
     require_new(args.out, args.overwrite)
     base, tuned = BaseReader(args.base), BaseReader(args.tuned)
+    if args.conv_rank and base.family.lora[0].names.convolutions is None:
+        raise UserError(f"--conv-rank: {base.name} has no convolutions that a LoRA can update. Leave it out")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with progress("extract", len(base.shapes), "tensors") as advance:
         found = extracted(base, tuned, args.rank, args.energy, device, advance, args.conv_rank)
@@ -269,9 +273,10 @@ def extract(args: argparse.Namespace) -> Path:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
         others = sum(norm**2 for norm in found.left_out.values())
         share = (others / (others + sum(row.norm**2 for row in found.rows))) ** 0.5
-        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({share:.3%} of the difference): "
-            f"{join_names(names)}")  # fmt: skip
-        if args.conv_rank is None and any(is_convolution(name.removesuffix(".weight")) for name in names):
+        spatial = args.conv_rank is None and any(is_convolution(name.removesuffix(".weight")) for name in names)
+        why = "" if spatial else " that a LoRA cannot represent"
+        say(f"  left out {len(names)} tensors{why} ({share:.3%} of the difference): {join_names(names)}")
+        if spatial:
             say("  give --conv-rank, such as --conv-rank 8, for the convolutions among them")
     return written
 
