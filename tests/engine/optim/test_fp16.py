@@ -433,8 +433,8 @@ def test_losses_of_the_demo_are_close_to_those_of_fp32(
         overrides = {
             "name": compute, "adapter.method": method, "precision.weights": weights, "precision.compute": compute,
             "validation.prompts": "[]", "validation.loss_samples": 0, "profile.max_traces": 0, "train.steps": 4,
-            "optimizer.lr": lr, "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false", "output.cache": shared_cache,
-            "output.runs": tmp_path / "runs", "output.profiles": tmp_path / "profiles",
+            "optimizer.lr": lr, "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false",
+            "output.cache": shared_cache, "output.runs": tmp_path / "runs", "output.profiles": tmp_path / "profiles",
         }  # fmt: skip
         config, _ = read_config(Path("configs/demo.json"), [f"{path}={value}" for path, value in overrides.items()])
         found[compute] = torch.tensor([row["loss"] for row in read_metrics(train(config))])
