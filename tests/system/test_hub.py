@@ -419,7 +419,7 @@ def test_a_repository_of_an_autoencoder_alone(hub: FakeHub, tiny_pipeline) -> No
 @pytest.mark.slow
 def test_environment_and_exit_code_in_a_process_of_its_own(hub: FakeHub, tiny_config, write_config, tmp_path) -> None:
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's own; the message and exit code are ours."""
-    hub.failure = Failure(401, "GatedRepo", on="resolve")
+    hub.failure = Failure(401, "GatedRepo", on="weights")
     config = write_config({**tiny_config, "model": {"pretrained": NAME}})
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
     done = subprocess.run(

@@ -421,20 +421,20 @@ def test_velocities_with_such_blocks_are_those_of_fp32(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights", "method", "tolerance"),
-    [("int8", "lora", 1e-3), ("nf4", "lora", 1e-3), ("fp32", "full", 1e-2)],  # 1e-2: a learning rate for LoRA
+    ("weights", "method", "lr", "tolerance"),
+    [("int8", "lora", 0.004, 1e-3), ("nf4", "lora", 0.004, 1e-3), ("fp32", "full", 0.0002, 5e-3)],  # 0.004 diverges
 )
 def test_losses_of_the_demo_are_close_to_those_of_fp32(
-    weights: str, method: str, tolerance: float, shared_cache: Path, tmp_path: Path
+    weights: str, method: str, lr: float, tolerance: float, shared_cache: Path, tmp_path: Path
 ) -> None:
-    """Relative to fp32's, within 0.1% in fp16 for LoRA and 1% for full fine-tuning, and nearer than bf16's."""
+    """Relative to fp32's, within 0.1% in fp16 for LoRA and 0.5% for full fine-tuning, and nearer than bf16's."""
     found = {}
     for compute in ("fp32", "fp16", "bf16"):
         overrides = {
             "name": compute, "adapter.method": method, "precision.weights": weights, "precision.compute": compute,
             "validation.prompts": "[]", "validation.loss_samples": 0, "profile.max_traces": 0, "train.steps": 4,
-            "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false", "output.cache": shared_cache,
-            "output.runs": tmp_path / "runs", "output.profiles": tmp_path / "profiles",
+            "optimizer.lr": lr, "schedule.warmup_steps": 0, "device": "cpu", "output.report": "false",
+            "output.cache": shared_cache, "output.runs": tmp_path / "runs", "output.profiles": tmp_path / "profiles",
         }  # fmt: skip
         config, _ = read_config(Path("configs/demo.json"), [f"{path}={value}" for path, value in overrides.items()])
         found[compute] = torch.tensor([row["loss"] for row in read_metrics(train(config))])

@@ -29,6 +29,7 @@ from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import is_conditioning
+from simpletune.stages.latent_cache import CachedPicture
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
@@ -144,7 +145,8 @@ class _Text:
 
 
 def _prepared(accumulation: int) -> Any:
-    latents = SimpleNamespace(load=lambda view: (_numbers("0", 4, 8, 8), torch.ones(1, 1, 1)))
+    picture = CachedPicture(_numbers("0", 4, 8, 8), torch.ones(1, 1, 1), None)
+    latents = SimpleNamespace(model=SD3(), load=lambda view: picture)
     return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, remote=[])
 
 
