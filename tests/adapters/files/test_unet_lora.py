@@ -179,7 +179,11 @@ def test_a_target_that_the_model_lacks_is_refused_with_those_it_has() -> None:
         "'attention_image' names no layer of this model. Use attention, attention_qv, attention_mlp, all_linear"
     )
     (problem,) = Lora(targets=["attn1.to_q", "conv1"]).problems(shapes_of_size("SD 1.5"))  # conv1 is 3x3
-    assert problem.message.startswith("'conv1' matches no linear layer or 1x1 convolution")
+    assert problem.message == (
+        "'conv1' matches only convolutions with a kernel larger than 1x1. Give them a rank by adapter.conv_rank"
+    )
+    (problem,) = Lora(targets="attention_image", conv_rank=4).problems(shapes_of_size("SD 1.5"))
+    assert problem.path == "adapter.targets" and problem.message.startswith("'attention_image' names no layer")
 
 
 @pytest.mark.parametrize("scale", [0.7, 1.0])
