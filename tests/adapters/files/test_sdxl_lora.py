@@ -484,7 +484,8 @@ def test_patterns_choose_blocks_and_b_lora_is_a_list_of_them() -> None:
     lora = Lora(targets="attention", layers=[none, content, style])
     found = lora.modules(shapes)
     assert {layer.partition(".transformer")[0] for layer in found} == {f"up_blocks.0.attentions.{n}" for n in (0, 1)}
-    assert len(found) == 2 * 10 * 8 and lora.describe(shapes).startswith("LoRA of rank 64, scale 1, on 160 linear layers (")
+    assert len(found) == 2 * 10 * 8
+    assert lora.describe(shapes).startswith("LoRA of rank 64, scale 1, on 160 linear layers (")
     assert list(lora.problems(shapes)) == []
     mid = Lora(layers=[none, {"pattern": "mid", "rank": 4}]).modules(shapes)
     assert len(mid) == 80 and all(layer.startswith("mid_block.") for layer in mid)
