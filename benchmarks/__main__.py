@@ -72,6 +72,13 @@ def masks(args: argparse.Namespace) -> object:
     return masks.run(args.out, args.prompts, args.minutes, args.rows)
 
 
+def inpainting(args: argparse.Namespace) -> object:
+    """whether a plain UNet learns to inpaint, on the tiny SDXL"""
+    from benchmarks import inpainting
+
+    return inpainting.run(args.out, args.prompts, args.minutes, args.rows)
+
+
 def prior(args: argparse.Namespace) -> object:
     """how far a class drifts while a run learns one subject of it, without and with prior preservation"""
     from benchmarks import prior
@@ -238,6 +245,7 @@ GRIDS: dict[Grid, tuple[str, ...]] = {
     quality: ("rows", "prompts", "overrides"),
     recipe: ("rows", "prompts", "overrides"),
     masks: ("rows", "prompts"),
+    inpainting: ("rows", "prompts"),
     prior: ("rows", "prompts", "overrides"),
     choice: ("rows", "prompts", "overrides", "set"),
     inference: ("rows", "model", "price", "prices", "size", "steps", "rounds", "device"),

@@ -33,7 +33,8 @@ SHOWN = 60  # characters of a value
 ELSEWHERE = {
     "learning_rate": "optimizer.lr", "optimizer_type": "optimizer.name", "use_8bit_adam": "optimizer.name",
     "lora_rank": "adapter.rank", "network_dim": "adapter.rank", "lora_alpha": "adapter.alpha",
-    "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout", "use_dora": "adapter.method",
+    "conv_dim": "adapter.conv_rank", "network_alpha": "adapter.alpha", "lora_dropout": "adapter.dropout",
+    "use_dora": "adapter.method",
     "use_rslora": "adapter.rank_stabilized", "loraplus_lr_ratio": "adapter.b_lr_ratio",
     "block_dims": "adapter.layers", "block_alphas": "adapter.layers", "rank_pattern": "adapter.layers",
     "scale_weight_norms": "adapter.max_norm", "lr_scheduler": "schedule.name",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from simpletune.adapters.text.option import result_names
 from simpletune.config.modulation import auto_modulation
 from simpletune.config.prior import BasePrediction, ClassPictures
-from simpletune.config.resolve import resolve_model_folder
+from simpletune.config.resolve import known_to_inpaint, resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.config.validation_schedule import ON_TRAINING
 from simpletune.data.sources.augmentation import augmentation_in_words
@@ -40,16 +40,18 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
     under = f" with {', '.join(model.loras)} merged in" if model.loras else ""
     yield "model", f"{model.pretrained} ({source}){under}, {model.describe_text()}"
-    shapes = _shapes(config)
+    shapes, located = _shapes(config), resolve_model_folder(config).model
+    if shapes is not None and located.inpaints:
+        new = f"; {located.new_weights} begins with zeros for them" if located.new_weights else ""
+        yield "inpaints", f"the model also reads a mask and the latents of the masked picture{new}"
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
-        trained += config.text.trainable(resolve_model_folder(config).model)
+        trained += config.text.trainable(located)
         of_denoiser = [config.adapter.describe(shapes)] if config.adapter.trains else []
         yield "trains", "; ".join([*of_denoiser, *config.text.describe()])
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
-    located = resolve_model_folder(config).model
     known = located.is_schedule_known()
     predicts = config.objective.describe(
         located.scheduler_config() if known else None, located.schedule_source() if known else ""
@@ -68,7 +70,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     optimizer, schedule = config.optimizer, config.schedule
     warm = f" after {plural(schedule.warmup_steps, 'warm-up step')}" if schedule.warmup_steps else ""
     yield "optimizer", f"{optimizer.name}, learning rate {optimizer.lr:g}, {schedule.name}{warm}"
-    yield from (("data", _source(member)) for member in config.data.members)
+    inpaints = known_to_inpaint(config)
+    yield from (("data", _source(member, inpaints)) for member in config.data.members)
     prior = config.prior
     if isinstance(prior, ClassPictures):
         yield "prior", f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
@@ -103,12 +106,16 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
             yield "notifies", f"{receiver} at the end{pictures}"
 
 
-def _source(source: Source) -> str:
+def _source(source: Source, inpaints: bool) -> str:
     captions = f"prompt {source.prompt!r}" if source.prompt else "captions"
     parts = [f"{source.path} ({source.source})", captions, f"{source.resolution} px in {source.aspect}"]
     parts += [f"{source.repeats} times an epoch"] if source.repeats > 1 else []
     parts += [f"loss weight {source.weight:g}"] if source.weight != 1 else []
-    parts += [f"masks ({source.mask}), weight outside {source.unmasked_weight:g}"] if source.mask else []
+    if inpaints:
+        holes = "random holes" if source.inpainting_mask == "random" else f"masks as holes ({source.mask})"
+        parts.append(f"{holes}, loss {source.inpainting_loss}")
+    if source.mask and source.inpainting_mask == "random":
+        parts.append(f"masks ({source.mask}), weight outside {source.unmasked_weight:g}")
     parts += [f"{source.variants} variants"] if source.variants > 1 else []
     parts += [words] if (words := augmentation_in_words(source)) else []
     parts += ["for regularization"] if source.regularization else []
@@ -182,7 +189,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
             f"the name of {config.model.pretrained} suggests {suggested.title}, and model.family is "
             f"{config.model.family}: its configuration is checked before its weights are downloaded"
         )
-    yield from source_notes(config.data)
+    yield from source_notes(config.data, inpaints=known_to_inpaint(config))
     if config.train.steps is None and config.train.epochs is None:
         yield f"train.steps and train.epochs are unset: the run has {plural(config.steps(1), 'step')}"
     precision = config.precision

@@ -126,11 +126,12 @@ class BasePrediction(NamedClass):
                 f"base_prediction needs the base, which adapter.method {adapter.method} overwrites; a frozen "
                 "copy would take the memory of the whole model again. Use class_pictures, or adapter.method lora",
             )
-        masked = any(source.mask is not None for source in data.members)
+        masked = any(source.mask is not None and source.inpainting_mask == "random" for source in data.members)
         if self.outside_mask and not masked:
-            yield Problem(
-                "prior.outside_mask", f"{self.outside_mask:g}, but no data source has masks. Set data.mask, or use 0"
-            )
+            own = any(source.inpainting_mask == "own" for source in data.members)
+            why = "the masks are the holes, and weigh no loss. Use 0"
+            why = why if own else "no data source has masks. Set data.mask, or use 0"
+            yield Problem("prior.outside_mask", f"{self.outside_mask:g}, but {why}")
         elif not (self.prompt or self.outside_mask or any(source.regularization for source in data.members)):
             yield Problem(
                 "prior.prompt",

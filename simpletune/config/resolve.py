@@ -87,6 +87,17 @@ def resolve_model_folder(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"model": config.model.model_copy(update=folders)}) if folders else config
 
 
+def known_to_inpaint(config: TrainConfig) -> bool:
+    """Whether the model inpaints, as far as is known without a download and with the files that are there."""
+    model = resolve_model_folder(config).model
+    if any(model.problems()):
+        return False
+    try:
+        return model.denoiser_config(fetch=False) is not None and model.inpaints
+    except UserError:  # whoever reads its weights says what is wrong with them
+        return False
+
+
 def _demo_parts(config: TrainConfig) -> list[tuple[str, str]]:
     """List the fields of ``model`` that contain a ``demo:`` name."""
     model = config.model

@@ -14,7 +14,7 @@ from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.text.option import Text
 from simpletune.config.prior import NoPrior, Prior
-from simpletune.data.sources.multi_source import Data
+from simpletune.data.sources.multi_source import Data, inpainting_rules
 from simpletune.data.storage.place import GIB, CachePlace
 from simpletune.engine.memory import Memory
 from simpletune.engine.optim import Optimizer
@@ -205,6 +205,12 @@ class Validation(Option):
 
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
     """Prompts to draw; null: the caption of the first sample; empty list: draw nothing."""
+    images: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Inpainting: the picture to paint into for each of the prompts; null: with a model that inpaints, the pictures of
+    the validation loss, held out if there are any."""
+    masks: list[Annotated[str, Field(min_length=1)]] | None = None
+    """The mask of each of the images, of its shape, white where it is painted; null: with a model that inpaints, the
+    pictures' own masks if data.inpainting_mask is own, otherwise the middle half of each side."""
     negative_prompt: str = ""
     """Negative prompt for guidance."""
     every: Annotated[int, Field(ge=1)] | None = None
@@ -242,7 +248,18 @@ class Validation(Option):
     """End training when the validation loss no longer falls, which needs a split; null: train all steps."""
 
     def rules(self) -> Iterator[Problem]:
-        """Check that held-out pictures are evaluated, and that early stopping has a validation loss."""
+        """Check that held-out pictures are evaluated, that early stopping has a validation loss, and that every prompt
+        has its picture and mask."""
+        count = len(self.prompts or ())
+        for name, other in (("images", "masks"), ("masks", "images")):
+            given = getattr(self, name)
+            if given is not None and getattr(self, other) is None:
+                yield Problem(f"validation.{name}", f"needs validation.{other}, one for each of them. Add {other}")
+            elif given is not None and len(given) != count:
+                yield Problem(
+                    f"validation.{name}",
+                    f"{len(given)} of them for {count} in validation.prompts. Give one for each prompt, in order",
+                )
         if self.split is not None and self.loss_samples == 0:
             yield Problem(
                 "validation.split",
@@ -410,6 +427,14 @@ class TrainConfig(Option):
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Check the rules that need the base model's parameter shapes."""
         yield from self.adapter.problems(shapes)
+        new = self.model.new_weights
+        if new is not None and not self.adapter.trains_weight(new):
+            yield Problem(
+                "model.inpainting",
+                f"true gives {self.model.weights_from} input channels whose weights begin at zero, and adapter.method "
+                f"{self.adapter.method} does not train {new}. Use adapter.method full, or partial with {new} in "
+                "adapter.layers; or name an inpainting model",
+            )
         trained = self.trained_modulation(shapes)
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
             yield Problem(
@@ -418,6 +443,7 @@ class TrainConfig(Option):
                 "adapter.targets attention, or memory.modulation resident",
             )
         yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.has_modulation)
+        yield from inpainting_rules(self.data, self.model)
 
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""

@@ -18,6 +18,7 @@ from simpletune.data.row_order import in_batches
 from simpletune.data.samples import Crop, Sample, SampleDraw
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.augmentation import draw_augmentation
+from simpletune.data.sources.holes import draw_hole
 from simpletune.data.sources.multi_source import MultiSource
 from simpletune.data.sources.source import Source
 from simpletune.models.objectives import Objective
@@ -51,6 +52,7 @@ class Plan:
         seed: ``train.seed``.
         batch: the batch sizes of a step.
         held_out: samples that no step trains on; if there are any, the evaluation uses them.
+        inpaints: whether crops have holes, for a model that inpaints.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class Plan:
         seed: int,
         batch: GlobalBatch,
         held_out: Sequence[Sample] = (),
+        inpaints: bool = False,
     ):
         if not samples:
             raise ValueError("a plan needs at least one sample")
         self.samples, self.data, self.objective = samples, data, objective
-        self.held_out, self.seed = held_out, seed
+        self.held_out, self.seed, self.inpaints = held_out, seed, inpaints
         self.batch_size, self.accumulation = batch.batch_size, batch.accumulation
         self.sources = data.members
         self.shifts = [objective.shift_at(source.resolution) for source in self.sources]
@@ -94,7 +97,7 @@ class Plan:
 
     def divided(self, batch: GlobalBatch) -> Plan:
         """A plan of the same samples with steps of another size."""
-        return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out)
+        return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out, self.inpaints)
 
     def of_each_size(self) -> list[list[SampleDraw]]:
         """A micro-batch of each bucket, those with the most pixels first, to try out their memory."""
@@ -174,13 +177,14 @@ class Plan:
         """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         source = self.source_of(sample)
         augmentation = draw_augmentation(source, self.seed, sample.picture.digest, variant)
+        hole = draw_hole(source, self.seed, sample.picture.digest, variant) if self.inpaints else None
         if source.crop != "random" and not source.flip:
-            return Crop(sample.picture, sample.bucket, (0.5, 0.5), False, augmentation)
+            return Crop(sample.picture, sample.bucket, (0.5, 0.5), False, augmentation, hole)
         draw = stream(self.seed, "view", sample.picture.digest, variant)
         offset = draw.random(), draw.random()  # drawn for a centred crop, too: the flip is the third number
         if source.crop != "random":
             offset = 0.5, 0.5
-        return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5, augmentation)
+        return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5, augmentation, hole)
 
     def prompt(self, sample: Sample, variant: int) -> str:
         """The prompt of one variant of a sample."""
@@ -218,7 +222,8 @@ class Plan:
             samples=len(samples),
             held_out=len(held_out),
             prompts=len({self.prompt(*pair) for pair in pairs}),
-            crops=len({self.view(*pair) for pair in pairs}),
+            crops=len({self.view(*pair).without_hole for pair in pairs}),
+            holes=len({view for pair in pairs if (view := self.view(*pair)).hole is not None}),
             masks=sum(sample.picture.mask is not None for sample in firsts),
             weight=source.weight,
             regularization=source.regularization,
@@ -278,6 +283,8 @@ class Plan:
             row["weights"] = list(sample.picture.weights)
         if sample.picture.mask is not None:
             row["mask"] = sample.picture.mask.digest
+        if self.inpaints:
+            row["inpainting_mask"] = self.source_of(sample).inpainting_mask
         if not isinstance(self.data, Source):
             row["source"] = sample.picture.source
         return row

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
+from simpletune.data.sources.holes import Hole
 from simpletune.data.sources.source import Picture, RejectedEntry, Source
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Json
@@ -29,6 +30,7 @@ class Crop:
         offset: position of the crop within the excess width and height, 0 to 1.
         flip: whether it is mirrored left to right.
         augmentation: changes of its colours, and its rotation.
+        hole: what an inpainting model paints; None: the model does not inpaint.
     """
 
     picture: Picture
@@ -36,6 +38,20 @@ class Crop:
     offset: tuple[float, float]
     flip: bool
     augmentation: Augmentation = UNCHANGED
+    hole: Hole | None = None
+
+    @property
+    def without_hole(self) -> Crop:
+        """The crop alone. A mask that is the hole does not weigh its loss."""
+        if self.hole is None:
+            return self
+        picture = replace(self.picture, mask=None) if self.hole.kind == "own" else self.picture
+        return replace(self, picture=picture, hole=None)
+
+    @property
+    def cached(self) -> tuple[Crop, ...]:
+        """The crops whose latents a cache keeps: without the hole, which holes share, and with it."""
+        return (self,) if self.hole is None else (self.without_hole, self)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class SourceShare:
         prompts: different prompts over all variants, without the empty one of caption dropout; None: not counted.
         crops: different crops, flips and augmentations over all variants; None: not counted.
         masks: how many of the pictures have a mask.
+        holes: different crops with a hole to inpaint, over all variants; None: not counted.
         weight: factor of the loss.
         regularization: whether it is for prior preservation.
         shape: resolution and aspect, in words.
@@ -38,23 +39,31 @@ class SourceShare:
     weight: float
     regularization: bool
     shape: str
+    holes: int | None = 0
 
 
 def source_lines(found: list[SourceShare]) -> Iterator[str]:
     """One line for each source, numbered; nothing for a single source without options of its own."""
-    if len(found) == 1 and not (found[0].masks or found[0].weight != 1 or (found[0].prompts or 0) > found[0].pictures):
-        return
+    if len(found) == 1:
+        (only,) = found
+        if not (only.masks or only.holes or only.weight != 1 or (only.prompts or 0) > only.pictures):
+            return
     for index, share in enumerate(found):
         parts = [f"{plural(share.pictures, 'picture')} x {share.passes} = {plural(share.samples, 'sample')} per epoch"]
         parts += [share.shape, *([] if share.prompts is None else [plural(share.prompts, "prompt")])]
         if share.crops is not None and share.crops != share.pictures + share.held_out:
             parts.append(plural(share.crops, "crop"))
         parts += [plural(share.masks, "mask")] if share.masks else []
+        parts += holes_in_words(share)
         parts += [f"loss weight {share.weight:g}"] if share.weight != 1 else []
         parts += ["for regularization"] if share.regularization else []
         parts += [f"{share.held_out} held out"] if share.held_out else []
         number = f"source {index}: " if len(found) > 1 else ""
         yield f"{number}{printable_name(share.path)}: {', '.join(parts)}"
+
+
+def holes_in_words(share: SourceShare) -> list[str]:
+    return [plural(share.holes, "hole")] if share.holes else []
 
 
 SOURCE_COLUMNS = (
@@ -81,7 +90,7 @@ def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
             f"{share.samples:,}",
             share.shape,
             "not counted" if share.prompts is None else f"{share.prompts:,}",
-            "not counted" if share.crops is None else f"{share.crops:,}",
+            "not counted" if share.crops is None else ", ".join([f"{share.crops:,}", *holes_in_words(share)]),
             f"{share.masks:,}",
             f"{share.weight:g}",
             "regularization" if share.regularization else "training",

@@ -72,7 +72,8 @@ def exchanged_halves(tensor: Tensor) -> Tensor:  # [2 n, ...] -> [2 n, ...]
 
 
 def row_blocks(layer: nn.Module, outputs: int, rows: int = 256) -> Iterator[Tensor]:  # fp32 [rows, i]
-    """Yield the dequantised weight, of ``outputs`` rows, of a frozen linear layer or 1x1 convolution in blocks of rows.
+    """Yield the dequantised weight, of ``outputs`` rows, of a frozen linear layer or convolution in blocks of rows; i
+    includes the kernel.
 
     quanto's weights, and nf4 weights whose rows do not fill whole blocks of scales, are dequantised at once.
     """

@@ -47,10 +47,11 @@ class DataCounts(NamedTuple):
         if isinstance(plan, StreamPlan):
             used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
             areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
-            pictures, pixels = plan.pictures(), int(areas[plan.samples.bucket[used]].sum())
+            entries = 1 + plan.inpaints  # with a hole of its own for each; whole pictures share one
+            pictures, pixels = plan.pictures(), int(areas[plan.samples.bucket[used]].sum()) * entries
             prompts = len(used) if plan.samples.source.prompt is None else 1
         else:
-            views = {crop_key(view): view for view in plan.views()}
+            views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
             pixels, prompts = sum(math.prod(view.bucket) for view in views.values()), len(plan.captions())
             both = [*plan.samples, *plan.held_out]
             pictures = len({(sample.picture.source, sample.picture.name) for sample in both})
@@ -175,11 +176,11 @@ def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, in
         some = used[:: max(1, len(used) // TRIED)]
         pairs = zip(*(part.tolist() for part in divmod(some, plan.samples.source.variants)), strict=True)
         samples = plan.samples.uncaptioned()
-        keys = [crop_key(plan.view(samples[row], variant)) for row, variant in pairs]
+        keys = [crop_key(crop) for row, variant in pairs for crop in plan.view(samples[row], variant).cached]
         lacking = sum(key not in latents for key in keys) / max(1, len(keys))
         counts = DataCounts.of(config, plan, start)
         return math.ceil(counts.prompts * lacking), math.ceil(counts.pixels * lacking)
-    views = {crop_key(view): view for view in plan.views()}
+    views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
     pixels = sum(math.prod(view.bucket) for key, view in views.items() if key not in latents)
     text = TextCache(config.model, dtype, place, config.text)
     prompts = set(needed_prompts(config, plan, validation_requests(config, plan)))

@@ -16,6 +16,7 @@ from simpletune.estimate.simulate.simulate_stages import (
     WholeWindowModulation,
     accounting_of,
     empty_autoencoder,
+    inpainting_input,
 )
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
@@ -56,6 +57,7 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
     """Leave out what does not affect the memory of a picture, so that similar pictures share a prediction."""
     option = config.validation
     changes = {"prompts": ["drawn"], "negative_prompt": "", "loss_samples": 0, "seed": 0, "every": None}
+    changes |= {"images": None, "masks": None}
     plain = option.model_copy(update={**changes, "guidance": 2.0 if option.guidance > 1 else 1.0, "early_stop": None})
     return config.model_copy(update={"validation": plain})
 
@@ -83,7 +85,8 @@ def generation_bytes(
         )
         with accounting_of(all_tensors(denoiser), recorder) as accounting, torch.no_grad():
             sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole)
-            sampler.denoise([request] * batch, [text] * batch, [text] * batch)
+            read = inpainting_input(model, size, batch)
+            sampler.denoise([request] * batch, [text] * batch, [text] * batch, inpainting=read)
     return accounting.peak.bytes
 
 

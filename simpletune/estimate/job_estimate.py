@@ -255,13 +255,17 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
             return None
         pictures = scan_sources(config.data).pictures
         small = too_small(pictures, config.data, config.model.multiple)
-        found = DataCounts.of(config, make_plan(config, drop_rejected(pictures, small)))
+        plan = make_plan(config, drop_rejected(pictures, small), config.model.inpaints)
+        found = DataCounts.of(config, plan)
     except UserError:  # the run itself reports problems of the data
         return None
     if not isinstance(config.prior, ClassPictures):
         return found
     drawn, pixels = config.prior.count, config.data.resolution**2
-    return DataCounts(found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels, found.samples + drawn)
+    entries = 1 + config.model.inpaints  # each with a hole
+    return DataCounts(
+        found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels * entries, found.samples + drawn
+    )
 
 
 def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit: int | None = None) -> StepReport:

@@ -45,6 +45,13 @@ HARMLESS = (
     "validation.unrelated_prompts", "validation.split", "validation.early_stop",
 )  # fmt: skip
 
+LATER = {
+    "adapter.layers": [], "adapter.conv_rank": None, "adapter.conv_alpha": None, "model.inpainting": False,
+    "data.inpainting_mask": "random", "data.inpainting_loss": "everywhere", "validation.images": None,
+    "validation.masks": None,
+}  # fmt: skip
+"""Fields that were added later, with the values that change nothing: these keep the keys from before."""
+
 
 def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> str:
     """Hash the settings that the simulation of a square picture reads.
@@ -60,8 +67,10 @@ def prediction_key(config: TrainConfig, attention: str, processes: int = 1) -> s
         part = options.get(section) if section else options
         if isinstance(part, dict):  # several sources are a list
             part.pop(name, None)
-    if not options["adapter"].get("layers"):  # keeps the keys from before there was this field
-        options["adapter"].pop("layers", None)
+    for path, usual in LATER.items():
+        section, _, name = path.partition(".")
+        if options[section].get(name, usual) == usual:
+            options[section].pop(name, None)
     options["precision"]["compute"] = config.precision.settled
     options["validation"]["prompts"] = config.validation.prompts != []
     options["prior"]["prompt"] = getattr(config.prior, "prompt", None) is not None

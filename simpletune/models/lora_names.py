@@ -24,6 +24,7 @@ LAYOUTS: Mapping[LoraNames, Sequence[Layout]] = {family.lora[0].names: family.lo
 """Layouts of each family's files; the first is the one of a run's result."""
 TARGETS = tuple(dict.fromkeys(name for names in LAYOUTS for name in names.targets))
 SHORT = {short: whole for names in LAYOUTS for short, whole in names.short.items()}
+INPUTS = frozenset(names.input for names in LAYOUTS if names.input is not None)
 NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*", re.ASCII)
 """Numbers of blocks in a pattern: ``3``, ``0-11`` or ``0,2,5-7``."""
 
@@ -31,6 +32,17 @@ NUMBERS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*", re.ASCII)
 def is_target(target: str, layer: str) -> bool:
     # Layers have other names in each family, so the family need not be known.
     return any(target in names.targets and names.targets[target].search(layer) for names in LAYOUTS)
+
+
+@functools.cache  # of few layers, but several times for every trained tensor
+def is_convolution(layer: str) -> bool:
+    """Whether a layer is a convolution with a kernel larger than 1x1 that can have an update."""
+    return any(names.convolutions is not None and names.convolutions.search(layer) for names in LAYOUTS)
+
+
+def is_residual(layer: str) -> bool:
+    """Whether ``adapter.conv_rank`` adds a layer to every named choice of layers."""
+    return any(names.residual is not None and names.residual.search(layer) for names in LAYOUTS)
 
 
 @functools.cache  # of few patterns and layers, but for every trained tensor

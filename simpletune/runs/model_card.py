@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from simpletune.stages.sample import PictureRequest
 
 CARD, GRID = "README.md", "samples/grid.png"
+INPUT_FILE, MASK_FILE = "input.png", "mask.png"  # which the reader has
 MERGED = "merged"  # the base with the LoRAs that it was trained on top of
 RESULT_LINE = re.compile(r'^RESULT = ".*$', re.MULTILINE)
 
@@ -113,6 +114,13 @@ def shareable(config: TrainConfig) -> TrainConfig:
             "adapter": adapter,
             "data": with_paths(config.data, last_name),
             "output": type(config.output)(),
+            "validation": config.validation.model_copy(
+                update={
+                    name: [last_name(file) for file in files]
+                    for name in ("images", "masks")
+                    if (files := getattr(config.validation, name)) is not None
+                }
+            ),
         }
     )
 
@@ -244,8 +252,14 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     base = _local_name(config, config.model.pretrained)
     script = "full_model" if config.adapter.trains_base else "lora"  # from the project's folder
     words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
-    drawn = shlex.join(["--prompt", example.prompt, "--seed", str(example.seed)])
+    inputs = ["--image", INPUT_FILE, "--mask", MASK_FILE] if _paints(config) else []
+    drawn = shlex.join(["--prompt", example.prompt, *inputs, "--seed", str(example.seed)])
     yield f"With simpletune:\n\n```sh\n{shlex.join(words)} \\\n    {drawn}\n```"
+
+
+def _paints(config: TrainConfig) -> bool:
+    """Whether the model inpaints; without the base's files it counts as plain."""
+    return config.model.pipeline == config.model.diffusers.inpainting
 
 
 def _local_name(config: TrainConfig, name: str) -> str:
@@ -267,13 +281,14 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
     dtype = f"dtype={whole}"
     own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
-    part, (kind, pipeline, _) = model.denoiser, model.diffusers
+    part, kind, pipeline = model.denoiser, model.diffusers.model, model.pipeline
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
     scheduler = config.objective.diffusers_scheduler()
     classes = ", ".join([*([scheduler[0]] if scheduler else []), *([kind] if extra else []), pipeline])
     extra += [f"{name}={value}" for name, value in model.pipeline_arguments().items()]
     extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []
-    lines = ["import torch", f"from diffusers import {classes}", ""]
+    lines = ["import torch", f"from diffusers import {classes}"]
+    lines += ["from diffusers.utils import load_image", ""] if _paints(config) else [""]
     lines += [f"BASE = {_source(model.pretrained)}", *([f"{part.upper()} = {_source(own)}"] if own else [])]
     lines += ['RESULT = "."  # the folder of this file, or the name of its repository on the hub', ""]
     result = config.adapter.result(model.denoiser)
@@ -300,6 +315,12 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]
     lines += [f"    {name}={value!r}," for name, value in arguments.items()]
+    if _paints(config):
+        lines += [f"    image=load_image({json.dumps(INPUT_FILE)}),  # the picture to paint into, of that shape"]
+        lines += [
+            f"    mask_image=load_image({json.dumps(MASK_FILE)}),  # white where it is painted",
+            "    strength=1.0,",
+        ]
     lines += [f'    generator=torch.Generator("cpu").manual_seed({example.seed}),', ").images[0]"]
     return "\n".join([*lines, 'picture.save("picture.png")'])
 

@@ -161,7 +161,8 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
         UserError: a name is none of a LoRA, the LoRA does not fit the base, or has changed.
     """
     from simpletune.adapters.files.attach import require_shapes
-    from simpletune.adapters.files.base_reader import linear_shapes
+    from simpletune.adapters.files.base_reader import weight_shapes
+    from simpletune.adapters.files.updates import without_other_input
 
     given = list(_given_for(config, run))
     if not given:
@@ -169,7 +170,7 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
     if run is None:
         for each in given:
             require_elsewhere(each, config)
-    part, shapes = config.model.denoiser, linear_shapes(config.model.known_shapes())
+    part, shapes = config.model.denoiser, weight_shapes(config.model.stored_shapes())
     loras: list[tuple[Updates, float]] = []
     for each in given:
         updates, text = each.read()
@@ -179,6 +180,7 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
                 "what simpletune merge writes: a single file with its text encoders, or with --denoiser-only a folder "
                 f"for model.{part}"
             )
+        updates = without_other_input(each.place, updates, shapes)
         require_shapes(each.place, updates, shapes)
         loras.append((updates, each.scale))
     return Stack(loras, [each.about() for each in given])

@@ -69,4 +69,4 @@ def _parts(config: TrainConfig, plan: Plan, place: CachePlace) -> Iterator[tuple
     for cache in text.caches:
         yield cache, map(text.tokens.expanded, prompts)
     latents = LatentCache.of(config, place)
-    yield latents.cache, map(crop_key, plan.views())
+    yield latents.cache, (crop_key(crop) for view in plan.views() for crop in view.cached)

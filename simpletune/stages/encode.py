@@ -13,7 +13,15 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import drop_rejected
 from simpletune.stages.plan_data import PlannedData, make_plan, plan_data, report_rejected
-from simpletune.stages.prepared import Caches, PreparedData, prompts_beside, validation_requests, with_class
+from simpletune.stages.prepared import (
+    Caches,
+    PreparedData,
+    prompts_beside,
+    require_inputs,
+    validation_requests,
+    with_class,
+    with_inputs,
+)
 from simpletune.stages.sample import PictureRequest
 from simpletune.stages.stream_encode import encode_stream
 from simpletune.stages.stream_plan import StreamPlan
@@ -33,18 +41,22 @@ def encode(
         start: the number of finished steps. For a stream, encodes only what the remaining steps use.
 
     Raises:
-        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left.
+        UserError: pictures cannot be decoded and ``data.on_error`` is ``stop``, or none are left; or a picture or
+            mask of ``validation`` cannot be used.
     """
     plan, caches = data.plan, Caches(config, accelerator, stages)
     if isinstance(plan, StreamPlan):
         return encode_stream(config, plan, caches, start)
     requests = validation_requests(config, plan)
+    require_inputs(requests)
     caches.fill_text(needed_prompts(config, plan, requests))
     rejected = caches.fill_pictures([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
-        plan = make_plan(config, drop_rejected(data.usable, rejected))
+        plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints)
+        requests = validation_requests(config, plan)  # its captions are among those encoded
     left_out = [*data.left_out, *rejected]
+    requests = with_inputs(config, plan, requests)
     return PreparedData(plan, caches.text, caches.latents, requests, data.captions, left_out)
 
 

@@ -10,11 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop
+from simpletune.data.sources.holes import hole_pixels, latent_hole
 from simpletune.data.sources.masks import latent_mask
 from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
@@ -36,6 +39,7 @@ class CachedPicture(NamedTuple):
     z_0: Tensor  # [c, h, w], fp32
     mask: Tensor  # [1, h, w], 0 to 1, fp32; without a mask, 1 everywhere as [1, 1, 1]
     framing: Framing | None  # None: the model does not read it
+    inpainting: Tensor | None = None  # [1 + c, h, w], fp32; None: it has no hole
 
 
 class LatentCache:
@@ -44,6 +48,10 @@ class LatentCache:
 
     What the framing says follows from a crop's key: the digest determines the picture's size. Families that read it
     have entries of their own, even for an autoencoder that they share with a family that does not.
+
+    A crop with a hole has a second entry: ``hole`` [1, h, w], one byte for each place, 1 inside, and ``masked``
+    [c, h, w], the latents of the picture whose hole is grey. So several holes share the picture's own latents, also
+    those of a cache that was filled for another model; all holes of the size of the picture share one entry.
 
     Args:
         model: the model, with folders resolved.
@@ -75,12 +83,12 @@ class LatentCache:
                 but the rejected ones.
 
         Returns:
-            The number of crops that this process has stored, and the pictures that cannot be decoded, whose masks are
+            The number of entries that this process has stored, and the pictures that cannot be decoded, whose masks are
             unusable, or whose latents are not finite.
         """
         by_key: dict[str, list[Crop]] = {}
-        for view in views:
-            by_key.setdefault(crop_key(view), []).append(view)
+        for crop in dict.fromkeys(crop for view in views for crop in view.cached):
+            by_key.setdefault(crop_key(crop), []).append(crop)
         missing = self.cache.lacking(by_key, share)
         encoded, rejected = 0, list[RejectedEntry]()
         if not missing:
@@ -105,6 +113,8 @@ class LatentCache:
         Raises:
             UnusablePicture: it cannot be read or decoded, its latents are not finite, or its mask is unusable.
         """
+        if view.hole is not None:
+            return self._encode_hole(view, vae, device)
         key, mask, tensors = crop_key(view), view.picture.mask, dict[str, Tensor]()
         if mask is not None:
             tensors["mask"] = torch.from_numpy(latent_mask(view))
@@ -113,32 +123,65 @@ class LatentCache:
                 with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
                     tensors |= self.cache.load(without)
         if "z_0" not in tensors:
-            try:
-                data = view.picture.read_same()
-            except OSError as error:
-                raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
-            image = decode(data)
+            image = _decoded(view)
             pixels = torch.from_numpy(crop_to_bucket(image, view.bucket, view.offset, view.flip, view.augmentation))
             if key in self.cache:  # an identical file under another name has been encoded
                 return 0
-            tensors["z_0"] = self.model.encode_pictures(vae(), pixels[None].to(device))[0]
-            if not all_finite([tensors["z_0"]]):
-                raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
+            tensors["z_0"] = self._encoded(pixels, vae, device)
             if self.model.reads_framing:  # of the picture itself: a stream's plan may not know its size
                 framing = framing_of(image.size, view.bucket, view.offset, view.flip)
                 tensors["framing"] = torch.tensor(framing, dtype=torch.int32).flatten()
         self.cache.save(key, tensors)
         return 1
 
+    def _encode_hole(self, view: Crop, vae: Callable[[], nn.Module], device: torch.device) -> int:
+        """As ``_encode_one``, for a crop's second entry: the hole is grey, 0 in -1..1, before the autoencoder sees it
+        (diffusers' ``prepare_mask_and_masked_image``)."""
+        key = crop_key(view)
+        if key in self.cache:  # an identical file, or another picture that is hole alone
+            return 0
+        hole = hole_pixels(view)  # [h, w]
+        if not latent_hole(hole).any():
+            raise UnusablePicture(
+                "its mask leaves no hole in a crop: there it is darker than half white, or its white is thinner than 8 "
+                "pixels. Paint it larger, or set data.crop to center"
+            )
+        pixels = np.zeros((3, *hole.shape), dtype=np.float32)
+        if not hole.all():
+            pixels = crop_to_bucket(_decoded(view), view.bucket, view.offset, view.flip, view.augmentation)
+            pixels[:, hole] = 0
+        masked = self._encoded(torch.from_numpy(pixels), vae, device)
+        self.cache.save(key, {"hole": torch.from_numpy(latent_hole(hole)[None].astype(np.uint8)), "masked": masked})
+        return 1
+
+    def _encoded(self, pixels: Tensor, vae: Callable[[], nn.Module], device: torch.device) -> Tensor:  # [c, h, w]
+        """The latents of a picture [3, 8h, 8w]. UnusablePicture: they are not finite."""
+        latents = self.model.encode_pictures(vae(), pixels[None].to(device))[0]
+        if not all_finite([latents]):
+            raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
+        return latents
+
     def load(self, view: Crop) -> CachedPicture:
-        """Load a crop."""
-        found = self.cache.load(crop_key(view))
+        """Load a crop, with its hole if it has one."""
+        found = self.cache.load(crop_key(view.without_hole))
         mask = found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
         framing = None
         if self.model.reads_framing:
             width, height, left, top, *target = found["framing"].tolist()
             framing = Framing((width, height), (left, top), (target[0], target[1]))
-        return CachedPicture(found["z_0"], mask, framing)
+        inpainting = None
+        if view.hole is not None:
+            painted = self.cache.load(crop_key(view))
+            inpainting = torch.cat([painted["hole"].to(torch.float32), painted["masked"]])
+        return CachedPicture(found["z_0"], mask, framing, inpainting)
+
+
+def _decoded(view: Crop) -> Image.Image:
+    """A crop's whole picture. UnusablePicture: it cannot be read or decoded."""
+    try:
+        return decode(view.picture.read_same())
+    except OSError as error:
+        raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -50,26 +50,26 @@ def plan_data(config: TrainConfig) -> PlannedData:
     """
     if config.data.streamed:
         streamed = stream_plan(config)
-        for note in [*streamed.samples.rows.notes(), *source_notes(config.data)]:
+        for note in [*streamed.samples.rows.notes(), *source_notes(config.data, inpaints=streamed.inpaints)]:
             say(f"data    {note}")
         require_positions(config, streamed)
         return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
-    for note in [*scan.notes, *source_notes(config.data, scan.pictures)]:
+    for note in [*scan.notes, *source_notes(config.data, scan.pictures, config.model.inpaints)]:
         say(f"data    {note}")
     for hint in scan.hints:  # before errors, which they may explain
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)
     usable = drop_rejected(scan.pictures, small)
-    plan = make_plan(config, usable)
+    plan = make_plan(config, usable, config.model.inpaints)
     hint_at_shares(plan)
     require_positions(config, plan)
     require_token(config, plan)
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
 
 
-def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
+def make_plan(config: TrainConfig, pictures: Sequence[Picture], inpaints: bool = False) -> Plan:
     """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
     on the number of processes.
 
@@ -91,6 +91,7 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture]) -> Plan:
         config.train.seed,
         GlobalBatch(config.train.micro_batch, config.train.accumulation),
         make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
+        inpaints,
     )
 
 

@@ -35,9 +35,7 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: PictureRequest
         more: further values, such as ``weights`` (a description), ``model``, ``sampler`` and ``loras`` (pairs of name
             and strength).
     """
-    how = {key: str(value) if isinstance(value, Path) else value for key, value in request.__dict__.items()}
-    if request.image is None:
-        how = {key: value for key, value in how.items() if key not in ("image", "strength")}
+    how = request_values(request)
     chunks = {"parameters": web_ui_text(request, **more), CHUNK: json.dumps({**how, **more}, ensure_ascii=False)}
     chunks |= {"seed": str(request.seed)} | {key: value for key, value in more.items() if isinstance(value, str)}
     info = PngInfo()
@@ -47,6 +45,15 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: PictureRequest
     if isinstance(file, Path):
         file.parent.mkdir(parents=True, exist_ok=True)
     image.save(file, format="PNG", pnginfo=info)
+
+
+def request_values(request: PictureRequest) -> Json:
+    """A request as JSON: files by their paths, without pictures in memory, and without what needs a picture or a mask
+    that is not there."""
+    how = {key: str(value) if isinstance(value, Path) else value for key, value in vars(request).items()}
+    less = {"strength", "image"} if request.image is None else set()
+    less |= {"mask", "paste"} if request.mask is None else set()
+    return {key: value for key, value in how.items() if key not in less and not isinstance(value, Image.Image)}
 
 
 def web_ui_text(

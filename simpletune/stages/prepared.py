@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image
 
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
+from simpletune.data.sources.holes import hole_pixels
+from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.sources.source import RejectedEntry
 from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.stages.text_cache import TextCache
+from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
 
 
@@ -118,13 +124,70 @@ def prompts_beside(config: TrainConfig, requests: Sequence[PictureRequest]) -> l
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]:
-    """The fixed prompts and seeds of a run's validation pictures."""
+    """The fixed prompts and seeds of a run's validation pictures, with their own pictures and masks if it names any."""
     option = config.validation
-    prompts = [plan.example()] if option.prompts is None else option.prompts
+    if option.prompts is not None:
+        prompts = option.prompts
+    else:  # of the picture that is painted into
+        prompts = [plan.evaluation(1)[0].caption if config.model.inpaints else plan.example()]
     width, height = config.picture_size()
-    return [
+    requests = [
         PictureRequest(
             prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance
         )
         for number, prompt in enumerate(prompts)
     ]
+    if option.images is None or option.masks is None:
+        return requests
+    return [
+        replace(request, image=Path(image), mask=Path(mask), strength=1.0)
+        for request, image, mask in zip(requests, option.images, option.masks, strict=True)
+    ]
+
+
+def require_inputs(requests: Sequence[PictureRequest]) -> None:
+    """Check the pictures and masks that validation names, before anything is encoded.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    for number, request in enumerate(requests):
+        try:
+            shown_inputs(request)
+        except UserError as error:
+            named = str(error).replace("--mask", f"validation.masks.{number}")
+            raise UserError(named.replace("--image", f"validation.images.{number}")) from None
+
+
+def with_inputs(config: TrainConfig, plan: Plan, requests: list[PictureRequest]) -> list[PictureRequest]:
+    """If validation names no pictures and the model inpaints, take those of the validation loss, cropped as they are
+    there, with their own masks or of the middle."""
+    if config.validation.images is not None or not config.model.inpaints:
+        return requests
+    draws = plan.evaluation(len(requests))
+    return [_painted(request, draw.view) for request, draw in zip(requests, draws, strict=True)]
+
+
+def _painted(request: PictureRequest, view: Crop) -> PictureRequest:
+    image, own = _cropped(view), view.hole is not None and view.hole.kind == "own"
+    if own:
+        found = replace(request, image=image, mask=Image.fromarray(hole_pixels(view)), strength=1.0)
+        with suppress(UserError):  # the mask lies outside of the centre that is drawn
+            shown_inputs(found)
+            return found
+    return replace(request, image=image, mask=_middle(view.bucket), strength=1.0)
+
+
+def _cropped(view: Crop) -> Image.Image:
+    """A picture as training reads it."""
+    pixels = crop_to_bucket(
+        decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
+    )  # [3, h, w] in -1..1
+    return Image.fromarray(((pixels + 1) * 127.5).round().astype("uint8").transpose(1, 2, 0))
+
+
+def _middle(size: Size) -> Image.Image:
+    """A mask of the middle half of each side."""
+    mask, (width, height) = Image.new("L", size), size
+    mask.paste(255, (width // 4, height // 4, width - width // 4, height - height // 4))
+    return mask

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
+from simpletune.data.sources.masks import SHAPE_TOLERANCE, decode_mask
+from simpletune.data.sources.pictures import decode as decode_picture
+from simpletune.data.sources.source import UnusablePicture
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.objectives import default_objective
 from simpletune.models.objectives.objective import Solver, TrainingObjective
-from simpletune.models.shared.buckets import Framing
+from simpletune.models.shared.buckets import DOWNSAMPLING, Framing
 from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.stages.modulation_plan import ModulationSource
@@ -39,6 +42,10 @@ class SampledModel(Protocol):
     @property
     def objective(self) -> str:
         """The name of the objective that the model was trained with."""
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the model reads a mask and the latents of the masked picture after z_t."""
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
@@ -67,8 +74,11 @@ class PictureRequest:
         height: in pixels, a multiple of 16.
         steps: sampling steps.
         guidance: classifier-free guidance; 1 disables it and skips the pass for the negative prompt.
-        image: a picture to start from instead of pure noise; cropped to the size.
-        strength: fraction of the steps to run from that picture, in (0, 1]; 1 ignores the picture.
+        image: a picture to start from instead of pure noise, or with a mask to paint into; cropped to the size.
+        strength: fraction of the steps to run from that picture, in (0, 1]; 1 ignores the picture inside the mask, or
+            without a mask everywhere.
+        mask: white where ``image`` is painted anew, of its shape. None: everywhere.
+        paste: put the pixels of ``image`` back outside the mask, which the autoencoder changes.
     """
 
     prompt: str
@@ -78,23 +88,53 @@ class PictureRequest:
     height: int = 1024
     steps: int = 28
     guidance: float = 4.5
-    image: Path | None = None
+    image: Path | Image.Image | None = None
     strength: float = 0.6
+    mask: Path | Image.Image | None = None
+    paste: bool = False
 
     @property
     def skipped(self) -> int:
-        """How many of the first, noisiest steps a starting picture skips (diffusers' rule and rounding)."""
-        return 0 if self.image is None else int(max(self.steps - self.steps * self.strength, 0))
+        """How many of the first, noisiest steps a starting picture skips (diffusers' rules and rounding)."""
+        if self.image is None:
+            return 0
+        if self.mask is not None:  # get_timesteps of the inpainting pipelines for UNets
+            return min(self.steps - int(self.steps * self.strength), self.steps - 1)
+        return int(max(self.steps - self.steps * self.strength, 0))
+
+    def starts_from_picture(self, model: SampledModel) -> bool:
+        """Whether the first z is the noised picture, not pure noise."""
+        # diffusers: its inpainting pipelines start from pure noise at a strength of 1, those for whole pictures do not
+        inpainted = self.mask is not None or model.inpaints
+        return self.image is not None and not (inpainted and self.strength == 1)
 
 
-def noises(request: PictureRequest, model: SampledModel) -> tuple[Tensor, Tensor | None]:  # [1, c, h, w] each
-    """Draw the sampler's noise of a request, and the autoencoder's for a starting picture, if there is one."""
-    # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator. The
-    # autoencoder's is drawn first, as there.
+class Noises(NamedTuple):
+    """A request's noise, [1, c, h, w] each."""
+
+    start: Tensor
+    picture: Tensor | None  # of the posterior of a starting picture, if it is encoded
+    masked: Tensor | None  # of the posterior of the masked picture, for a model that inpaints
+
+
+def noises(request: PictureRequest, model: SampledModel) -> Noises:
+    """Draw a request's noise for the sampler and the autoencoder."""
+    # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator: first the
+    # picture's, then the sampler's, then the masked picture's.
     generator = torch.Generator("cpu").manual_seed(request.seed)
     shape = (1, *model.latent_shape(request.width, request.height))
-    encoder = None if request.image is None else torch.randn(shape, generator=generator)
-    return torch.randn(shape, generator=generator), encoder
+    encoded = request.starts_from_picture(model) or (request.mask is not None and not model.inpaints)
+    picture = torch.randn(shape, generator=generator) if encoded else None
+    start = torch.randn(shape, generator=generator)
+    return Noises(start, picture, torch.randn(shape, generator=generator) if model.inpaints else None)
+
+
+class EncodedPicture(NamedTuple):
+    """What the sampler reads of a request's picture and mask, fp32, on the CPU."""
+
+    z_0: Tensor | None = None  # [1, c, h, w], if the picture is started from or blended in
+    mask: Tensor | None = None  # [1, 1, h, w], 1 where it is painted
+    masked: Tensor | None = None  # [1, c, h, w], of the masked picture, for a model that inpaints
 
 
 @dataclass(frozen=True)
@@ -131,6 +171,8 @@ class Sampler:
         positive: Sequence[Embeddings],
         negative: Sequence[Embeddings],
         start: Tensor | None = None,  # [b, c, h, w]
+        inpainting: Tensor | None = None,  # [b, 1 + c, h, w]
+        outside: tuple[Tensor, Tensor] | None = None,  # [b, c, h, w], [b, 1, h, w]
     ) -> Tensor:  # [b, c, h, w], fp32
         """Take the family's solver from noise to latents, with z in fp32.
 
@@ -142,8 +184,12 @@ class Sampler:
             positive: embeddings of each prompt.
             negative: embeddings of each negative prompt.
             start: z_0 of the starting pictures, if any.
+            inpainting: for a model that ``inpaints``: the masks, 1 inside, and the latents of the masked pictures.
+            outside: for another model: z_0 of the pictures, which are kept outside the masks, 1 inside.
         """
-        return finite_passes(self.denoiser, lambda: self._denoised(requests, positive, negative, start))
+        return finite_passes(
+            self.denoiser, lambda: self._denoised(requests, positive, negative, start, inpainting, outside)
+        )
 
     def _denoised(
         self,
@@ -151,6 +197,8 @@ class Sampler:
         positive: Sequence[Embeddings],
         negative: Sequence[Embeddings],
         start: Tensor | None,
+        inpainting: Tensor | None,
+        outside: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
         first = requests[0]
@@ -161,7 +209,8 @@ class Sampler:
         prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
         whole = Framing.whole((first.width, first.height))
         pooled = self.model.framed(torch.stack([vector for _, vector in rows]), [whole] * len(rows)).to(device)
-        z = solver.start(torch.cat([noises(request, self.model)[0] for request in requests]), start).to(device)
+        noise = torch.cat([noises(request, self.model).start for request in requests])
+        z = solver.start(noise, start).to(device)
         conditions = conditions_of(pooled, solver.levels, self.modulation)
         away: Tensor | float = 0.0
         with self.precision.autocast_on(device), self.attention():
@@ -170,7 +219,8 @@ class Sampler:
                 both = guided and step % self.reuse_guidance == 0
                 skip = count if guided and not both else 0
                 times = time.expand(2 * count if both else count).to(device)
-                z_rows = torch.cat([z, z]) if both else z
+                z_read = z if inpainting is None else torch.cat([z, inpainting.to(z)], 1)
+                z_rows = torch.cat([z_read, z_read]) if both else z_read
                 prediction = self.model.predict(
                     self.denoiser, z_rows, times, prompt_embeds[skip:], condition[skip:], dtype
                 ).float()
@@ -180,24 +230,37 @@ class Sampler:
                 elif guided:
                     prediction = prediction + (first.guidance - 1) * away
                 z = solver.step(prediction, step, z)
+                if outside is not None:
+                    z_0, mask = outside
+                    known = solver.noised(z_0, noise, step + 1) if step + 1 < len(solver.times) else z_0
+                    z = torch.lerp(known.to(z), z, mask.to(z))
         return z
 
     def latents(
         self,
         requests: Sequence[PictureRequest],
         embeddings: Callable[[str], Embeddings],
-        starts: Sequence[Tensor | None] | None = None,
+        encoded: Sequence[EncodedPicture] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-        """Draw latents for requests, in their order; ``embeddings`` returns those of a prompt, ``starts`` are from
-        ``encode_starts``."""
+        """Draw latents for requests, in their order; ``embeddings`` returns those of a prompt, ``encoded`` is from
+        ``encode_inputs``, and needed if ``reads_pictures``."""
         latents: dict[int, Tensor] = {}
         load = cache(embeddings)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
             some = [requests[number] for number in batch]
-            z_0 = [start for number in batch if starts is not None and (start := starts[number]) is not None]
             positive = [load(request.prompt) for request in some]
             negative = [load(request.negative_prompt) for request in some]
-            z = self.denoise(some, positive, negative, torch.cat(z_0) if z_0 else None)
+            own = EncodedPicture()
+            if encoded is not None:  # the requests of a batch have the same of them
+                parts = zip(*(encoded[number] for number in batch), strict=True)
+                own = EncodedPicture(*(None if part[0] is None else torch.cat(part) for part in parts))
+            start = own.z_0 if some[0].starts_from_picture(self.model) else None
+            inpainting = outside = None
+            if own.mask is not None and own.masked is not None:
+                inpainting = torch.cat([own.mask, own.masked], 1)
+            elif own.mask is not None and own.z_0 is not None:
+                outside = own.z_0, own.mask
+            z = self.denoise(some, positive, negative, start, inpainting, outside)
             latents |= dict(zip(batch, z.cpu().split(1), strict=True))
         return [latents[number] for number in range(len(requests))]
 
@@ -225,25 +288,39 @@ def generate_pictures(
     embeddings: Callable[[str], Embeddings],
 ) -> list[Image.Image]:
     """Draw pictures for requests, in their order; ``embeddings`` returns those of a prompt."""
-    starts = encode_starts(vae, model, requests)
-    return decode(vae, model, sampler.latents(requests, embeddings, starts))
+    encoded = encode_inputs(vae, model, requests)
+    pictures = decode(vae, model, sampler.latents(requests, embeddings, encoded))
+    return [pasted(picture, request) for picture, request in zip(pictures, requests, strict=True)]
+
+
+def reads_pictures(model: SampledModel, requests: Sequence[PictureRequest]) -> bool:
+    """Whether drawing needs ``encode_inputs``: there are pictures to start from or to paint into, or the model
+    inpaints, which without a picture paints the whole of a grey one."""
+    return model.inpaints or any(request.image is not None for request in requests)
 
 
 @torch.no_grad()
-def encode_starts(
-    vae: nn.Module, model: Model, requests: Sequence[PictureRequest]
-) -> list[Tensor | None]:  # [1, c, h, w]
-    """Encode each request's starting picture to z_0 on the CPU; None for requests without one."""
-    starts: list[Tensor | None] = []
+def encode_inputs(vae: nn.Module, model: Model, requests: Sequence[PictureRequest]) -> list[EncodedPicture]:
+    """Encode each request's picture and mask.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    device = next(vae.parameters()).device
+    found: list[EncodedPicture] = []
     for request in requests:
-        noise = noises(request, model)[1]
-        if request.image is None or noise is None:
-            starts.append(None)
-            continue
-        device = next(vae.parameters()).device
-        z_0 = model.encode_pictures(vae, starting_pixels(request).to(device), noise.to(device))
-        starts.append(z_0.cpu())
-    return starts
+        noise, z_0, mask, masked = noises(request, model), None, None, None
+        pixels = None if request.image is None else starting_pixels(request)
+        if pixels is not None and noise.picture is not None:
+            z_0 = model.encode_pictures(vae, pixels.to(device), noise.picture.to(device)).cpu()
+        if request.mask is not None or noise.masked is not None:
+            inside = mask_pixels(request)
+            mask = nn.functional.interpolate(inside, model.latent_shape(request.width, request.height)[1:])  # nearest
+            if noise.masked is not None:
+                seen = torch.zeros(1, 3, *inside.shape[2:]) if pixels is None else pixels * (1 - inside)
+                masked = model.encode_pictures(vae, seen.to(device), noise.masked.to(device)).cpu()
+        found.append(EncodedPicture(z_0, mask, masked))
+    return found
 
 
 def starting_pixels(request: PictureRequest) -> Tensor:  # [1, 3, h, w] in -1..1
@@ -252,20 +329,90 @@ def starting_pixels(request: PictureRequest) -> Tensor:  # [1, 3, h, w] in -1..1
     Raises:
         UserError: it cannot be read.
     """
+    return torch.from_numpy(np.array(_fitted_picture(request))).permute(2, 0, 1)[None].float() / 127.5 - 1
+
+
+def _fitted_picture(request: PictureRequest) -> Image.Image:
     assert request.image is not None
+    image = _opened(request.image, "--image").convert("RGB")
+    return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
+
+
+def mask_pixels(request: PictureRequest) -> Tensor:  # [1, 1, h, w], 0 or 1
+    """Read a request's mask, scale and crop it as its picture, and make grey black or white; without one, all is white.
+
+    Raises:
+        UserError: it cannot be read, has another shape than the picture, or leaves nothing to paint.
+    """
+    if request.mask is None:
+        return torch.ones(1, 1, request.height, request.width)
+    if request.image is None:
+        raise UserError("--mask: there is no picture to paint into. Give the one that it was painted on: --image FILE")
+    mask, image = _opened(request.mask, "--mask").convert("L"), _opened(request.image, "--image")
+    if abs(mask.width * image.height / (mask.height * image.width) - 1) > SHAPE_TOLERANCE:
+        raise UserError(
+            f"--mask: it is {mask.width}x{mask.height}, another shape than the picture's "
+            f"{image.width}x{image.height}. Paint it on the picture"
+        )
+    fitted = ImageOps.fit(mask, (request.width, request.height), Image.Resampling.LANCZOS)
+    inside = torch.from_numpy(np.array(fitted))[None, None].float().div(255).ge(0.5).float()
+    if not inside[..., ::DOWNSAMPLING, ::DOWNSAMPLING].any():  # the pixels that a latent's place reads
+        raise UserError(
+            f"--mask: it is black in the {request.width}x{request.height} that are drawn, or its white is thinner than "
+            f"{DOWNSAMPLING} pixels. Paint white what to draw anew"
+        )
+    return inside
+
+
+def _opened(picture: Path | Image.Image, option: str) -> Image.Image:
+    """Open a picture as training does."""
+    if isinstance(picture, Image.Image):
+        return picture
     try:
-        image = ImageOps.exif_transpose(Image.open(request.image)).convert("RGB")
-    except (OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"--image: {request.image} cannot be read ({error}). Give a PNG, JPEG or WebP file") from None
-    image = ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
+        data = picture.read_bytes()
+        return decode_mask(data, "file") if option == "--mask" else decode_picture(data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnusablePicture as error:
+        reason = str(error)
+    raise UserError(f"{option}: {picture} cannot be read ({reason}). Give a PNG, JPEG or WebP file")
+
+
+def pasted(picture: Image.Image, request: PictureRequest) -> Image.Image:
+    """A drawn picture; if the request asks for it, with the original's pixels outside the mask."""
+    if not request.paste or request.image is None or request.mask is None:
+        return picture
+    before, inside = shown_inputs(request).values()
+    return Image.composite(picture, before, inside)
+
+
+def shown_inputs(request: PictureRequest) -> dict[str, Image.Image]:
+    """The picture and the mask that a request paints into, as the model reads them, by what they are called; empty for
+    a request without a mask."""
+    if request.mask is None:
+        return {}
+    mask = Image.fromarray((mask_pixels(request)[0, 0] * 255).to(torch.uint8).numpy())
+    return {"picture": _fitted_picture(request), "mask": mask}
+
+
+def fitted(request: PictureRequest) -> PictureRequest:
+    """The same request with picture and mask at the size that is drawn, so that they take no more memory.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    if request.image is None:
+        return request
+    shown = shown_inputs(request) or {"picture": _fitted_picture(request)}
+    return replace(request, image=shown["picture"], mask=shown.get("mask"))
 
 
 def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:
     """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, each in enumerate(requests):
-        key = each.width, each.height, each.steps, each.guidance, each.skipped, each.image is None
+        inputs = each.image is None, each.mask is None, each.image is not None and each.strength == 1
+        key = each.width, each.height, each.steps, each.guidance, each.skipped, *inputs
         alike.setdefault(key, []).append(number)
     return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]
 

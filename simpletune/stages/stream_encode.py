@@ -11,7 +11,15 @@ from simpletune.config.validation_schedule import MOST
 from simpletune.data.samples import Crop, Sample
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.stages.plan_data import report_rejected
-from simpletune.stages.prepared import Caches, PreparedData, prompts_beside, validation_requests, with_class
+from simpletune.stages.prepared import (
+    Caches,
+    PreparedData,
+    prompts_beside,
+    require_inputs,
+    validation_requests,
+    with_class,
+    with_inputs,
+)
 from simpletune.stages.stream_plan import FIRST, StreamPlan
 from simpletune.stages.stream_samples import StreamedSamples
 from simpletune.system.options import plural
@@ -33,15 +41,19 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
         UserError: a shard is damaged, or rows cannot be used and ``data.on_error`` is ``stop``, or none are left.
     """
     steps, asked = config.steps(plan.steps_per_epoch), config.validation.loss_samples
+    if config.validation.images is not None:
+        require_inputs(validation_requests(config, plan))
     filling = StreamEncoder(config, plan, caches)
     filling.steps(start, steps)
-    filling.evaluation(MOST if asked == "auto" else asked)
+    painted = len(config.validation.prompts or [""]) if config.model.inpaints else 0
+    filling.evaluation(max(MOST if asked == "auto" else asked, painted))
     requests = validation_requests(config, filling.plan)
     caches.fill_text(prompts_beside(config, requests))
     planned = config.model.has_modulation and config.memory.modulation != "resident"
     if planned:  # modulations are computed for whole windows of steps
         window = config.memory.modulation_window
         filling.steps(start - start % window, steps + -steps % window, pictures=False)
+    requests = with_inputs(config, filling.plan, requests)
     captions = plan.samples.source.captions_from
     return PreparedData(filling.plan, caches.text, caches.latents, requests, captions, filling.rejected, filling.notes)
 

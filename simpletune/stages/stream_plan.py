@@ -39,6 +39,7 @@ class StreamPlan(Plan):
         drawn: rows that no step trains on.
         unusable: places of unusable samples, and places in ``drawn``; in an epoch, the next usable row of its bucket
             replaces each.
+        inpaints: whether crops have holes, for a model that inpaints.
     """
 
     samples: StreamedSamples
@@ -51,9 +52,11 @@ class StreamPlan(Plan):
         batch: GlobalBatch,
         drawn: StreamedSamples,
         unusable: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64)),
+        inpaints: bool = False,
     ):
         self.drawn, self.unusable = drawn, unusable
-        super().__init__(samples, samples.source, objective, seed, batch, drawn.taken(self.usable_drawn()))
+        held_out = drawn.taken(self.usable_drawn())
+        super().__init__(samples, samples.source, objective, seed, batch, held_out, inpaints)
 
     def usable_drawn(self) -> np.ndarray:
         """The places in ``drawn`` of rows that are usable as far as is known."""
@@ -61,7 +64,7 @@ class StreamPlan(Plan):
 
     def divided(self, batch: GlobalBatch) -> StreamPlan:
         """The plan for the same samples with another step size."""
-        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, self.unusable)
+        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, self.unusable, self.inpaints)
 
     def without(self, trained: Sequence[int], held_out: Sequence[int]) -> StreamPlan:
         """The plan without some unusable rows.
@@ -86,7 +89,7 @@ class StreamPlan(Plan):
                 f"validation.split: none of the {plural(len(second), 'row')} held out can be used. Use more"
             )
         batch = GlobalBatch(self.batch_size, self.accumulation)
-        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, (first, second))
+        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, (first, second), self.inpaints)
 
     def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
         found = {size: np.flatnonzero(self.samples.bucket == place) for place, size in enumerate(self.samples.sizes)}
@@ -147,6 +150,7 @@ class StreamPlan(Plan):
             held_out=len(self.held_out),
             prompts=None,
             crops=None,
+            holes=None if self.inpaints else 0,
             masks=len(self.samples) if source.mask else 0,
             weight=source.weight,
             regularization=source.regularization,
@@ -165,6 +169,7 @@ class StreamPlan(Plan):
             "bucket_of_rows": hashlib.sha256(shapes).hexdigest(),
             "held_out_rows": len(self.drawn),
             "shuffle_window": source.shuffle_window,
+            **({"inpainting_mask": source.inpainting_mask} if self.inpaints else {}),
             "prompts": {name: getattr(source, name) for name in PROMPT_FIELDS},
         }
         shards = [
@@ -184,4 +189,4 @@ def stream_plan(config: TrainConfig) -> StreamPlan:
     every = streamed_samples(config.data, config.model.multiple, config.output.cache_folder / "streams")
     training, held_out = split_samples(every, config.validation.split, config.train.seed)
     batch = GlobalBatch(config.train.micro_batch, config.train.accumulation)
-    return StreamPlan(training, config.objective, config.train.seed, batch, held_out)
+    return StreamPlan(training, config.objective, config.train.seed, batch, held_out, inpaints=config.model.inpaints)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 from simpletune.system.disk import DiskFull, free_disk_bytes, reason_full
-from simpletune.system.model_folder import NAMES, weight_files
+from simpletune.system.model_folder import HALF, NAMES, weight_files
 from simpletune.system.options import UserError, plural
 
 if TYPE_CHECKING:
@@ -162,14 +162,16 @@ def needed(part: HubPart, files: Sequence[HubFile]) -> list[HubFile]:
 
 
 def _chosen_weights(inside: dict[str, HubFile]) -> list[HubFile]:
-    """List the weight files that ``weight_files`` will read: the shards if there is an index, else the single file."""
+    """List the weight files that ``weight_files`` will read: the shards if there is an index, else the single file, in
+    half precision only if there is no other."""
     for name in NAMES:
         shards = [file for path, file in inside.items() if re.fullmatch(rf"{name}-\d+-of-\d+\.safetensors", path)]
         if f"{name}.safetensors.index.json" in inside and shards:
             return shards
         if f"{name}.safetensors" in inside:
             return [inside[f"{name}.safetensors"]]
-    return []
+    halves = (f"{name}{HALF}.safetensors" for name in NAMES)
+    return [inside[path] for path in halves if path in inside][:1]
 
 
 def repository_file(name: str, file: str, revision: str | None = None) -> Path:

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 INDEX_BYTES, INDEX_VALUES = 16 * 2**20, 200_000  # limits of a shard index; T5's lists 219 tensors
 NAMES = ("diffusion_pytorch_model", "model")
+HALF = ".fp16"
+"""Before the suffix of files in half precision, beside those in full or, in few repositories, instead of them."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a model folder: one file, or the shards that an index names.
+    """List the safetensors files of a model folder: one file, in half precision if there is no other, or the shards
+    that an index names.
 
     Raises:
         UserError: the folder has no weights, or a shard is missing.
@@ -40,11 +43,19 @@ def weight_files(folder: Path) -> list[Path]:
             return [single]
         if single.exists():
             raise UserError(f"{single} is not a regular file. Download it again")
+    halves = [folder / f"{name}{HALF}.safetensors" for name in NAMES]
+    if half := next((file for file in halves if file.is_file()), None):
+        return [half]
     found = ", ".join(sorted(file.name for file in folder.glob("*"))) or "nothing"
     raise UserError(
         f"{folder} contains neither {NAMES[0]}.safetensors nor {NAMES[1]}.safetensors, but {found}. Download the model "
         "in diffusers' layout"
     )
+
+
+def variant_of(folder: Path) -> str | None:
+    """What diffusers and transformers call what ``weight_files`` lists: ``fp16``, or None for the usual files."""
+    return HALF.removeprefix(".") if weight_files(folder)[0].stem.endswith(HALF) else None
 
 
 def _shards(index: Path) -> list[Path]:

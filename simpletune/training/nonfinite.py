@@ -146,7 +146,8 @@ class NonFiniteGuard:
     def _quarantine(self, step: int) -> Iterator[str]:
         """Rename non-finite cached latents and embeddings, so that the next start encodes them again."""
         draws = self._draws(step)
-        places: list[tuple[Cache, str]] = [(self.batches.latents.cache, crop_key(draw.view)) for draw in draws]
+        latents = self.batches.latents.cache
+        places: list[tuple[Cache, str]] = [(latents, crop_key(view)) for draw in draws for view in draw.view.cached]
         places += [place for draw in draws for place in self.batches.text.places(draw.caption)]
         for cache, key in dict.fromkeys(places):
             if nonfinite_names([("", cache.load(key).values())]):
@@ -162,6 +163,8 @@ def how_to_go_on(folder: Path) -> str:
 def _nonfinite_inputs(batch: Batch, row: int) -> str:
     """Name a sample's non-finite inputs; empty if there are none."""
     inputs = {"cached latents": batch.z_0, "prompt's embedding": batch.prompt_embeds, "pooled": batch.pooled}
+    if batch.inpainting is not None:
+        inputs["cached latents of the picture with its hole"] = batch.inpainting
     found = [what for what, tensor in inputs.items() if nonfinite_names([("", (tensor[row],))])]
     return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -17,7 +18,7 @@ from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.runs.control import DRAWINGS, DrawRequest, State
 from simpletune.runs.folder import DRAWN, append_metrics
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.png import save_png
+from simpletune.stages.png import request_values, save_png
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import Json, UserError
@@ -39,6 +40,9 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
     option = validation_for(own, asked)
     size = (option.width or own.data.resolution, option.height or own.data.resolution)
     request = PictureRequest(asked.prompt, asked.seed, option.negative_prompt, *size, option.steps, option.guidance)
+    if previews.requests and previews.requests[0].mask is not None:  # paints into the run's own first picture
+        first = previews.requests[0]
+        request = replace(request, image=first.image, mask=first.mask, strength=first.strength)
     if asked.strength != 1 and own.adapter.trains_base:
         raise UserError(
             f"strength {asked.strength:g}: {own.adapter.method} changes the weights themselves and has no "
@@ -63,7 +67,7 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
     strength = "" if asked.strength == 1 else f" x {asked.strength:g}"
     with atomic_file(folder / name) as part:
         save_png(picture, part, request, **previews.about(f"step {done}{strength}"))
-    how = {key: value for key, value in vars(request).items() if key != "image"} | {"strength": asked.strength}
+    how = request_values(request) | {"strength": asked.strength}
     append_metrics(folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
     return name
 
@@ -90,7 +94,8 @@ def validation_for(config: TrainConfig, asked: DrawRequest) -> Validation:
     """
     fields = {"negative_prompt", "steps", "guidance", "width", "height"}
     data = config.model_dump(mode="json", by_alias=True)
-    changes = asked.model_dump(include=fields, exclude_none=True) | {"prompts": [asked.prompt]}
+    changes = asked.model_dump(include=fields, exclude_none=True)
+    changes |= {"prompts": [asked.prompt], "images": None, "masks": None}
     data["validation"] = {**data["validation"], **changes}
     return validate(data, f"request {asked.id}", needs_data=False, needs_model=False).validation
 

@@ -15,7 +15,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
+from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures, shown_inputs
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
@@ -25,6 +25,7 @@ from simpletune.system.sheets import grid
 
 BASE = "base"
 GRID = "grid.png"
+INPUT = "input"
 
 
 class Previews:
@@ -57,10 +58,21 @@ class Previews:
         adapter = self.config.adapter
         with untrained(adapter, denoiser) if step == 0 and not adapter.trains_base else nullcontext():
             pictures = self.pictures(denoiser, self.requests)
+        self._write_inputs()
         about = self.about(f"step {step}" if step else BASE)
         with atomic_folder(self.folder_of(step)) as part:  # the grid needs all pictures of a step
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
                 save_png(picture, part / f"prompt-{number:02d}.png", request, **about)
+
+    def _write_inputs(self) -> None:
+        """Write what is painted into, for inpainting: ``input/picture-NN.png`` and ``mask-NN.png``."""
+        shown = list(enumerate(map(shown_inputs, self.requests)))
+        if (self.folder / INPUT).is_dir() or not any(inputs for _, inputs in shown):
+            return
+        with atomic_folder(self.folder / INPUT) as part:
+            for number, inputs in shown:
+                for name, image in inputs.items():
+                    image.save(part / f"{name}-{number:02d}.png")
 
     def about(self, state: str) -> dict[str, str]:
         """Return a picture's metadata besides its request."""
@@ -106,9 +118,11 @@ class Previews:
         states = [state for state in states if all((state / name).is_file() for name in drawn)]
         rows: list[tuple[str, list[Image.Image]]] = []
         for number, request in enumerate(self.requests):
-            images: list[Image.Image] = [Image.open(state / f"prompt-{number:02d}.png") for state in states]
+            images = [*shown_inputs(request).values()]
+            images += [Image.open(state / f"prompt-{number:02d}.png") for state in states]
             rows.append((f"{request.prompt}  (seed {request.seed})", images))
         file = self.folder / GRID
-        titles = [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
+        titles = [*shown_inputs(self.requests[0])]
+        titles += [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
         grid(rows, titles).save(file)
         return file

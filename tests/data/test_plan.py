@@ -15,6 +15,7 @@ from plans import SIZES, make_plan, some_pictures
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.augmentation import RANGES, Augmentation
+from simpletune.data.sources.holes import Hole
 from simpletune.data.storage.cache import LATENTS_VERSION, crop_key
 from simpletune.models.objectives.flow import Flow
 
@@ -290,7 +291,7 @@ def test_latents_of_different_views_are_never_confused() -> None:
     first, other = some_pictures([(100, 100)] * 2)
     view = Crop(first, (64, 64), (0.5, 0.5), False)
     changes = {"picture": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
-    changes["augmentation"] = Augmentation(hue=5)
+    changes |= {"augmentation": Augmentation(hue=5), "hole": Hole("strokes", 1)}
     assert changes.keys() == {field.name for field in fields(Crop)}
     keys = [crop_key(view), *(crop_key(replace(view, **{name: value})) for name, value in changes.items())]
     keys += [crop_key(replace(view, augmentation=Augmentation(**{name: 5.0}))) for name in RANGES if name != "hue"]

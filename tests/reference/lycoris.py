@@ -57,7 +57,7 @@ def modules(file: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """The factors and alphas of a file by module."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in file.items():
-        module, _, role = key.rpartition(".")
+        module, _, role = key.removesuffix(".weight").rpartition(".")
         found.setdefault(module, {})[role] = tensor.double()
     return found
 
@@ -106,3 +106,35 @@ def _patched(
             added = torch.cat(added.chunk(2)[::-1])
         part += (strength * added).to(whole.dtype)
     return patched, lost
+
+
+def convolution_difference(parts: dict[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """What one module of LoRA, LoKr or LoHa adds to a weight of this shape, [o, i] or [o, i, kh, kw].
+
+    As ComfyUI's ``weight_adapter/lora.py``, ``lokr.py`` and ``loha.py`` (2025-10): in Tucker form (``lora_mid``,
+    ``hada_t1``, ``hada_t2``, ``lokr_t2``) a core of the ranks stands between two factors; others' product is reshaped.
+    """
+    alpha = parts["alpha"].item() if "alpha" in parts else None
+    if "lora_up" in parts:
+        up, down, core = parts["lora_up"].flatten(1), parts["lora_down"], parts.get("lora_mid")
+        if core is not None:
+            down = torch.einsum("xykl,yi->xikl", core, down.flatten(1))
+        return (1.0 if alpha is None else alpha / len(parts["lora_down"])) * (up @ down.flatten(1)).reshape(shape)
+    if "hada_w1_a" in parts:
+        made = []
+        for n in (1, 2):
+            a, b, core = parts[f"hada_w{n}_a"], parts[f"hada_w{n}_b"], parts.get(f"hada_t{n}")
+            made.append(torch.mm(a, b) if core is None else torch.einsum("xykl,yi,xo->oikl", core, b, a))
+        factor = 1.0 if alpha is None else alpha / parts["hada_w1_b"].shape[0]
+        return factor * (made[0] * made[1]).reshape(shape)
+    w1 = parts["lokr_w1"] if "lokr_w1" in parts else torch.mm(parts["lokr_w1_a"], parts["lokr_w1_b"])
+    w2, rank = parts.get("lokr_w2"), None
+    if "lokr_w1_b" in parts:
+        rank = parts["lokr_w1_b"].shape[0]
+    if w2 is None:
+        a, b, core = parts["lokr_w2_a"], parts["lokr_w2_b"], parts.get("lokr_t2")
+        w2, rank = torch.mm(a, b) if core is None else torch.einsum("xykl,yi,xo->oikl", core, b, a), b.shape[0]
+    if w2.ndim == 4:
+        w1 = w1[:, :, None, None]
+    factor = 1.0 if alpha is None or rank is None else alpha / rank
+    return factor * torch.kron(w1.contiguous(), w2.contiguous()).reshape(shape)

@@ -36,7 +36,7 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.models.sdxl.option import SDXL
 from simpletune.runs.weights import BASE
-from simpletune.stages.sample import PictureRequest, Sampler, encode_starts, noises
+from simpletune.stages.sample import PictureRequest, Sampler, encode_inputs, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
 
@@ -50,6 +50,7 @@ class Family:
 
     config: dict[str, Any]
     objective: ClassVar[str] = "ddpm"
+    inpaints: ClassVar[bool] = False
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         return 4, height // 8, width // 8
@@ -260,5 +261,5 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(name: str, versi
     expected = from_picture(
         **asked, image=picture, strength=0.5, generator=torch.Generator().manual_seed(3), output_type="latent"
     ).images
-    starts = encode_starts(theirs.vae, family, [request])
+    starts = encode_inputs(theirs.vae, family, [request])
     torch.testing.assert_close(sampler.latents([request], cache.load, starts)[0], expected, rtol=1e-5, atol=2e-5)

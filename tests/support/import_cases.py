@@ -10,6 +10,7 @@ MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 OLD = {"pretrained_model_name_or_path": "runwayml/stable-diffusion-v1-5", "network_module": "networks.lora"}
 XL_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 XL = {"pretrained_model_name_or_path": XL_BASE, "network_module": "networks.lora"}
+SD15_PAINTS = {"model_type": "STABLE_DIFFUSION_15_INPAINTING"}
 XL_OT = {"model_type": "STABLE_DIFFUSION_XL_10_BASE", "base_model_name": XL_BASE}
 OLD_OT = {"model_type": "STABLE_DIFFUSION_15", "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5"}
 
@@ -234,7 +235,20 @@ SIMPLETUNER_DATA = [
     ({"crop": True, "crop_style": "face"}, "crop", "unset", "left out"),
     ({"conditioning_data": "elsewhere"}, "mask", "unset", "left out"),
 ]
+LYCORIS_CONVOLUTIONS: list[tuple[list[str], str, object]] = [  # without conv_dim as the others, unless a preset tells
+    (["algo=locon"], "adapter.conv_rank", 8),
+    (["algo=locon", "conv_dim=2"], "adapter.conv_rank", 2),
+    (["algo=locon", "conv_dim=2", "conv_alpha=1"], "adapter.conv_alpha", 1),
+    (["algo=locon", "conv_dim=0"], "adapter.conv_rank", "unset"),
+    (["algo=locon", "preset=attn-mlp"], "adapter.conv_rank", "unset"),
+    (["algo=loha", "conv_dim=64"], "adapter.conv_rank", 32),
+    (["algo=lokr", "full_matrix=True"], "adapter.conv_rank", 1024),
+    (["algo=full"], "adapter.conv_rank", "unset"),
+]
 KOHYA = [
+    (OLD | {"train_inpainting": True}, "model.inpainting", True, "taken"),
+    (OLD | {"train_inpainting": True}, "data.variants", 8, None),
+    (OLD | {"pretrained_model_name_or_path": "a/v1-5-inpainting"}, "model.pretrained", "a/v1-5-inpainting", "taken"),
     ({}, "model.pretrained", LARGE, None),
     ({"clip_l": "c"}, "model.text_encoders", "unset", "left out"),
     ({"vae": "v"}, "model.vae", "v", "taken"),
@@ -277,7 +291,16 @@ KOHYA = [
     ),
     ({"network_args": ["loraplus_lr_ratio=16"]}, "adapter.b_lr_ratio", 16, None),
     ({"network_args": ["rank_dropout=0.1", "module_dropout=0.2"]}, "adapter.module_dropout", 0.2, None),
-    ({"network_args": ["conv_dim=4"]}, "adapter.conv", "unset", None),
+    ({"network_args": ["conv_dim=4"]}, "adapter.conv_rank", "unset", None),  # of SD3
+    (OLD | {"network_args": ["conv_dim=4"], "network_dim": 8}, "adapter.conv_rank", 4, "changed"),
+    (OLD | {"network_args": ["conv_dim=4"], "network_alpha": 8}, "adapter.conv_alpha", 1, None),
+    (OLD | {"network_args": ["conv_dim=4", "conv_alpha=2"]}, "adapter.conv_alpha", 2, None),
+    (OLD | {"network_args": ["conv_dim=x"]}, "adapter.conv_rank", "unset", None),
+    (OLD | {"network_module": "networks.loha"}, "adapter.conv_rank", "unset", None),
+    *(
+        (OLD | {"network_module": "lycoris.kohya", "network_dim": 8, "network_args": arguments}, path, ours, None)
+        for arguments, path, ours in LYCORIS_CONVOLUTIONS
+    ),
     *(
         (OLD | {"network_args": given, "network_dim": 8, "network_alpha": 4}, "adapter.layers", layers, None)
         for given, layers in BLOCK_WEIGHTS
@@ -329,7 +352,7 @@ KOHYA = [
     ),
     (XL | {"text_encoder_lr": [0, 0]}, "text", "unset", "left out"),
     (XL | {"network_module": None, "learning_rate_te1": 1e-6}, "adapter.method", "full", "left out"),
-    (XL | {"network_args": ["conv_dim=8"]}, "adapter.conv", "unset", None),
+    (XL | {"network_args": ["conv_dim=8"]}, "adapter.conv_rank", 8, "changed"),
     (XL | {"bucket_reso_steps": 64}, "data.resolution", 512, "taken"),
     *((SD3_BASE | {"network_args": given}, "adapter.layers", layers, None) for given, layers in SD3_LAYERS),
     ({"scale_weight_norms": 1}, "adapter.max_norm", 1, "taken"),
@@ -500,6 +523,9 @@ ONETRAINER = [
     ({"additional_embeddings": [{}, {}]}, "adapter.method", "lora", "left out"),
     ({"model_type": "STABLE_DIFFUSION_3"}, "model.family", "sd3", "taken"),
     (OLD_OT, "model.family", "sd15", None),
+    ({"model_type": "STABLE_DIFFUSION_15_INPAINTING"}, "model.family", "sd15", "taken"),
+    ({"model_type": "STABLE_DIFFUSION_20_INPAINTING"}, "model.family", "sd15", "taken"),
+    (XL_OT | {"model_type": "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"}, "model.family", "sdxl", "taken"),
     (XL_OT, "model.family", "sdxl", "taken"),
     (XL_OT | {"unet": {"weight_dtype": "FLOAT_16"}}, "precision.weights", "bf16", None),
     (
@@ -575,6 +601,12 @@ ONETRAINER = [
     ({"peft_type": "LOKR", "lokr_decompose_factor": 8}, "adapter.factor", 8, None),
     ({"peft_type": "OFT_2", "oft_block_size": 16}, "adapter.block_size", 16, None),
     ({"layer_filter_preset": "attn-mlp"}, "adapter.targets", "attention_mlp", "taken"),
+    ({}, "adapter.conv_rank", "unset", None),  # of SD3
+    (OLD_OT | {"lora_rank": 8, "lora_alpha": 4}, "adapter.conv_rank", 8, None),
+    (OLD_OT | {"lora_rank": 8, "lora_alpha": 4}, "adapter.conv_alpha", 4, None),
+    (OLD_OT | {"peft_type": "LOKR", "lokr_dim": 8}, "adapter.conv_rank", 8, None),
+    (OLD_OT | {"layer_filter_preset": "attn-mlp"}, "adapter.conv_rank", "unset", None),
+    (OLD_OT | {"layer_filter_preset": "custom", "layer_filter": "conv1,conv2"}, "adapter.conv_rank", 16, None),
     ({}, "adapter.targets", "all_linear", None),
     (
         {"layer_filter_preset": "custom", "layer_filter": "attn.to_q, attn.to_v"},
@@ -639,6 +671,10 @@ ONETRAINER = [
     ({"text_encoder": {"train": False}}, "text", "unset", None),
     ({"text_encoder_3_sequence_length": 300}, "model.t5_length", 300, "taken"),
     ({"masked_training": True}, "data.mask", "files", "taken"),
+    (SD15_PAINTS, "data.mask", "unset", None),
+    (SD15_PAINTS | {"masked_training": True}, "data.inpainting_mask", "own", None),
+    (SD15_PAINTS | {"masked_training": True}, "data.inpainting_loss", "inside", None),
+    (SD15_PAINTS | {"masked_training": True, "unmasked_weight": 0.3}, "data.unmasked_weight", "unset", None),
     ({"masked_training": True}, "data.unmasked_weight", 0.1, None),
     ({"masked_training": True, "unmasked_weight": 0.3}, "data.unmasked_weight", 0.3, None),
     ({"masked_training": True, "masked_prior_preservation_weight": 0.5}, "prior.outside_mask", 0.5, None),
@@ -734,7 +770,8 @@ KOHYA_SS = [
     ({"LoRA_type": "LyCORIS/LoCon", "dora_wd": True}, "adapter.method", "dora", None),
     ({"LoRA_type": "LyCORIS/Diag-OFT"}, "adapter.method", "oft", None),
     ({"LoRA_type": "LyCORIS/Native Fine-Tuning"}, "adapter", {"method": "full"}, None),
-    ({"LoRA_type": "Kohya LoCon", "conv_dim": 4}, "adapter.method", "lora", "left out"),
+    ({"LoRA_type": "Kohya LoCon", "conv_dim": 4}, "adapter.conv_rank", 4, None),
+    ({"LoRA_type": "LyCORIS/LoCon", "conv_dim": 4, "LyCORIS_preset": "attn-mlp"}, "adapter.conv_rank", "unset", None),
     ({"LoRA_type": "Kohya LoHa"}, "adapter.method", "loha", None),
     ({"mid_lr_weight": "0.5"}, "adapter.layers", [{"pattern": "mid", "lr_ratio": 0.5}], "taken"),
     ({"mid_lr_weight": "0"}, "adapter.layers", [{"pattern": "mid", "lr_ratio": 0}], "taken"),
@@ -794,7 +831,11 @@ AI_TOOLKIT = [
     ({"network.pretrained_lora_path": "a.safetensors"}, "adapter.start", "a.safetensors", "taken"),
     ({"network.linear": None}, "adapter.rank", 4, "taken"),
     ({}, "adapter.alpha", 1.0, "changed"),
-    ({"network.conv": 4}, "adapter.method", "lora", "left out"),
+    ({"network.conv": 4}, "adapter.conv_rank", "unset", "left out"),  # of SD3
+    (SMALL | {"network.conv": 4}, "adapter.conv_alpha", 4, None),
+    (SMALL | {"network.conv": 4, "network.conv_alpha": 2}, "adapter.conv_alpha", 2, None),
+    (SMALL | {"network.type": "lokr"}, "adapter.conv_rank", 1024, None),
+    (SMALL | {"network.type": "lokr", "network.lokr_full_rank": False}, "adapter.conv_rank", "unset", None),
     ({"network.type": "lokr"}, "adapter.rank", None, None),
     ({"network.type": "lokr", "network.lokr_full_rank": False}, "adapter.rank", 8, None),
     ({"network.type": "lokr", "network.lokr_factor": 8}, "adapter.factor", 8, None),
@@ -929,12 +970,10 @@ REFUSED = [
     ("kohya", {"network_module": "lycoris.kohya", "network_args": ["algo=glora"]}, "network_module algo=glora"),
     ("kohya", {"pretrained_model_name_or_path": "stabilityai/stable-diffusion-xl-refiner-1.0"}, "(a refiner)"),
     ("kohya", {"pretrained_model_name_or_path": "models/playground-v2.5.safetensors"}, "(Playground 2.5)"),
-    ("kohya", {"pretrained_model_name_or_path": "a/sd-v1-5-inpainting"}, "(inpainting)"),
     *(
         ("kohya", {"network_module": "networks.lora", "pretrained_model_name_or_path": name}, "(another model)")
         for name in ("circlestone-labs/Anima", "a/anima-preview.safetensors", "a/wan2.1", "Alpha-VLLM/Lumina-Image-2.0")
     ),
-    ("kohya", {"train_inpainting": True}, "train_inpainting true (inpainting)"),
     ("kohya_ss", {"LoRA_type": "LyCORIS/iA3"}, "LoRA_type LyCORIS/iA3"),
     ("simpletuner", {"model_family": "sdxl", "model_flavour": "refiner-1.0"}, "(a refiner)"),
     ("diffusers", {"script": "train_dreambooth_lora_sdxl.py", "do_edm_style_training": True}, "(the noise of EDM)"),
@@ -948,8 +987,7 @@ REFUSED = [
     ("ai_toolkit", {"train.train_unet": False}, "train.train_unet false (the text encoders alone)"),
     ("diffusers", {"script": "train_controlnet_sd3.py"}, "script train_controlnet_sd3.py"),
     ("diffusers", DREAMBOOTH | {"pretrained_model_name_or_path": "DeepFloyd/IF-I-M-v1.0"}, "(DeepFloyd IF)"),
-    ("onetrainer", {"model_type": "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"}, "STABLE_DIFFUSION_XL_10_BASE_INPAINTING"),
-    ("onetrainer", {"model_type": "STABLE_DIFFUSION_15_INPAINTING"}, "model_type STABLE_DIFFUSION_15_INPAINTING"),
+    ("onetrainer", {"model_type": "STABLE_DIFFUSION_20_DEPTH"}, "model_type STABLE_DIFFUSION_20_DEPTH"),
     ("onetrainer", {"training_method": "FINE_TUNE_VAE"}, "training_method FINE_TUNE_VAE"),
 ]
 """Settings that are refused, and what the message names."""

@@ -137,7 +137,7 @@ def test_neither_t5_nor_weights_where_they_are_not_needed(hub: FakeHub, run) -> 
     ("family", "changes", "message"),
     [
         ("sdxl", {"cross_attention_dim": 1280}, "owner/tiny-sd3: a refiner of Stable Diffusion XL, which cannot be tr"),
-        ("sdxl", {"in_channels": 9}, "owner/tiny-sd3: .*: inpainting and depth models"),
+        ("sdxl", {"in_channels": 8}, "owner/tiny-sd3: .*in_channels 8 .*InstructPix2Pix"),
         ("sd15", {}, "owner/tiny-sd3: .* set model.family to sdxl"),
     ],
 )
@@ -404,7 +404,9 @@ def test_shards_but_no_other_precision() -> None:
     assert {file.path for file in needed(part, files)} == {f"text_encoder_3/{path}" for path in paths}
     assert needed(part, files)[-1].path == "text_encoder_3/config.json"  # its presence tells that the part is whole
     with pytest.raises(UserError, match="text_encoder_3/ has no diffusion_pytorch_model.safetensors, only config.json"):
-        needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.safetensors"))
+        needed(part, listed("text_encoder_3/config.json", "text_encoder_3/model.fp16.bin"))
+    only = ["text_encoder_3/model.fp16.safetensors", "text_encoder_3/config.json"]  # as of SD 1.5's inpainting model
+    assert [file.path for file in needed(part, listed(*reversed(only), "text_encoder_3/model.bin"))] == only
 
 
 def test_a_repository_of_an_autoencoder_alone(hub: FakeHub, tiny_pipeline) -> None:

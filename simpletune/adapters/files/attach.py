@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from simpletune.adapters.files.updates import (
     OftUpdate,
     Update,
     Updates,
+    without_other_input,
 )
 from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.dora_layers import DoraLayer
@@ -77,9 +79,10 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
             networks.append((name, read_hypernetwork(file), scale))
             continue
         header = open_lora(file)
-        updates, _ = split_text(read_lora(header))
-        if not updates:
+        given, _ = split_text(read_lora(header))
+        if not given:
             continue
+        updates = without_other_input(str(file), given, base_shapes(model))
         require_layers(str(file), updates, model, f" (for {header.family.model})")
         low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
         if low_rank:
@@ -110,15 +113,15 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
     if isinstance(update, LokrUpdate | LohaUpdate | OftUpdate):
         shape = shape_of(innermost_layer(base))
         assert shape is not None
-        factors = factors_of(update, shape[1])
+        factors = factors_of(update, math.prod(shape[1:]))
         if isinstance(update, LokrUpdate):
             return LokrLayer(base, factors, adapter, update.skipped)
         return LohaLayer(base, factors, adapter) if isinstance(update, LohaUpdate) else OftLayer(base, factors, adapter)
     assert isinstance(update, DoraUpdate)
     layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
     with torch.no_grad():
-        layer.lora_A.weight.copy_(update.update.down)
-        layer.lora_B.weight.copy_(update.update.up)
+        layer.lora_A.weight.copy_(update.update.down.view_as(layer.lora_A.weight))
+        layer.lora_B.weight.copy_(update.update.up.view_as(layer.lora_B.weight))
     set_magnitude(layer, update)
     layer.gain = layer.exact_gains()  # fixed norms make inference as fast as with LoRA; the update does not change
     return layer
@@ -129,7 +132,8 @@ def factors_of(update: Update, inputs: int) -> dict[str, Tensor]:
     if isinstance(update, OftUpdate):
         return {"oft_triangle": update.triangle(inputs)}
     assert isinstance(update, LokrUpdate | LohaUpdate)
-    return {name: f.float() * update.scale if name in SCALED else f.float() for name, f in update.factors.items()}
+    factors = update.shaped() if isinstance(update, LokrUpdate) else update.factors
+    return {name: f.float() * update.scale if name in SCALED else f.float() for name, f in factors.items()}
 
 
 @torch.no_grad()
@@ -152,8 +156,12 @@ def holds_hypernetwork(file: Path) -> bool:
 def require_layers(place: str, updates: Updates, model: nn.Module, version: str = "") -> None:
     """Check that a model has every layer of the LoRA at a place, with the same shape. ``version``: what the LoRA is for
     within its family, for messages."""
-    shapes = {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
-    require_shapes(place, updates, shapes, version)
+    require_shapes(place, updates, base_shapes(model), version)
+
+
+def base_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a model's layers by their names without wrapping layers."""
+    return {name.replace(".base_layer", ""): shape for name, shape in layer_shapes(model).items()}
 
 
 def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = "") -> None:
@@ -167,11 +175,11 @@ def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = 
             f"{place}{version}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
         )
     for name, update in updates.items():
-        expected = shapes[name][:2]
-        if not update.fits(expected):
+        if not update.fits(shapes[name]):
+            outputs, *inputs = shapes[name]
             raise UserError(
                 f"{place}{version}: {name} has {update.shape[1]} inputs and {update.shape[0]} outputs; "
-                f"this model has {expected[1]} and {expected[0]}. It belongs to another model"
+                f"this model has {math.prod(inputs)} and {outputs}. It belongs to another model"
             )
 
 

@@ -113,9 +113,9 @@ class BaseReader:
             known = Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
         return [mark for mark, settings in marks.items() if settings.items() <= known.items()]
 
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of every linear layer and 1x1 convolution."""
-        return linear_shapes(self.shapes)
+    def weight_shapes(self) -> dict[str, Shape]:
+        """The shapes of the weights of every linear layer and convolution, by layer."""
+        return weight_shapes(self.shapes)
 
     def save_config(self, folder: Path) -> None:
         """Write the denoiser's ``config.json``."""
@@ -126,11 +126,10 @@ class BaseReader:
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def linear_shapes(shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
-    """See ``BaseReader.linear_shapes``."""
-    weights = {k: v for k, v in shapes.items() if k.endswith(".weight")}
-    matrices = {k: v for k, v in weights.items() if len(v) == 2 or len(v) == 4 and v[2:] == (1, 1)}
-    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in matrices.items()}
+def weight_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """See ``BaseReader.weight_shapes``."""
+    weights = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and len(shape) in (2, 4)}
+    return {name.removesuffix(".weight"): shape for name, shape in weights.items()}
 
 
 class QuantisedBaseReader:

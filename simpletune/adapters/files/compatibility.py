@@ -13,7 +13,7 @@ from simpletune.adapters.files.header import LoraHeader
 from simpletune.adapters.files.keys import DORA, LORA, OFT
 from simpletune.adapters.text.files import SINGLE, Keys
 from simpletune.models.families import FAMILIES
-from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE
+from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID
 from simpletune.models.shared.text_layers import T5, style_of
 
 DIFFUSERS_TOOL, COMFYUI, FORGE, SIMPLETUNE = "diffusers", "ComfyUI", "Forge", "simpletune"
@@ -154,6 +154,8 @@ def _forge(header: LoraHeader) -> ToolSupport:
 def _diffusers_unet(header: LoraHeader) -> ToolSupport:
     if refused := _only_by_rank(header):
         return refused
+    if any(MID in module.keys for module in header.modules.values()):
+        return ToolSupport(DIFFUSERS_TOOL, "refuses", ["reads no lora_mid (Tucker form): export to kohya, without it"])
     layout = header.layout_name
     loads = "partly" if header.unmatched else "yes"
     if layout == "original":

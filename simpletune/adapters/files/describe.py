@@ -190,7 +190,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
     except UserError as error:
         refusal = str(error).removeprefix(f"{header.file}").lstrip(": ").removeprefix("is ")
     refusal = refusal or ("values are NaN or infinite" if damaged else None)
-    block = re.compile(r"^(.*\.attentions\.\d+\.)?(transformer_blocks\.\d+\.)?")
+    block = re.compile(r"^(.*\.(attentions|resnets|downsamplers|upsamplers)\.\d+\.)?(transformer_blocks\.\d+\.)?")
     places = (block.sub("", layer) for module in header.modules.values() for layer in module.layers)
     base = {key: header.metadata[key] for key in BASE_KEYS if key in header.metadata}
     if match := re.search(r'"(?:transformer|pretrained)":"([^"]+)"', header.metadata.get("simpletune_config", "")):

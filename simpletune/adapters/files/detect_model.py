@@ -32,9 +32,7 @@ TEXT_ALONE = "text encoders alone"
 UNET_NAMES = tuple(names for names in LAYOUTS if names.by_text_width)
 # Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
-    (r"\.(hada_t[12]|lokr_t[12])$", "LoHa or LoKr of convolutions (Tucker form)"),
     (r"\.oft_diag$|\.oft_R\.|\.rescale$", "OFT on the inputs, diagonal or rescaled"),
-    (r"\.lora_mid\.weight$", "LoCon with a middle convolution (lora_mid)"),
     (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "full weight differences (.diff)"),
     (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
     (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ import torch
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.factors import rank_for, truncate
 from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.models.lora_names import is_convolution
 from simpletune.system.options import UserError, join_names
 
 
@@ -31,8 +33,8 @@ class LayerResult:
 
 @dataclass
 class ExtractionResult:
-    """Updates in fp32 by layer, one result per layer, and tensors that differ but that no LoRA can represent (biases,
-    norms, larger convolutions), with the norm of the difference."""
+    """Updates in fp32 by layer, one result per layer, and tensors that differ but that have no update (biases, norms,
+    unless wanted also convolutions), with the norm of the difference."""
 
     updates: dict[str, LoraUpdate] = field(default_factory=dict)
     rows: list[LayerResult] = field(default_factory=list)
@@ -52,36 +54,41 @@ def extract(
     energy: float | None,
     device: torch.device,
     done: Callable[[], None] = lambda: None,
+    conv_rank: int | None = None,
 ) -> ExtractionResult:
-    """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution.
+    """Compute the best approximation of TUNED - BASE at a rank, for every linear layer and 1x1 convolution, and with
+    ``conv_rank`` for larger convolutions that can have an update.
 
-    ``rank`` is the largest rank of a layer, ``energy`` the fraction of squared singular values to keep in each. Calls
-    ``done`` after each tensor.
+    ``rank`` and ``conv_rank`` are the largest rank of a layer, ``energy`` the fraction of squared singular values to
+    keep in each. Calls ``done`` after each tensor.
 
     Raises:
         UserError: the checkpoints have different architectures, or do not differ.
     """
     _require_same(base, tuned)
     found = ExtractionResult()
-    linears = base.linear_shapes()
+    weights = base.weight_shapes()
     for name in sorted(base.shapes):
         difference = tuned.get(name).to(device, torch.float32) - base.get(name).to(device, torch.float32)
         norm = float(difference.double().norm())
         layer = name.removesuffix(".weight")
-        if norm > 0 and name != layer and layer in linears:
+        kernel = tuple(difference.shape[2:])
+        most = rank if math.prod(kernel) == 1 else conv_rank
+        wanted = math.prod(kernel) == 1 or conv_rank is not None and is_convolution(layer)
+        if norm > 0 and name != layer and layer in weights and wanted:
             u, s, vt = torch.linalg.svd(difference.flatten(1), full_matrices=False)
-            kept = rank_for(s, rank, energy)
+            kept = rank_for(s, most, energy)
             best = truncate(u, s, vt, kept)
-            pointwise = difference.ndim == 4
-            found.updates[layer] = LoraUpdate(best.down.cpu(), best.up.cpu(), pointwise=pointwise)
+            found.updates[layer] = LoraUpdate(best.down.cpu(), best.up.cpu(), kernel=kernel)
             found.rows.append(LayerResult(layer, kept, norm, float(s[kept:].double().square().sum().sqrt())))
         elif norm > 0:
             found.left_out[name] = norm
         done()
     if not found.updates:
+        spatial = any(is_convolution(name.removesuffix(".weight")) for name in found.left_out)
         raise UserError(
             f"{base.name} and {tuned.name} do not differ in any linear layer: there is nothing to extract. "
-            "Give a base and a fine-tuned checkpoint"
+            + ("Give --conv-rank for their convolutions" if spatial else "Give a base and a fine-tuned checkpoint")
         )
     return found
 

@@ -56,9 +56,13 @@ def rank_for(s: Tensor, rank: int | None, energy: float | None) -> int:
     return max(1, min(kept, rank or len(s)))
 
 
-def resize_all(updates: Updates, rank: int | None, energy: float | None) -> tuple[dict[str, LoraUpdate], float]:
-    """``resize_update`` for every layer; also the residual's Frobenius norm relative to the updates."""
-    changed = {layer: resize_update(update, rank, energy) for layer, update in updates.items()}
+def resize_all(
+    updates: Updates, rank: int | None, energy: float | None, conv_rank: int | None = None
+) -> tuple[dict[str, LoraUpdate], float]:
+    """``resize_update`` for every layer; also the residual's Frobenius norm relative to the updates. ``conv_rank``: of
+    convolutions larger than 1x1; None: as the others."""
+    ranks = {layer: conv_rank if conv_rank and update.is_spatial else rank for layer, update in updates.items()}
+    changed = {layer: resize_update(update, ranks[layer], energy) for layer, update in updates.items()}
     whole = sum(float(update.delta().double().square().sum()) for update in updates.values())
     lost = (sum(error for _, error in changed.values()) / whole) ** 0.5 if whole else 0.0
     return {layer: update for layer, (update, _) in changed.items()}, lost
@@ -73,7 +77,7 @@ def resize_update(update: Update, rank: int | None, energy: float | None) -> tup
     """
     u, s, vt = _svd(update)
     kept = rank_for(s, rank, energy)
-    smaller = replace(truncate(u, s, vt, kept), pointwise=update.pointwise)
+    smaller = replace(truncate(u, s, vt, kept), kernel=update.kernel)
     if rank is not None and energy is None and (missing := rank - smaller.rank) > 0:
         # seeded normal rows in down and zeros in up leave the product unchanged but trainable
         generator = torch.Generator().manual_seed(missing)

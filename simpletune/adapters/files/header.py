@@ -325,14 +325,14 @@ def _require_shapes(header: LoraHeader) -> None:
         listed = " and ".join(str(list(shape)) for shape in shapes.values())
         factors = f"{header.file}: {module.name} has factors {listed}"
         larger = [shape[2:] for shape in shapes.values() if len(shape) == 4 and shape[2:] != (1, 1)]
-        if larger:
+        if larger and header.layout is not None and header.layout.names.convolutions is None:
             side = "x".join(map(str, larger[0]))
             raise UserError(
                 f"{header.file}: {module.name} updates a {side} convolution, which is not supported. Train without it"
             )
         plain = {len(shape) for role, shape in shapes.items() if role not in DORA_ROLES}
         if module.kind in (LORA, DORA) and plain not in ({2}, {4}):
-            raise UserError(f"{factors}; both must be matrices, or both of a 1x1 convolution")
+            raise UserError(f"{factors}; all must be matrices, or all of a convolution")
         size = update_shape(shapes)
         if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")

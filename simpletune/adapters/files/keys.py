@@ -2,21 +2,30 @@
 
 Readers must take LoKr's shapes from the tensors: tools order and choose its factors differently.
 
-Shapes: o outputs, i inputs, r rank; LoKr: o = l k, i = m q, W1 [l, m], W2 [k, q].
+A convolution's factors: LoRA's A [r, i, kh, kw] and B [o, r, 1, 1]; LoKr's W2 [k, q, kh, kw], or [k, r] and
+[r, q kh kw]; LoHa's [o, r] and [r, i kh kw]. In Tucker form (LyCORIS: use_tucker) they are those of a 1x1 convolution,
+LoKr's and LoHa's with ranks first, and a core [r, r, kh, kw] stands between two factors.
+
+Shapes: o outputs, i inputs, r rank, kh x kw kernel; LoKr: o = l k, i = m q, W1 [l, m], W2 [k, q].
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from simpletune.models.lora_names import LAYOUTS
-from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP, Layout
+from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP, Layout
 
 LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
 LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))
 LOHA_ROLES = tuple(f"hada_w{n}{part}" for n in (1, 2) for part in ("_a", "_b"))
 DORA_ROLES = (MAGNITUDE, DORA_SCALE)
+CORES = {"hada_t1": "hada_w1", "hada_t2": "hada_w2", "lokr_t2": "lokr_w2"}
+"""The cores of the Tucker form, with the matrix whose two factors each stands between; LoRA's is ``MID``."""
+KERNELS = (DOWN, "lokr_w2")
+"""The factors of a convolution that have its kernel as dimensions."""
 Shape = tuple[int, ...]
 ROLES = {
     "lora_A.weight": DOWN,
@@ -25,6 +34,7 @@ ROLES = {
     "lora_B.default.weight": UP,
     "lora_down.weight": DOWN,
     "lora_up.weight": UP,
+    "lora_mid.weight": MID,
     "lora.down.weight": DOWN,
     "lora.up.weight": UP,
     "lora_linear_layer.down.weight": DOWN,
@@ -35,7 +45,7 @@ ROLES = {
     "lora_magnitude_vector.default.weight": MAGNITUDE,
     "dora_scale": DORA_SCALE,
     OFT_BLOCKS: OFT_BLOCKS,
-    **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES)},
+    **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES, *CORES)},
 }
 OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # as in attention processors of old diffusers versions
 TITLES = {
@@ -84,7 +94,7 @@ class UpdateShape(NamedTuple):
 
     Args:
         outputs: o.
-        inputs: i.
+        inputs: i, of a convolution i kh kw.
         rank: what readers divide alpha by; None: they ignore alpha, because both of LoKr's factors are whole.
         factors: LoKr's factors in words, otherwise empty.
     """
@@ -107,8 +117,10 @@ def module_kind(roles: Collection[str]) -> str:
 
 def is_whole(roles: Collection[str]) -> bool:
     """Whether a module has every factor of its kind, and none of another."""
-    found = set(roles) - {ALPHA}
-    kind = module_kind(roles)
+    found, kind = set(roles) - {ALPHA}, module_kind(roles)
+    if any(not {f"{matrix}_a", f"{matrix}_b"} <= found for core, matrix in CORES.items() if core in found):
+        return False
+    found -= CORES.keys()
     if kind in (LORA, DORA):
         return found >= {DOWN, UP}
     if kind == OFT:
@@ -120,33 +132,51 @@ def is_whole(roles: Collection[str]) -> bool:
 
 
 def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
-    """The size of a complete module's update, from the shapes of its factors by role; None if they do not match.
-
-    Those of a 1x1 convolution may have two more dimensions, of size 1.
-    """
+    """The size of a complete module's update, from the shapes of its factors by role; None if they do not match."""
     if OFT_BLOCKS in shapes:  # do not tell the inputs, which are set to the outputs
         blocks = shapes[OFT_BLOCKS]
         if len(blocks) != 3 or blocks[1] != blocks[2] or 0 in blocks:
             return None
         return UpdateShape(blocks[0] * blocks[1], blocks[0] * blocks[1], None, f"blocks of {blocks[1]}")
     magnitudes = {role: shapes[role] for role in DORA_ROLES if role in shapes}
-    shapes = {role: shape for role, shape in shapes.items() if role not in DORA_ROLES}
-    flat = {role: shape[:2] for role, shape in shapes.items() if len(shape) == 2 or shape[2:] == (1, 1)}
-    flat = {role: shape for role, shape in flat.items() if len(shape) == 2 and 0 not in shape}
-    if len(flat) != len(shapes):
+    plain = _without_cores({role: shape for role, shape in shapes.items() if role not in DORA_ROLES})
+    if plain is None or any(len(shape) not in (2, 4) or 0 in shape for shape in plain.values()):
         return None
-    kind = module_kind(shapes)
+    if any(shape[2:] not in ((), (1, 1)) for role, shape in plain.items() if role not in KERNELS):
+        return None
+    flat = {role: (shape[0], math.prod(shape[1:])) for role, shape in plain.items()}
+    kind = module_kind(flat)
     if kind == LOKR:
         return _lokr(flat)
     if kind == LOHA:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
         return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
     (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
+    channels = plain[DOWN][1]
     fits = all(
-        is_by_output(role, shape, outputs) or (shape[:2] == (1, inputs) and all(side == 1 for side in shape[2:]))
+        is_by_output(role, shape, outputs) or (shape[:2] == (1, channels) and all(side == 1 for side in shape[2:]))
         for role, shape in magnitudes.items()
     )
     return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
+
+
+def _without_cores(shapes: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
+    """The shapes of the factors that ``plain_factors`` makes of these; None if a core does not match its factors."""
+    found = {role: shape for role, shape in shapes.items() if role != MID and role not in CORES}
+    for core in shapes.keys() - found.keys():
+        matrix = CORES.get(core)
+        before, after = (f"{matrix}_a", f"{matrix}_b") if matrix else (UP, DOWN)
+        if len(shapes[core]) != 4:
+            return None
+        (*sides, height, width), a, b = (shapes[role] if len(shapes[role]) == 4 else (*shapes[role], 1, 1)
+                                         for role in (core, before, after))  # fmt: skip
+        ranks = [a[0] if matrix else a[1], b[0]]
+        if sides != ranks or len(set(ranks)) > 1 or b[2:] != (1, 1):
+            return None
+        found[after] = (ranks[0], b[1], height, width) if matrix is None else (ranks[0], b[1] * height * width)
+        if matrix:
+            found[before] = (a[1], a[0])
+    return found
 
 
 def is_by_output(role: str, shape: Shape, outputs: int) -> bool:

@@ -5,6 +5,7 @@ Streams the output with one layer in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from simpletune.adapters.files.base_reader import KINDS, TYPES, BaseReader
 from simpletune.adapters.files.header import TensorEntry, tensor_bytes
-from simpletune.adapters.files.updates import Updates
+from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
@@ -43,15 +44,16 @@ class Merger:
     """
 
     def __init__(self, base: BaseReader, loras: Sequence[tuple[Updates, float]], dtype: str | None):
+        weights = base.weight_shapes()
+        loras = [(without_other_input("the LoRA", updates, weights), strength) for updates, strength in loras]
         self.base, self._loras, self._dtype = base, loras, dtype
         self._error = self._effect = 0.0
         self.text = sorted({name for updates, _ in loras for name in split_text(updates)[1]})
         self.changed = {name for updates, _ in loras for name in updates} - set(self.text)
-        linears = base.linear_shapes()
         for updates, _ in loras:
             layers = {layer: update.shape for layer, update in split_text(updates)[0].items()}
-            require_same_family("the LoRA", layers, linears)
-        lost = sorted(name for name in self.changed if name not in linears)
+            require_same_family("the LoRA", layers, weights)
+        lost = sorted(name for name in self.changed if name not in weights)
         if lost:
             raise UserError(
                 f"{plural(len(lost), 'layer')} of the LoRA {'is' if len(lost) == 1 else 'are'} not in "
@@ -59,10 +61,11 @@ class Merger:
             )
         for updates, _ in loras:
             for name, update in split_text(updates)[0].items():
-                if not update.fits(linears[name]):
+                if not update.fits(weights[name]):
+                    outputs, *inputs = weights[name]
                     raise UserError(
                         f"{name}: the LoRA has shape {list(update.shape)} (outputs, inputs), and {base.name} has "
-                        f"{list(linears[name])}. The LoRA belongs to another model"
+                        f"{[outputs, math.prod(inputs)]}. The LoRA belongs to another model"
                     )
 
     @property

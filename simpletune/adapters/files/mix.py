@@ -83,7 +83,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
             rank = _svd_rank(parts, recipe)
             u, s, vt = torch.linalg.svd(delta)
             down, up = vt[:rank], u[:, :rank] @ torch.diag(s[:rank])
-        mixed[name] = LoraUpdate(down.contiguous(), up.contiguous(), pointwise=parts[0][0].pointwise)
+        mixed[name] = LoraUpdate(down.contiguous(), up.contiguous(), kernel=parts[0][0].kernel)
     return mixed
 
 
@@ -124,4 +124,4 @@ def _mix_by_peft(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: R
     layer = holder["layer"]
     down, up = (pair["mixed"].weight.detach() for pair in (layer.lora_A, layer.lora_B))  # type: ignore[union-attr, index]
     scale = float(layer.scaling["mixed"])  # type: ignore[index]
-    return LoraUpdate(down.contiguous(), up.contiguous(), scale, parts[0][0].pointwise).folded()
+    return LoraUpdate(down.contiguous(), up.contiguous(), scale, parts[0][0].kernel).folded()

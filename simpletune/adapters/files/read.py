@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from simpletune.adapters.files.header import DAMAGED, LoraHeader, Module, open_lora
-from simpletune.adapters.files.keys import DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.adapters.files.keys import CORES, DORA, DORA_ROLES, LOKR, LORA, OFT
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update
 from simpletune.adapters.methods.formulas import require_numbers
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, OFT_BLOCKS, UP
+from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP
 from simpletune.models.shared.text_layers import is_text
 from simpletune.system.options import UserError
 
@@ -69,20 +71,42 @@ def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -
         if module.alpha and norm > module.alpha > 0:  # a limit on ||B - B^T||, as in ComfyUI
             blocks = blocks * (module.alpha / norm)
         return OftUpdate(blocks)
-    flat = {role: factor.flatten(1) for role, factor in factors.items() if role not in DORA_ROLES}
+    size, kernel = header.size(module), _kernel(factors)
+    assert size is not None
+    if not kernel and header.layout is not None:  # which 2-D factors do not tell
+        kernel = header.layout.names.kernel(module.layers[0], header.family.model)
+        kernel = kernel if size.inputs % math.prod(kernel) == 0 else ()
+    flat = {role: factor.flatten(1) for role, factor in plain_factors(factors).items() if role not in DORA_ROLES}
     if module.kind in (LORA, DORA):
-        update = LoraUpdate(flat[DOWN], flat[UP], scale, pointwise=factors[DOWN].ndim == 4)
+        update = LoraUpdate(flat[DOWN], flat[UP], scale, kernel)
         if module.kind == DORA:
             return DoraUpdate(update, *_magnitudes(header, module, factors, update.shape))
         return update
-    size = header.size(module)
-    assert size is not None
-    pointwise = any(factor.ndim == 4 for factor in factors.values())
-    if header.layout is not None and header.layout.names.is_pointwise(module.layers[0], header.family.model):
-        pointwise = True  # which 2-D factors do not tell
     if module.kind == LOKR:
-        return LokrUpdate(flat, size.outputs, scale, pointwise=pointwise)
-    return LohaUpdate(flat, scale, pointwise)
+        return LokrUpdate(flat, size.outputs, scale, kernel=kernel)
+    return LohaUpdate(flat, scale, kernel)
+
+
+def _kernel(factors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The kernel that factors show by their dimensions: the largest; () if none does."""
+    found = [tuple(factor.shape[2:]) for role, factor in factors.items() if factor.ndim == 4 and role not in DORA_ROLES]
+    return max(found, key=math.prod, default=())
+
+
+def plain_factors(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The factors of an update without the cores of the Tucker form (``files.keys``), which the inner factors absorb
+    in fp32."""
+    found = {role: factor for role, factor in factors.items() if role != MID and role not in CORES}
+    for role, core in factors.items():
+        if role == MID:  # B mid A, with the ranks of B first
+            down = factors[DOWN].flatten(1).float()
+            found[DOWN] = torch.einsum("abhw,bi->aihw", core.float(), down).to(core.dtype)
+        elif role in CORES:  # the sum over both ranks of core[a, b] A[a] B[b]
+            one, other = (factors[f"{CORES[role]}_{part}"].flatten(1) for part in "ab")
+            found[f"{CORES[role]}_a"] = one.t().contiguous()
+            inner = torch.einsum("abhw,bi->aihw", core.float(), other.float())
+            found[f"{CORES[role]}_b"] = inner.flatten(1).to(core.dtype)
+    return found
 
 
 def _magnitudes(

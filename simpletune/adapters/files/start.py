@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, outer_layers
 from simpletune.adapters.methods.lora_layers import product_norm
 from simpletune.adapters.methods.targets import LayerMethod, TargetedMethod
-from simpletune.models.lora_names import TARGETS, is_target
+from simpletune.models.lora_names import TARGETS, is_convolution, is_residual, is_target
 from simpletune.system.options import UserError, join_names, plural
 
 UNSCALED = DoraUpdate, OftUpdate
@@ -36,6 +37,9 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
     if strays := [layer for layer in updates if layer not in trained]:
         fitting = [name for name in TARGETS if all(is_target(name, layer) for layer in updates)]
         remedy = f"Use adapter.targets {fitting[0] if fitting else 'a list with the endings of these names'}"
+        if not method.updates_convolutions and hasattr(method, "conv_rank"):
+            if any(map(is_convolution, strays)) and all(is_convolution(each) or is_residual(each) for each in strays):
+                remedy = "Give convolutions a rank by adapter.conv_rank, with which all layers of the resnets train"
         if all(map(method.is_targeted, strays)):
             remedy = "Use an adapter.layers that does not leave them out"
         raise UserError(
@@ -54,10 +58,10 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
         raise UserError(f"{place}: no {method.title} equals the multiple of another. Leave out the strength, {scale:g}")
     if isinstance(method, LayerMethod):
         for layer, update in updates.items():
-            outputs, inputs = shapes[f"{layer}.weight"][:2]
+            inputs = math.prod(shapes[f"{layer}.weight"][1:])
             own = {name: tuple(factor.shape) for name, factor in factors_of(update, inputs).items()}
             fused = isinstance(update, LokrUpdate) and not update.is_own  # with another layer
-            if fused or own != (wanted := method.factor_shapes(outputs, inputs, layer)):
+            if fused or own != (wanted := method.shapes_of(layer, shapes)):
                 raise UserError(
                     f"{place}: {layer} has the factors {_listed(own)}, and this run trains {_listed(wanted)}. Use the "
                     "adapter settings that the file was trained with"
@@ -84,7 +88,7 @@ def start_from(model: nn.Module, updates: Updates, scale: float) -> float:
         if isinstance(layer, FactorLayer):
             assert layer.shape is not None
             scaled = update if isinstance(update, UNSCALED) else replace(update, scale=update.scale * scale)  # type: ignore[type-var]
-            for factor, values in factors_of(scaled, layer.shape[1]).items():
+            for factor, values in factors_of(scaled, math.prod(layer.shape[1:])).items():
                 layer.factors[factor].copy_(values)
         elif isinstance(layer, DoraLayer):
             assert isinstance(update, DoraUpdate)

@@ -1,10 +1,13 @@
 """How a file changes one layer: the protocol ``Update``, and its kinds LoRA, LoKr, LoHa, DoRA and OFT.
 
+Every weight is a matrix here: a convolution's, [o, c, kh, kw], has i = c kh kw inputs.
+
 Shapes: o outputs, i inputs, r rank; LoKr: W1 [l, m], W2 [k, q]; OFT: k blocks of d outputs.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +26,15 @@ from simpletune.adapters.methods.formulas import (
     turned_rows,
 )
 from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.lora_names import INPUTS
 from simpletune.models.shared.lora_names import DOWN, UP, LoraNames
-from simpletune.system.options import UserError
+from simpletune.models.shared.model_config import Shapes
+from simpletune.system.console import say
+from simpletune.system.options import UserError, plural
 
 
 class Update(ABC):
-    """How a file changes one linear layer or 1x1 convolution: the protocol of LoRA, LoKr, LoHa, DoRA and OFT.
+    """How a file changes one linear layer or convolution: the protocol of LoRA, LoKr, LoHa, DoRA and OFT.
 
     The kinds are dataclasses of the file's tensors; nothing changes them. DoRA and OFT depend on the weight, so no
     matrix and no LoRA equals them.
@@ -37,20 +43,26 @@ class Update(ABC):
     kind: ClassVar[str]
     """LoRA, LoKr, LoHa, DoRA or OFT."""
     shape: tuple[int, int]
-    """(o, i), the shape of the layer's weight; i is 0 if the file does not tell it."""
+    """(o, i), the shape of the layer's weight as a matrix; i is 0 if the file does not tell it."""
     rank: int
     """Largest rank that the update can have: the rank of an equivalent LoRA."""
     dim: int | None
     """Number that readers divide alpha by; None: they ignore alpha."""
     scale: float = 1.0
     """The factor on the product of the factors."""
-    pointwise: bool = False
-    """Whether the layer is a 1x1 convolution, whose factors files store with two more dimensions of size 1."""
+    kernel: tuple[int, ...] = ()
+    """(kh, kw) of a convolution, whose factors files store with two more dimensions; () of a linear layer."""
+
+    @property
+    def is_spatial(self) -> bool:
+        """Whether the layer is a convolution larger than 1x1."""
+        return math.prod(self.kernel) > 1
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the layer's weight may have this shape, (o, i) or (o, i, 1, 1)."""
+        """Whether the layer's weight may have this shape, (o, i) or (o, c, kh, kw)."""
         outputs, inputs = self.shape
-        return (outputs, inputs or shape[1]) == (shape[0], shape[1])
+        own = math.prod(shape[1:])
+        return (outputs, inputs or own) == (shape[0], own)
 
     def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
         """What it adds to a weight."""
@@ -68,7 +80,7 @@ class Update(ABC):
         delta = self.delta()
         outputs, inputs = delta.shape  # an identity on the shorter side
         down, up = (delta, torch.eye(outputs)) if outputs <= inputs else (torch.eye(inputs), delta)
-        return LoraUpdate(down, up, pointwise=self.pointwise)
+        return LoraUpdate(down, up, kernel=self.kernel)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
         """The factors for a file, by role, and alpha; not of DoRA and OFT, whose tensors depend on the layout."""
@@ -94,7 +106,7 @@ class LoraUpdate(Update):
     down: Tensor
     up: Tensor
     scale: float = 1.0
-    pointwise: bool = False
+    kernel: tuple[int, ...] = ()
     kind: ClassVar[str] = LORA
 
     def __post_init__(self) -> None:
@@ -109,8 +121,8 @@ class LoraUpdate(Update):
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
         factors = {DOWN: self.down, UP: self.up}
-        if self.pointwise:
-            factors = {role: factor[:, :, None, None] for role, factor in factors.items()}
+        if self.kernel:
+            factors = {DOWN: self.down.reshape(self.rank, -1, *self.kernel), UP: self.up[:, :, None, None]}
         return factors, self.scale * self.rank
 
     def parts(self, count: int) -> Sequence[LoraUpdate | None]:
@@ -191,7 +203,7 @@ class LokrUpdate(Update):
     outputs: int
     scale: float = 1.0
     skipped: int = 0
-    pointwise: bool = False
+    kernel: tuple[int, ...] = ()
     kind: ClassVar[str] = LOKR
 
     def __post_init__(self) -> None:
@@ -226,13 +238,21 @@ class LokrUpdate(Update):
         up, down = (torch.kron(one, other) for one, other in zip(*pairs, strict=True))
         if len(down) > min(self.shape):
             return super().plain()
-        return LoraUpdate(down, up[self.skipped : self.skipped + self.outputs], self.scale, self.pointwise)
+        return LoraUpdate(down, up[self.skipped : self.skipped + self.outputs], self.scale, self.kernel)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
+        factors = self.shaped()
         if self.dim is None:  # readers ignore alpha, so the scale goes into W1
-            w1 = self.factors["lokr_w1"]
-            return {**self.factors, "lokr_w1": (w1.float() * self.scale).to(w1.dtype)}, 1.0
-        return dict(self.factors), self.scale * self.dim
+            w1 = factors["lokr_w1"]
+            return {**factors, "lokr_w1": (w1.float() * self.scale).to(w1.dtype)}, 1.0
+        return factors, self.scale * self.dim
+
+    def shaped(self) -> dict[str, Tensor]:
+        """The factors with the shapes that they have in files."""
+        factors = dict(self.factors)
+        if "lokr_w2" in factors and self.is_spatial:  # LyCORIS loads no matrix there
+            factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
+        return factors
 
     def parts(self, count: int) -> Sequence[LokrUpdate]:
         """Each part has only the rows of W1 that it needs."""
@@ -261,7 +281,7 @@ class LohaUpdate(Update):
 
     factors: Mapping[str, Tensor]
     scale: float = 1.0
-    pointwise: bool = False
+    kernel: tuple[int, ...] = ()
     kind: ClassVar[str] = LOHA
 
     def __post_init__(self) -> None:
@@ -276,7 +296,7 @@ class LohaUpdate(Update):
         down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
         if len(down) > min(self.shape):
             return super().plain()
-        return LoraUpdate(down, up.contiguous(), self.scale, self.pointwise)
+        return LoraUpdate(down, up.contiguous(), self.scale, self.kernel)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
         assert self.dim is not None
@@ -311,7 +331,7 @@ class DoraUpdate(Update):
     kind: ClassVar[str] = DORA
 
     def __post_init__(self) -> None:
-        self.shape, self.scale = self.update.shape, self.update.scale
+        self.shape, self.scale, self.kernel = self.update.shape, self.update.scale, self.update.kernel
         self.rank = self.dim = self.update.rank
 
     def difference(self, weight: Tensor) -> Tensor:
@@ -371,3 +391,26 @@ class OftUpdate(Update):
         if self.original is not None and self.original[1].halves_swapped(self.original[0], self.shape[0], inputs):
             blocks = exchanged_halves(blocks)
         return triangle_of(blocks)
+
+
+def without_other_input(place: str, updates: Updates, shapes: Shapes) -> Updates:
+    """The updates that suit a plain model if the LoRA at a place was made for one that inpaints, and the reverse: all
+    but that of the layer that reads the latents, which has other inputs. Says what it leaves out.
+
+    Args:
+        shapes: of the model's weights, by layer.
+
+    Raises:
+        UserError: nothing is left.
+    """
+    for layer in sorted(INPUTS & updates.keys() & shapes.keys()):
+        _, own, *kernel = shapes[layer]
+        given, odd = divmod(updates[layer].shape[1], math.prod(kernel))
+        if odd or max(given, own) != 2 * min(given, own) + 1:
+            continue
+        differs = f"its {layer} reads {given} channels and this model's {own}: one is for inpainting, the other not"
+        if len(updates) == 1:
+            raise UserError(f"{place} updates nothing else, and {differs}. Give a LoRA that updates other layers")
+        say(f"lora    {place}: {differs}. Left out, and the other {plural(len(updates) - 1, 'layer')} applied")
+        updates = {name: update for name, update in updates.items() if name != layer}
+    return updates

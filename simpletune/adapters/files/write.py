@@ -183,14 +183,14 @@ def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, 
         scales[layer] = exchanged_halves(scales[layer])
     for layer in exchanged & magnitudes.keys() if layout.original else ():
         magnitudes[layer] = exchanged_halves(magnitudes[layer])
-    pointwise = {layout.module(layer) for layer, update in updates.items() if update.update.pointwise}
+    convolutions = {layout.module(layer) for layer, update in updates.items() if update.kernel}
     tensors: dict[str, Tensor] = {}
     for module, vector in _by_module(scales, layout).items():
-        sides = (1, 1, 1) if module in pointwise else (1,)
+        sides = (1, 1, 1) if module in convolutions else (1,)
         tensors[layout.key(module, DORA_SCALE)] = vector.float().view(-1, *sides).clone()
     for module, vector in _by_module(magnitudes, layout).items():
         shape = [-1]
-        if not layout.alpha and module in pointwise:
+        if not layout.alpha and module in convolutions:
             shape = [1, -1, 1, 1]  # as PEFT keeps a convolution's
         tensors[layout.key(module, MAGNITUDE)] = vector.float().view(shape).clone()
     return tensors

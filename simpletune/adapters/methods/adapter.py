@@ -68,6 +68,10 @@ class TrainingMethod(Option):
         Such a module may be removed from the model."""
         return False
 
+    def trains_weight(self, name: str) -> bool:
+        """Whether every value of a parameter of the base trains."""
+        return False
+
     def attach(self, model: nn.Module, seed: int) -> None:
         """Prepare the model for training in place, and freeze everything else.
 

@@ -25,25 +25,25 @@ def require_numbers(place: str, tensor: Tensor) -> None:
         raise UserError(f"{place} contains NaN or infinite values: its training diverged. Use an earlier checkpoint")
 
 
-def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A factor, or the product of its two factors."""
-    return factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
+def full_factor(factors: Mapping[str, Tensor], name: str) -> Tensor:  # 2-D
+    """A factor, or the product of its two factors; a convolution's as a matrix."""
+    return factors[name].flatten(1) if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
 
 
-def kronecker_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [l k, m q]
-    """LoKr's kron(W1, W2) (arXiv:2309.14859, eq. 5)."""
+def kronecker_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [l k, m q], or [l k, m q kh kw]
+    """LoKr's kron(W1, W2) (arXiv:2309.14859, eq. 5); the kernel of a convolution's W2 counts as more of its columns."""
     exact = {name: factor.float() for name, factor in factors.items()}
     return torch.kron(full_factor(exact, "lokr_w1"), full_factor(exact, "lokr_w2"))
 
 
-def hadamard_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [o, i]
+def hadamard_delta(factors: Mapping[str, Tensor]) -> Tensor:  # fp32 [o, i], or [o, i kh kw]
     """LoHa's (A1 B1) o (A2 B2) (arXiv:2108.06098)."""
     a1, b1, a2, b2 = (factors[f"hada_w{name}"].float() for name in ("1_a", "1_b", "2_a", "2_b"))
     return (a1 @ b1) * (a2 @ b2)
 
 
 def low_rank(factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The factors [r^2, i] and [o, r^2] of the low-rank update that equals LoHa's."""
+    """The factors [r^2, i], or [r^2, i kh kw], and [o, r^2] of the low-rank update that equals LoHa's."""
     a1, b1, a2, b2 = (factors[f"hada_w{name}"] for name in ("1_a", "1_b", "2_a", "2_b"))
     down = (b1[:, None] * b2).flatten(0, 1)  # every row of one by every row of the other
     return down, (a1.t()[:, None] * a2.t()).flatten(0, 1).t()

@@ -29,6 +29,9 @@ class Full(TrainingMethod):
     def trainable(self, shapes: Shapes) -> int:
         return sum(math.prod(shape) for shape in shapes.values())
 
+    def trains_weight(self, name: str) -> bool:
+        return True
+
     def attach(self, model: nn.Module, seed: int) -> None:
         model.requires_grad_(True)
 

@@ -12,6 +12,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from simpletune.engine.quant.int8_conv import Geometry
 from simpletune.engine.tensors import all_tensors
 from simpletune.system.rng import reseed_global
 
@@ -23,7 +24,7 @@ class UpdateLayer(nn.Module):
     parameters.
 
     Args:
-        base_layer: the frozen linear layer or 1x1 convolution, quantised or not, or another wrapping layer.
+        base_layer: the frozen linear layer or convolution, quantised or not, or another wrapping layer.
         adapter: name by which ``scaling`` holds the strength.
     """
 
@@ -39,13 +40,15 @@ class UpdateLayer(nn.Module):
         """The factor on the update; 1 in training."""
         return next(iter(self.scaling.values()))
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., i] or [b, i, h, w] -> [..., o] or [b, o, h, w]
+    def forward(self, x: Tensor) -> Tensor:  # [..., i] or [b, i, h, w] -> [..., o] or [b, o, h', w']
         """Return the layer's output with the update; exactly that of the base layer if updates are disabled."""
         y: Tensor = self.base_layer(x)
         if not self.enabled:
             return y
         if self.shape is None or len(self.shape) == 2:
             return self.updated(y, x)
+        if self.shape[2:] != (1, 1):
+            return self.convolved(y, x)
         return self.updated(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def updated(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
@@ -55,8 +58,12 @@ class UpdateLayer(nn.Module):
         """
         raise NotImplementedError
 
+    def convolved(self, y: Tensor, x: Tensor) -> Tensor:  # [b, o, h', w'], [b, i, h, w] -> [b, o, h', w']
+        """``updated`` of a convolution with a larger kernel, with channels first."""
+        raise NotImplementedError
+
     def merged(self, weight: Tensor) -> Tensor:
-        """The fp32 weight, [o, i] or [o, i, 1, 1], with the update at its strength."""
+        """The fp32 weight, [o, i] or [o, i, kh, kw], with the update at its strength."""
         raise NotImplementedError
 
     def enable_adapters(self, enabled: bool) -> None:
@@ -74,7 +81,7 @@ class FactorLayer(UpdateLayer):
             self.register_parameter(name, nn.Parameter(factor.to(device)))
 
     @staticmethod
-    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    def initial_factors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The first fp32 factors, which give an update of zero, drawn from the global generator if at all."""
         raise NotImplementedError
 
@@ -91,13 +98,22 @@ def innermost_layer(layer: nn.Module) -> nn.Module:
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...] | None:
-    """Logical shape of the weight of a linear layer, [o, i], or a 1x1 convolution, [o, i, 1, 1]; else None. A quantised
-    layer's weight may be stored in another shape."""
+    """Logical shape of the weight of a linear layer, [o, i], or a convolution, [o, i, kh, kw], that can have an update;
+    else None. A quantised layer's weight may be stored in another shape."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
-    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
-        return module.out_channels, module.in_channels, 1, 1
-    return None
+    if not isinstance(module, nn.Conv2d) or module.groups > 1 or module.padding_mode != "zeros":
+        return None
+    if isinstance(module.padding, str) or module.kernel_size == (1, 1) != module.stride:
+        return None
+    return module.out_channels, module.in_channels, *module.kernel_size
+
+
+def geometry_of(layer: nn.Module) -> Geometry:
+    """The geometry of the convolution inside all wrapping layers."""
+    found = innermost_layer(layer)
+    assert isinstance(found, nn.Conv2d)
+    return found.stride, found.padding, found.dilation, found.groups  # type: ignore[return-value]  # no string
 
 
 def layer_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.targets import LayerMethod, LayerSettings, StartName, Targets
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class Loha(LayerMethod):
     rank: Annotated[int, Field(ge=1, le=32)] = 4
     """Rank of each of the two matrices. An update has up to its square as rank, and takes the time of a LoRA of that
     rank; its parameters are those of a LoRA of twice this rank."""
+    conv_rank: Annotated[int, Field(ge=1, le=32)] | None = None
+    """Update a U-Net's convolutions with a kernel larger than 1x1, as for LoRA, with this rank. null: these
+    convolutions get no update."""
     targets: Targets = "attention"
     """Layers to update, as for LoRA: attention, attention_qv, attention_image, attention_mlp, all_linear, or a list of
     name endings such as ["attn.to_q", "ff.net.2"]."""
@@ -43,15 +46,14 @@ class Loha(LayerMethod):
     optional strength as in my.safetensors:0.8. Read once, before the first step; takes no memory. null: start from
     zero."""
 
-    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
-        rank = self.rank_of(layer) or self.rank
-        one = {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, inputs)}
-        return one | {"hada_w2_a": (outputs, rank), "hada_w2_b": (rank, inputs)}
+    def factor_shapes(
+        self, outputs: int, inputs: int, layer: str = "", kernel: tuple[int, ...] = ()
+    ) -> dict[str, tuple[int, ...]]:
+        rank, columns = self.rank_of(layer) or self.rank, inputs * math.prod(kernel)
+        one: dict[str, tuple[int, ...]] = {"hada_w1_a": (outputs, rank), "hada_w1_b": (rank, columns)}
+        return one | {"hada_w2_a": (outputs, rank), "hada_w2_b": (rank, columns)}
 
     def layer_class(self) -> type[FactorLayer]:
         from simpletune.adapters.methods.loha_layer import LohaLayer
 
         return LohaLayer
-
-    def describe(self, shapes: Shapes) -> str:
-        return f"LoHa of rank {self.ranks(shapes)}, on {self.counted(shapes)}"

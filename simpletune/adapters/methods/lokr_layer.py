@@ -4,8 +4,12 @@ With x as a matrix X [m, q], kron(W1, W2) x is W1 X W2^T (Van Loan, 2000). W2 ma
 applied before W1, the other after it. A whole W2 is applied before or after W1, whichever needs less memory. Saves only
 the input for the backward pass, which neighbouring layers save, too.
 
+On a convolution with a larger kernel, W2, or its right factor, is a convolution of the m groups of q channels, and W1
+mixes its m results at every pixel.
+
 Shapes: n rows (samples x tokens); o = l k outputs, i = m q inputs; W1 [l, m], W2 [k, q]; either may be a product of two
-factors; p columns between W1 and its neighbours.
+factors; p columns between W1 and its neighbours. Of a convolution: b samples, kernel kh x kw, c pixels of the output,
+and s channels between W2's convolution and W1.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from simpletune.adapters.methods.formulas import full_factor, kronecker_delta
-from simpletune.adapters.methods.layers import ADAPTER, FactorLayer
-from simpletune.adapters.methods.lora_layers import Context
+from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, geometry_of
+from simpletune.adapters.methods.lora_layers import Context, convolution_gradients
+from simpletune.engine.quant.int8_conv import Geometry
 
 
 class LokrLayer(FactorLayer):
@@ -26,7 +32,8 @@ class LokrLayer(FactorLayer):
 
     Args:
         base_layer: the frozen layer.
-        factors: ``lokr_w1`` [l, m] or ``lokr_w1_a`` [l, r] and ``lokr_w1_b`` [r, m]; likewise ``lokr_w2`` [k, q].
+        factors: ``lokr_w1`` [l, m] or ``lokr_w1_a`` [l, r] and ``lokr_w1_b`` [r, m]; likewise ``lokr_w2`` [k, q]. With
+            a larger kernel, ``lokr_w2`` is [k, q, kh, kw] and ``lokr_w2_b`` [r, q kh kw].
         adapter: name by which ``scaling`` holds the strength.
         skipped: number of the product's first rows that belong to other layers.
     """
@@ -36,19 +43,31 @@ class LokrLayer(FactorLayer):
         self.skipped = skipped
 
     @staticmethod
-    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    def initial_factors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         found = {name: torch.zeros(shape) for name, shape in shapes.items()}
         for name, factor in found.items():
             if name not in ("lokr_w2", "lokr_w2_b"):  # zero, with a gradient from the start
                 nn.init.kaiming_uniform_(factor, a=math.sqrt(5))
         return found
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+    def _first(self) -> Tensor:  # [l, m]
+        """W1 times the strength."""
+        w1 = full_factor(self.factors, "lokr_w1")
+        return w1 if self.strength == 1 else w1 * self.strength
+
+    def convolved(self, y: Tensor, x: Tensor) -> Tensor:
+        assert self.shape is not None
         factors = self.factors
-        w1 = full_factor(factors, "lokr_w1")
-        w1 = w1 if self.strength == 1 else w1 * self.strength
+        before, after = factors.get("lokr_w2"), None
+        if before is None:
+            before, after = factors["lokr_w2_b"], factors["lokr_w2_a"]
+            before = before.view(len(before), -1, *self.shape[2:])
+        return add_kronecker_convolution(y, x, self._first(), before, after, geometry_of(self))
+
+    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+        factors, w1 = self.factors, self._first()
         if "lokr_w2" in factors:
-            before, after = sides(w1, factors["lokr_w2"])
+            before, after = sides(w1, full_factor(factors, "lokr_w2"))
             height = len(w1) * len(factors["lokr_w2"])
         else:
             before, after = factors["lokr_w2_b"], factors["lokr_w2_a"]
@@ -129,6 +148,80 @@ def add_kronecker(
         inner = w1.to(y.dtype) @ inner
         return y + (inner if after is None else inner @ after.to(y.dtype).t()).flatten(-2)
     added: Tensor = _Added.apply(y, x, w1, before, after)
+    return added
+
+
+class _AddedConvolution(torch.autograd.Function):
+    """``_Added`` for a convolution, with channels first."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, y: Tensor, x: Tensor, w1: Tensor, before: Tensor, after: Tensor | None, geometry: Geometry
+    ) -> Tensor:
+        x, w1, before = (tensor.to(y.dtype) for tensor in (x, w1, before))
+        after = None if after is None else after.to(y.dtype)
+        inner = _convolved(x, w1, before, geometry)  # [b, m, s c]
+        left = w1.expand(len(x), *w1.shape)
+        if after is None:
+            y.detach().view(len(x), len(w1), -1).baddbmm_(left, inner)
+        else:
+            mixed = torch.bmm(left, inner).view(len(x) * len(w1), after.shape[1], -1)  # [b l, s, c]
+            y.detach().view(len(mixed), len(after), -1).baddbmm_(after.expand(len(mixed), *after.shape), mixed)
+        ctx.save_for_backward(x, w1, before, after)
+        ctx.geometry = geometry
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_y,) = grads  # [b, o, h', w']
+        x, w1, before, after = ctx.saved_tensors
+        _, wants_x, _, wants_before, wants_after, _ = ctx.needs_input_grad
+        inner = _convolved(x, w1, before, ctx.geometry)  # [b, m, s c]
+        left = w1.expand(len(x), *w1.shape)
+        grad = grad_y.contiguous()
+        grad_after = None
+        if after is not None:
+            grad = grad.view(len(x) * len(w1), len(after), -1)  # [b l, k, c]
+            if wants_after:
+                mixed = torch.bmm(left, inner).view(len(grad), after.shape[1], -1)
+                grad_after = torch.bmm(grad, mixed.transpose(1, 2)).sum(0)
+            grad = after.t() @ grad  # [b l, s, c]
+        grad = grad.view(len(x), len(w1), -1)  # [b, l, s c]
+        grad_w1 = torch.bmm(grad, inner.transpose(1, 2)).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+        grad_x = grad_before = None
+        if wants_x or wants_before:
+            groups = _groups(x, w1)
+            grad = torch.bmm(left.transpose(1, 2), grad).view(len(groups), len(before), *grad_y.shape[2:])
+            grad_x, grad_before = convolution_gradients(grad, groups, before, ctx.geometry, (wants_x, wants_before))
+            grad_x = None if grad_x is None else grad_x.view(x.shape)
+        return grad_y, grad_x, grad_w1, grad_before, grad_after, None
+
+
+def _groups(x: Tensor, w1: Tensor) -> Tensor:  # [b, m q, h, w] -> [b m, q, h, w]
+    return x.reshape(len(x) * w1.shape[1], -1, *x.shape[2:])
+
+
+def _convolved(x: Tensor, w1: Tensor, before: Tensor, geometry: Geometry) -> Tensor:  # [b, m, s c]
+    """The convolution of each group of x's channels."""
+    return F.conv2d(_groups(x, w1), before, None, *geometry).view(len(x), w1.shape[1], -1)
+
+
+def add_kronecker_convolution(
+    y: Tensor,  # [b, o, h', w']
+    x: Tensor,  # [b, i, h, w]
+    w1: Tensor,  # [l, m]
+    before: Tensor,  # [s, q, kh, kw]
+    after: Tensor | None,  # [k, s]
+    geometry: Geometry,
+) -> Tensor:  # [b, o, h', w']
+    """``add_kronecker`` for the output of a convolution with this geometry, of which ``before`` has the kernel."""
+    if torch.compiler.is_compiling() or not y.is_contiguous():
+        x, w1, before = (tensor.to(y.dtype) for tensor in (x, w1, before))
+        inner = w1 @ F.conv2d(_groups(x, w1), before, None, *geometry).reshape(len(x), w1.shape[1], -1)
+        if after is not None:
+            inner = after.to(y.dtype) @ inner.view(len(x), len(w1), len(before), -1)
+        return y + inner.reshape(y.shape)
+    added: Tensor = _AddedConvolution.apply(y, x, w1, before, after, geometry)
     return added
 
 

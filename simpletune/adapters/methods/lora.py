@@ -1,10 +1,10 @@
-"""LoRA: low-rank updates of frozen linear layers and 1x1 convolutions (arXiv:2106.09685), with PEFT."""
+"""LoRA: low-rank updates of frozen linear layers and convolutions (arXiv:2106.09685), with PEFT."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -12,7 +12,8 @@ from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.targets import RankedLayers, StartName, TargetedMethod, Targets, spread
-from simpletune.models.lora_names import result_layout
+from simpletune.models.lora_names import is_convolution, result_layout
+from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +27,7 @@ class LoraLayers(RankedLayers):
 
 
 class Lora(TargetedMethod):
-    """Train low-rank updates of frozen linear layers and 1x1 convolutions."""
+    """Train low-rank updates of frozen linear layers and convolutions."""
 
     method: Literal["lora"] = "lora"
     """LoRA: train low-rank updates of frozen weights; the result is a small file that other tools load."""
@@ -34,6 +35,12 @@ class Lora(TargetedMethod):
     """Rank of each update. A higher rank gives more capacity and a larger file."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the scale alpha / rank that multiplies each update; null: alpha = rank, so the scale is 1."""
+    conv_rank: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """LoCon: rank of the updates of a U-Net's convolutions with a kernel larger than 1x1 (kohya's conv_dim). With a
+    named value of targets, all layers of its residual blocks, downsamplers and upsamplers train as well, with this rank
+    in convolutions and rank in the others. null: these convolutions get no update."""
+    conv_alpha: Annotated[float, Field(gt=0)] | None = None
+    """alpha of these convolutions; null: conv_rank, so their scale is 1."""
     rank_stabilized: bool = False
     """rsLoRA: scale each update by alpha / sqrt(rank) instead of alpha / rank, so that high ranks learn as fast as low
     ones (arXiv:2312.03732). With alpha null the scale is sqrt(rank)."""
@@ -46,8 +53,8 @@ class Lora(TargetedMethod):
     layers: list[LoraLayers] = []
     """Other ranks, alphas and learning rates for some of these layers, by a pattern of their names, such as
     [{"pattern": "blocks.0-11", "rank": 4}, {"pattern": "to_out", "lr_ratio": 0}]. Where several entries match a layer
-    and set a field, the last one counts. Without an alpha of their own, layers have adapter.alpha; if that is null,
-    their rank."""
+    and set a field, the last one counts. Without an alpha of their own, layers have adapter.alpha, or conv_alpha; if
+    that is null, their rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the input of each update."""
     rank_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -78,15 +85,24 @@ class Lora(TargetedMethod):
 
     def scale_of(self, layer: str) -> float:
         rank = self.rank_of(layer)
-        alpha = self.setting("alpha", layer) or self.alpha or rank
+        common = self.conv_alpha if is_convolution(layer) else self.alpha
+        alpha = self.setting("alpha", layer) or common or rank
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
-    def describe(self, shapes: Shapes) -> str:
-        scales = spread(map(self.scale_of, self.modules(shapes)))
-        return f"{self.title} of rank {self.ranks(shapes)}, scale {scales}, on {self.counted(shapes)}"
+    def size_of(self, layers: Sequence[str], shapes: Shapes) -> str:
+        return f"{super().size_of(layers, shapes)}, scale {spread(map(self.scale_of, layers))}"
 
     def trainable(self, shapes: Shapes) -> int:
-        return sum(self.rank_of(name) * sum(shapes[f"{name}.weight"][:2]) for name in self.modules(shapes))
+        weights = ((name, shapes[f"{name}.weight"]) for name in self.modules(shapes))
+        return sum(self.rank_of(name) * (shape[0] + math.prod(shape[1:])) for name, shape in weights)
+
+    def problems(self, shapes: Shapes) -> Iterator[Problem]:
+        yield from super().problems(shapes)
+        if self.conv_alpha is not None and self.conv_rank is None:
+            yield Problem(
+                "adapter.conv_alpha",
+                f"{self.conv_alpha:g} has no effect without adapter.conv_rank. Set that, or leave this out",
+            )
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and add the updates, with weights in ``dtype`` and matmuls in the activations' type."""
@@ -145,7 +161,7 @@ class Lora(TargetedMethod):
         updates = {}
         for name, a, b in self.factors(model):
             down, up = a.detach(), b.detach()
-            updates[name] = LoraUpdate(down.flatten(1), up.flatten(1), self.scale_of(name), pointwise=down.dim() == 4)
+            updates[name] = LoraUpdate(down.flatten(1), up.flatten(1), self.scale_of(name), tuple(down.shape[2:]))
         layout = result_layout(model)
         extra = {} if layout.alpha else adapter_metadata(updates, layout.names)
         return write_safetensors(file_tensors(updates, layout), folder / OUTPUT, {**metadata, **extra})

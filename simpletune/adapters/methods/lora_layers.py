@@ -5,9 +5,11 @@ tensors of the output's size. Here the matmul with the second factor adds to the
 does that of the input's gradient to the gradient through the frozen weight. With checkpointing, a layer's update reads
 or writes 11 tensors of the activations' size per step instead of 23.
 
+On a convolution, A is a convolution of its geometry to r channels, and B mixes these at every pixel of the output.
+
 Norms are computed in closed form: neither B A nor W + s B A is built.
 
-Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions b samples, p pixels.
+Shapes: n rows (samples x tokens), i inputs, o outputs, r rank; of convolutions b samples, p pixels of the output.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ import torch.nn.functional as F
 from peft.tuners.lora.layer import Conv2d, Linear, LoraLayer, LoraVariant
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.layers import ADAPTER
+from simpletune.adapters.methods.layers import ADAPTER, geometry_of
 from simpletune.engine.quant.frozen_product import Packed, multiplied
+from simpletune.engine.quant.int8_conv import Geometry
 
 TINY = 1e-30
 Context = Any
@@ -38,10 +41,12 @@ def _add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tens
     return x, down, a, b
 
 
-def _add_pointwise(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """Like ``_add``, with channels first; A x is [b, r, p]."""
+def _add_by_pixels(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, geometry: Geometry | None
+) -> tuple[Tensor, ...]:
+    """Like ``_add``, with channels first; A x is [b, r, p]. A is [r, i], or [r, i, kh, kw] with a geometry."""
     x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
-    down = a @ x.flatten(2)
+    down = a @ x.flatten(2) if geometry is None else F.conv2d(x, a, None, *geometry).flatten(2)
     batch = b.expand(len(x), *b.shape)
     y.detach().view(*y.shape[:2], -1).baddbmm_(batch, down, alpha=scale)
     return x, down, a, b
@@ -126,30 +131,52 @@ class _UpdatedQuantised(_Updated):
     """The same for a weight that is unpacked, which traces tell by the name (engine/profiling/figures.py)."""
 
 
-class _AddedPointwise(torch.autograd.Function):
-    """Compute y += scale B (A x) for a 1x1 convolution, under the conditions of ``_Added``."""
+def convolution_gradients(
+    grad_down: Tensor,  # [b, r, h', w']
+    x: Tensor,  # [b, i, h, w]
+    a: Tensor,  # [r, i, kh, kw]
+    geometry: Geometry,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and A in A x, a convolution, where they are wanted."""
+    if not any(wanted):
+        return None, None
+    *own, groups = geometry
+    mask = (*wanted, False)
+    grad_x, grad_a, _ = torch.ops.aten.convolution_backward(grad_down, x, a, None, *own, False, (0, 0), groups, mask)
+    return grad_x, grad_a
+
+
+class _AddedByPixels(torch.autograd.Function):
+    """Compute y += scale B (A x) for a convolution, under the conditions of ``_Added``."""
 
     @staticmethod
-    def forward(ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(*_add_pointwise(y, x, a, b, scale))
-        ctx.scale = scale
+    def forward(
+        ctx: Context, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, geometry: Geometry | None
+    ) -> Tensor:
+        ctx.save_for_backward(*_add_by_pixels(y, x, a, b, scale, geometry))
+        ctx.scale, ctx.geometry = scale, geometry
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_y,) = grads  # [b, o, h, w]
+        (grad_y,) = grads  # [b, o, h', w']
         x, down, a, b = ctx.saved_tensors
-        _, wants_x, wants_a, wants_b, _ = ctx.needs_input_grad
+        _, wants_x, wants_a, wants_b, *_ = ctx.needs_input_grad
         pixels = grad_y.flatten(2)  # [b, o, p]
         grad_down = b.t() @ pixels  # [b, r, p]
         if ctx.scale != 1:
             grad_down.mul_(ctx.scale)
-        grad_x = (a.t() @ grad_down).view(x.shape) if wants_x else None
-        grad_a = (grad_down @ x.flatten(2).transpose(1, 2)).sum(0) if wants_a else None
+        if ctx.geometry is None:
+            grad_x = (a.t() @ grad_down).view(x.shape) if wants_x else None
+            grad_a = (grad_down @ x.flatten(2).transpose(1, 2)).sum(0) if wants_a else None
+        else:
+            narrow = grad_down.unflatten(2, grad_y.shape[2:])
+            grad_x, grad_a = convolution_gradients(narrow, x, a, ctx.geometry, (wants_x, wants_a))
         grad_b = (pixels @ down.transpose(1, 2)).sum(0) if wants_b else None
         if grad_b is not None and ctx.scale != 1:
             grad_b.mul_(ctx.scale)
-        return grad_y, grad_x, grad_a, grad_b, None
+        return grad_y, grad_x, grad_a, grad_b, None, None
 
 
 def add_update(
@@ -187,11 +214,31 @@ def add_pointwise_update(
     """
     if y.is_contiguous() and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
-            _add_pointwise(y, x, a, b, scale)
+            _add_by_pixels(y, x, a, b, scale, None)
             return y
-        added: Tensor = _AddedPointwise.apply(y, x, a, b, scale)
+        added: Tensor = _AddedByPixels.apply(y, x, a, b, scale, None)
         return added
     return add_update(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1), a, b, scale).permute(0, 3, 1, 2)
+
+
+def add_convolution_update(
+    y: Tensor,  # [b, o, h', w']
+    x: Tensor,  # [b, i, h, w]
+    a: Tensor,  # [r, i, kh, kw]
+    b: Tensor,  # [o, r]
+    scale: float,
+    geometry: Geometry,
+) -> Tensor:  # [b, o, h', w']
+    """Add the update scale B (A x) to the output of a convolution with this geometry, in the type of y, under the
+    conditions of ``add_update``. Both convolutions read the same pixels: the product is one of B A [o, i, kh, kw]."""
+    if torch.compiler.is_compiling() or not y.is_contiguous():
+        x, a, b = (tensor.to(y.dtype) for tensor in (x, a, b))
+        return y + scale * F.conv2d(F.conv2d(x, a, None, *geometry), b[:, :, None, None])
+    if not torch.is_grad_enabled():
+        _add_by_pixels(y, x, a, b, scale, geometry)
+        return y
+    added: Tensor = _AddedByPixels.apply(y, x, a, b, scale, geometry)
+    return added
 
 
 class InPlaceLoraVariant(LoraVariant):
@@ -199,12 +246,15 @@ class InPlaceLoraVariant(LoraVariant):
 
     @staticmethod
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **more: Any) -> Tensor:
-        """The output, [..., o] or [b, o, h, w] for a 1x1 convolution, with one adapter's update."""
+        """The output, [..., o] or [b, o, h', w'] of a convolution, with one adapter's update."""
         dropout = module._modules["lora_dropout"]._modules[active_adapter]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
         a, b = _operands(module, active_adapter, result.dtype)
+        scale = module.scaling[active_adapter]
+        if a.dim() > 2:
+            return add_convolution_update(result, dropped, a, b, scale, geometry_of(module))
         add = add_pointwise_update if isinstance(module, Conv2d) else add_update
-        return add(result, dropped, a, b, module.scaling[active_adapter])
+        return add(result, dropped, a, b, scale)
 
 
 class _OneUpdate:
@@ -254,13 +304,14 @@ def _as_it_is(dtype: torch.dtype, weight: Tensor) -> Tensor:
 
 
 def _operands(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A [r, i] and B [o, r] of this pass: those that the block has cast if they have this type, with ranks dropped."""
+    """A [r, i], or [r, i, kh, kw] of a larger kernel, and B [o, r] of this pass: those that the block has cast if they
+    have this type, with ranks dropped."""
     a, b = _factors(layer, adapter)
     cast = layer.__dict__.get("cast")
     if cast is not None and cast[0].dtype == dtype:
         a, b = cast
-    if a.dim() > 2:  # of a 1x1 convolution
-        a, b = a.flatten(1), b.flatten(1)
+    if a.dim() > 2:  # of a convolution
+        a, b = a.flatten(1) if a.shape[2:] == (1, 1) else a, b.flatten(1)
     drop = layer._modules.get("update_dropout")
     return a, b if drop is None else drop(b)
 
@@ -346,8 +397,8 @@ def compute_in_output_type(model: nn.Module, dtype: torch.dtype = torch.float32)
 
 
 def lora_factors(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each updated layer's name, A [r, i] and B [o, r]; those of a convolution have two more dimensions, of size
-    1."""
+    """Yield each updated layer's name, A [r, i] and B [o, r]; those of a convolution are [r, i, kh, kw] and
+    [o, r, 1, 1]."""
     for name, layer in lora_layers(model):
         yield name, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 

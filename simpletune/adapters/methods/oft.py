@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -46,7 +46,9 @@ class Oft(LayerMethod):
         whole = outputs // 2 if outputs % 2 == 0 else outputs
         return next(side for side in range(min(self.block_size, whole), 0, -1) if whole % side == 0)
 
-    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
+    def factor_shapes(
+        self, outputs: int, inputs: int, layer: str = "", kernel: tuple[int, ...] = ()
+    ) -> dict[str, tuple[int, ...]]:
         side = self.side(outputs)
         return {"oft_triangle": (outputs // side, side * (side - 1) // 2)}  # above each block's diagonal
 
@@ -64,9 +66,9 @@ class Oft(LayerMethod):
         outputs = (shapes[f"{name}.weight"][0] for name in self.modules(shapes))
         return sum(count * self.side(count) for count in outputs)  # whole blocks, with zeros below the diagonal
 
-    def describe(self, shapes: Shapes) -> str:
-        sides = sorted({self.side(shapes[f"{name}.weight"][0]) for name in self.modules(shapes)})
-        return f"OFT in blocks of {', '.join(map(str, sides))}, on {self.counted(shapes)}"
+    def size_of(self, layers: Sequence[str], shapes: Shapes) -> str:
+        sides = sorted({self.side(shapes[f"{name}.weight"][0]) for name in layers})
+        return f"in blocks of {', '.join(map(str, sides))}"
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         yield from super().problems(shapes)

@@ -18,13 +18,13 @@ from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, innermost_l
 
 
 class OftLayer(FactorLayer):
-    """A frozen linear layer or 1x1 convolution whose outputs are rotated block by block; at strength k, W + k (R - I)
+    """A frozen linear layer or convolution whose outputs are rotated block by block; at strength k, W + k (R - I)
     W. Its factor ``oft_triangle`` [k, d (d - 1) / 2] has the entries above the diagonal of each block's Q."""
 
     oft_triangle: nn.Parameter
 
     @staticmethod
-    def initial_factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, Tensor]:
+    def initial_factors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     def __init__(self, base_layer: nn.Module, factors: Mapping[str, Tensor], adapter: str = ADAPTER):
@@ -36,6 +36,9 @@ class OftLayer(FactorLayer):
         bias = innermost_layer(self).bias  # is not rotated
         own = y if bias is None else y - bias.to(y.dtype)  # type: ignore[operator]
         return torch.add(y, turned(own, self.oft_triangle), alpha=self.strength)
+
+    def convolved(self, y: Tensor, x: Tensor) -> Tensor:  # rotates outputs, so the kernel does not matter
+        return self.updated(y.movedim(1, -1), x).movedim(-1, 1)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:

@@ -28,7 +28,10 @@ class Partial(Full):
     supports_fsdp: ClassVar[bool] = False
 
     def names(self, shapes: Shapes) -> list[str]:
-        return [name for name in shapes if any(fnmatchcase(name, pattern) for pattern in self.layers)]
+        return [name for name in shapes if self.trains_weight(name)]
+
+    def trains_weight(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.layers)
 
     def describe(self, shapes: Shapes) -> str:
         return f"{len(self.names(shapes))} of the model's {len(shapes)} tensors ({', '.join(self.layers)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
-from simpletune.models.lora_names import SHORT, TARGETS, is_target, matches_layer, result_layout
+from simpletune.models.lora_names import (
+    SHORT,
+    TARGETS,
+    is_convolution,
+    is_residual,
+    is_target,
+    matches_layer,
+    result_layout,
+)
 from simpletune.models.shared.lora_names import ALPHA
 from simpletune.system.options import Option, Problem, join_names, plural
 
@@ -50,8 +59,9 @@ class RankedLayers(LayerSettings):
 
 
 class TargetedMethod(TrainingMethod):
-    """Update linear layers and 1x1 convolutions of a frozen model. Members declare the fields ``targets: Targets``,
-    ``layers: list[LayerSettings]``, or of a class that extends it, and ``start: StartName``."""
+    """Update linear layers and convolutions of a frozen model. Members declare the fields ``targets: Targets``,
+    ``layers: list[LayerSettings]``, or of a class that extends it, and ``start: StartName``; ``conv_rank`` if they
+    update convolutions with a kernel larger than 1x1."""
 
     if TYPE_CHECKING:  # every member declares them, so that its tag and rank come first in JSON
         targets: Targets
@@ -67,9 +77,16 @@ class TargetedMethod(TrainingMethod):
 
     def is_targeted(self, layer: str) -> bool:
         """Whether ``targets`` chooses a layer, which ``layers`` may then leave out."""
+        if is_convolution(layer) and not self.updates_convolutions:
+            return False
         if isinstance(self.targets, str):
-            return is_target(self.targets, layer)
+            return is_target(self.targets, layer) or self.updates_convolutions and is_residual(layer)
         return any(_ends(layer, ending) for ending in self.targets)
+
+    @property
+    def updates_convolutions(self) -> bool:
+        """Whether convolutions with a kernel larger than 1x1 get an update, too."""
+        return getattr(self, "conv_rank", None) is not None
 
     def setting(self, field: str, layer: str) -> Any:
         """What ``layers`` sets for a field in a layer: its last entry that matches and sets it; None if none does."""
@@ -79,50 +96,92 @@ class TargetedMethod(TrainingMethod):
     def rank_of(self, layer: str) -> int | None:
         """The rank in a layer that gets an update; None of a method, or of a matrix, without."""
         found = self.setting("rank", layer)
-        return getattr(self, "rank", None) if found is None else found
+        own = "conv_rank" if is_convolution(layer) else "rank"
+        return getattr(self, own, None) if found is None else found
 
     def lr_ratio(self, name: str) -> float:
         found = self.setting("lr_ratio", _OF_UPDATE.sub("", name))
         return 1.0 if found is None else found
 
-    def ranks(self, shapes: Shapes) -> str:
-        """The ranks of the layers that get an update, for ``describe``; empty without any."""
-        return spread(rank for rank in map(self.rank_of, self.modules(shapes)) if rank is not None)
+    def size_of(self, layers: Sequence[str], shapes: Shapes) -> str:
+        """How large the updates of some layers are, for ``describe``: ``of rank 16``."""
+        return f"of rank {spread(rank for rank in map(self.rank_of, layers) if rank is not None)}"
 
-    def counted(self, shapes: Shapes) -> str:
-        """Count the layers that get an update, and name the choice, for ``describe``."""
+    def describe(self, shapes: Shapes) -> str:
+        """The size of the updates, the counted layers and the choice; convolutions with a larger kernel apart."""
+        modules, counts = self.modules(shapes), Counter[str]()
+        for name in modules:
+            counts["x".join(map(str, shapes[f"{name}.weight"][2:]))] += 1
+        kernels = [name for name in modules if is_convolution(name)]
+        others = [name for name in modules if not is_convolution(name)]
+        groups = []
+        if others or not kernels:
+            pointwise = f" and {counts['1x1']} 1x1 convolutions" if counts["1x1"] else ""
+            groups.append(f"{self.size_of(others, shapes)}, on {counts['']} linear layers{pointwise}")
+        if kernels:
+            listed = [f"{n} {kernel} convolutions" for kernel, n in counts.items() if kernel not in ("", "1x1")]
+            groups.append(f"{self.size_of(kernels, shapes)}, on {' and '.join(listed)}")
         targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
-        modules = self.modules(shapes)
-        pointwise = sum(len(shapes[f"{name}.weight"]) == 4 for name in modules)
-        convolutions = f" and {pointwise} 1x1 convolutions" if pointwise else ""
+        if isinstance(self.targets, str) and self.updates_convolutions:
+            targets += " and resnets"
         left_out = sum(map(self.is_targeted, _layers(shapes))) - len(modules)
         ratios = [ratio for ratio in (self.setting("lr_ratio", name) for name in modules) if ratio not in (None, 1)]
         without = f"; adapter.layers leaves out {left_out}" if left_out else ""
         rates = f", learning rate times {spread(ratios)} in {len(ratios)}" if ratios else ""
-        return f"{len(modules) - pointwise} linear layers{convolutions} ({targets}{without}){rates}"
+        return f"{self.title} {', and '.join(groups)} ({targets}{without}){rates}"
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
         layers = _layers(shapes)
         targeted = [layer for layer in layers if self.is_targeted(layer)]
         yield from self._problems_of_layers(layers, targeted)
+        yield from self._problems_of_convolutions(layers)
         if isinstance(self.targets, str):
-            if not targeted:
+            if not any(is_target(self.targets, layer) for layer in layers):
                 known = [name for name in TARGETS if any(is_target(name, layer) for layer in layers)]
                 remedy = f"Use {', '.join(known)}" if known else "Use a list of name endings"
                 yield Problem("adapter.targets", f"{self.targets!r} names no layer of this model. {remedy}")
             return
         examples = dict.fromkeys(".".join(la.split(".")[-2:]) for la in layers if is_target("attention", la))
         for ending in self.targets:
-            if not any(_ends(layer, ending) for layer in layers):
+            found = [layer for layer in layers if _ends(layer, ending)]
+            if not found:
                 remedy = f"Use endings such as {', '.join(list(examples)[:3])}"
-                yield Problem("adapter.targets", f"{ending!r} matches no linear layer or 1x1 convolution. {remedy}")
+                yield Problem("adapter.targets", f"{ending!r} matches no linear layer or convolution. {remedy}")
+            elif not any(map(self.is_targeted, found)):
+                said = f"{ending!r} matches only convolutions with a kernel larger than 1x1"
+                yield Problem("adapter.targets", f"{said}. {self._remedy_of_convolutions()}")
+
+    def _problems_of_convolutions(self, layers: Sequence[str]) -> Iterator[Problem]:
+        rank = getattr(self, "conv_rank", None)
+        if rank is None:
+            return
+        known = [layer for layer in layers if is_convolution(layer)]
+        if not known:
+            yield Problem(
+                "adapter.conv_rank",
+                f"{rank} is for a U-Net's convolutions, and this model has none. Leave it out",
+            )
+        elif not any(map(self.is_targeted, known)):
+            yield Problem(
+                "adapter.conv_rank",
+                f"{rank} is for convolutions with a kernel larger than 1x1, and adapter.targets names none. Add "
+                "endings such as conv1 and conv2, or leave it out",
+            )
+
+    def _remedy_of_convolutions(self) -> str:
+        if hasattr(self, "conv_rank"):
+            return "Give them a rank by adapter.conv_rank"
+        return f"{self.title} does not update them. Use other adapter.targets, or adapter.method lora"
 
     def _problems_of_layers(self, layers: Sequence[str], targeted: Sequence[str]) -> Iterator[Problem]:
         for number, each in enumerate(self.layers if targeted else ()):
             if any(matches_layer(each.pattern, layer) for layer in targeted):
                 continue
             if any(matches_layer(each.pattern, layer) for layer in layers):
-                said = f"{each.pattern!r} matches only layers without an update. Choose them by adapter.targets"
+                found = [layer for layer in layers if matches_layer(each.pattern, layer)]
+                convolutions = not self.updates_convolutions and all(map(is_convolution, found))
+                remedy = self._remedy_of_convolutions() if convolutions else "Choose them by adapter.targets"
+                said = f"{each.pattern!r} matches only layers without an update. {remedy}"
             else:
                 near = difflib.get_close_matches(each.pattern, _parts_of_names(targeted), n=3, cutoff=0)
                 said = f"{each.pattern!r} matches no layer. The nearest names are {join_names(near)}"
@@ -155,9 +214,10 @@ def _parts_of_names(layers: Sequence[str]) -> list[str]:
 
 
 def _layers(shapes: Shapes) -> list[str]:
-    """The names of the linear layers and 1x1 convolutions, found by their weights' shapes."""
-    weights = (name for name, shape in shapes.items() if len(shape) == 2 or len(shape) == 4 and shape[2:] == (1, 1))
-    return [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    """The names of the layers that can have an update: by their weights' shapes, of convolutions with a kernel larger
+    than 1x1 by their names."""
+    weights = ((name.removesuffix(".weight"), s) for name, s in shapes.items() if name.endswith(".weight"))
+    return [name for name, s in weights if len(s) == 2 or len(s) == 4 and (s[2:] == (1, 1) or is_convolution(name))]
 
 
 def _ends(layer: str, ending: str) -> bool:
@@ -180,8 +240,11 @@ class LayerMethod(TargetedMethod):
             "--format diffusers --rank 32`, which prints what is left out."
         )
 
-    def factor_shapes(self, outputs: int, inputs: int, layer: str = "") -> dict[str, tuple[int, int]]:
-        """The shapes of the factors of one layer's update, by their names in files."""
+    def factor_shapes(
+        self, outputs: int, inputs: int, layer: str = "", kernel: tuple[int, ...] = ()
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of the factors of one layer's update, by their names in files. ``kernel``: of a convolution; one
+        of 1x1 counts as a linear layer."""
         raise NotImplementedError
 
     def layer_class(self) -> type[FactorLayer]:
@@ -190,8 +253,13 @@ class LayerMethod(TargetedMethod):
         raise NotImplementedError
 
     def trainable(self, shapes: Shapes) -> int:
-        sides = {name: shapes[f"{name}.weight"][:2] for name in self.modules(shapes)}
-        return sum(math.prod(each) for n, (o, i) in sides.items() for each in self.factor_shapes(o, i, n).values())
+        found = (self.shapes_of(name, shapes) for name in self.modules(shapes))
+        return sum(math.prod(shape) for each in found for shape in each.values())
+
+    def shapes_of(self, layer: str, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+        """``factor_shapes`` of a layer, from the base model's shapes."""
+        outputs, inputs, *kernel = shapes[f"{layer}.weight"]
+        return self.factor_shapes(outputs, inputs, layer, tuple(kernel))
 
     def attach(self, model: nn.Module, seed: int) -> None:
         """Freeze the model and wrap its layers, with factors in ``dtype`` and products in the activations' type."""
@@ -200,8 +268,7 @@ class LayerMethod(TargetedMethod):
 
         shapes, layer_class = freeze_for_updates(model, seed), self.layer_class()
         for name in self.modules(shapes):
-            outputs, inputs = shapes[f"{name}.weight"][:2]
-            factors = layer_class.initial_factors(self.factor_shapes(outputs, inputs, name))
+            factors = layer_class.initial_factors(self.shapes_of(name, shapes))
             cast = {factor: tensor.to(FLOATS[self.dtype]) for factor, tensor in factors.items()}
             wrap(model, name, layer_class(model.get_submodule(name), cast))
 

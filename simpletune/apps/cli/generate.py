@@ -90,7 +90,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="seed of the initial noise")
     parser.add_argument("--image", type=Path, help="start from this picture, centre-cropped to the size")
-    parser.add_argument("--strength", type=share, help="with --image: share of the steps to run, 0 to 1 (default: 0.6)")
+    parser.add_argument(
+        "--mask", type=Path, help="inpainting: paint into --image where this picture of its shape is white"
+    )
+    about = "with --image: share of the steps to run, 0 to 1 (default: 0.6, with --mask 1)"
+    parser.add_argument("--strength", type=share, help=about)
+    about = "with --mask: put the pixels of --image back outside the mask, which the autoencoder changes"
+    parser.add_argument("--paste", action="store_true", default=None, help=about)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument(
         "--embedding", action="append", metavar="FILE[:TOKEN]",

@@ -129,6 +129,7 @@ def extract_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help=what)
     parser.add_argument("tuned", metavar="TUNED", help=what)
     add_rank_or_energy(parser)
+    add_conv_rank(parser, "left out")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="device to compute on (default: cuda if available)")
     add_output(parser)
 
@@ -143,6 +144,7 @@ def resize(args: argparse.Namespace) -> None:
 def resize_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lora", metavar="LORA", help=LORA)
     add_rank_or_energy(parser)
+    add_conv_rank(parser, "as the others")
     add_output(parser)
 
 
@@ -150,6 +152,13 @@ def add_rank_or_energy(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that choose the rank."""
     parser.add_argument("--rank", type=positive, help="rank of every layer")
     parser.add_argument("--energy", type=float, help="share of the squared singular values to keep in each layer: 0.95")
+
+
+def add_conv_rank(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """Add the rank of convolutions; ``otherwise``: what happens to them without."""
+    parser.add_argument(
+        "--conv-rank", type=positive, help=f"rank of convolutions larger than 1x1 (default: {otherwise})"
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

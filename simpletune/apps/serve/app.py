@@ -79,7 +79,8 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
         standard = {name: getattr(capabilities.defaults, name) for name in STANDARD}
         names = {"loras": capabilities.loras, "tuned": capabilities.tuned}
         limits = asdict(capabilities.limits)
-        return JSONResponse({**names, "standard": standard, "limits": limits, "status": worker.state})
+        about = {"inpaints": capabilities.inpaints, "status": worker.state}
+        return JSONResponse({**names, "standard": standard, "limits": limits, **about})
 
     async def page(request: Request) -> Response:
         content, kind = pages[request.url.path]

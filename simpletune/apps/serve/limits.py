@@ -16,6 +16,7 @@ class Limits:
     steps: int = 100  # sampling steps per picture
     instances: int = 4  # pictures per request
     prompt: int = 2000  # characters per prompt
-    body: int = 256 * 1024  # bytes per request
+    body: int = 8 * 2**20  # bytes per request, for a picture and a mask in base64
+    pixels: int = 2**24  # of a picture or a mask that is sent
     queue: int = 32  # waiting requests; further ones get status 429
     seconds: float = 600.0  # from a request's arrival to its response

@@ -6,6 +6,7 @@ The format follows Vertex AI's serving containers for diffusion models (docs/how
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -15,9 +16,11 @@ from pydantic_core import PydanticKnownError
 
 from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
 from simpletune.config.error_text import did_you_mean, problems_of, show
-from simpletune.stages.sample import PictureRequest
+from simpletune.data.sources.pictures import decode, decode_mask, picture_size
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.stages.sample import PictureRequest, fitted
 from simpletune.system import strict_json
-from simpletune.system.options import Option, Problem
+from simpletune.system.options import Option, Problem, UserError
 from simpletune.system.strict_json import JsonError, JsonValue
 
 BASE = "base"
@@ -56,6 +59,7 @@ class Capabilities:
     defaults: PictureRequest  # values for settings that a request leaves out
     limits: Limits
     tuned: str | None = None  # name of the run's full model, if one is served; draws requests that name no model
+    inpaints: bool = False  # whether the model reads a mask, so that the page asks for one
 
     def in_words(self) -> str:
         """List all names; if there is a full model, with their kinds: ``base, mine (full model), other (LoRA)``."""
@@ -142,6 +146,12 @@ class Parameters(Option):
     """Alias of ``lora``."""
     scale: Annotated[float, Field(ge=-SCALE, le=SCALE)] | None = Field(None, alias="lora_scale")
     """Strength of the LoRA."""
+    image: str | None = None
+    """A picture to start from or to paint into: PNG, JPEG or WebP in base64, centre-cropped to the size."""
+    mask: str | None = Field(None, alias="mask_image")
+    """Where to paint into ``image``, white on black: the same, of its shape. Without one, everywhere."""
+    strength: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the steps to run from ``image``; by default 0.6, or with a mask 1."""
 
 
 class Instance(Parameters):
@@ -198,7 +208,16 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     for number, each in enumerate(parsed.instances):
         values = {**common, **_settings(each)}
         lora, scale = values.pop("lora", capabilities.tuned or BASE), values.pop("scale", 1.0)
-        images.append(ImageRequest(replace(capabilities.defaults, **values), lora, scale))
+        unusable = list(_unusable_inputs(values, capabilities.limits.pixels))
+        without += [Problem(f"instances.{number}.{name}", rule) for name, rule in unusable]
+        if unusable:
+            continue
+        try:
+            request = fitted(replace(capabilities.defaults, **values))
+        except UserError as error:
+            without.append(Problem(f"instances.{number}.mask_image", str(error).removeprefix("--mask: ")))
+            continue
+        images.append(ImageRequest(request, lora, scale))
         if lora == capabilities.tuned and scale != 1:
             rule = f"{scale:g} is not allowed: {lora} is a full model and has no strength. Leave lora_scale out"
             without.append(Problem(f"instances.{number}.lora_scale", rule))
@@ -220,6 +239,31 @@ def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
         yield Problem(path, "needs either prompt or text: what to draw")
     elif isinstance(prompts[0], str) and not prompts[0].strip():
         yield Problem(path, "the prompt is empty. Describe what to draw")
+
+
+def _unusable_inputs(values: dict[str, Any], most: int) -> Iterator[tuple[str, str]]:
+    """Replace the picture and the mask among values by what they hold, and add the strength that a mask has by default;
+    yield the name of each that cannot be used, and why."""
+    for name, sent in (("image", "image"), ("mask", "mask_image")):
+        if name not in values:
+            continue
+        try:
+            data = base64.b64decode(values[name], validate=True)
+            width, height = picture_size(data)
+            if width * height > most:
+                yield sent, f"is {width}x{height}. Send at most {most / 1e6:.1f} million pixels"
+            else:
+                values[name] = decode(data) if name == "image" else decode_mask(data, "file")
+        except ValueError:
+            yield sent, "is not base64"
+        except UnusablePicture as reason:
+            yield sent, f"{reason}. Send a PNG, JPEG or WebP in base64"
+    if "image" not in values:
+        for name, sent in (("mask", "mask_image"), ("strength", "strength")):
+            if name in values:
+                yield sent, "needs image, the picture to paint into or to start from"
+    if "mask" in values:
+        values.setdefault("strength", 1.0)
 
 
 def _settings(given: Parameters) -> dict[str, Any]:

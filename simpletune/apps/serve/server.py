@@ -114,13 +114,15 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     side = min(Limits.side, most) if args.max_side is None else args.max_side
     if not STEP <= side <= most or side % STEP:
         raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {STEP} from {STEP} to {most}")
-    limits = Limits(side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, args.queue, args.timeout)
+    limits = Limits(
+        side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, queue=args.queue, seconds=args.timeout
+    )
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
     width, height = (min(each, side) for each in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
     defaults = PictureRequest("", option.seed, option.negative_prompt, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
-    capabilities = Capabilities(served.names, defaults, limits, tuned)
+    capabilities = Capabilities(served.names, defaults, limits, tuned, session.config.model.inpaints)
 
     def load() -> ImageGenerator:
         generator = ImageGenerator(session.config, served, session.device, side)

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan, Shot
-from simpletune.commands.generate.generate import made_with
+from simpletune.commands.generate.generate import made_with, say_what_is_painted
 from simpletune.data.storage.cache import FileCache
 from simpletune.runs.weights import Weights
 from simpletune.stages.latent_cache import free_memory
@@ -99,6 +99,8 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
     prompts = [prompt for each in every for prompt in (each.prompt, each.negative_prompt)]
     texts = session.encode_prompts(list(points), prompts)
     say(f"draw    {plural(len(every), 'picture')} by {plural(len(wanted), 'model')}")
+    if every:
+        say_what_is_painted(session, every[0])
     with progress("draw", len(every), "pictures") as advance:
         for weights, number, latents, _ in session.draw_latents(requests, texts):
             for shot, z in zip(wanted[weights][number], latents, strict=True):

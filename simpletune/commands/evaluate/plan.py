@@ -79,8 +79,11 @@ class EvaluationPlan:
     def keys(self) -> dict[tuple[EvaluatedWeights, Shot], str]:
         """The name of every picture, a hash of everything that it depends on."""
         config = self.session.config
+        model = config.model.model_dump(mode="json")
+        if not model.get("inpainting"):  # keeps the names from before there was this field
+            model.pop("inpainting", None)
         common = {
-            "model": config.model.model_dump(mode="json"), "objective": config.objective.model_dump(mode="json"),
+            "model": model, "objective": config.objective.model_dump(mode="json"),
             "speed": asdict(self.session.speed), "device": self.session.device.type,
         }  # fmt: skip
         keys = {}
@@ -90,7 +93,8 @@ class EvaluationPlan:
             for group in self.groups():
                 batch = [each.request.prompt for each in group]  # the last bits of a picture depend on its batch
                 for shot in group:
-                    request = {key: str(value) for key, value in asdict(shot.request).items()}
+                    values = asdict(shot.request).items()
+                    request = {key: str(value) for key, value in values if value or key not in ("mask", "paste")}
                     how = json.dumps({**own, "request": request, "batch": batch}, sort_keys=True)
                     keys[point, shot] = hashlib.sha256(how.encode()).hexdigest()[:24]
         return keys

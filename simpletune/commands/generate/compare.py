@@ -21,6 +21,7 @@ from simpletune.commands.generate.generate import (
     given_embeddings,
     made_with,
     open_session,
+    say_what_is_painted,
 )
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.estimate.generate_memory import decoding_bytes, generation_bytes
@@ -42,8 +43,8 @@ from simpletune.runs.weights import (
 )
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.png import save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.png import request_values, save_png
+from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.system.atomic import write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -180,14 +181,18 @@ def compare(args: argparse.Namespace) -> Path:
         say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
     sheet, precision = folder / SHEET, session.config.precision.weights
     rows = [
-        (f"{request.prompt}  (seed {request.seed})", [column.pictures[n] for column in columns])
+        (
+            f"{request.prompt}  (seed {request.seed})",
+            [*shown_inputs(request).values(), *(c.pictures[n] for c in columns)],
+        )
         for n, request in enumerate(requests)
     ]
-    grid(rows, [column.weights.title for column in columns]).save(sheet)
+    grid(rows, [*shown_inputs(requests[0]), *(column.weights.title for column in columns)]).save(sheet)
+    say_what_is_painted(session, requests[0])
     about = {
         "precision": precision, "device": session.reason, "peak_memory": session.memory(),
         **session.speed.lossy(), "stages": session.stages.as_json(),
-        "pictures": [{**request.__dict__, "image": request.image and str(request.image)} for request in requests],
+        "pictures": [{"image": None, "strength": request.strength, **request_values(request)} for request in requests],
     }  # fmt: skip
     write_json(folder / FIGURES, {**about, "models": figures})
     page = folder / PAGE

@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.runs.report.page import page_style, page_template
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.system.atomic import write_text
 from simpletune.system.options import plural
 
@@ -72,6 +72,7 @@ def write_page(
             "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
             "how": f"{plural(request.steps, 'step')}, guidance {request.guidance:g}",
             "negative": request.negative_prompt,
+            "inputs": {title: picture_data_uri(image) for title, image in shown_inputs(request).items()},
             "cells": [picture_data_uri(column.pictures[number]) for column in columns],
             "away": [figure["difference_from_base"][number] for figure in figures],
         }

@@ -29,7 +29,7 @@ from simpletune.runs.weights import (
 )
 from simpletune.runs.weights_names import DENOISERS, LORA_FILE
 from simpletune.stages.png import generation_parameters, save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import PictureRequest, mask_pixels
 from simpletune.system.atomic import atomic_file
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -44,7 +44,11 @@ def build_requests(
     width, height = args.size or session.config.picture_size()
     if max(width, height) > (most := session.config.model.largest_side):
         raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
-    changed = given_arguments(args, "seed", "negative_prompt", "steps", "guidance", "image", "strength")
+    changed = given_arguments(
+        args, "seed", "negative_prompt", "steps", "guidance", "image", "strength", "mask", "paste"
+    )
+    if "mask" in changed:
+        changed.setdefault("strength", 1.0)  # as diffusers' inpainting pipelines for UNets
     requests = []
     for prompt in args.prompt or default:
         prompt = default_prompt(session) if prompt is None else prompt
@@ -52,10 +56,23 @@ def build_requests(
             prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance
         )  # fmt: skip
         first = replace(first, **changed)
-        if first.image is None and "strength" in changed:
-            raise UserError(f"--strength: {args.strength:g} needs an initial picture. Give one: --image FILE")
+        require_inputs(first, "strength" in given_arguments(args, "strength"))
         requests += [replace(first, seed=first.seed + number) for number in range(args.seeds)]
     return requests
+
+
+def require_inputs(request: PictureRequest, strength: bool) -> None:
+    """Check that a request's arguments have the picture and the mask that they need, and that these can be used.
+
+    Raises:
+        UserError: they do not, or cannot.
+    """
+    if request.image is None and request.mask is None and strength:
+        raise UserError(f"--strength: {request.strength:g} needs an initial picture. Give one: --image FILE")
+    if request.mask is None and request.paste:
+        raise UserError("--paste: without a mask there is nothing outside it. Give one: --mask FILE")
+    if request.mask is not None:
+        mask_pixels(request)
 
 
 def default_prompt(session: GenerationSession) -> str:
@@ -145,12 +162,19 @@ def generate(args: argparse.Namespace) -> Path:
             f"  prompt {request.prompt!r}, seed {request.seed}, {plural(request.steps, 'step')}, "
             f"guidance {request.guidance:g}"
         )
+    say_what_is_painted(session, requests[0])
     for text in session.speed.lossy().values():
         say(f"  lossy: {text}")
     say(f"  {drawn.denoise + drawn.decode:.2f} s per picture, peak memory {session.memory()}")
     compiling = " (including compilation)" if session.speed.compiled else ""
     say(f"  denoise {drawn.denoise:.2f} s{compiling}, decode {drawn.decode:.2f} s")
     return files[0]
+
+
+def say_what_is_painted(session: GenerationSession, request: PictureRequest) -> None:
+    """Say what an inpainting model paints if no mask tells it."""
+    if session.config.model.inpaints and request.mask is None:
+        say("  an inpainting model without a mask: it paints the whole picture")
 
 
 def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:

@@ -33,7 +33,15 @@ from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.modulation_plan import DetachedModulation
-from simpletune.stages.sample import PictureRequest, Sampler, decode, encode_starts
+from simpletune.stages.sample import (
+    EncodedPicture,
+    PictureRequest,
+    Sampler,
+    decode,
+    encode_inputs,
+    pasted,
+    reads_pictures,
+)
 from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
 from simpletune.system.options import Json, UserError, plural
@@ -149,15 +157,8 @@ class GenerationSession:
         """
         config = self.config
         texts = self.encode_prompts(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
-        starts: list[Tensor | None] | None = None
-        if any(request.image is not None for request in requests):
-            with self.stages.stage("encode"):
-                vae = self.autoencoder()
-                starts = encode_starts(vae, config.model, requests)
-                del vae
-                free_memory(self.device)
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
-        for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts, starts):
+        for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts):
             latents[weights] = z, seconds / len(requests)
         with self.stages.stage("load"):
             vae = self.autoencoder()
@@ -165,23 +166,38 @@ class GenerationSession:
         for weights, (z, denoise) in latents.items():
             with self.stages.stage("decode"):
                 clock = time.perf_counter()
-                pictures = decode(vae, config.model, z)
+                decoded = decode(vae, config.model, z)
+                pictures = [pasted(picture, request) for picture, request in zip(decoded, requests, strict=True)]
             done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
         del vae
         free_memory(self.device)
         return [done[weights] for weights in models]
 
+    def _encode_inputs(self, groups: Iterable[Sequence[PictureRequest]]) -> dict[int, list[EncodedPicture]]:
+        """Encode the pictures and masks of groups of requests, by the groups' ids; empty if drawing reads none. The
+        autoencoder is freed again."""
+        model, found = self.config.model, dict[int, list[EncodedPicture]]()
+        different = {id(group): group for group in groups}
+        if not any(reads_pictures(model, group) for group in different.values()):
+            return found
+        with self.stages.stage("encode"):
+            vae = self.autoencoder()
+            found = {key: encode_inputs(vae, model, group) for key, group in different.items()}
+            del vae
+            free_memory(self.device)
+        return found
+
     def draw_latents(
         self,
         groups: Mapping[Weights, Sequence[Sequence[PictureRequest]]],
         texts: Mapping[Weights, PromptStore],
-        starts: Sequence[Tensor | None] | None = None,
     ) -> Iterator[tuple[Weights, int, list[Tensor], float]]:
         """Draw every model's groups of requests; yield the model, the number of the group, its latents and the seconds
         that they took. A base is loaded once for all its LoRAs, and the last transformer is freed at the end.
 
-        ``texts`` come from ``encode_prompts``, ``starts`` from ``encode_starts``.
+        ``texts`` come from ``encode_prompts``.
         """
+        encoded = self._encode_inputs(group for own in groups.values() for group in own)
         config = self.config
         sizes = {(each.width, each.height) for own in groups.values() for group in own for each in group}
         shared = SharedBase(config, self.device, sizes, self.speed.compiled)
@@ -195,7 +211,7 @@ class GenerationSession:
             for number, group in enumerate(groups[weights]):
                 with self.stages.stage("denoise"):
                     clock = time.perf_counter()
-                    latents = sampler.latents(group, texts[weights].load, starts)
+                    latents = sampler.latents(group, texts[weights].load, encoded.get(id(group)))
                     seconds = time.perf_counter() - clock
                 yield weights, number, latents, seconds
             del denoiser, modulation, sampler  # before the next one is loaded

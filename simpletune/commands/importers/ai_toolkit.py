@@ -9,6 +9,7 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_convolutions,
     take_embedding,
     take_optimizer,
     take_schedule,
@@ -113,6 +114,12 @@ def _adapter(found: Translation) -> str:
         found.take("network.linear", "adapter.rank", rank)
         take_alpha(found, "network.linear_alpha", alpha, rank)
         found.by_table([KeyRule("network.dropout", "adapter.dropout", number)])
+    if found.family.lora[0].names.convolutions is not None:
+        conv_rank, conv_alpha = found.read("network.conv", whole_number), found.read("network.conv_alpha", number)
+        key = "network.conv"
+        if lokr and found.get("adapter.rank") is None:
+            key, conv_rank = "network.lokr_full_rank", 1024  # all matrices are whole there, without network.conv
+        take_convolutions(found, key, conv_rank, conv_alpha)
     return str(found.get("adapter.method"))
 
 

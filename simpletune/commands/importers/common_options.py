@@ -69,8 +69,10 @@ def take_alpha(found: Translation, key: str, alpha: float | None, rank: int | No
     found.take(key, "adapter.alpha", alpha, why)
 
 
-def take_lycoris(found: Translation, key: str, own: Json) -> None:
-    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, factor, and others."""
+def take_lycoris(found: Translation, key: str, own: Json, asked: bool = False) -> None:
+    """Translate LyCORIS's arguments: algo, linear_dim or dim, linear_alpha or alpha, conv_dim, conv_alpha, factor, and
+    others. ``asked``: whether convolutions train only with conv_dim. LyCORIS itself gives them the rank and alpha of
+    the others by default, unless a preset names other layers."""
     algo = str(own.get("algo", "lora")).lower()
     methods = {"lora": "lora", "locon": "lora", "loha": "loha", "lokr": "lokr", "full": "full", "diag-oft": "oft"}
     method = methods.get(algo)
@@ -98,9 +100,35 @@ def take_lycoris(found: Translation, key: str, own: Json) -> None:
     elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
         found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
     known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
+    conv_rank, conv_alpha = own.get("conv_dim", None if asked else rank), own.get("conv_alpha", alpha)
+    if conv_rank is not None and "apply_preset" not in own and own.get("preset", "full") == "full":
+        whole = method == "lokr" and boolean(own.get("full_matrix", False))
+        conv_rank = 1024 if whole else whole_number(conv_rank)
+        take_convolutions(found, key, conv_rank, None if conv_alpha is None else number(conv_alpha))
+        if found.family.lora[0].names.convolutions is not None:
+            known |= {"conv_dim", "conv_alpha"}
+            if conv_rank and method in ("lokr", "loha") and number(own.get("conv_alpha", conv_rank)) != conv_rank:
+                found.leave(key, f"conv_alpha {own['conv_alpha']}: it equals the rank here; scale optimizer.lr instead")
     for name in own:
+        if name == "preset" and own[name] == "full":
+            continue
         if name not in known and own[name] not in (False, None, "False", 1, 1.0):
             found.leave(key, f"{name}={own[name]}: no such option here, or adapter.targets")
+
+
+def take_convolutions(found: Translation, key: str, rank: int | None, alpha: float | None) -> None:
+    """Translate the rank and alpha of a U-Net's convolutions larger than 1x1, by the adapter's method, which is set
+    already."""
+    method = found.get("adapter.method", "lora")
+    if not rank or found.family.lora[0].names.convolutions is None or method == "full":
+        return
+    if method == "oft":
+        return found.leave(key, f"a rank of {rank} for convolutions: adapter.method oft updates none above 1x1")
+    most = 32 if method == "loha" else 1024  # of LoKr, which trains a matrix whole above its sides
+    found.take(key, "adapter.conv_rank", min(rank, most), "convolutions larger than 1x1" if rank <= most else
+               f"convolutions larger than 1x1; {rank} is above the largest rank")  # fmt: skip
+    if method in ("lora", "dora"):
+        found.set("adapter.conv_alpha", alpha or rank)
 
 
 def take_start(found: Translation, key: str) -> None:

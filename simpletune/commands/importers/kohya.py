@@ -19,6 +19,7 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_convolutions,
     take_embedding,
     take_huber,
     take_lycoris,
@@ -264,7 +265,7 @@ def _adapter(found: Translation) -> str:
     if module.startswith("lycoris") or module in named:
         lycoris = {"algo": arguments.pop("algo", named.get(module, "lora")), "dim": rank, "alpha": alpha}
         lycoris |= {key: value for key, value in arguments.items() if key not in NETWORK_ARGUMENTS}
-        take_lycoris(found, "network_module", lycoris)
+        take_lycoris(found, "network_module", lycoris, asked=module in named)
         if found.get("adapter.method") == "full":
             found.set("adapter", {"method": "full"})
     elif module.startswith("networks.oft"):
@@ -277,6 +278,7 @@ def _adapter(found: Translation) -> str:
         if module == "networks.lora_sd3":
             _layers_of_sd3(found, arguments)
         else:
+            _convolutions(found, arguments)
             _layers_of_unet(found, arguments, rank, alpha)
     if found.get("adapter.method") in ("lora", "dora"):
         found.by_table([KeyRule("network_dropout", "adapter.dropout", number)])
@@ -290,6 +292,18 @@ def _adapter(found: Translation) -> str:
     return str(found.get("adapter.method"))
 
 
+def _convolutions(found: Translation, arguments: dict[str, str]) -> None:
+    """Translate the rank and alpha of a U-Net's convolutions."""
+    if found.family.lora[0].names.convolutions is None or "conv_dim" not in arguments:
+        return
+    rank, alpha = arguments.pop("conv_dim"), arguments.pop("conv_alpha", "1")  # whose default is 1
+    key = found.part("network_args", "conv_dim", rank)
+    try:
+        take_convolutions(found, key, whole_number(rank), number(alpha))
+    except ValueError:
+        found.leave(key, "expected: numbers")
+
+
 def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | None, alpha: float | None) -> None:
     """Translate ranks, alphas and learning rates of a U-Net's blocks, as networks.lora counts them."""
     given = {name: arguments.pop(name) for name in BLOCKS if name in arguments}
@@ -298,6 +312,10 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
     if names.kohya_blocks is None:
         for key in keys.values():
             found.leave(key, f"networks.lora counts no blocks of {found.family.title}")
+        return
+    if found.get("adapter.conv_rank"):
+        for key in keys.values():
+            found.leave(key, "blocks are translated without their convolutions only")
         return
     before, *sides, after = names.kohya_blocks
     total = before + sum(sides) + after
@@ -609,6 +627,7 @@ def _subset(source: Translation, general: Translation) -> None:
         general.seen("masked_loss")
     _size(source, general.family.multiple)
     varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
+    varied += ["train_inpainting"] if general.get("model.inpainting") else []  # a new hole in every step
     if varied or source.get("tag_dropout"):
         key = (varied or ["caption_tag_dropout_rate"])[0]
         source.take(key, "variants", VARIANTS, "drawn once for each variant, and cached")

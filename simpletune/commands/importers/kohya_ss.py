@@ -94,6 +94,10 @@ def _options(used: Json) -> Json:
         arguments = {
             n: used[n] for n in passed if (used.get(n) if n in networks["blocks"] else not is_off(used.get(n)))
         }
+        if module.startswith("lycoris") and used.get("LyCORIS_preset"):
+            arguments["preset"] = used["LyCORIS_preset"]  # which decides whether convolutions train
+        if module.startswith("lycoris"):  # 0: no convolutions; without a number the rank is theirs
+            arguments |= {name: str(used[name]) for name in ("conv_dim", "conv_alpha") if name in used}
         found["network_args"] = [f"{name}={value}" for name, value in ({"algo": algo} | arguments).items() if value]
         found["network_args"] += [f"{name}={found.pop(name)}" for name in ("loraplus_lr_ratio",) if name in found]
     return found

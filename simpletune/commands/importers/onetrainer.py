@@ -9,6 +9,7 @@ from simpletune.commands.importers.common_options import (
     VARIANTS,
     take_alpha,
     take_arguments,
+    take_convolutions,
     take_embedding,
     take_optimizer,
     take_schedule,
@@ -30,6 +31,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
+from simpletune.models.lora_names import is_convolution
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
@@ -135,6 +137,13 @@ def _adapter(found: Translation) -> str:
             [part.strip() for part in names.split(",") if part.strip()],
             "endings of layer names; OneTrainer matches any part of them",
         )
+    chosen = found.get("adapter.targets")
+    if preset == "full" or isinstance(chosen, list) and any(map(is_convolution, chosen)):
+        rank = found.read("lokr_dim" if method == "lokr" else "lora_rank", whole_number)
+        rank = 1024 if method == "lokr" and found.read("lokr_full_matrix", boolean) else rank
+        if method != "oft":
+            key = "layer_filter_preset" if preset == "full" else "layer_filter"
+            take_convolutions(found, key, rank, found.read("lora_alpha", number))
     return method
 
 
@@ -538,7 +547,18 @@ def _image(source: Translation, general: Translation) -> None:
 
 
 def _masks(source: Translation, general: Translation) -> None:
+    inpaints = "INPAINTING" in str(general.settings.get("model_type"))
     if not general.read("masked_training", boolean):
+        if inpaints:
+            source.note("masked_training", "off: OneTrainer paints whole pictures; here holes are drawn at random")
+        return
+    if inpaints:
+        source.settings |= {"masked_training": True, "unmasked_weight": general.read("unmasked_weight", number)}
+        source.take("masked_training", "mask", "files")
+        source.take("masked_training", "inpainting_mask", "own", "the masks are the holes")
+        source.take("unmasked_weight", "inpainting_loss", "inside", "nothing is learned outside of the holes")
+        source.seen("masked_training", "unmasked_weight")
+        general.read("masked_prior_preservation_weight", number)
         return
     weight = general.read("unmasked_weight", number)
     source.settings |= {"masked_training": True, "unmasked_weight": 0.1 if weight is None else weight}

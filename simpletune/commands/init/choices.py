@@ -4,6 +4,7 @@ and asks nothing."""
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +183,9 @@ class Choices:
         if kind != FAMILIES[0].family:
             self.set("model.family", kind)
         base = self.family.model_copy(update={"pretrained": model})
+        with suppress(UserError, KeyError, TypeError):  # the check of the whole configuration refuses it
+            if base.denoiser_config(fetch=False) is not None and base.inpaints:
+                self.notes.append(f"{model} inpaints: it learns to fill holes in the pictures, and draws with a mask")
         if base.lacks_tokenizers:
             self.set("model.text_encoders", base.text_example, WITHOUT_TOKENIZERS)
         if self.device is None and self.answers.on_cpu:

@@ -13,7 +13,8 @@ from PIL import Image
 
 from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.prompt_cuts import LIMIT, token_counts
-from simpletune.commands.inspect_data.thumbnails import tile
+from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
+from simpletune.config.resolve import known_to_inpaint
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
@@ -97,6 +98,9 @@ class DatasetReport:
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
     sources: list[SourceShare] = field(default_factory=list)
     augmentation: list[str] = field(default_factory=list)  # the ranges of each source that has any, in words
+    holes: list[str] = field(
+        default_factory=list
+    )  # the sources' ``inpainting_mask``; empty: the model does not inpaint
 
     @property
     def varied(self) -> list[ScannedImage]:
@@ -129,7 +133,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     """Scan a dataset; ``shown`` pictures get a tile, and ``names`` stand for the sources' folders."""
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
-    scan = scan_sources(config.data)
+    scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
     small = too_small(scan.pictures, config.data, config.model.multiple)
     pictures = _named(drop_rejected(scan.pictures, small), config)
     found = DatasetReport(
@@ -141,10 +145,10 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     )
     found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
     found.resolution, found.hints = config.data.resolution, scan.hints
-    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures))
+    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures, inpaints))
     if not pictures:
         return found
-    plan = make_plan(config, pictures)
+    plan = make_plan(config, pictures, inpaints)
     samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
     firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
     trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
@@ -152,7 +156,9 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     chosen = {_place(ordered[place].picture) for place in spread_indices(len(ordered), shown)}
     ranges = [augmentation_in_words(source) if source.variants > 1 else "" for source in plan.sources]
     found.augmentation = [words for words in ranges if words]
-    varied = [sample for sample in plan.samples if not sample.repeat and ranges[sample.picture.source]]
+    found.holes = sorted({source.inpainting_mask for source in plan.sources}) if plan.inpaints else []
+    differ = [bool(words) or (plan.inpaints and s.variants > 1) for words, s in zip(ranges, plan.sources, strict=True)]
+    varied = [sample for sample in plan.samples if not sample.repeat and differ[sample.picture.source]]
     variants = {
         _place(sample.picture): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
         for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))
@@ -163,7 +169,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        plan = make_plan(config, [seen.picture for seen in found.usable])
+        plan = make_plan(config, [seen.picture for seen in found.usable], inpaints)
         _count(found, plan)
         found.sources = plan.shares(names)
     return found
@@ -211,19 +217,20 @@ def _scan_picture(
     view: Crop, with_tile: bool, variants: Sequence[Crop], advance: Callable[[], None]
 ) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
+
+    def thumbnail(each: Crop) -> Image.Image:
+        small = tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
+        return small if each.hole is None else grey_hole(small, each)
+
     try:
         data = view.picture.read_same()
         image, animated = decode(data, at_least=2 * TILE), has_more_frames(data)
+        shown, varied = thumbnail(view) if with_tile else None, tuple(map(thumbnail, variants))
     except UnusablePicture as reason:
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
     finally:
         advance()
-
-    def thumbnail(each: Crop) -> Image.Image:
-        return tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
-
-    shown = thumbnail(view) if with_tile else None
-    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, tuple(map(thumbnail, variants)), animated)
+    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, varied, animated)
 
 
 def _compare(found: DatasetReport) -> None:

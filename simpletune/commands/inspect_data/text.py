@@ -71,6 +71,8 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
         yield "source", line
     for words in found.augmentation:
         yield "augmented", words
+    if found.holes:
+        yield "holes", f"to inpaint: {' and '.join(found.holes)} (inpainting_mask)"
     if found.held_out:
         yield (
             "held out",
@@ -133,6 +135,7 @@ def as_json(found: DatasetReport) -> Json:
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
         "hints": list(found.hints), "notes": list(found.notes), "sources": [asdict(each) for each in found.sources],
         "augmentation": found.augmentation,
+        "inpainting_masks": found.holes,
          "held_out": found.held_out, "held_out_and_alike": found.across,
         "usable": [
             {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from simpletune.data.samples import Crop
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
+from simpletune.data.sources.holes import hole_pixels
 from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask, picture_size
 from simpletune.data.sources.source import Mask, Source
 from simpletune.models.shared.buckets import Size
@@ -33,6 +35,12 @@ def tile(
     size = (max(1, round(bucket[0] * scale)), max(1, round(bucket[1] * scale)))
     pixels = crop_to_bucket(image, size, *view)
     return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
+
+
+def grey_hole(small: Image.Image, view: Crop) -> Image.Image:
+    """A crop's thumbnail with its hole in grey, as the autoencoder sees it. UnusablePicture: its mask is unusable."""
+    hole = Image.fromarray(hole_pixels(view)).resize(small.size, Image.Resampling.NEAREST)
+    return Image.composite(Image.new("RGB", small.size, (128, 128, 128)), small, hole)
 
 
 def thumbnail_of(

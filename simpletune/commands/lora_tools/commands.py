@@ -14,7 +14,7 @@ from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import denoiser_in
-from simpletune.models.lora_names import family_of_names
+from simpletune.models.lora_names import family_of_names, is_convolution
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.lora_names import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
@@ -157,8 +157,11 @@ def resize(args: argparse.Namespace) -> Path:
     require_new(args.out, args.overwrite)
     header = open_lora(source.file)
     old = read_lora(header)
-    new, lost = resize_all(old, args.rank, args.energy)
-    note = source_note("resize", {"lora": source.file.name, "rank": args.rank, "energy": args.energy})
+    if args.conv_rank and not any(update.is_spatial for update in old.values()):
+        raise UserError("--conv-rank: this LoRA updates no convolution larger than 1x1. Leave it out")
+    new, lost = resize_all(old, args.rank, args.energy, args.conv_rank)
+    details = {"lora": source.file.name, "rank": args.rank, "energy": args.energy}
+    note = source_note("resize", details | ({"conv_rank": args.conv_rank} if args.conv_rank else {}))
     config = source.config(header.metadata)
     names = names_of_run(config, header)
     require_suited(source, config, args.format)
@@ -249,11 +252,13 @@ def extract(args: argparse.Namespace) -> Path:
     require_rank_or_energy(args, both=True)
     require_new(args.out, args.overwrite)
     base, tuned = BaseReader(args.base), BaseReader(args.tuned)
+    if args.conv_rank and base.family.lora[0].names.convolutions is None:
+        raise UserError(f"--conv-rank: {base.name} has no convolutions that a LoRA can update. Leave it out")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with progress("extract", len(base.shapes), "tensors") as advance:
-        found = extracted(base, tuned, args.rank, args.energy, device, advance)
-    note = source_note("extract", {"base": Path(base.name).name, "tuned": Path(tuned.name).name,
-                                   "rank": args.rank, "energy": args.energy})  # fmt: skip
+        found = extracted(base, tuned, args.rank, args.energy, device, advance, args.conv_rank)
+    details = {"base": Path(base.name).name, "tuned": Path(tuned.name).name, "rank": args.rank, "energy": args.energy}
+    note = source_note("extract", details | ({"conv_rank": args.conv_rank} if args.conv_rank else {}))
     own = base.family.lora[0].names
     metadata = header_of(found.updates, args.out.stem, None, None, own)
     usual = suited_layout(base.family, base.config, args.format)
@@ -268,8 +273,11 @@ def extract(args: argparse.Namespace) -> Path:
         names = sorted(found.left_out, key=lambda name: -found.left_out[name])
         others = sum(norm**2 for norm in found.left_out.values())
         share = (others / (others + sum(row.norm**2 for row in found.rows))) ** 0.5
-        say(f"  left out {len(names)} tensors that a LoRA cannot represent ({share:.3%} of the difference): "
-            f"{join_names(names)}")  # fmt: skip
+        spatial = args.conv_rank is None and any(is_convolution(name.removesuffix(".weight")) for name in names)
+        why = "" if spatial else " that a LoRA cannot represent"
+        say(f"  left out {len(names)} tensors{why} ({share:.3%} of the difference): {join_names(names)}")
+        if spatial:
+            say("  give --conv-rank, such as --conv-rank 8, for the convolutions among them")
     return written
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from simpletune.system.options import Json
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.header import LoraHeader
-    from simpletune.adapters.files.updates import Updates
+    from simpletune.adapters.files.updates import Update, Updates
 
 ORIGIN = ("simpletune_parent", "simpletune_on_top_of")  # of a run's result: see ``runs.checkpoint.metadata_of``
 SAID = ("title", "author", "description", "tags")  # header fields that the command line may set
@@ -52,16 +52,27 @@ def header_of(
         "ss_training_comment": f"simpletune {__version__}",
     }
     common |= model_fields({layer: update.shape for layer, update in split_text(updates)[0].items()}, names)
+    arguments = {}
     if kinds := {update.kind for update in updates.values()} - {LORA, DORA}:
         common["ss_network_module"] = "lycoris.kohya"
-        common["ss_network_args"] = json.dumps({"algo": min(kinds).lower()})
-    ranks = {update.dim or 1 for update in updates.values()}
-    alphas = {(update.dim or 1) * update.scale for update in updates.values()}
-    common["ss_network_dim"] = f"{ranks.pop()}" if len(ranks) == 1 else "Dynamic"  # sd-scripts' term
-    common["ss_network_alpha"] = f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic"
+        arguments["algo"] = min(kinds).lower()
+    spatial = [update for update in updates.values() if update.is_spatial]
+    others = [update for update in updates.values() if not update.is_spatial]
+    common["ss_network_dim"], common["ss_network_alpha"] = _dim_and_alpha(others or spatial)
+    if spatial:
+        arguments["conv_dim"], arguments["conv_alpha"] = _dim_and_alpha(spatial)
+    if arguments:
+        common["ss_network_args"] = json.dumps(arguments)
     if config is None:
         return common
     return common | dict(_of_run(config, steps))
+
+
+def _dim_and_alpha(updates: Sequence[Update]) -> tuple[str, str]:
+    """The common rank and alpha; sd-scripts' term for several."""
+    found = {update.dim or 1 for update in updates}, {(update.dim or 1) * update.scale for update in updates}
+    rank, alpha = (f"{min(values):g}" if len(values) == 1 else "Dynamic" for values in found)
+    return rank, alpha
 
 
 SPEC = "modelspec."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from simpletune.adapters.files.start import require_startable, start_from
-from simpletune.adapters.files.updates import Updates
+from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.text_layers import encoders_in
@@ -54,6 +54,8 @@ def read_start(config: TrainConfig) -> Start | None:
     if not updates:
         raise UserError(f"{given.place} updates only {encoders_in(text)}. Give a LoRA of the denoiser")
     shapes = config.model.known_shapes()
+    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
+    updates = without_other_input(given.place, updates, weights)
     require_startable(given.place, method, updates, shapes, given.scale)
     if text:
         say(f"start   leaves out {plural(len(text), 'layer')} of {encoders_in(text)} in {given.name}")

@@ -89,11 +89,10 @@ def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, s
     return Mask("file", hashlib.sha256(data).hexdigest(), read)
 
 
-def latent_mask(view: Crop) -> np.ndarray:
-    """The mask of a crop (of a picture that has one), cropped, rotated and mirrored like the picture: uint8
-    [1, h/8, w/8], the mean brightness or opacity of each place, 0 to 255. UnusablePicture: it cannot be read, has
-    changed since the scan, or is black everywhere."""
-    import numpy as np
+def mask_pixels(view: Crop) -> np.ndarray:
+    """The mask of a crop (of a picture that has one), cropped, rotated and mirrored like the picture: fp32 [h, w], its
+    brightness or opacity, 0 to 255. UnusablePicture: it cannot be read, has changed since the scan, or is black
+    everywhere."""
     from PIL import Image
 
     mask = view.picture.mask
@@ -107,9 +106,16 @@ def latent_mask(view: Crop) -> np.ndarray:
     if mask.kind == "file" and image.size != view.picture.size:
         image = image.resize(view.picture.size, Image.Resampling.BILINEAR)
     turned = Augmentation(rotation=view.augmentation.rotation)  # without the change of colours
-    pixels = (
-        crop_to_bucket(image.convert("RGB"), view.bucket, view.offset, view.flip, turned)[0] + 1
-    ) * 127.5  # [h, w]
+    pixels: np.ndarray = crop_to_bucket(image.convert("RGB"), view.bucket, view.offset, view.flip, turned)[0]
+    return (pixels + 1) * 127.5
+
+
+def latent_mask(view: Crop) -> np.ndarray:
+    """The mask of a crop at the latents' resolution: uint8 [1, h/8, w/8], the mean of each place. UnusablePicture: as
+    ``mask_pixels``."""
+    import numpy as np
+
+    pixels = mask_pixels(view)
     height, width = pixels.shape
     places = pixels.reshape(height // DOWNSAMPLING, DOWNSAMPLING, width // DOWNSAMPLING, DOWNSAMPLING).mean((1, 3))
     return np.asarray(places.round()[None], dtype=np.uint8)

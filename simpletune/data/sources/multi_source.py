@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,6 +18,9 @@ from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
 from simpletune.models.shared.buckets import STEP
 from simpletune.system.options import Option, Problem, UserError
+
+if TYPE_CHECKING:
+    from simpletune.models.shared.family import Family
 
 
 def _listed(source: object) -> object:
@@ -88,10 +91,36 @@ def source_rules(data: Source | MultiSource) -> Iterator[Problem]:
             field_of(data, 0, "regularization"),
             "true in every source, so nothing would be learned. Set it to false where the subject or style is",
         )
+    for index, source in enumerate(data.members):
+        if source.inpainting_mask == "own" and source.mask is None:
+            yield Problem(
+                field_of(data, index, "inpainting_mask"),
+                f"own, but the pictures have no masks. Set {field_of(data, index, 'mask')}, or use random",
+            )
+        elif source.inpainting_mask == "own" and source.unmasked_weight:
+            yield Problem(
+                field_of(data, index, "unmasked_weight"),
+                f"{source.unmasked_weight:g}, but with inpainting_mask own the mask is the hole, and weighs no loss. "
+                "Use inpainting_loss, or 0",
+            )
 
 
-def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -> Iterator[str]:
-    """What a user should know about variants; ``pictures`` are all sources', if they were scanned."""
+def inpainting_rules(data: Source | MultiSource, model: Family) -> Iterator[Problem]:
+    """What sources say of holes is for models that inpaint; the model's configuration must be known."""
+    for index, source in enumerate(data.members):
+        for name, value in (("inpainting_mask", source.inpainting_mask), ("inpainting_loss", source.inpainting_loss)):
+            if value in ("own", "inside") and not model.inpaints:
+                channels = model.latent_channels
+                yield Problem(
+                    field_of(data, index, name),
+                    f"{value} is for inpainting models, whose input has {2 * channels + 1} channels; this model's has "
+                    f"{channels}. Leave it out, set model.inpainting, or name an inpainting model",
+                )
+
+
+def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = (), inpaints: bool = False) -> Iterator[str]:
+    """What a user should know about variants; ``pictures`` are all sources', if they were scanned. ``inpaints``:
+    whether the model does, as far as is known."""
     for index, source in enumerate(data.members):
         several = any(len(picture.captions) > 1 for picture in pictures if picture.source == index)
         prompts_vary = several or source.shuffle_tags or source.tag_dropout > 0
@@ -104,6 +133,11 @@ def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = ()) -
             yield (
                 f"{field_of(data, index, 'variants')} is 1, so no picture is augmented: the first variant stays as it "
                 "is. Use 4 or more"
+            )
+        if source.variants == 1 and inpaints and source.inpainting_mask == "random":
+            yield (
+                f"{field_of(data, index, 'variants')} is 1, so each picture keeps one hole, drawn at random. Use 8 or "
+                "more to vary it; each takes as much room in the cache as a picture"
             )
 
 

@@ -168,6 +168,12 @@ class Source(Option):
     """Text between tags."""
     unmasked_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Factor of the loss outside a picture's mask (unmasked share); 0: learn nothing from there."""
+    inpainting_mask: Literal["random", "own"] = "random"
+    """What an inpainting model learns to paint. random: rectangles, brush strokes or, for a quarter, the whole picture,
+    drawn once for each variant; own: the picture's mask (data.mask), which then does not weigh the loss."""
+    inpainting_loss: Literal["everywhere", "inside"] = "everywhere"
+    """Where an inpainting model's loss counts: everywhere, as the published models were trained, or only inside of what
+    it paints."""
     caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability of replacing a caption with the empty prompt; 0.05 to 0.1 helps classifier-free guidance."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -177,6 +183,11 @@ class Source(Option):
     def members(self) -> tuple[Source, ...]:
         """This source alone, in the form of a list of several sources."""
         return (self,)
+
+    @property
+    def weighs_places(self) -> bool:
+        """Whether the loss differs between the places of a picture, by its mask or by what is to be painted."""
+        return self.inpainting_loss == "inside" or (self.mask is not None and self.inpainting_mask == "random")
 
     @property
     def place(self) -> str:

@@ -297,9 +297,14 @@ def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[s
 
 
 def crop_key(crop: Crop) -> str:
-    """Everything that a picture's latents and their mask depend on, apart from the autoencoder."""
+    """Everything that a picture's latents and their mask depend on, or those of a picture with a hole, apart from the
+    autoencoder."""
+    if crop.hole is not None and crop.hole.kind == "whole":  # nothing of the picture is left
+        return json.dumps({"bucket": crop.bucket, "hole": crop.hole.identity(), "version": LATENTS_VERSION})
     cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}
-    mask = {} if crop.picture.mask is None else {"mask": mask_identity(crop)}
+    masked = crop.picture.mask is not None and (crop.hole is None or crop.hole.kind == "own")
+    mask = {"mask": mask_identity(crop)} if masked else {}
+    hole = {} if crop.hole is None else {"hole": crop.hole.identity()}
     changes = crop.augmentation.changes()
     augmented = {"augmentation": changes} if changes else {}  # older caches have no such key
-    return json.dumps({"sha256": crop.picture.digest, **cut, **augmented, **mask}, sort_keys=True)
+    return json.dumps({"sha256": crop.picture.digest, **cut, **augmented, **mask, **hole}, sort_keys=True)

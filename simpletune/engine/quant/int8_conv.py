@@ -82,9 +82,9 @@ class Int8Conv2d(nn.Conv2d):
         geometry = self.stride, self.padding, self.dilation, self.groups
         return _FrozenInt8Convolution.apply(x, self.weight, self.scale, self.bias, geometry)
 
-    def dequantise(self) -> Tensor:  # fp32 [o, i / groups, kh, kw]
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:  # [o, i / groups, kh, kw]
         """The dequantised weight."""
-        return dequantise_weight(self.weight, self.scale, torch.float32)
+        return dequantise_weight(self.weight, self.scale, dtype)
 
     def row_block(self, first: int, last: int) -> Tensor:  # fp32 [last - first, i kh kw]
         """Some rows of the dequantised weight."""

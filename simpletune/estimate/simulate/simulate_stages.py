@@ -290,11 +290,18 @@ def simulate_generation(
         with phase("sample"):
             kernel = partial(attention_by, simulated_attention(config))
             sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel)
-            z = sampler.denoise([request] * pictures, [text] * pictures, [text] * pictures)
+            read = inpainting_input(config.model, (request.width, request.height), pictures)
+            z = sampler.denoise([request] * pictures, [text] * pictures, [text] * pictures, inpainting=read)
         with phase("decode"):
             for one in z.split(1):
                 config.model.decode_latents(vae, one)
     return accounting.peak
+
+
+def inpainting_input(model: Model, size: Size, pictures: int) -> Tensor | None:
+    """What a model that inpaints reads beside z_t [b, 1 + c, h, w], without values; None for another."""
+    c, h, w = model.latent_shape(*size)
+    return torch.zeros(pictures, 1 + c, h, w) if model.inpaints else None
 
 
 class ShapesOnlyModel:
@@ -302,7 +309,7 @@ class ShapesOnlyModel:
 
     def __init__(self, family: Model):
         self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
-        self.framed = family.framed
+        self.framed, self.inpaints = family.framed, family.inpaints
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
         """Return a solver whose levels have no values; a real one keeps at most two more latents."""

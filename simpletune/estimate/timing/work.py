@@ -52,7 +52,7 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
         return
     name, given, results = op._schema.name.partition("::")[2], tensors_in(args), tensors_in(output)
     match name:
-        case "mm" | "addmm" | "addmm_" | "bmm" | "baddbmm":
+        case "mm" | "addmm" | "addmm_" | "bmm" | "baddbmm" | "baddbmm_":
             *bias, a, b = given
             if b.stride(-2) == 1 and b.shape[-1] > 1 and b.shape[-2] > 1:
                 layout = "tn"  # n as in memory, t transposed; see probes.py

@@ -269,7 +269,11 @@ class DpmSolver:
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
         if z_0 is None:
             return noise * self._scheduler.init_noise_sigma
-        return self._scheduler.add_noise(z_0, noise, self.times[:1].expand(len(z_0)))
+        return self.noised(z_0, noise, 0)
+
+    def noised(self, z_0: Tensor, noise: Tensor, index: int) -> Tensor:
+        # the scheduler takes the level from its own count of steps, not from the timestep
+        return self._scheduler.add_noise(z_0, noise, self.times[index : index + 1].expand(len(z_0)))
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
         return self._scheduler.step(prediction, self.times[index], z, return_dict=False)[0]

@@ -158,8 +158,10 @@ class Euler:
         self.times = self._process.time(self.levels)
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
-        sigma = self.sigmas[:1].to(noise.device)
-        return noise if z_0 is None else self._process.noised(z_0, noise, sigma)
+        return noise if z_0 is None else self.noised(z_0, noise, 0)
+
+    def noised(self, z_0: Tensor, noise: Tensor, index: int) -> Tensor:
+        return self._process.noised(z_0, noise, self.sigmas[index : index + 1].to(noise.device))
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
         """z + (sigma_next - sigma) velocity."""

@@ -112,5 +112,8 @@ class Solver(Protocol):
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:  # [b, c, h, w] each
         """The first z: the noise, or a starting picture's latents noised to the first level."""
 
+    def noised(self, z_0: Tensor, noise: Tensor, index: int) -> Tensor:  # [b, c, h, w] each
+        """z_0 noised to the level of step ``index``, the one to be taken next."""
+
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:  # [b, c, h, w] each, fp32
         """The next z from the network's prediction at step ``index``; steps are taken in order."""

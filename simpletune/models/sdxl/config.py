@@ -8,11 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.unet.config import NEEDED, difference, levels_of
+from simpletune.models.unet.config import NEEDED, difference, inpainting_config, levels_of
 from simpletune.system.options import UserError
 
 SDXL_NAME = "stabilityai/stable-diffusion-xl-base-1.0"
-HUB_NAMES: Mapping[str, str] = {SDXL_NAME: "sdxl"}
+HUB_NAMES: Mapping[str, str] = {
+    SDXL_NAME: "sdxl",
+    "diffusers/stable-diffusion-xl-1.0-inpainting-0.1": "sdxl_inpainting",
+}
 """Version of each Hub name whose configurations ship with this package."""
 V_PREDICTION: ModelConfig = {"prediction_type": "v_prediction"}
 ZERO_SNR: ModelConfig = {"rescale_betas_zero_snr": True}
@@ -24,8 +27,9 @@ REFINER_TEXT = 1280  # its UNet reads CLIP-G alone
 
 @lru_cache(maxsize=1)
 def bundled_configs() -> Mapping[str, Mapping[str, ModelConfig]]:
-    """The configurations by version (sdxl) and part."""
-    return {"sdxl": json.loads((Path(__file__).parent / "parts.json").read_bytes())}
+    """The configurations by version (sdxl, sdxl_inpainting) and part."""
+    base = json.loads((Path(__file__).parent / "parts.json").read_bytes())
+    return {"sdxl": base, "sdxl_inpainting": {**base, "unet": inpainting_config(base["unet"])}}
 
 
 def require_supported(config: ModelConfig, place: str) -> None:

@@ -67,7 +67,7 @@ class SDXL(UNetFamily):
     )
     reads_framing: ClassVar[bool] = True
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
-        "UNet2DConditionModel", "StableDiffusionXLPipeline", "stable-diffusion-xl"
+        "UNet2DConditionModel", "StableDiffusionXLPipeline", "stable-diffusion-xl", "StableDiffusionXLInpaintPipeline"
     )
 
     bundled_configs: ClassVar = staticmethod(config.bundled_configs)

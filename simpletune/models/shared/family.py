@@ -21,7 +21,7 @@ from simpletune.models.shared.family_facts import FamilyFacts
 from simpletune.models.shared.model_config import ModelConfig, Shape, Shapes
 from simpletune.models.shared.parts import Part, explain_load_errors, load_autoencoder, use_tiles
 from simpletune.system.hub import fetch, is_hub_name
-from simpletune.system.options import Problem
+from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,10 @@ class Family(FamilyFacts):
         """The shapes of the trained model's parameters, with a download if necessary."""
         return self.shapes_of(self.known_config())
 
+    def stored_shapes(self) -> dict[str, Shape]:
+        """The same of the model before ``widened``."""
+        return self.known_shapes()
+
     def units(self) -> tuple[str, ...]:
         """See ``units_among``."""
         return self.units_among(self.known_shapes())
@@ -139,10 +143,32 @@ class Family(FamilyFacts):
         """The number of the trained model's parameters before quantisation."""
         return sum(math.prod(shape) for shape in self.known_shapes().values())
 
+    @staticmethod
+    def complete(config: ModelConfig) -> ModelConfig:
+        """A configuration with the defaults that it leaves out, of those that channels depend on."""
+        return config
+
     @property
     def latent_channels(self) -> int:
         """c, the channels of a latent."""
-        return int(self.known_config()["in_channels"])
+        config = self.complete(self.known_config())
+        return int(config.get("out_channels") or config["in_channels"])
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the model reads a mask and the latents of the masked picture, 1 + c channels, after z_t."""
+        return int(self.complete(self.known_config())["in_channels"]) == 2 * self.latent_channels + 1
+
+    @property
+    def pipeline(self) -> str:
+        """diffusers' class of the pipeline that draws with the model; without its files, the plain one's."""
+        usual, other = self.diffusers.pipeline, self.diffusers.inpainting
+        if other is None:
+            return usual
+        try:
+            return other if self.inpaints else usual
+        except UserError:  # a model card is written without its base, too
+            return usual
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """(c, h, w) of the latents of a picture whose size is given in pixels."""
@@ -216,6 +242,7 @@ class Family(FamilyFacts):
 
         def fresh() -> Denoiser:
             source = tensors() if overlay is None else overlay.over(self, part)
+            source = source if random else self.widened(source)
             return fill_model(self.empty_model(config), source, precision, device, on_host, part.place)
 
         if cache is None or random or not precision.cacheable:

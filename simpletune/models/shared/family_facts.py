@@ -49,6 +49,7 @@ class DiffusersNames(NamedTuple):
     model: str  # class of the trained model
     pipeline: str  # class
     tag: str  # on the Hub
+    inpainting: str | None = None  # class of the pipeline of models that inpaint; None: the family has none
 
 
 class TextRegion(NamedTuple):
@@ -204,7 +205,8 @@ class FamilyFacts(Option):
 
         Args:
             model: the trained model.
-            z_t: [b, c, h, w].
+            z_t: [b, c, h, w]; for a model that ``inpaints`` [b, 2c + 1, h, w], with the mask (1 in the hole) and the
+                latents of the masked picture.
             time: the timestep that the model receives [b], fp32, by the objective.
             prompt_embeds: [b, t, e].
             pooled: [b, p], ``framed``; with a modulation plan, its rows.
@@ -215,6 +217,16 @@ class FamilyFacts(Option):
     def licence_of(self, hub_name: str) -> Licence | None:
         """The licence of a known Hub name, as fields of a model card; None for another."""
         raise NotImplementedError
+
+    @property
+    def new_weights(self) -> str | None:
+        """The parameter that is larger than the stored one and begins with zeros, so that it has to train
+        (``model.inpainting``); None: there is none."""
+        return None
+
+    def widened(self, tensors: TensorSource) -> TensorSource:
+        """The trained model's tensors from those that are stored (``new_weights``)."""
+        return tensors
 
     def part_names(self) -> list[str]:
         """The names of all parts that the model needs."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from simpletune.models.shared.model_config import ModelConfig
 
-DOWN, UP, ALPHA = "down", "up", "alpha"
+DOWN, MID, UP, ALPHA = "down", "mid", "up", "alpha"
 MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
 DORA_MARK = {"simpletune_dora_scale": "m ||W|| / ||W + s B A||"}  # in the header of a file whose scale is ComfyUI's
 OFT_BLOCKS = "oft_blocks"
@@ -30,9 +30,15 @@ class LoraNames:
     """Named values of ``adapter.targets``, each with a pattern that occurs in the names of its layers."""
     short: ClassVar[Mapping[str, str]]
     """What the first word of a pattern in ``adapter.layers`` may abbreviate: short names of the denoiser's blocks."""
+    convolutions: ClassVar[re.Pattern[str] | None] = None
+    """Its convolutions with a kernel larger than 1x1 that can have an update, by the ends of their names."""
+    residual: ClassVar[re.Pattern[str] | None] = None
+    """The layers that a named choice gets with ``adapter.conv_rank``, as with kohya's ``conv_dim``."""
     contexts: ClassVar[re.Pattern[str] | None] = None
     """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
     None: the family's attention reads both at once."""
+    input: ClassVar[str | None] = None
+    """The layer that reads the latents, and more in inpainting models; None: the family has no such models."""
     by_text_width: ClassVar[Mapping[int, str]] = {}
     """The published models by the width of the text that an attention reads, where that tells them apart."""
     header: ClassVar[Mapping[str, Mapping[str, str]]]
@@ -60,9 +66,10 @@ class LoraNames:
         """Whether a title is the family's or that of one of its published models."""
         return bool(model) and (model == self.title or model in self.header)
 
-    def is_pointwise(self, layer: str, model: str) -> bool:
-        """Whether a layer of a published model (``by_text_width``) is a 1x1 convolution."""
-        return False
+    def kernel(self, layer: str, model: str) -> tuple[int, ...]:
+        """The kernel of a layer of a published model (``by_text_width``): (k, k) of a convolution, () of a linear
+        layer."""
+        return ()
 
     def suits(self, config: ModelConfig) -> bool:
         """Whether ``original`` gives the names that a model of this configuration has."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.single_file import FileLayout, SingleFile, open_file
-from simpletune.system.model_folder import fingerprint, weight_files
+from simpletune.system.model_folder import fingerprint, variant_of, weight_files
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header
 
@@ -120,7 +120,7 @@ def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
             with init_empty_weights():
                 expected = _shapes(kind.from_config(config).state_dict())
             _require_weights(part, expected)
-            return kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+            return kind.from_pretrained(part.folder, dtype=dtype, **_only_local(part))
     from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
 
     original = {LDM_VAE + key: tensor for key, tensor in part.single_file().read("vae").items()}
@@ -161,7 +161,7 @@ def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> A
     if part.file is None:
         with explain_load_errors(part):
             _require_weights(part, expected, "" if projected else "text_model.")
-            model = kind.from_pretrained(part.folder, dtype=dtype, local_files_only=True, use_safetensors=True)
+            model = kind.from_pretrained(part.folder, dtype=dtype, **_only_local(part))
     else:
         tensors = _clip_tensors(part)
         require_tensor_shapes(part, expected, _shapes(tensors))
@@ -206,6 +206,12 @@ def explain_load_errors(part: Part) -> Iterator[None]:
             f"{part.place} cannot be loaded ({type(error).__name__}: {said}). Its files are damaged or do not match "
             "each other. Download it again"
         ) from error
+
+
+def _only_local(part: Part) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` to read the safetensors of a part's folder."""
+    assert part.folder is not None
+    return {"local_files_only": True, "use_safetensors": True, "variant": variant_of(part.folder)}
 
 
 def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:

@@ -78,6 +78,8 @@ class FileLayout:
     written files contain only the denoiser, unless a single file provides the rest."""
     marks: Mapping[str, ModelConfig] = field(default_factory=dict)
     """The settings of the scheduler that the empty tensors of a file stand for, by the tensor's name."""
+    told: Callable[[SingleFile], ModelConfig] = lambda file: {}
+    """Returns the settings of the scheduler that a file's shapes tell."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What a file with a tensor of such a name (a pattern) is, if it cannot be trained, and a remedy."""
 
@@ -160,9 +162,9 @@ class SingleFile:
 
     @property
     def scheduler_settings(self) -> ModelConfig:
-        """The settings of the scheduler that the file's marks stand for."""
+        """The settings of the scheduler that the file's shapes tell and its marks stand for."""
         present = (settings for mark, settings in self.layout.marks.items() if mark in self.header)
-        return {name: value for settings in present for name, value in settings.items()}
+        return {**self.layout.told(self), **{name: value for each in present for name, value in each.items()}}
 
     def check(self, part: str) -> None:
         """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""

@@ -113,8 +113,8 @@ def schedule_source(model: FamilyFacts) -> str:
     field, value = provider(model, "scheduler")
     if value is None:
         return "assumed, since the file does not tell"
-    if is_single_file(value) and open_file(Path(value), model.layout).scheduler_settings:
-        return "the file's marks"
+    if is_single_file(value) and (file := open_file(Path(value), model.layout)).scheduler_settings:
+        return "the file's marks" if any(mark in file.header for mark in model.layout.marks) else "the file's shapes"
     return "the model's scheduler config" if field == "pretrained" else f"the scheduler config in model.{field}"
 
 

@@ -12,6 +12,10 @@ from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.options import join_names
 
 CLASS = "UNet2DConditionModel"
+INPUT = "conv_in.weight"
+"""The weight of the layer that reads the latents, and in an inpainting model a mask and a masked picture."""
+OTHER_INPUTS = {5: "a depth map", 8: "another picture (InstructPix2Pix)"}
+"""What a UNet with so many input channels for latents of four reads beside them, and cannot be trained with here."""
 
 NEEDED: Mapping[str, object] = {
     "mid_block_type": "UNetMidBlock2DCrossAttn", "only_cross_attention": False, "mid_block_only_cross_attention": None,
@@ -89,6 +93,16 @@ def difference(config: ModelConfig, family: str, needed: Mapping[str, object] = 
     return f"not a UNet of family {family}: {join_names(odd)}" if odd else None
 
 
+def inpainting_channels(config: ModelConfig) -> int:
+    """The input channels of the inpainting model beside a UNet: z_t, a mask, the latents of the masked picture."""
+    return 2 * int({**DEFAULTS, **config}["out_channels"]) + 1
+
+
+def inpainting_config(config: ModelConfig) -> ModelConfig:
+    """The configuration of the inpainting model beside a UNet."""
+    return {**config, "in_channels": inpainting_channels(config)}
+
+
 def _unsupported(config: ModelConfig, needed: Mapping[str, object]) -> Iterator[str]:
     """List the settings of a complete configuration that a family does not support, and what it needs instead."""
     for name, value in needed.items():
@@ -102,9 +116,11 @@ def _unsupported(config: ModelConfig, needed: Mapping[str, object]) -> Iterator[
     for name in PER_LEVEL:
         if isinstance(config[name], (list, tuple)) and len(config[name]) != levels:
             yield f"{name} {config[name]!r} (must be one number, or {levels})"
-    if config["in_channels"] != config["out_channels"]:
-        extra = "inpainting and depth models, which read a mask or depth, cannot be trained"
-        yield f"in_channels {config['in_channels']} (must be out_channels, {config['out_channels']}: {extra})"
+    channels, read = config["out_channels"], config["in_channels"]
+    if read not in (channels, inpainting_channels(config)):
+        extra = OTHER_INPUTS.get(read, "anything else") if channels == 4 else "anything else"
+        allowed = f"{channels}, or {inpainting_channels(config)} of an inpainting model"
+        yield f"in_channels {read} (must be {allowed}; models that read {extra} cannot be trained)"
     groups, heads = config["norm_num_groups"], _per_level(config["attention_head_dim"], levels)
     for channels, count in zip(config["block_out_channels"], heads, strict=False):
         if channels % groups or channels % count:

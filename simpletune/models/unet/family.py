@@ -6,7 +6,7 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t = 77
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,13 +14,18 @@ from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import AttentionShape, LoraNames
 from simpletune.models.shared.flops import Flops, TrainedParameters
-from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.models.shared.sources import provider
-from simpletune.models.unet.config import levels_of
+from simpletune.models.unet.config import DEFAULTS, INPUT, inpainting_channels, inpainting_config, levels_of
 from simpletune.models.unet.flops import unet_flops
 from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, unet_units
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Problem, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from simpletune.models.shared.weights import TensorSource
 
 CLIP_WIDTH = 512  # transformers' default, which its files may leave out
 
@@ -43,6 +48,11 @@ class UNetFamily(Family):
     """Replaces the UNet: its folder or single file, or the folder or Hub name of a pipeline."""
     vae: str | None = None
     """Replaces the autoencoder: its folder, or the folder or Hub name of a pipeline."""
+
+    inpainting: bool = False
+    """Give a UNet of four input channels the five of an inpainting model, a mask and a masked picture: their weights
+    begin at zero, so that it first predicts what it did without them, and have to train (adapter.method full, or
+    partial with conv_in.weight). A UNet that has nine channels already stays as it is, with or without this."""
 
     denoiser: ClassVar[str] = "unet"
     pipeline_reads_embeddings: ClassVar[bool] = True
@@ -85,9 +95,26 @@ class UNetFamily(Family):
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """As for ``Family``. UserError: the UNet is of another family."""
         config = super().denoiser_config(fetch)
-        if config is not None:
-            self.require_supported(config, self.weights_from)
-        return config
+        if config is None:
+            return None
+        self.require_supported(config, self.weights_from)
+        return inpainting_config(config) if self.inpainting else config
+
+    @staticmethod
+    def complete(config: ModelConfig) -> ModelConfig:
+        return {**DEFAULTS, **config}
+
+    def stored_shapes(self) -> dict[str, Shape]:
+        return self.model_copy(update={"inpainting": False}).known_shapes()
+
+    @property
+    def new_weights(self) -> str | None:
+        if not self.inpainting or self.init == "random":
+            return None
+        return INPUT if self.stored_shapes()[INPUT] != self.known_shapes()[INPUT] else None
+
+    def widened(self, tensors: TensorSource) -> TensorSource:
+        return WidenedTensors(tensors, inpainting_channels(self.known_config())) if self.inpainting else tensors
 
     @property
     def text_width(self) -> int:
@@ -120,3 +147,20 @@ class UNetFamily(Family):
         config = self.known_config()
         recomputed = frozenset(self.units_among(self.shapes_of(config))[:checkpointed])
         return unet_flops(config, trained, size, batch, self.text_tokens, recomputed)
+
+
+class WidenedTensors:
+    """A UNet's tensors of which the first layer's weight reads ``channels`` channels: those that it was stored without
+    have zero weights, as the training of SDXL's inpainting model began (its card,
+    huggingface.co/diffusers/stable-diffusion-xl-1.0-inpainting-0.1)."""
+
+    def __init__(self, tensors: TensorSource, channels: int):
+        self._tensors, self._channels, self.names = tensors, channels, tensors.names
+
+    def get(self, name: str) -> Tensor:
+        tensor = self._tensors.get(name)
+        if name != INPUT:
+            return tensor
+        from torch.nn.functional import pad
+
+        return pad(tensor, (0, 0, 0, 0, 0, self._channels - tensor.shape[1]))  # of [o, i, k, k]

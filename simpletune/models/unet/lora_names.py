@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from simpletune.models.shared.lora_names import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.unet.config import INPUT
 from simpletune.models.unet.files import original_modules, origins
 
 ATTENTION = tuple(f"attn{n}.{name}" for n in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -43,7 +44,11 @@ class UNetNames(LoraNames):
         "attention_mlp": re.compile(rf"{_BLOCK}(attn[12]\.(to_[qkv]|to_out\.0)|ff\.net\.(0\.proj|2))$"),
         "all_linear": re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.attentions\."),
     }
+    convolutions = re.compile(r"(^|\.)(conv[12]?|conv_in|conv_out)$")
+    # kohya's networks.lora takes the linear layers and 1x1 convolutions of these modules, too, at the rank of others
+    residual = re.compile(r"^((down|up)_blocks\.\d+|mid_block)\.(resnets|downsamplers|upsamplers)\.")
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
+    input = INPUT.removesuffix(".weight")
     one_alpha = True
     own: ClassVar[re.Pattern[str]]
     """Occurs only in names that no other family with a UNet has: layers, modules in files, and text encoders' keys."""
@@ -56,6 +61,11 @@ class UNetNames(LoraNames):
         if READS_TEXT.search(name) and inputs in self.by_text_width:
             return 2
         return 1 if self.own.search(name) else 0
+
+    def kernel(self, layer: str, model: str) -> tuple[int, ...]:
+        if self.convolutions.search(layer):
+            return (3, 3)
+        return (1, 1) if layer.endswith(".conv_shortcut") else ()
 
     def suits(self, config: ModelConfig) -> bool:
         known = original_modules(self.config)

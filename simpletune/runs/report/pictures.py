@@ -43,6 +43,13 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
     return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
 
+def painted_inputs(folder: Path, prompt: str) -> dict[str, Path]:
+    """The picture and the mask that the validation pictures of one name, such as ``prompt-00.png``, paint into, by what
+    they are; empty if they paint into none."""
+    files = {kind: folder / "samples" / "input" / prompt.replace("prompt", kind, 1) for kind in ("picture", "mask")}
+    return {kind: file for kind, file in files.items() if file.is_file()}
+
+
 def spread_steps(steps: list[int], room: int) -> list[int]:
     """Select at most ``room`` steps, evenly spread, including the first and the last."""
     if len(steps) <= room:

@@ -77,6 +77,8 @@ def summary_sentence(run: RunData) -> str:
     base = base if not os.path.isabs(base) else os.path.basename(base)
     rank = getattr(config.adapter, "rank", None)
     method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"
+    if (conv_rank := getattr(config.adapter, "conv_rank", None)) is not None:
+        method += f" (convolutions r{conv_rank})"
     varied = isinstance(config.adapter, TargetedMethod) and config.adapter.layers
     method += " (other settings in some layers)" if varied else ""
     return (
@@ -167,7 +169,8 @@ def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tu
     section.block = "pictures"
     shown = pictures.spread_steps(steps, PICTURE_STEPS)
     kept = [picture for picture in found if picture.step in {0, *shown}]
-    side = pictures.side_for(len(kept))
+    inputs = {name: pictures.painted_inputs(run.folder, name) for name in {picture.file.name for picture in kept}}
+    side = pictures.side_for(len(kept) + sum(map(len, inputs.values())))
     choose = " Choose the step with the slider." if len(shown) > 1 else ""
     section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
     if len(shown) < len(steps):
@@ -182,6 +185,8 @@ def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tu
     for picture in kept:
         row = prompts.setdefault(picture.file.name, {"prompt": picture.prompt, "seed": picture.seed, "steps": {}})
         row["steps"][picture.step] = pictures.data_uri(picture.file, side)
+    for name, row in prompts.items():
+        row["inputs"] = {kind: pictures.data_uri(file, side) for kind, file in inputs[name].items()}
     return section, [row for row in prompts.values() if any(row["steps"])]
 
 

@@ -117,14 +117,18 @@ class Batch:
     """The key of the random numbers that torch draws for the batch (LoRA dropout); None: the generators continue."""
     text: TextInputs | None = None
     """The trained text side's inputs; None: nothing trains there."""
+    inpainting: Tensor | None = None  # [b, 1 + c, h, w]
+    """The holes, 1 inside, and the latents of the masked pictures; None: the model does not inpaint."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
         tensors = (self.z_0, self.noise, self.level, self.prompt_embeds, self.pooled)
         z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
-        weight, prior = (None if each is None else change(each) for each in (self.weight, self.prior))
+        optional = (self.weight, self.prior, self.inpainting)
+        weight, prior, inpainting = (None if each is None else change(each) for each in optional)
         moved = replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
-        return replace(moved, weight=weight, prior=prior, text=None if self.text is None else self.text.map(change))
+        text = None if self.text is None else self.text.map(change)
+        return replace(moved, weight=weight, prior=prior, inpainting=inpainting, text=text)
 
 
 class BatchLoader:
@@ -182,7 +186,8 @@ class BatchLoader:
         """What a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its window's
         prompts, unless an earlier call returned them."""
         draws = [draw for passes in self.passes.of_step(step) for each in passes for draw in each.draws]
-        yield from dict.fromkeys((self.latents.cache, crop_key(draw.view)) for draw in draws)
+        views = dict.fromkeys(crop for draw in draws for crop in draw.view.cached)
+        yield from dict.fromkeys((self.latents.cache, crop_key(crop)) for crop in views)
         if self.modulations is not None and (window := self.modulations.steps_with(step)) != self._named:
             self._named = window
             for later, number in product(window, range(self.passes.accumulation)):
@@ -240,13 +245,18 @@ class BatchLoader:
             pooled=torch.empty(0),
             names=tuple(draw.view.picture.name for draw in draws),
         )
+        holes = None
+        painted = [read for draw in draws if (read := pictures[draw.view].inpainting) is not None]
+        if painted:  # of all draws, or of none
+            first = replace(first, inpainting=torch.stack(painted))
+            holes = torch.stack([read[:1] for read in painted])  # [b, 1, h, w]
         masks = None
         if any(draw.view.picture.mask is not None for draw in draws):
             masks = torch.stack(torch.broadcast_tensors(*(pictures[draw.view].mask for draw in draws)))  # [b, 1, h, w]
         found = []
         for each in passes:
             own = [draw.caption for draw in each.draws]
-            weight, prior = self._weights(each, masks)
+            weight, prior = self._weights(each, masks, holes)
             batch = replace(
                 first,
                 prompt_embeds=torch.stack([prompts[caption][0] for caption in own]),
@@ -259,9 +269,10 @@ class BatchLoader:
             found.append(batch.map(pinned) if self.device.type == "cuda" else batch)
         return found
 
-    def _weights(self, each: Pass, masks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of a pass's draws (of their positions if any has a mask): in the loss against their targets, None
-        if all are 1, and in the loss against the base's predictions, None if all are 0; [b, 1, h or 1, w or 1] each.
+    def _weights(self, each: Pass, masks: Tensor | None, holes: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of a pass's draws (of their positions if any has a mask, or counts in its hole alone): in the
+        loss against their targets, None if all are 1, and in the loss against the base's predictions, None if all are
+        0; [b, 1, h or 1, w or 1] each.
 
         The base's predictions are the targets of a second pass and of regularization sources. A second pass skips the
         latter, which have already had their prompt.
@@ -279,6 +290,9 @@ class BatchLoader:
         if masks is not None:
             inside = torch.lerp(column([source.unmasked_weight for source in sources]), inside, masks)
             kept = kept + learned * outside_masks * (1 - masks)
+        if holes is not None and any(source.inpainting_loss == "inside" for source in sources):
+            everywhere = column([float(source.inpainting_loss == "everywhere") for source in sources])
+            inside = inside * torch.maximum(everywhere, holes)
         weight, base = weights * learned * inside, weights * kept
         return None if bool((weight == 1).all()) else weight, base if base.any() else None
 

@@ -75,7 +75,7 @@ class SyntheticBatches:
         b, (width, height) = size or self.batch_size, self.size
         model, sources, weight = self.config.model, self.config.data.members, None
         latents, text = (b, *model.latent_shape(width, height)), (b, model.text_tokens, model.text_width)
-        if any(source.mask for source in sources):
+        if any(source.weighs_places for source in sources):
             weight = torch.ones((b, 1, *latents[2:]), device=self.device)
         elif any(source.weight != 1 for source in sources):
             weight = torch.ones((b, 1, 1, 1), device=self.device)
@@ -88,12 +88,13 @@ class SyntheticBatches:
             names=tuple(str(number) for number in range(b)),
             weight=weight,
             text=empty_text_inputs(self.config, b, self.device),
+            inpainting=torch.zeros(b, 1 + latents[1], *latents[2:], device=self.device) if model.inpaints else None,
         )
 
 
 def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
-    weights = (weight for weight in (batch.weight, batch.prior) if weight is not None)
+    weights = (each for each in (batch.weight, batch.prior, batch.inpainting) if each is not None)
     text = () if batch.text is None else batch.text.tensors()
     return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weights, *text
 

@@ -133,6 +133,8 @@ class PlainStep(StepVariant):
             z_t = self.process.noised(batch.z_0, batch.noise, batch.level)
         with self.config.precision.autocast_on(z_t.device), attention_by(self.config.speed.attention):
             time = self.process.time(batch.level)
+            if batch.inpainting is not None:
+                z_t = torch.cat([z_t, batch.inpainting], 1)
             return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, self.dtype)
 
     def loss(self, prediction: Tensor, batch: Batch) -> Tensor:

@@ -95,7 +95,7 @@ def updates_of(model: nn.Module, targets: Any, alphas: int = 1) -> dict[str, Lor
         o, i, *sides = shapes[f"{name}.weight"]
         r = 2 + number % alphas
         down, up = torch.randn(r, i, generator=generator), torch.randn(o, r, generator=generator)
-        found[name] = LoraUpdate(down, 0.1 * up, (1 + number % alphas) / 2, pointwise=bool(sides))
+        found[name] = LoraUpdate(down, 0.1 * up, (1 + number % alphas) / 2, kernel=tuple(sides))
     return found
 
 
@@ -441,7 +441,7 @@ def test_mix_keeps_both_text_encoders_and_the_model_where_layers_do_not_tell(
 def test_dora_of_a_convolution_keeps_its_dimensions_in_every_layout(tmp_path: Path) -> None:
     """ComfyUI divides a weight [o, i, 1, 1] by it."""
     layer = "up_blocks.0.resnets.2.conv_shortcut"
-    lora = LoraUpdate(torch.ones(1, 24), torch.ones(16, 1), pointwise=True)
+    lora = LoraUpdate(torch.ones(1, 24), torch.ones(16, 1), kernel=(1, 1))
     updates = {layer: DoraUpdate(lora, torch.ones(16), torch.ones(16))}
     for layout, shape in (("kohya", [16, 1, 1, 1]), ("onetrainer", [16, 1, 1, 1]), ("diffusers", [16, 1, 1, 1])):
         tensors = load_file(write_lora(updates, tmp_path / "x.safetensors", layout, names=NAMES))
@@ -484,7 +484,9 @@ def test_patterns_choose_blocks_and_b_lora_is_a_list_of_them() -> None:
     lora = Lora(targets="attention", layers=[none, content, style])
     found = lora.modules(shapes)
     assert {layer.partition(".transformer")[0] for layer in found} == {f"up_blocks.0.attentions.{n}" for n in (0, 1)}
-    assert len(found) == 2 * 10 * 8 and lora.ranks(shapes) == "64" and list(lora.problems(shapes)) == []
+    assert len(found) == 2 * 10 * 8
+    assert lora.describe(shapes).startswith("LoRA of rank 64, scale 1, on 160 linear layers (")
+    assert list(lora.problems(shapes)) == []
     mid = Lora(layers=[none, {"pattern": "mid", "rank": 4}]).modules(shapes)
     assert len(mid) == 80 and all(layer.startswith("mid_block.") for layer in mid)
     (problem_,) = Lora(layers=[{"pattern": "up.2.attentions", "rank": 4}]).problems(shapes)

@@ -100,7 +100,7 @@ def random_updates(
         o, i, *sides = shapes[f"{name}.weight"]
         r = rank(number)
         down, up = torch.randn(r, i, generator=generator), torch.randn(o, r, generator=generator)
-        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, pointwise=bool(sides))
+        found[name] = LoraUpdate(down, 0.05 * up, alpha(number) / r, kernel=tuple(sides))
     return found
 
 
@@ -179,7 +179,11 @@ def test_a_target_that_the_model_lacks_is_refused_with_those_it_has() -> None:
         "'attention_image' names no layer of this model. Use attention, attention_qv, attention_mlp, all_linear"
     )
     (problem,) = Lora(targets=["attn1.to_q", "conv1"]).problems(shapes_of_size("SD 1.5"))  # conv1 is 3x3
-    assert problem.message.startswith("'conv1' matches no linear layer or 1x1 convolution")
+    assert problem.message == (
+        "'conv1' matches only convolutions with a kernel larger than 1x1. Give them a rank by adapter.conv_rank"
+    )
+    (problem,) = Lora(targets="attention_image", conv_rank=4).problems(shapes_of_size("SD 1.5"))
+    assert problem.path == "adapter.targets" and problem.message.startswith("'attention_image' names no layer")
 
 
 @pytest.mark.parametrize("scale", [0.7, 1.0])
@@ -390,15 +394,6 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
         load_loras(tiny(), [(other, 1.0)])
 
 
-def test_convolutions_over_more_than_a_pixel_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    name = "lora_unet_down_blocks_0_resnets_0_conv1"
-    factors = {"lora_down": torch.ones(2, 32, 3, 3), "lora_up": torch.ones(32, 2, 1, 1)}
-    save_file({f"{name}.{role}.weight": tensor for role, tensor in factors.items()}, file)
-    with pytest.raises(UserError, match="resnets_0_conv1 updates a 3x3 convolution, which is not supported"):
-        read_lora(file)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline's folder with a U-Net, and LoRA files."""
@@ -421,7 +416,7 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     close(predict(merged), expected)
     run("extract", pipeline / "unet", out, "--rank", 4, "--format", "kohya", "--out", tmp_path / "x.safetensors")
     close(in_diffusers(tmp_path / "x.safetensors", tiny()), expected)
-    assert {update.pointwise for update in read_lora(tmp_path / "x.safetensors").values()} == {True, False}
+    assert {update.kernel for update in read_lora(tmp_path / "x.safetensors").values()} == {(1, 1), ()}
 
 
 @pytest.mark.parametrize("version", ["sd15", "sd2"])

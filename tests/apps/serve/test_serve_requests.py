@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.system.options import Problem
 
 DEFAULTS = PictureRequest("", 7, "blurry", 64, 64, 3, 3.0)
 CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits())
 NAMES = [
     "prompt", "text", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "seed", "lora",
-    "lora_id", "model", "lora_scale",
+    "lora_id", "model", "lora_scale", "image", "mask_image", "strength",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(codec=None), max_size=4),
@@ -59,6 +63,50 @@ def test_an_instance_overrides_the_parameters_and_null_overrides_nothing() -> No
     assert requests_of({"instances": [{"prompt": "a"}], "parameters": None}) == [
         ImageRequest(PictureRequest("a", 7, "blurry", 64, 64, 3, 3.0))
     ]
+
+
+def sent(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_a_picture_and_a_mask_are_read_from_base64() -> None:
+    picture, mask = Image.new("RGB", (128, 64), "red"), Image.new("L", (128, 64))
+    mask.paste(255, (64, 0, 128, 64))
+    given = {"image": sent(picture), "mask_image": sent(mask)}
+    whole, started = requests_of({"instances": [{"prompt": "a", **given}, {"prompt": "b", "image": sent(picture)}]})
+    found = shown_inputs(whole.request)
+    assert whole.request.strength == 1 and found["picture"].getpixel((5, 5)) == (255, 0, 0)
+    assert np.array_equal(np.asarray(found["mask"])[0], [0] * 32 + [255] * 32)  # the middle of both
+    assert started.request.mask is None and started.request.strength == 0.6
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "message"),
+    [
+        ({"image": "red?"}, "image", "is not base64"),
+        ({"image": base64.b64encode(b"text").decode()}, "image", "Send a PNG, JPEG or WebP in base64"),
+        ({"image": sent(Image.new("1", (5000, 5000)))}, "image", "is 5000x5000. Send at most 16.8 million pixels"),
+        ({"mask_image": sent(Image.new("L", (64, 64), 255))}, "mask_image", "needs image, the picture to paint into"),
+        ({"strength": 0.5}, "strength", "needs image, the picture to paint into or to start from"),
+        (
+            {"image": sent(Image.new("RGB", (64, 64))), "mask_image": sent(Image.new("L", (64, 32), 255))},
+            "mask_image",
+            "it is 64x32, another shape than the picture's 64x64. Paint it on the picture",
+        ),
+        (
+            {"image": sent(Image.new("RGB", (64, 64))), "mask_image": sent(Image.new("L", (64, 64)))},
+            "mask_image",
+            "it is black in the 64x64 that are drawn",
+        ),
+    ],
+)
+def test_a_picture_or_a_mask_that_cannot_be_used_is_refused(given: dict[str, object], path: str, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        requests_of({"instances": [{"prompt": "a", **given}]})
+    (problem,) = caught.value.problems
+    assert caught.value.status == 422 and problem.path == f"instances.0.{path}" and message in problem.message
 
 
 def test_rules_between_names_come_with_the_values_that_do_not_fit() -> None:

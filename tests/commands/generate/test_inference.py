@@ -34,7 +34,7 @@ from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_starts
+from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_inputs
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
@@ -111,7 +111,7 @@ def test_a_starting_picture_gives_what_diffusers_gives(config, text, tiny_pipeli
     transformer, _ = load_weights(config, BASE, CPU, {(48, 32)})
     for strength in (0.3, 0.75, 1.0):
         request = PictureRequest(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
-        start = encode_starts(pipeline.vae, config.model, [request])[0]
+        start = encode_inputs(pipeline.vae, config.model, [request])[0].z_0
         sampler = Sampler(transformer, config.model, FP32())
         ours = sampler.denoise([request], [text.load(PROMPTS[0])], [text.load("blurry")], start)
         theirs = pipeline(

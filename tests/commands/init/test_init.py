@@ -84,13 +84,15 @@ def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: 
     ("model", "family", "resolution"),
     [("stabilityai/stable-diffusion-3.5-large", "sd3", 1024),
      ("stable-diffusion-v1-5/stable-diffusion-v1-5", "sd15", 512),
-     ("stabilityai/stable-diffusion-xl-base-1.0", "sdxl", 1024), ("someone/fine-tune-xl-v9", "sdxl", 1024)],
+     ("stabilityai/stable-diffusion-xl-base-1.0", "sdxl", 1024), ("someone/fine-tune-xl-v9", "sdxl", 1024),
+     ("diffusers/stable-diffusion-xl-1.0-inpainting-0.1", "sdxl", 1024)],
 )  # fmt: skip
 def test_a_named_model_is_taken_with_its_family(model: str, family: str, resolution: int, tmp_path: Path) -> None:
     found = suggest(write(tmp_path / "a", 3, 1024), Answers(model=model), L4)
     config = accepted(found.config)
     assert config["model"]["pretrained"] == model and config["model"].get("family", "sd3") == family
     assert config["data"]["resolution"] == resolution and why(found, "model.pretrained") == "you named it"
+    assert any(f"{model} inpaints: " in note for note in found.notes) == ("inpainting" in model)
 
 
 def test_sdxl_gets_the_shipped_settings_of_a_card_and_1024_px_for_small_pictures(

@@ -236,8 +236,8 @@ def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
     assert cache.fill(views, CPU) == (5, []) and len({crop_key(view) for view in views}) == 5
     assert cache.cache.lacking(map(crop_key, views)) == []
     for view in views:
-        z_0, mask, framing = cache.load(view)
-        assert framing is None
+        z_0, mask, framing, inpainting = cache.load(view)
+        assert framing is None and inpainting is None
         torch.testing.assert_close(mask, torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
         pixels = crop_to_bucket(
             decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
@@ -285,6 +285,9 @@ class Recorded:
 
     def inputs(self, prompts: object) -> None:
         """Nothing trains on the text side."""
+
+    def places(self, prompt: str) -> list[tuple[object, str]]:
+        return []
 
     def load(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(2, 3), torch.zeros(4)

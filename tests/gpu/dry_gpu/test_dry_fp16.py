@@ -29,6 +29,9 @@ CASES: dict[str, dict] = {
     "average-accumulation": {
         "precision": {"weights": "int8"}, "ema": {"decay": 0.9}, "train": {"steps": 6, "gradient_accumulation": 2},
     },
+    "sdxl-convolutions": {
+        "precision": {"weights": "int8"}, "adapter": {"method": "dora", "rank": 4, "conv_rank": 2},
+    },
     "sdxl-lora-int8-streamed": {
         "precision": {"weights": "int8"}, "memory": {"checkpointing": "all", "resident_blocks": 0},
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import failpoints
 import pytest
 from blocks import write_pipeline
 from dry import CAPABILITIES, printed, process
+from nine_channels import to_nine_channels
 from tiny_runs import run_on
 
 from benchmarks.tiny_models import tiny_sd3
@@ -220,16 +222,24 @@ def test_all_weights_train_in_the_backward_pass(optimizer: str, streamed: bool, 
     whole(run_on(three_blocks | {"adapter": {}}, "cuda", **changes))
 
 
+CONVOLUTIONS = {"method": "lora", "rank": 4, "targets": "all_linear", "conv_rank": 2}
 XL: dict[str, dict] = {
     "LoRA int8": {"precision": {"weights": "int8"}},
     "LoRA nf4": {"precision": {"weights": "nf4"}, "memory": {"feed_forward": "alone"}},
     "LoRA int8, offloaded": {"precision": {"weights": "int8"}, "memory": MEMORY["streamed"]},
+    "convolutions, LoRA int8": {"precision": {"weights": "int8"}, "adapter": CONVOLUTIONS},
+    "convolutions, DoRA nf4, offloaded": {
+        "precision": {"weights": "nf4"}, "memory": MEMORY["streamed"], "adapter": CONVOLUTIONS | {"method": "dora"}
+    },
+    "convolutions, LoKr bf16": {
+        "precision": {"weights": "bf16"}, "adapter": {"method": "lokr", "factor": 4, "rank": 2, "conv_rank": 2}
+    },
     "all in backward": {"precision": {"weights": "bf16"}, "memory": {"optimizer_in_backward": True}},
     "all in backward, offloaded": {
         "precision": {"weights": "bf16"}, "memory": MEMORY["streamed"] | {"optimizer_in_backward": True}
     },
 }  # fmt: skip
-OLD_XL = ("LoRA nf4", "LoRA int8, offloaded")
+OLD_XL = ("LoRA nf4", "LoRA int8, offloaded", "convolutions, LoRA int8")
 
 
 @pytest.mark.parametrize(("how", "card"), [*((how, 89) for how in XL), *((how, 75) for how in OLD_XL)])
@@ -246,6 +256,44 @@ def test_sdxl_takes_what_is_predicted(
     assert done.returncode == 0, done.stderr
     summary = whole(Path(config["output"]["runs"]) / "tiny")
     assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.01)
+
+
+# A hole in every sample, where its source says nothing of holes.
+HOLES = """
+from dataclasses import replace
+import torch
+from simpletune.stages.step.batch_loader import BatchLoader
+honest = BatchLoader._read
+def read(self, passes):
+    for batch in honest(self, passes):
+        b, c, h, w = batch.z_0.shape
+        painted = batch.inpainting if batch.inpainting is not None else torch.ones(b, 1 + c, h, w).pin_memory()
+        yield replace(batch, inpainting=painted)
+BatchLoader._read = lambda self, passes: list(read(self, passes))
+"""
+NINE = {"LoRA int8": {}, "LoRA int8, offloaded": {}, "all in backward": {"inpainting": True}}
+
+
+@pytest.mark.parametrize(("how", "card"), [*((how, 89) for how in NINE), ("LoRA int8", 75)])
+def test_an_inpainting_unet_takes_what_is_predicted(
+    how: str, card: int, tiny_config: dict, small_unet: Callable[[str], dict], tmp_path: Path
+) -> None:
+    """One that is stored with nine channels, also in fp16 products, and one that is widened."""
+    model = small_unet("sdxl") | NINE[how]
+    if "inpainting" not in model:
+        shutil.copytree(model["unet"], tmp_path / "nine" / "unet")
+        model |= {"unet": str(to_nine_channels(tmp_path / "nine") / "unet")}
+    config = tiny_config | {"device": "cuda", "model": model, "train": {"steps": 3, "clip": "per_parameter"}} | XL[how]
+    config |= {"data": config["data"] | {"resolution": 64}}
+    if how.startswith("all"):
+        config |= {"adapter": {"method": "full"}, "optimizer": {"name": "adamw8bit", "lr": 1e-4}}
+    done = program(config, tmp_path / "config.json", HOLES, DRY_CC=card)
+    assert done.returncode == 0, done.stderr
+    summary = whole(Path(config["output"]["runs"]) / "tiny")
+    assert summary["predicted"]["stages"]["train"]["error"] == pytest.approx(0, abs=0.01)
+    if how.startswith("all"):
+        written = json.loads((Path(summary["output"]) / "config.json").read_text())
+        assert written["in_channels"] == 9
 
 
 def test_expandable_segments_that_fail_under_wsl_are_given_up(tiny_config: dict, tmp_path: Path) -> None:

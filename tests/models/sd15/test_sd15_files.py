@@ -128,11 +128,11 @@ def test_a_unet_alone_without_prefix(file: Path, pipeline: Path, tmp_path: Path)
     torch.testing.assert_close(dict(model.state_dict()), state_of(pipeline / "unet"), rtol=0, atol=0)
 
 
-def test_incomplete_foreign_and_inpainting_files_are_named(file: Path, descriptions: Path, tmp_path: Path) -> None:
+def test_incomplete_foreign_and_depth_files_are_named(file: Path, descriptions: Path, tmp_path: Path) -> None:
     state, first = load_file(file), original_sd15.UNET + "input_blocks.0.0.weight"
-    save_file(state | {first: state[first].repeat(1, 3, 1, 1)[:, :9].clone()}, tmp_path / "inpainting.safetensors")
-    with pytest.raises(UserError, match=r"in_channels 9 \(must be out_channels, 4: inpainting"):
-        SD15(pretrained=str(tmp_path / "inpainting.safetensors"), text_encoders=str(descriptions)).known_config()
+    save_file(state | {first: state[first].repeat(1, 2, 1, 1)[:, :5].clone()}, tmp_path / "depth.safetensors")
+    with pytest.raises(UserError, match=r"in_channels 5 \(must be 4, or 9 of an inpainting model; .*a depth map"):
+        SD15(pretrained=str(tmp_path / "depth.safetensors"), text_encoders=str(descriptions)).known_config()
     del state[original_sd15.UNET + "middle_block.1.proj_in.weight"]
     save_file(state, tmp_path / "part.safetensors")
     said = problems(pretrained=str(tmp_path / "part.safetensors"), text_encoders=str(descriptions))

@@ -221,7 +221,10 @@ def test_known_hub_names_need_no_network() -> None:
         assert predicts == ("v_prediction" if version == "sd2" else "epsilon")
         assert family.known_part("vae").config()["scaling_factor"] == 0.18215
         assert family.known_part("text_encoder").config()["hidden_size"] == family.text_width
-    assert counts == {"sd15": (859_520_964, 768), "sd2": (865_910_724, 1024), "sd2_base": (865_910_724, 1024)}
+    assert counts == {
+        "sd15": (859_520_964, 768), "sd2": (865_910_724, 1024), "sd2_base": (865_910_724, 1024),
+        "sd15_inpainting": (859_535_364, 768), "sd2_inpainting": (865_925_124, 1024),  # 5 x 320 x 9 more
+    }  # fmt: skip
     assert SD15(pretrained="someone/finetuned").denoiser_config(fetch=False) is None
 
 

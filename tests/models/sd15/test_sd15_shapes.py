@@ -96,7 +96,15 @@ def test_units_run_in_order_on_tensors_of_their_sizes(name: str) -> None:
             {"addition_embed_type": "text_time"},
             r"addition_embed_type 'text_time' \(must be None\).* Stable Diffusion XL",
         ),
-        ({"in_channels": 9}, r"in_channels 9 \(must be out_channels, 4: inpainting"),
+        ({"in_channels": 5}, r"in_channels 5 \(must be 4, or 9 of an inpainting model; models that read a depth map"),
+        (
+            {"in_channels": 8},
+            r"in_channels 8 .*; models that read another picture \(InstructPix2Pix\) cannot",
+        ),
+        (
+            {"in_channels": 9, "out_channels": 8},
+            r"in_channels 9 \(must be 8, or 17 of .*that read anything else cannot",
+        ),
         ({"class_embed_type": "projection"}, r"class_embed_type 'projection' \(must be None\)"),
         ({"num_attention_heads": 8}, r"num_attention_heads 8 \(must be None\)"),
         ({"mid_block_type": None}, r"mid_block_type None \(must be 'UNetMidBlock2DCrossAttn'\)"),

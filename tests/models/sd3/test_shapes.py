@@ -35,6 +35,6 @@ def test_lora_sizes_of_sd3_medium(targets: str, rank: int, trained: int, modules
 def test_a_target_that_matches_nothing_is_named() -> None:
     problems = list(Lora(targets=["attn.to_q", "attn.to_z"]).problems(parameter_shapes(SD3().known_config())))
     assert [str(problem) for problem in problems] == [
-        "adapter.targets: 'attn.to_z' matches no linear layer or 1x1 convolution. Use endings such as attn.to_q, "
+        "adapter.targets: 'attn.to_z' matches no linear layer or convolution. Use endings such as attn.to_q, "
         "attn.to_k, attn.to_v"
     ]

@@ -339,7 +339,9 @@ def damaged(folder: Path, data: bytes) -> str:
     return problems(pretrained=str(folder / "damaged.safetensors"))
 
 
-def test_pruned_and_inpainting_unets_are_refused(file: Path, descriptions: Path, tmp_path: Path) -> None:
+def test_pruned_unets_and_those_that_read_another_picture_are_refused(
+    file: Path, descriptions: Path, tmp_path: Path
+) -> None:
     def refused(tensors: dict[str, torch.Tensor], words: str) -> None:
         save_file(tensors, tmp_path / "odd.safetensors")
         with pytest.raises(UserError, match=words):
@@ -347,8 +349,8 @@ def test_pruned_and_inpainting_unets_are_refused(file: Path, descriptions: Path,
 
     state, first = load_file(file), original_sdxl.UNET + "input_blocks.0.0.weight"
     refused(
-        state | {first: state[first].repeat(1, 3, 1, 1)[:, :9].clone()},
-        rf"in_channels 9 \(must be out_channels, 4: inpainting.*{REMEDY}",
+        state | {first: state[first].repeat(1, 2, 1, 1)},
+        rf"in_channels 8 \(must be 4, or 9 .*InstructPix2Pix.*{REMEDY}",
     )
     for block, words in (("middle_block.1.transformer_blocks", "0 transformer blocks, and the way down has 2"),
                          ("output_blocks.1.1.transformer_blocks.1", "1 transformer blocks")):  # fmt: skip
@@ -368,7 +370,7 @@ def test_a_refiner_and_other_unets_in_folders_are_refused(pipeline: Path, tmp_pa
     for number, (changes, words) in enumerate(
         (
             ({"cross_attention_dim": 1280}, f"a refiner of Stable Diffusion XL, which cannot be trained. {REMEDY}"),
-            ({"in_channels": 9}, "in_channels 9 .*inpainting"),
+            ({"in_channels": 8}, "in_channels 8 .*InstructPix2Pix"),
             ({"time_cond_proj_dim": 256}, f"time_cond_proj_dim 256 .must be None.. {REMEDY}"),  # LCM's
             ({"mid_block_type": "UNetMidBlock2D"}, "mid_block_type 'UNetMidBlock2D'"),  # SSD-1B's
         )

@@ -3,10 +3,13 @@
 const at = (id) => document.getElementById(id);
 const NUMBERS = ["scale", "steps", "guidance", "width", "height", "seed"];
 const LABELS = { prompt: "Prompt", negative_prompt: "Negative prompt", num_inference_steps: "Steps",
-  guidance_scale: "Guidance", lora: "LoRA", lora_scale: "Strength", width: "Width", height: "Height", seed: "Seed" };
+  guidance_scale: "Guidance", lora: "LoRA", lora_scale: "Strength", width: "Width", height: "Height", seed: "Seed",
+  image: "Picture", mask_image: "Mask", strength: "Share of the steps" };
 const given = new URLSearchParams(location.search);
 let abort = null;
 let tuned = null; // the name of the run's full model, if any; a full model has no strength
+let loaded = null; // the picture to paint into, as it was chosen
+let last = null; // where the brush was
 
 // Fill the form from the server's defaults, then from the address: /?prompt=a+red+star&seed=3&run=1
 function fill(info) {
@@ -21,6 +24,7 @@ function fill(info) {
   at("width").max = at("height").max = limits.side;
   at("prompt").maxLength = at("negative").maxLength = limits.prompt;
   for (const name of ["prompt", "negative", "lora", ...NUMBERS]) if (given.has(name)) at(name).value = given.get(name);
+  at("painting").open = info.inpaints;
   if (given.get("view") === "slider") document.querySelector("[name=view][value=slider]").checked = true;
   if (given.has("cut")) at("cut").value = given.get("cut");
   choose();
@@ -71,7 +75,95 @@ function body() {
   if (lora !== "base") instances.push(lora === tuned ? { prompt, lora } : { prompt, lora, lora_scale: value("scale") });
   return { instances, parameters: {
     negative_prompt: at("negative").value, num_inference_steps: value("steps"), guidance_scale: value("guidance"),
-    width: value("width"), height: value("height"), seed: value("seed") } };
+    width: value("width"), height: value("height"), seed: value("seed"), ...painted(value("strength")) } };
+}
+
+// The picture to paint into, and its mask if anything of it is painted, in base64.
+function painted(strength) {
+  if (loaded === null) return {};
+  const [base64, hole] = [(canvas) => canvas.toDataURL("image/png").split(",")[1], at("hole")];
+  const pixels = hole.getContext("2d").getImageData(0, 0, hole.width, hole.height).data;
+  if (!pixels.some((value, index) => index % 4 === 3 && value)) return { image: base64(at("seen")), strength };
+  const mask = document.createElement("canvas");
+  [mask.width, mask.height] = [hole.width, hole.height];
+  const paper = mask.getContext("2d");
+  paper.fillRect(0, 0, mask.width, mask.height);
+  const white = paper.getImageData(0, 0, mask.width, mask.height);
+  for (let index = 0; index < pixels.length; index += 4) white.data.fill(pixels[index + 3], index, index + 3);
+  paper.putImageData(white, 0, 0);
+  return { image: base64(at("seen")), mask_image: base64(mask), strength };
+}
+
+// Draw the picture at the size to draw, cropped in the middle as the server does; what was painted is gone.
+function fit() {
+  show(at("painter"), loaded !== null);
+  if (loaded === null) return;
+  for (const id of ["seen", "hole"]) [at(id).width, at(id).height] = [at("width").value, at("height").value];
+  cover(at("seen"), loaded);
+  if (at("mask").files.length) loadMask();
+}
+
+function cover(canvas, image) {
+  const scale = Math.max(canvas.width / image.width, canvas.height / image.height);
+  const [width, height] = [image.width * scale, image.height * scale];
+  canvas.getContext("2d").drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
+}
+
+async function read(input) {
+  const [file] = input.files;
+  if (!file) return null;
+  try {
+    return await createImageBitmap(file);
+  } catch {
+    explain(`${file.name} is not a picture that can be read`);
+    input.value = "";
+    return null;
+  }
+}
+
+async function load() {
+  loaded = await read(at("image"));
+  fit();
+}
+
+async function loadMask() {
+  const image = await read(at("mask")), hole = at("hole"), paper = hole.getContext("2d");
+  if (image === null) return;
+  if (loaded !== null && Math.abs(image.width * loaded.height / (image.height * loaded.width) - 1) > 0.02) {
+    at("mask").value = "";
+    return explain("The mask has another shape than the picture");
+  }
+  paper.globalCompositeOperation = "source-over";
+  paper.clearRect(0, 0, hole.width, hole.height);
+  cover(hole, image);
+  const pixels = paper.getImageData(0, 0, hole.width, hole.height);
+  for (let index = 0; index < pixels.data.length; index += 4) {
+    const inside = pixels.data[index] + pixels.data[index + 1] + pixels.data[index + 2] >= 384;
+    pixels.data.set([230, 0, 122, inside ? 255 : 0], index);
+  }
+  paper.putImageData(pixels, 0, 0);
+}
+
+function stroke(event) {
+  const hole = at("hole"), box = hole.getBoundingClientRect(), paper = hole.getContext("2d");
+  const to = { x: (event.clientX - box.left) * hole.width / box.width, y: (event.clientY - box.top) * hole.height / box.height };
+  paper.globalCompositeOperation = at("eraser").checked ? "destination-out" : "source-over";
+  paper.strokeStyle = "#e6007a";
+  paper.lineCap = paper.lineJoin = "round";
+  paper.lineWidth = at("brush").value / 100 * Math.min(hole.width, hole.height);
+  paper.beginPath();
+  paper.moveTo((last ?? to).x, (last ?? to).y);
+  paper.lineTo(to.x + 0.01, to.y); // some browsers draw no line of length 0
+  paper.stroke();
+  last = to;
+}
+
+function fillAll(yes) {
+  const hole = at("hole"), paper = hole.getContext("2d");
+  paper.globalCompositeOperation = "source-over";
+  paper.clearRect(0, 0, hole.width, hole.height);
+  paper.fillStyle = "#e6007a";
+  if (yes) paper.fillRect(0, 0, hole.width, hole.height);
 }
 
 function picture(figure, base64, caption, prompt) {
@@ -158,6 +250,14 @@ at("form").addEventListener("submit", draw);
 at("cancel").addEventListener("click", () => abort?.abort());
 at("another").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 2 ** 32); });
 at("cut").addEventListener("input", arrange);
+at("image").addEventListener("change", load);
+at("mask").addEventListener("change", loadMask);
+at("remove").addEventListener("click", () => { at("image").value = at("mask").value = ""; loaded = null; fit(); });
+at("whole").addEventListener("click", () => fillAll(true));
+at("clear").addEventListener("click", () => fillAll(false));
+for (const name of ["width", "height"]) at(name).addEventListener("change", fit);
+at("hole").addEventListener("pointerdown", (event) => { at("hole").setPointerCapture(event.pointerId); last = null; stroke(event); });
+at("hole").addEventListener("pointermove", (event) => { if (event.buttons) stroke(event); });
 at("lora").addEventListener("change", choose);
 for (const radio of document.querySelectorAll("[name=view]")) radio.addEventListener("change", arrange);
 connect();

@@ -14,6 +14,7 @@ from PIL import Image
 from simpletune.apps.web.run_state import file_stamp
 from simpletune.runs.folder import SAMPLES
 from simpletune.runs.outputs import folder_name
+from simpletune.runs.report.pictures import painted_inputs
 from simpletune.runs.report.run_data import read_object
 from simpletune.stages.png import generation_parameters
 from simpletune.system.options import Json
@@ -59,7 +60,11 @@ def matrix_of(folder: Path) -> Matrix:
             {"at": at, "file": f"{SAMPLES}/{state}/{name}" if file.is_file() else "", "about": f"{prompt}: {title}"}
             for at, (file, state, title) in enumerate(zip(files, states, titles, strict=True))
         ]
-        rows.append({"prompt": prompt, "cells": cells})
+        inputs = [
+            {"file": file.relative_to(folder).as_posix(), "about": f"{kind.capitalize()}: {prompt}", "kind": kind}
+            for kind, file in painted_inputs(folder, name).items()
+        ]
+        rows.append({"prompt": prompt, "cells": cells, "inputs": inputs})
     return Matrix(titles, rows, len(steps) - len(shown), BASE in names)
 
 

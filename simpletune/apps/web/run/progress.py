@@ -79,7 +79,8 @@ def read_progress(folder: Path) -> Progress:
             option = state.settings.get(section)
             given = option.get("every") if isinstance(option, dict) else None
             every[name] = given if isinstance(given, int) and given > 0 else None
-        times = {"save": len(list_checkpoints(folder)), "validate": len(list(folder.glob(f"{SAMPLES}/*/")))}
+        validations = sum(place.name != "input" for place in folder.glob(f"{SAMPLES}/*/"))
+        times = {"save": len(list_checkpoints(folder)), "validate": validations}
         took = {name: stages[name].seconds / max(1, times[name]) if name in stages else 0.0 for name in every}
         left = duration(TrainingProgress(steps, 0, every=every, took=took).left(state.done, pace))
         for name, words in (("save", "saves"), ("validate", "evaluates and draws")):

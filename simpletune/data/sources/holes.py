@@ -1,0 +1,118 @@
+"""Holes: the parts of pictures that an inpainting model learns to paint, drawn from (seed, picture, variant) as crops
+are.
+
+Shapes and sizes are those of LaMa's large masks (arXiv:2109.07161), with which SD 2's inpainting model was trained; as
+for SD 1.5's, a quarter of the holes are whole pictures (both by their model cards).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from simpletune.data.sources.masks import mask_pixels
+from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.system.options import Json
+from simpletune.system.rng import stream
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from simpletune.data.samples import Crop
+    from simpletune.data.sources.source import Source
+
+VERSION = 1  # increment when a hole's pixels change
+WHOLE = 0.25  # share of whole pictures; the others are rectangles and strokes, half each
+SIDE = 256  # pixels of the square in which LaMa's sizes are given
+RECTANGLES, RECTANGLE, MARGIN = 3, (30, 150), 10  # at most; sides; distance from the border
+STROKES, LINES, LINE, WIDTH = 5, 5, (10, 210), (5, 105)  # at most, and lines in each; lengths and widths
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The hole of a crop.
+
+    Args:
+        kind: rectangles, brush strokes, or all of the crop; ``own``: the picture's mask.
+        draw: seeds rectangles and strokes; 0 for the others.
+    """
+
+    kind: Literal["whole", "rectangles", "strokes", "own"]
+    draw: int = 0
+
+    def identity(self) -> Json:
+        """Everything that its pixels depend on beside the crop."""
+        return {"kind": self.kind, "draw": self.draw, "version": VERSION}
+
+
+def draw_hole(source: Source, seed: int, digest: str, variant: int) -> Hole:
+    """The hole of one variant of a picture, by the source's ``inpainting_mask``."""
+    if source.inpainting_mask == "own":
+        return Hole("own")
+    draw = stream(seed, "hole", digest, variant)
+    share, number = draw.random(), int(draw.integers(2**63))
+    if share < WHOLE:
+        return Hole("whole")
+    return Hole("rectangles" if share < (1 + WHOLE) / 2 else "strokes", number)
+
+
+def hole_pixels(view: Crop) -> np.ndarray:
+    """The hole of a crop that has one, in its pixels: bool [h, w], True inside. UnusablePicture: its mask is
+    unusable."""
+    import numpy as np
+
+    assert view.hole is not None
+    width, height = view.bucket
+    match view.hole.kind:
+        case "whole":
+            return np.ones((height, width), dtype=bool)
+        case "own":
+            return mask_pixels(view) >= 127.5  # diffusers' threshold, 0.5
+        case "rectangles":
+            return _rectangles(view.bucket, stream(view.hole.draw, "rectangles"))
+        case "strokes":
+            return _strokes(view.bucket, stream(view.hole.draw, "strokes"))
+
+
+def latent_hole(pixels: np.ndarray) -> np.ndarray:
+    """A hole [h, w] at the latents' resolution: [h/8, w/8], the first of 8 x 8 pixels, as diffusers' training scripts
+    and pipelines take it (``interpolate``, nearest)."""
+    return pixels[::DOWNSAMPLING, ::DOWNSAMPLING]
+
+
+def _rectangles(bucket: Size, draw: np.random.Generator) -> np.ndarray:
+    import numpy as np
+
+    (width, height), scale = bucket, math.sqrt(math.prod(bucket)) / SIDE
+    hole, margin = np.zeros((height, width), dtype=bool), round(MARGIN * scale)
+    for _ in range(draw.integers(1, RECTANGLES, endpoint=True)):
+        spans = []
+        for side in (width, height):
+            length = min(max(DOWNSAMPLING, round(draw.uniform(*RECTANGLE) * scale)), side - 2 * margin)
+            start = int(draw.integers(margin, side - margin - length, endpoint=True))
+            spans.append(slice(start, start + length))
+        hole[spans[1], spans[0]] = True
+    return hole
+
+
+def _strokes(bucket: Size, draw: np.random.Generator) -> np.ndarray:
+    """Connected lines with round ends."""
+    import numpy as np
+    from PIL import Image, ImageDraw
+
+    (width, height), scale = bucket, math.sqrt(math.prod(bucket)) / SIDE
+    image = Image.new("1", bucket)
+    pen = ImageDraw.Draw(image)
+    for _ in range(draw.integers(1, STROKES, endpoint=True)):
+        x, y = draw.uniform(0, width), draw.uniform(0, height)
+        for _ in range(draw.integers(1, LINES, endpoint=True)):
+            angle, length = draw.uniform(0, 2 * math.pi), draw.uniform(*LINE) * scale
+            across = max(DOWNSAMPLING, round(draw.uniform(*WIDTH) * scale))
+            end_x = min(max(x + length * math.cos(angle), 0), width)
+            end_y = min(max(y + length * math.sin(angle), 0), height)
+            pen.line([(x, y), (end_x, end_y)], fill=1, width=across)
+            for centre in ((x, y), (end_x, end_y)):
+                pen.circle(centre, across / 2, fill=1)
+            x, y = end_x, end_y
+    return np.array(image)
