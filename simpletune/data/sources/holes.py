@@ -97,22 +97,23 @@ def _rectangles(bucket: Size, draw: np.random.Generator) -> np.ndarray:
 
 
 def _strokes(bucket: Size, draw: np.random.Generator) -> np.ndarray:
-    """Connected lines with round ends."""
+    """Connected lines with round ends, drawn until one covers a latent: short ones can lie between them, at a border."""
     import numpy as np
     from PIL import Image, ImageDraw
 
     (width, height), scale = bucket, math.sqrt(math.prod(bucket)) / SIDE
     image = Image.new("1", bucket)
     pen = ImageDraw.Draw(image)
-    for _ in range(draw.integers(1, STROKES, endpoint=True)):
-        x, y = draw.uniform(0, width), draw.uniform(0, height)
-        for _ in range(draw.integers(1, LINES, endpoint=True)):
-            angle, length = draw.uniform(0, 2 * math.pi), draw.uniform(*LINE) * scale
-            across = max(DOWNSAMPLING, round(draw.uniform(*WIDTH) * scale))
-            end_x = min(max(x + length * math.cos(angle), 0), width)
-            end_y = min(max(y + length * math.sin(angle), 0), height)
-            pen.line([(x, y), (end_x, end_y)], fill=1, width=across)
-            for centre in ((x, y), (end_x, end_y)):
-                pen.circle(centre, across / 2, fill=1)
-            x, y = end_x, end_y
+    while not latent_hole(np.array(image)).any():
+        for _ in range(draw.integers(1, STROKES, endpoint=True)):
+            x, y = draw.uniform(0, width), draw.uniform(0, height)
+            for _ in range(draw.integers(1, LINES, endpoint=True)):
+                angle, length = draw.uniform(0, 2 * math.pi), draw.uniform(*LINE) * scale
+                across = max(DOWNSAMPLING, round(draw.uniform(*WIDTH) * scale))
+                end_x = min(max(x + length * math.cos(angle), 0), width)
+                end_y = min(max(y + length * math.sin(angle), 0), height)
+                pen.line([(x, y), (end_x, end_y)], fill=1, width=across)
+                for centre in ((x, y), (end_x, end_y)):
+                    pen.circle(centre, across / 2, fill=1)
+                x, y = end_x, end_y
     return np.array(image)

@@ -71,6 +71,13 @@ def test_drawn_holes_have_the_sizes_of_lama_s_large_masks(kind: str) -> None:
     assert np.array_equal(again, found[3])
 
 
+def test_strokes_between_latents_are_drawn_again() -> None:
+    """With these seeds the first strokes lie beside a border, between the pixels that latents take."""
+    (picture,) = some_pictures([(64, 64)])
+    for bucket, seed in (((64, 64), 138), ((64, 64), 990), ((48, 80), 466)):
+        assert latent_hole(hole_pixels(crop(picture, Hole("strokes", seed), bucket))).any()
+
+
 def test_a_plan_without_inpainting_draws_no_hole_and_keeps_its_keys() -> None:
     plain, other = make_plan(crop="random", variants=3), plan_of(some_pictures(), crop="random", variants=3)
     assert all(view.hole is None and view.cached == (view,) for view in plain.views())
