@@ -97,7 +97,7 @@ def _rectangles(bucket: Size, draw: np.random.Generator) -> np.ndarray:
 
 
 def _strokes(bucket: Size, draw: np.random.Generator) -> np.ndarray:
-    """Connected lines with round ends, drawn until one covers a latent: short ones can lie between them, at a border."""
+    """Connected lines with round ends, drawn until they cover a latent: short ones can lie between them."""
     import numpy as np
     from PIL import Image, ImageDraw
 
