@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
-from simpletune.data.sources.holes import Hole
-from simpletune.data.sources.source import Picture, RejectedEntry, Source
+from simpletune.data.sources.source import Hole, Picture, RejectedEntry, Source
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Json
 

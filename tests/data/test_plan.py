@@ -15,7 +15,7 @@ from plans import SIZES, make_plan, some_pictures
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, SampleDraw
 from simpletune.data.sources.augmentation import RANGES, Augmentation
-from simpletune.data.sources.holes import Hole
+from simpletune.data.sources.source import Hole
 from simpletune.data.storage.cache import LATENTS_VERSION, crop_key
 from simpletune.models.objectives.flow import Flow
 

@@ -8,12 +8,11 @@ for SD 1.5's, a quarter of the holes are whole pictures (both by their model car
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from simpletune.data.sources.masks import mask_pixels
+from simpletune.data.sources.source import Hole
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
-from simpletune.system.options import Json
 from simpletune.system.rng import stream
 
 if TYPE_CHECKING:
@@ -22,28 +21,10 @@ if TYPE_CHECKING:
     from simpletune.data.samples import Crop
     from simpletune.data.sources.source import Source
 
-VERSION = 1  # increment when a hole's pixels change
 WHOLE = 0.25  # share of whole pictures; the others are rectangles and strokes, half each
 SIDE = 256  # pixels of the square in which LaMa's sizes are given
 RECTANGLES, RECTANGLE, MARGIN = 3, (30, 150), 10  # at most; sides; distance from the border
 STROKES, LINES, LINE, WIDTH = 5, 5, (10, 210), (5, 105)  # at most, and lines in each; lengths and widths
-
-
-@dataclass(frozen=True)
-class Hole:
-    """The hole of a crop.
-
-    Args:
-        kind: rectangles, brush strokes, or all of the crop; ``own``: the picture's mask.
-        draw: seeds rectangles and strokes; 0 for the others.
-    """
-
-    kind: Literal["whole", "rectangles", "strokes", "own"]
-    draw: int = 0
-
-    def identity(self) -> Json:
-        """Everything that its pixels depend on beside the crop."""
-        return {"kind": self.kind, "draw": self.draw, "version": VERSION}
 
 
 def draw_hole(source: Source, seed: int, digest: str, variant: int) -> Hole:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
-from simpletune.system.options import Option, Problem
+from simpletune.system.options import Json, Option, Problem
+
+HOLES = 1  # their version: increment when a hole's pixels change
 
 
 class UnusablePicture(Exception):
@@ -43,6 +45,23 @@ class Mask(BytesOnDemand):
     read: Callable[[], bytes] = field(compare=False, repr=False)
     by_row: bool = False
     """Whether the digest identifies the row rather than the bytes; reading then verifies the bytes by other means."""
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The hole of a crop.
+
+    Args:
+        kind: rectangles, brush strokes, or all of the crop; ``own``: the picture's mask.
+        draw: seeds rectangles and strokes; 0 for the others.
+    """
+
+    kind: Literal["whole", "rectangles", "strokes", "own"]
+    draw: int = 0
+
+    def identity(self) -> Json:
+        """Everything that its pixels depend on beside the crop."""
+        return {"kind": self.kind, "draw": self.draw, "version": HOLES}
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def test_levers_and_a_second_start_change_no_bit(
     levers = trained(config, "levers", "latest", memory=LEVERS)
     torch.testing.assert_close(levers, plain, rtol=0, atol=0)
     option, drawn = validate(config, "x"), dict[str, Tensor]()
+    rounding = {"rtol": 2**-7, "atol": 1e-4} if weights == "bf16" else {}  # a bf16 model draws with LoRAs in bf16
     shapes, updates = option.model.known_shapes(), read_lora(Path(config["output"]["runs"]) / "plain" / FILE)
     for started in (False, True):
         unet = option.model.load_denoiser(option.precision, torch.device("cpu"))
@@ -73,6 +74,6 @@ def test_levers_and_a_second_start_change_no_bit(
             assert shape is not None
             weight = torch.ones(shape) / 4
             added = _merged(layer, weight) - weight
-            torch.testing.assert_close(drawn.setdefault(name, added), added)
+            torch.testing.assert_close(drawn.setdefault(name, added), added, **rounding)
     assert len(drawn) == len(option.adapter.modules(shapes))  # type: ignore[union-attr]
     assert all(added.any() for name, added in drawn.items() if name.endswith("conv1"))

@@ -17,10 +17,10 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, make_samples
 from simpletune.data.sources.augmentation import Augmentation
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.holes import Hole, draw_hole, hole_pixels, latent_hole
+from simpletune.data.sources.holes import draw_hole, hole_pixels, latent_hole
 from simpletune.data.sources.multi_source import MultiSource, source_notes, source_rules
 from simpletune.data.sources.pictures import crop_to_bucket, decode
-from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.data.sources.source import Hole, Picture, UnusablePicture
 from simpletune.data.storage.cache import crop_key
 from simpletune.models.objectives.flow import Flow
 from simpletune.stages.step.batch_loader import BatchLoader
