@@ -44,11 +44,12 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 `python -m benchmarks inpainting`: the tiny SDXL, widened by zero weights, trained in full for {TRAINED} steps on
-{PICTURES} of the demo's pictures with {VARIANTS} random holes each. Prompts ask for another shape and colour in a
-picture, and the hole covers the old shape; drawn in {STEPS} steps at guidance {GUIDANCE:g}. *Outside of the hole*: mean
-difference of values from the picture (0 to 255), at least 8 pixels away from the hole, where nothing is pasted back;
-*the autoencoder alone*: the same if it only encodes and decodes the picture. *Shape* and *colour*: share of pictures
-that the checker reads as the prompt says; *of the picture below*: as the covered picture says."""
+{PICTURES} of the demo's pictures with {VARIANTS} random holes each. Captions and prompts name neither background nor
+style. Prompts ask for another shape and colour in a picture, and the hole covers the old shape; drawn in {STEPS} steps
+at guidance {GUIDANCE:g}. *Outside of the hole*: mean difference of values from the picture (0 to 255), at least 8
+pixels away from the hole, where nothing is pasted back; *the autoencoder alone*: the same if it only encodes and
+decodes the picture. *Shape* and *colour*: share of pictures that the checker reads as the prompt says; *of the picture
+below*: as the covered picture says."""
 
 
 class Task(NamedTuple):
@@ -58,6 +59,11 @@ class Task(NamedTuple):
     hole: np.ndarray
     shown: pictures.Scene
     asked: pictures.Scene
+
+
+def caption(scene: pictures.Scene) -> str:
+    """A caption that leaves out background and style, which only the picture around the hole shows."""
+    return f"a {scene.size} {scene.colour} {scene.shape} {scene.position}"
 
 
 def tasks(count: int, seed: int) -> list[Task]:
@@ -136,7 +142,7 @@ def paint(config: TrainConfig, weights: Weights, some: list[Task]) -> tuple[list
     model, dtype = config.model, config.precision.encoder_dtype()
     denoiser, modulation = load_weights(config, weights, CPU, [(SIDE, SIDE)])
     vae, text = model.load_vae(CPU, dtype), TextCache(model, dtype, config.output.place)
-    prompts = [pictures.caption(task.asked, number) for number, task in enumerate(some)]
+    prompts = [caption(task.asked) for task in some]
     text.fill([*prompts, ""], CPU)
     load = cache(text.load)
     pixels = (
@@ -179,7 +185,10 @@ def measured(config: TrainConfig, weights: Weights, some: list[Task]) -> tuple[d
 def prepared(folder: Path) -> Path:
     """Write the widened model and the pictures, once."""
     write_widened(folder / "widened")
-    pictures.write_folder(folder / "pictures", pictures.sample_scenes(PICTURES, seed=9), seed=9, pixels=SIDE)
+    scenes = pictures.sample_scenes(PICTURES, seed=9)
+    pictures.write_folder(folder / "pictures", scenes, seed=9, pixels=SIDE)
+    for number, scene in enumerate(scenes):
+        (folder / "pictures" / f"{number:03d}.txt").write_text(f"{caption(scene)}\n", encoding="utf-8")
     return folder
 
 
