@@ -285,7 +285,7 @@ class LayerMethod(TargetedMethod):
         for name, layer in layers.items():
             module = layout.module(name)
             for factor, tensor in layer.factors.items():
-                if factor == "lokr_w2" and tensor.dim() < len(layer.shape):
+                if factor == "lokr_w2" and tensor.dim() < len(layer.shape or ()):
                     tensor = tensor[:, :, None, None]  # LyCORIS loads no matrix into a convolution of 1x1
                 state[layout.key(module, factor)] = tensor
             # readers divide it by the rank, so the scale is 1; they ignore it where all of LoKr's matrices are whole
