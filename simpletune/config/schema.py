@@ -255,6 +255,8 @@ class Validation(Option):
             given = getattr(self, name)
             if given is not None and getattr(self, other) is None:
                 yield Problem(f"validation.{name}", f"needs validation.{other}, one for each of them. Add {other}")
+            elif given == []:
+                yield Problem(f"validation.{name}", "is empty. Leave it out, or give one for each prompt")
             elif given is not None and len(given) != count:
                 yield Problem(
                     f"validation.{name}",

@@ -45,7 +45,7 @@ HARMLESS = (
     "validation.unrelated_prompts", "validation.split", "validation.early_stop",
 )  # fmt: skip
 
-LATER = {
+LATER: dict[str, object] = {
     "adapter.layers": [], "adapter.conv_rank": None, "adapter.conv_alpha": None, "model.inpainting": False,
     "data.inpainting_mask": "random", "data.inpainting_loss": "everywhere", "validation.images": None,
     "validation.masks": None,

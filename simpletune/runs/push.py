@@ -65,6 +65,8 @@ def files_of(named: CheckpointRef, repository: str) -> Upload:
     files[CONFIG] = f"{text}\n".encode()
     if (run / GRID).exists():
         files[GRID] = run / GRID
+        if (run / "samples" / "input").is_dir():
+            say(f"push    {GRID} shows the pictures that validation painted into: your own, unless you named others")
     return files
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from PIL import Image
+from PIL import Image, ImageOps
 
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import drift_prompts
@@ -175,7 +175,9 @@ def _painted(request: PictureRequest, view: Crop) -> PictureRequest:
         with suppress(UserError):  # the mask lies outside of the centre that is drawn
             shown_inputs(found)
             return found
-    return replace(request, image=image, mask=_middle(view.bucket), strength=1.0)
+    size = (request.width, request.height)  # of the mask, too: the middle of what is drawn, not of the crop
+    image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+    return replace(request, image=image, mask=_middle(size), strength=1.0)
 
 
 def _cropped(view: Crop) -> Image.Image:

@@ -164,7 +164,7 @@ def _nonfinite_inputs(batch: Batch, row: int) -> str:
     """Name a sample's non-finite inputs; empty if there are none."""
     inputs = {"cached latents": batch.z_0, "prompt's embedding": batch.prompt_embeds, "pooled": batch.pooled}
     if batch.inpainting is not None:
-        inputs["cached latents of the picture with its hole"] = batch.inpainting
+        inputs["masked picture's cached latents"] = batch.inpainting
     found = [what for what, tensor in inputs.items() if nonfinite_names([("", (tensor[row],))])]
     return f"{' and '.join(found)} {'are' if len(found) > 1 or found[0].endswith('s') else 'is'}" if found else ""
 

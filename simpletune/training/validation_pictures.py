@@ -67,7 +67,7 @@ class Previews:
     def _write_inputs(self) -> None:
         """Write what is painted into, for inpainting: ``input/picture-NN.png`` and ``mask-NN.png``."""
         shown = list(enumerate(map(shown_inputs, self.requests)))
-        if (self.folder / INPUT).is_dir() or not any(inputs for _, inputs in shown):
+        if not any(inputs for _, inputs in shown):
             return
         with atomic_folder(self.folder / INPUT) as part:
             for number, inputs in shown:

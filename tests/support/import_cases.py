@@ -675,6 +675,13 @@ ONETRAINER = [
     (SD15_PAINTS | {"masked_training": True}, "data.inpainting_mask", "own", None),
     (SD15_PAINTS | {"masked_training": True}, "data.inpainting_loss", "inside", None),
     (SD15_PAINTS | {"masked_training": True, "unmasked_weight": 0.3}, "data.unmasked_weight", "unset", None),
+    (SD15_PAINTS | {"masked_training": True, "unmasked_weight": 1.0}, "data.inpainting_loss", "everywhere", None),
+    (
+        SD15_PAINTS | {"masked_training": True, "masked_prior_preservation_weight": 0.5},
+        "prior",
+        "unset",
+        "left out",
+    ),
     ({"masked_training": True}, "data.unmasked_weight", 0.1, None),
     ({"masked_training": True, "unmasked_weight": 0.3}, "data.unmasked_weight", 0.3, None),
     ({"masked_training": True, "masked_prior_preservation_weight": 0.5}, "prior.outside_mask", 0.5, None),

@@ -103,15 +103,23 @@ class BaseReader:
     def marks(self) -> list[str] | None:
         """The empty tensors that say in a written single file how the model was trained; None: those of the single file
         that it comes from."""
-        marks, part, known = self.family.layout.marks, self.part, self._scheduler
+        known = self.scheduler()
         if known is None:
-            if part is None or part.folder is None:
-                return None
-            folder: Path | None = part.folder.parent / "scheduler"
-            if is_hub_name(self.name):
-                folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
-            known = Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
-        return [mark for mark, settings in marks.items() if settings.items() <= known.items()]
+            return None
+        return [mark for mark, settings in self.family.layout.marks.items() if settings.items() <= known.items()]
+
+    def scheduler(self) -> ModelConfig | None:
+        """The configuration of its scheduler, empty if it has none; None: that of the single file that it comes
+        from."""
+        part = self.part
+        if self._scheduler is not None:
+            return self._scheduler
+        if part is None or part.folder is None:
+            return None
+        folder: Path | None = part.folder.parent / "scheduler"
+        if is_hub_name(self.name):
+            folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
+        return Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
 
     def weight_shapes(self) -> dict[str, Shape]:
         """The shapes of the weights of every linear layer and convolution, by layer."""

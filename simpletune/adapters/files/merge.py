@@ -139,8 +139,18 @@ class Merger:
 
     def write_file(self, file: Path, metadata: Mapping[str, str], done: Callable[[], None]) -> None:
         """Write one file in the original layout, with the other tensors and the metadata of a single-file base, and
-        the other parts in folders if their original names are known. Calls ``done`` after each tensor."""
+        the other parts in folders if their original names are known. Calls ``done`` after each tensor.
+
+        Raises:
+            UserError: readers would take the file for a model with another target.
+        """
         base = self.base
+        inpaints, target = base.config.get("in_channels") == 9, (base.scheduler() or {}).get("prediction_type")
+        if inpaints and target == "v_prediction" and not base.family.layout.marks:
+            raise UserError(
+                f"{base.name}: predicts v, but every reader takes a single file of an inpainting model of Stable "
+                "Diffusion 2 for one that predicts noise. Write a folder"
+            )
         groups = _by_original(base.family.layout.origins(base.config))
         beside = [FolderPart(name, folder, base) for name, folder in base.others().items()]
         prefix = PREFIX

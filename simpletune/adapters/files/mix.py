@@ -81,7 +81,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
         else:
             delta = _weighted_sum([part.delta() for part, _ in parts], [weight for _, weight in parts])
             rank = _svd_rank(parts, recipe)
-            u, s, vt = torch.linalg.svd(delta)
+            u, s, vt = torch.linalg.svd(delta, full_matrices=False)  # a convolution's V would have up to 23,040 rows
             down, up = vt[:rank], u[:, :rank] @ torch.diag(s[:rank])
         mixed[name] = LoraUpdate(down.contiguous(), up.contiguous(), kernel=parts[0][0].kernel)
     return mixed
@@ -115,7 +115,7 @@ def _mix_by_peft(name: str, parts: Sequence[tuple[LoraUpdate, float]], recipe: R
         layer.lora_A[adapter].weight = nn.Parameter(part.down.float())  # type: ignore[union-attr, index]
         layer.lora_B[adapter].weight = nn.Parameter(part.up.float())  # type: ignore[union-attr, index]
     assert model is not None
-    extra = {"svd_rank": _svd_rank(parts, recipe)} if recipe.method.endswith("svd") else {}
+    extra = {"svd_rank": _svd_rank(parts, recipe), "svd_full_matrices": False} if recipe.method.endswith("svd") else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random_key(recipe.seed, "mix", name) % 2**63)
         model.add_weighted_adapter(

@@ -242,15 +242,17 @@ class LokrUpdate(Update):
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
         factors = self.shaped()
+        if "lokr_w2" in factors and self.kernel:  # LyCORIS loads no matrix into a convolution, one of 1x1 included
+            factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
         if self.dim is None:  # readers ignore alpha, so the scale goes into W1
             w1 = factors["lokr_w1"]
             return {**factors, "lokr_w1": (w1.float() * self.scale).to(w1.dtype)}, 1.0
         return factors, self.scale * self.dim
 
     def shaped(self) -> dict[str, Tensor]:
-        """The factors with the shapes that they have in files."""
+        """The factors with the shapes that they have in training."""
         factors = dict(self.factors)
-        if "lokr_w2" in factors and self.is_spatial:  # LyCORIS loads no matrix there
+        if "lokr_w2" in factors and self.is_spatial:
             factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
         return factors
 

@@ -284,7 +284,10 @@ class LayerMethod(TargetedMethod):
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
             module = layout.module(name)
-            state |= {layout.key(module, factor): tensor for factor, tensor in layer.factors.items()}
+            for factor, tensor in layer.factors.items():
+                if factor == "lokr_w2" and tensor.dim() < len(layer.shape or ()):
+                    tensor = tensor[:, :, None, None]  # LyCORIS loads no matrix into a convolution of 1x1
+                state[layout.key(module, factor)] = tensor
             # readers divide it by the rank, so the scale is 1; they ignore it where all of LoKr's matrices are whole
             state[layout.key(module, ALPHA)] = torch.tensor(float(self.rank_of(name) or 1))
         return write_safetensors(state, folder / OUTPUT, metadata)

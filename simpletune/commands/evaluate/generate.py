@@ -94,7 +94,8 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
         groups = [group for group in plan.groups() if any(plan.keys[point, shot] in undrawn for shot in group)]
         if groups:
             points[point.weights], wanted[point.weights] = point, groups
-    requests = {weights: [[shot.request for shot in group] for group in groups] for weights, groups in wanted.items()}
+    asked = {tuple(group): [shot.request for shot in group] for groups in wanted.values() for group in groups}
+    requests = {weights: [asked[tuple(group)] for group in groups] for weights, groups in wanted.items()}
     every = [request for groups in requests.values() for group in groups for request in group]
     prompts = [prompt for each in every for prompt in (each.prompt, each.negative_prompt)]
     texts = session.encode_prompts(list(points), prompts)

@@ -100,7 +100,9 @@ def take_lycoris(found: Translation, key: str, own: Json, asked: bool = False) -
     elif alpha is not None and method in ("lokr", "loha") and alpha != rank:
         found.leave(key, f"alpha {alpha}: it equals the rank here; scale optimizer.lr instead")
     known = {"algo", "linear_dim", "dim", "linear_alpha", "alpha", "factor", "decompose_both", "dora_wd", "full_matrix"}
-    conv_rank, conv_alpha = own.get("conv_dim", None if asked else rank), own.get("conv_alpha", alpha)
+    conv_rank, conv_alpha = own.get("conv_dim"), own.get("conv_alpha") or alpha
+    if not asked:
+        conv_rank = conv_rank or rank  # as LyCORIS: JSON's 0 is that of the linear layers, kohya's text "0" is none
     if conv_rank is not None and "apply_preset" not in own and own.get("preset", "full") == "full":
         whole = method == "lokr" and boolean(own.get("full_matrix", False))
         conv_rank = 1024 if whole else whole_number(conv_rank)

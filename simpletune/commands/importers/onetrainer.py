@@ -553,12 +553,16 @@ def _masks(source: Translation, general: Translation) -> None:
             source.note("masked_training", "off: OneTrainer paints whole pictures; here holes are drawn at random")
         return
     if inpaints:
-        source.settings |= {"masked_training": True, "unmasked_weight": general.read("unmasked_weight", number)}
+        weight = general.read("unmasked_weight", number)
+        weight = 0.1 if weight is None else weight
+        source.settings |= {"masked_training": True, "unmasked_weight": weight}
         source.take("masked_training", "mask", "files")
         source.take("masked_training", "inpainting_mask", "own", "the masks are the holes")
-        source.take("unmasked_weight", "inpainting_loss", "inside", "nothing is learned outside of the holes")
+        why = "" if weight in (0, 1) else f"{weight:g} outside of the holes: here it is 0 or 1"
+        source.take("unmasked_weight", "inpainting_loss", "inside" if weight < 0.5 else "everywhere", why)
         source.seen("masked_training", "unmasked_weight")
-        general.read("masked_prior_preservation_weight", number)
+        if general.read("masked_prior_preservation_weight", number):
+            general.leave("masked_prior_preservation_weight", "the masks are the holes")
         return
     weight = general.read("unmasked_weight", number)
     source.settings |= {"masked_training": True, "unmasked_weight": 0.1 if weight is None else weight}

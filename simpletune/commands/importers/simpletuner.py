@@ -68,6 +68,7 @@ def _options(settings: Json, folder: Path) -> Translation:
         settings, tables["defaults"] | (tables["polynomial"] if scheduler == "polynomial" else {}) | flow
     )
     found.seen("data_backend_config", "resolution", "resolution_type", "caption_dropout_probability")
+    found.by_table(row for row in tables["options"] if row.key == "model_family")  # which the others depend on
     _model(found)
     _adapter(found, folder)
     take_start(found, "init_lora")

@@ -81,6 +81,7 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
         aspect="square",
         weight=prior.weight,
         regularization=True,
+        inpainting_loss=subjects(config.data)[0].inpainting_loss,
     )
     sources = list(config.data.sources) if isinstance(config.data, MultiSource) else [config.data]
     return config.model_copy(update={"data": MultiSource(sources=[*sources, of_class])})

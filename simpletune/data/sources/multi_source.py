@@ -134,7 +134,7 @@ def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = (), i
                 f"{field_of(data, index, 'variants')} is 1, so no picture is augmented: the first variant stays as it "
                 "is. Use 4 or more"
             )
-        if source.variants == 1 and inpaints and source.inpainting_mask == "random":
+        if source.variants == 1 and inpaints and source.inpainting_mask == "random" and not source.regularization:
             yield (
                 f"{field_of(data, index, 'variants')} is 1, so each picture keeps one hole, drawn at random. Use 8 or "
                 "more to vary it; each takes as much room in the cache as a picture"

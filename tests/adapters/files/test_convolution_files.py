@@ -154,6 +154,9 @@ def test_a_run_s_file_does_what_was_trained_here_in_comfyui_and_in_diffusers(
         assert {u.kernel for layer, u in updates.items() if is_convolution(layer)} == {(3, 3)}
         plain = updates if name == "lora" else resize_all(updates, None, 1.0)[0]
         close(in_diffusers(write_lora(plain, tmp_path / f"{layout}.safetensors", layout), tiny(family)), expected)
+    if name == "lokr, whole":  # LyCORIS loads nothing else into its convolutions
+        ends = ("shortcut.lokr_w2", "skip_connection.lokr_w2")
+        assert {tensor.dim() for key, tensor in tensors.items() if key.endswith(ends)} == {4}
     if name == "lora":
         close(in_diffusers(file, tiny(family)), expected)
     else:

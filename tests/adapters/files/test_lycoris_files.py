@@ -283,10 +283,10 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
         ({"hada_w1_a": torch.ones(2, 2)}, "to_q lacks one of its factors"),
         ({"lokr_w2": torch.ones(6, 6)}, "to_q lacks one of its factors"),
         ({"lokr_w2_b": torch.ones(3, 6)}, "which do not match"),
-        ({"lokr_w2_b": torch.ones(2, 6, 3, 3)}, "which do not match"),
+        ({"lokr_w2_b": torch.ones(2, 6, 3, 3)}, "updates a 3x3 convolution"),
         ({"lokr_w2_b": torch.ones(2)}, "which do not match"),
         ({"lokr_w1": torch.full((4, 4), torch.nan)}, "NaN or infinite"),
-        ({"lokr_t2": torch.ones(2, 2, 3, 3)}, "which do not match"),
+        ({"lokr_t2": torch.ones(2, 2, 3, 3)}, "updates a 3x3 convolution"),
         ({"lokr_t2": torch.ones(2, 2)}, "which do not match"),
     ):
         changed = {name: factor for name, factor in (factors | changes).items() if factor is not None}

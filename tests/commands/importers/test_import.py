@@ -344,6 +344,12 @@ def test_lycoris_has_a_file_of_its_own(tmp_path: Path) -> None:
     found = import_file(file)
     assert found.config["adapter"] == {"method": "lokr", "rank": None, "factor": 16}
     assert "left out" in became(found, "lycoris_config")
+    settings |= {"model_family": "sdxl", "pretrained_model_name_or_path": "a/xl"}
+    for given, ours in ((0, 8), (None, 8), (2, 2)):  # LyCORIS takes 0 and null for linear_dim
+        own = {"algo": "locon", "linear_dim": 8, "linear_alpha": 4, "conv_dim": given}
+        file = peer_configs.write(tmp_path / f"{given}", config___json=settings, config__lycoris___json=own)
+        adapter = import_file(file).config["adapter"]
+        assert adapter["conv_rank"] == ours, adapter
 
 
 def test_a_result_with_problems_is_written_and_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

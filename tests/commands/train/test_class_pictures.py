@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 
-from simpletune.commands.train.class_pictures import class_folder, class_requests
+from simpletune.commands.train.class_pictures import class_folder, class_requests, with_class_pictures
 from simpletune.commands.train.prepare import prepare_only
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
@@ -22,6 +23,7 @@ from simpletune.estimate.job_estimate import needs_of
 from simpletune.estimate.simulate.simulate_stages import simulate_parts, simulate_stage
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
+from simpletune.system.stage_timer import StageTimer
 
 CLASS = "a flat picture"
 PRIOR = {
@@ -106,6 +108,13 @@ def test_resumes_bit_for_bit(method: str, tiny_config: dict) -> None:
     halves = train(validate(data | {"name": "halves"}, "test"), "latest")
     ours, theirs = (load_file(checkpoint.checkpoint_folder(run, 4) / checkpoint.TRAINABLE) for run in (halves, whole))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_an_inpainting_model_learns_from_them_inside_their_holes_too(tiny_config: dict) -> None:
+    config = resolve_folders(validate(with_prior(tiny_config), "test"))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"inpainting_loss": "inside"})})
+    found = with_class_pictures(config, Accelerator(cpu=True), StageTimer(cuda=False))
+    assert [source.inpainting_loss for source in found.data.members] == ["inside", "inside"]
 
 
 def test_their_weight_is_that_of_the_prior(tiny_config: dict) -> None:

@@ -199,6 +199,7 @@ def test_options_of_holes_are_checked_and_explained() -> None:
     assert str(problem).startswith("data.unmasked_weight: 0.3, but with inpainting_mask own the mask is the hole")
     (note,) = source_notes(Folder(path="x"), inpaints=True)
     assert note.startswith("data.variants is 1, so each picture keeps one hole")
+    assert not list(source_notes(Folder(path="x", regularization=True), inpaints=True)), "each has few uses"
     quiet = [Folder(path="x", variants=8), Folder(path="x", mask="alpha", inpainting_mask="own")]
     assert not [note for source in quiet for note in source_notes(source, inpaints=True)]
     assert [each.weighs_places for each in (Folder(path="x"), Folder(path="x", inpainting_loss="inside"), *quiet)] == [

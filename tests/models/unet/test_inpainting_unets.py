@@ -112,6 +112,8 @@ def test_a_file_of_stable_diffusion_2_that_inpaints_predicts_epsilon(pipeline: C
         option = SD15(pretrained=str(file), text_encoders=str(text))
         assert option.scheduler_config()["prediction_type"] == predicts
         assert option.schedule_source() == (by or "the scheduler config in model.text_encoders")
+    with pytest.raises(UserError, match="predicts v, but every reader .* Write a folder"):
+        Merger(BaseReader(str(pipeline("sd2"))), [], None).write_file(tmp_path / "v.safetensors", {}, lambda: None)
     (problem,) = SD15(pretrained=str(tmp_path / "True.safetensors")).problems()
     assert "such as sd2-community/stable-diffusion-2-inpainting;" in problem.message
 

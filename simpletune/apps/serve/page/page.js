@@ -97,7 +97,7 @@ function painted(strength) {
 // Draw the picture at the size to draw, cropped in the middle as the server does; what was painted is gone.
 function fit() {
   show(at("painter"), loaded !== null);
-  if (loaded === null) return;
+  if (loaded === null || !(at("width").value > 0 && at("height").value > 0)) return;
   for (const id of ["seen", "hole"]) [at(id).width, at(id).height] = [at("width").value, at("height").value];
   cover(at("seen"), loaded);
   if (at("mask").files.length) loadMask();
@@ -185,7 +185,9 @@ function arrange() {
 async function draw(event) {
   event?.preventDefault();
   if (abort) return;
-  const asked = body(), clock = performance.now();
+  const asked = body(), clock = performance.now(), given = asked.parameters;
+  if (given.image && !given.mask_image && given.strength === 1)
+    return explain("Nothing is painted over. Paint what to draw anew, press All, or take a share of the steps below 1");
   abort = new AbortController();
   const ticker = setInterval(() => {
     at("progress").textContent = `drawing, ${((performance.now() - clock) / 1000).toFixed(0)} s`;
@@ -257,7 +259,8 @@ at("whole").addEventListener("click", () => fillAll(true));
 at("clear").addEventListener("click", () => fillAll(false));
 for (const name of ["width", "height"]) at(name).addEventListener("change", fit);
 at("hole").addEventListener("pointerdown", (event) => { at("hole").setPointerCapture(event.pointerId); last = null; stroke(event); });
-at("hole").addEventListener("pointermove", (event) => { if (event.buttons) stroke(event); });
+at("hole").addEventListener("pointermove", (event) => { if (event.buttons && last !== null) stroke(event); });
+for (const name of ["pointerup", "pointercancel"]) at("hole").addEventListener(name, () => { last = null; });
 at("lora").addEventListener("change", choose);
 for (const radio of document.querySelectorAll("[name=view]")) radio.addEventListener("change", arrange);
 connect();
