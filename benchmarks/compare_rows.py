@@ -203,7 +203,7 @@ def _unets() -> Named:
     yield "sd15, offloaded", Row("a UNet's units in host memory", SD15 | {"memory": offloaded})
     convolved = {"method": "lora", "rank": 2, "conv_rank": 2}
     yield "sd15, convolutions", Row("LoRA on convolutions", SD15 | {"adapter": convolved})
-    widened = {"model": SD15["model"] | {"inpainting": True}, "data": SD15["data"] | {"variants": 2}}
+    widened: Json = {"model": SD15["model"] | {"inpainting": True}, "data": SD15["data"] | {"variants": 2}}
     widened |= {"adapter": FULL, "precision": BF16}
     yield "sd15, inpainting", Row("holes, and a UNet of nine channels", SD15 | widened)
     inside: Json = SD15 | {"adapter": FULL, "optimizer": SLOW, "train": TRAIN | {"clip": "per_parameter"}}
