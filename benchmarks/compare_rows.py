@@ -201,6 +201,11 @@ def _unets() -> Named:
     yield "sd15, fp16", Row("a UNet's products in fp16", SD15 | {"precision": INT8 | {"compute": "fp16"}})
     offloaded = {"checkpointing": "all", "resident_blocks": 2, "offload_checkpoint_inputs": True}
     yield "sd15, offloaded", Row("a UNet's units in host memory", SD15 | {"memory": offloaded})
+    convolved = {"method": "lora", "rank": 2, "conv_rank": 2}
+    yield "sd15, convolutions", Row("LoRA on convolutions", SD15 | {"adapter": convolved})
+    widened: Json = {"family": "sd15", "pretrained": f"{INPUTS}/sd15", "inpainting": True}
+    holes: Json = SD15 | {"model": widened, "data": DATA | {"resolution": 64, "variants": 2}}
+    yield "sd15, inpainting", Row("holes, and a UNet of nine channels", holes | {"adapter": FULL, "precision": BF16})
     inside: Json = SD15 | {"adapter": FULL, "optimizer": SLOW, "train": TRAIN | {"clip": "per_parameter"}}
     yield "sd15, in backward", Row("updates in a UNet's backward", inside | {"memory": {"optimizer_in_backward": True}})
     xl: Json = SDXL | {"precision": INT8, "memory": offloaded | {"feed_forward": "alone"}}

@@ -100,6 +100,7 @@ def test_minimal_is_valid_and_defaults_are_complete() -> None:
     written = config.model_dump(mode="json", by_alias=True)
     assert TrainConfig.model_validate_json(json.dumps(written), strict=True) == config
     expected = {"rank": 16, "alpha": None, "targets": "attention", "dropout": 0.0, "dtype": "fp32"}
+    expected |= {"conv_rank": None, "conv_alpha": None}
     expected |= {"rank_stabilized": False, "rank_dropout": 0.0, "module_dropout": 0.0, "max_norm": None, "start": None}
     assert written["adapter"] == {"method": "lora", "layers": [], "b_lr_ratio": 1.0} | expected
     assert validate(merged({"adapter": {"rank": 3}}), "x.json").adapter.rank == 3, "tags may be left out"

@@ -53,6 +53,8 @@ def after_the_demo(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = tmp_path / "project"
     shutil.copytree(demo, folder)
     monkeypatch.chdir(folder)
+    Image.new("RGB", (64, 64), "orange").save("cat.png")  # of the page on inpainting
+    Image.radial_gradient("L").point(lambda value: 255 * (value < 128)).resize((64, 64)).save("cat-mask.png")
     return folder
 
 

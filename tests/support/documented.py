@@ -23,7 +23,7 @@ NOT_RUN = {
     r"\bbias\b|_bias\b|^simpletune schema >": "of the walkthrough (tests/docs/test_docs.py runs its listings)",
     SYNOPSIS: "a synopsis",
     r"^simpletune (estimate|plan)": "predicts for 20 s, searches for minutes (test_estimate.py, test_planning.py)",
-    r"sd3_medium|sd35_|sd21_|stabilityai/|openai/": "needs the hub",
+    r"sd3_medium|sd35_|sd21_|sd15_|stabilityai/|openai/": "needs the hub",
     r"^python -m benchmarks": "takes minutes (test_bench.py, test_bench_speed.py, test_study.py)",
     r"^\./(train|test)\.sh": "installs (test_setup.py)",
     r"^make ": "for contributors; the target exists",

@@ -23,6 +23,7 @@ from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_names import require_same_family
 from simpletune.models.shared.single_file import Origin, open_file
 from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
+from simpletune.models.unet.config import inpainting_channels
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES, weight_files
 from simpletune.system.options import UserError, join_names, plural
@@ -145,8 +146,11 @@ class Merger:
             UserError: readers would take the file for a model with another target.
         """
         base = self.base
-        inpaints, target = base.config.get("in_channels") == 9, (base.scheduler() or {}).get("prediction_type")
-        if inpaints and target == "v_prediction" and not base.family.layout.marks:
+        predicts_v, read = (
+            (base.scheduler() or {}).get("prediction_type") == "v_prediction",
+            base.config.get("in_channels"),
+        )
+        if predicts_v and not base.family.layout.marks and read == inpainting_channels(base.config):
             raise UserError(
                 f"{base.name}: predicts v, but every reader takes a single file of an inpainting model of Stable "
                 "Diffusion 2 for one that predicts noise. Write a folder"

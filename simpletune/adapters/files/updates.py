@@ -241,9 +241,7 @@ class LokrUpdate(Update):
         return LoraUpdate(down, up[self.skipped : self.skipped + self.outputs], self.scale, self.kernel)
 
     def saved(self) -> tuple[dict[str, Tensor], float]:
-        factors = self.shaped()
-        if "lokr_w2" in factors and self.kernel:  # LyCORIS loads no matrix into a convolution, one of 1x1 included
-            factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
+        factors = self._unfolded(bool(self.kernel))  # LyCORIS loads no matrix into a convolution, one of 1x1 included
         if self.dim is None:  # readers ignore alpha, so the scale goes into W1
             w1 = factors["lokr_w1"]
             return {**factors, "lokr_w1": (w1.float() * self.scale).to(w1.dtype)}, 1.0
@@ -251,8 +249,11 @@ class LokrUpdate(Update):
 
     def shaped(self) -> dict[str, Tensor]:
         """The factors with the shapes that they have in training."""
+        return self._unfolded(self.is_spatial)
+
+    def _unfolded(self, has_kernel: bool) -> dict[str, Tensor]:
         factors = dict(self.factors)
-        if "lokr_w2" in factors and self.is_spatial:
+        if "lokr_w2" in factors and has_kernel:
             factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
         return factors
 

@@ -209,7 +209,11 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         values = {**common, **_settings(each)}
         lora, scale = values.pop("lora", capabilities.tuned or BASE), values.pop("scale", 1.0)
         unusable = list(_unusable_inputs(values, capabilities.limits.pixels))
-        without += [Problem(f"instances.{number}.{name}", rule) for name, rule in unusable]
+        for name, rule in unusable:
+            own = name.removesuffix("_image") in each.model_fields_set  # mask_image is the alias of mask
+            place = f"instances.{number}" if own else "parameters"
+            problem = Problem(f"{place}.{name}", rule)
+            without += [problem] if problem not in without else []  # parameters are those of every instance
         if unusable:
             continue
         try:

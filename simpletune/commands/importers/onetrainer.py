@@ -552,25 +552,21 @@ def _masks(source: Translation, general: Translation) -> None:
         if inpaints:
             source.note("masked_training", "off: OneTrainer paints whole pictures; here holes are drawn at random")
         return
+    weight = general.read("unmasked_weight", number)
+    weight = 0.1 if weight is None else weight
+    source.settings |= {"masked_training": True, "unmasked_weight": weight}
+    source.take("masked_training", "mask", "files")
     if inpaints:
-        weight = general.read("unmasked_weight", number)
-        weight = 0.1 if weight is None else weight
-        source.settings |= {"masked_training": True, "unmasked_weight": weight}
-        source.take("masked_training", "mask", "files")
         source.take("masked_training", "inpainting_mask", "own", "the masks are the holes")
         why = "" if weight in (0, 1) else f"{weight:g} outside of the holes: here it is 0 or 1"
         source.take("unmasked_weight", "inpainting_loss", "inside" if weight < 0.5 else "everywhere", why)
-        source.seen("masked_training", "unmasked_weight")
-        if general.read("masked_prior_preservation_weight", number):
-            general.leave("masked_prior_preservation_weight", "the masks are the holes")
-        return
-    weight = general.read("unmasked_weight", number)
-    source.settings |= {"masked_training": True, "unmasked_weight": 0.1 if weight is None else weight}
-    source.take("masked_training", "mask", "files")
-    source.take("unmasked_weight", "unmasked_weight", source.settings["unmasked_weight"])
+    else:
+        source.take("unmasked_weight", "unmasked_weight", weight)
     source.seen("masked_training", "unmasked_weight")
     keep = general.read("masked_prior_preservation_weight", number)
-    if keep and general.get("prior.outside_mask") is None:
+    if keep and inpaints:
+        general.leave("masked_prior_preservation_weight", "the masks are the holes")
+    elif keep and general.get("prior.outside_mask") is None:
         prior = general.get("prior") or {"method": "base_prediction"}
         general.config["prior"] = prior
         general.take("masked_prior_preservation_weight", "prior.outside_mask", keep)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Json, Option, Problem
 
-HOLES = 1  # their version: increment when a hole's pixels change
+HOLES_VERSION = 1  # increment when a hole's pixels change
 
 
 class UnusablePicture(Exception):
@@ -61,7 +61,7 @@ class Hole:
 
     def identity(self) -> Json:
         """Everything that its pixels depend on beside the crop."""
-        return {"kind": self.kind, "draw": self.draw, "version": HOLES}
+        return {"kind": self.kind, "draw": self.draw, "version": HOLES_VERSION}
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,8 @@ def test_on_a_gpu_the_base_is_untouched_and_the_devices_memory_is_told(run: Path
         ({"negative_prompt": 7}, "7 does not fit. It must be text in quotes"),
         ({"negative_prompt": "x" * 301}, "It must be text of at most 300 characters. It has 301"),
         ({"num_inference_step": 2}, "unknown field. Did you mean num_inference_steps?"),
-        ({"image": "/etc/passwd"}, "unknown field. Known: negative_prompt, width, height, num_inference_steps"),
+        ({"images": "x"}, "unknown field. Did you mean image?"),
+        ({"image": "/etc/passwd"}, "is not base64"),
     ],
 )
 def test_a_parameter_that_does_not_fit_is_named(parameters: dict[str, Any], told: str, live: Running) -> None:
@@ -302,14 +303,14 @@ def test_what_is_no_request_of_ours_and_what_every_answer_forbids(stub: Running)
         assert answer.headers["cache-control"] == "no-store"
         assert not [name for name in answer.headers if name.startswith("access-control") or name == "server"]
     about = ask("GET", "/info").json()
-    assert set(about) == {"loras", "tuned", "standard", "limits", "status"} and about["status"] == "ready"
+    assert set(about) == {"loras", "tuned", "standard", "limits", "inpaints", "status"} and about["status"] == "ready"
     assert about["limits"]["steps"] >= about["standard"]["steps"]
 
 
 def test_large_bodies_are_not_read(stub: Running) -> None:
     large = b" " * (Limits.body + 1)
     assert stub.client.post("/predict", content=large, headers=JSON).status_code == 413
-    pieces = (b" " * 65536 for _ in range(6))  # of unknown length
+    pieces = (b" " * 2**20 for _ in range(Limits.body // 2**20 + 1))  # of unknown length
     assert stub.client.post("/predict", content=pieces, headers=JSON).status_code == 413
     host, port = stub.service.socket.getsockname()
     with socket.create_connection((host, port)) as raw:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from simpletune.engine.memory.copy_stream import PinnedPages
 from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.tensors import all_tensors
 from simpletune.stages import load
+from simpletune.stages.step import batch_loader
 from simpletune.stages.step.train_step import TrainStep
 
 pytestmark = pytest.mark.dry
@@ -56,6 +58,22 @@ class Steps:
         """From the beginning of each warm step to that of the next."""
         warm = self.begun[WARM:]
         return [after[name] - before[name] for before, after in zip(warm, warm[1:], strict=False)]
+
+
+class Immediately:
+    """Fetches the next step's batches before the current one's are freed. In a thread, whether they are freed before,
+    and their pinned memory is reused, changes from step to step."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*arguments))
+        return done
+
+    def shutdown(self, **_: object) -> None:
+        pass
 
 
 @pytest.fixture
@@ -120,8 +138,9 @@ COPIES += [("single_blocks", "LoRA, streamed"), ("single_blocks", "all, in backw
 
 @pytest.mark.parametrize(("model", "how"), COPIES)
 def test_a_warm_step_copies_from_pinned_memory_and_takes_no_memory_anew(
-    model: str, how: str, request: pytest.FixtureRequest, steps: Steps
+    model: str, how: str, request: pytest.FixtureRequest, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batch_loader, "ThreadPoolExecutor", Immediately)
     trained(request.getfixturevalue(model), how)
     for name in ("pageable_copies", "cudaHostAlloc", "cuMemCreate", "cudaDeviceSynchronize"):
         assert (name, steps.work(name)) == (name, [0] * 7)
