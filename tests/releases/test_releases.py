@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import release_files
+import torch
+from safetensors.torch import load_file
 
 from simpletune.apps.cli.main import main
 from simpletune.config.load import read_config
@@ -44,11 +46,9 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_cache(
     assert release_files.losses(release, "stopped") == pytest.approx(about["losses"], rel=TOLERANCE)
 
 
-def test_a_finished_run_is_reported_and_drawn_with(release: Path) -> None:
-    before = (release / "runs/finished/report.html").read_text()
+def test_a_finished_run_is_reported_and_drawn_with(about: dict[str, Any], release: Path) -> None:
     assert main(["report", "runs/finished"]) == 0
-    after = (release / "runs/finished/report.html").read_text()
-    assert after.count("data:image") == before.count("data:image") > 0
+    assert release_files.pictures_in(release / "runs/finished/report.html") == about["pictures"] > 0
     for run in ("finished", "full", "embeddings"):
         assert main(["generate", "--run", f"runs/{run}", "--prompt", "a red disc", "--steps", "2"]) == 0
 
@@ -63,11 +63,32 @@ def test_files_of_adapters_change_a_model_as_they_did(about: dict[str, Any], rel
     assert len(about["changes"]) >= 12 and len(about["sums"]) >= 3
 
 
+def test_its_loras_are_converted_as_they_were(release: Path, tmp_path: Path) -> None:
+    made = [file for file in sorted((release / "loras").iterdir()) if file.stem.count("-") == 2]
+    assert len(made) >= 12
+    for file in made:
+        name, _, layout = file.stem.rpartition("-")
+        out = tmp_path / file.name
+        assert main(["export", f"loras/{name}.safetensors", "--format", layout, "--out", str(out)]) == 0
+        new, old = tensors_of(out), tensors_of(file)
+        assert new.keys() == old.keys() and all(torch.equal(new[key], old[key]) for key in old), file.name
+
+
+def tensors_of(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    loaded = torch.load(file, weights_only=True)  # AUTOMATIC1111's hypernetwork: {width: (keys', values')}
+    pairs = {width: pair for width, pair in loaded.items() if isinstance(width, int)}
+    return {f"{width}.{n}.{key}": each[key] for width in pairs for n, each in enumerate(pairs[width]) for key in each}
+
+
 def test_a_hypernetwork_and_a_merged_file_draw() -> None:
-    for words in (["--lora", "loras/sd15-hypernetwork.safetensors"], ["--lora", "loras/sd15-hypernetwork-a1111.pt"]):
-        assert main(["generate", "--model", "models/sd15", *words, "--prompt", "a", "--steps", "2"]) == 0
-    model = ["model.pretrained=loras/sd15-merged.safetensors", "model.text_encoders=models/sd15"]
-    assert main(["train", "configs/sd15-lora.json", *model, "name=merged", "train.steps=1"]) == 0
+    drawn = ["--model", "models/sd15", "--lora", "loras/sd15-hypernetwork.safetensors", "--prompt", "a"]
+    quick = ["--device", "cpu", "--precision", "fp32", "--size", "64x64", "--steps", "2"]
+    assert main(["generate", *drawn, *quick]) == 0
+    parts = [f"model.{part}=models/sd3" for part in ("text_encoders", "vae")]
+    model = ["model.pretrained=models/sd3-merged.safetensors", *parts]
+    assert main(["train", "configs/sd3-lora.json", *model, "name=merged", "train.steps=1"]) == 0
 
 
 def test_training_starts_from_its_loras() -> None:
