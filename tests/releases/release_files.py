@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGEST = 8 * 2**20  # bytes of a release's folder
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "sd3": {"family": "sd3", "pretrained": "models/sd3", "t5_length": 8},
     "sd15": {"family": "sd15", "pretrained": "models/sd15"},
     "sdxl": {"family": "sdxl", "pretrained": "models/sdxl"},
 }
-RUN = {
+RUN: dict[str, Any] = {
     "device": "cpu",
     "data": {"path": "pictures", "resolution": 64},
     "precision": {"weights": "fp32"},
@@ -42,7 +42,7 @@ RUN = {
     "tracking": {"tensorboard": False},
     "output": {"runs": "runs", "profiles": "profiles", "cache": "cache"},
 }
-LORA = {"method": "lora", "rank": 2}
+LORA: dict[str, Any] = {"method": "lora", "rank": 2}
 CONVOLVED = {"rank": 1, "conv_rank": 1}
 # name: model, changes, and layouts to export the result to
 FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
