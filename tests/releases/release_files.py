@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from datetime import date
 from importlib.metadata import version as version_of
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST = 8 * 2**20  # bytes of a release's folder
+ARCHIVE = "files.tar.gz"
+LARGEST = 8 * 2**20  # bytes of the archive
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -181,8 +183,9 @@ def make(folder: Path) -> dict[str, Any]:
     expected["pictures"] = pictures_in(folder / "runs/finished/report.html")
     for left in ("profiles", "runs/.web", "models/sdxl", "runs/full/checkpoints"):
         shutil.rmtree(folder / left, ignore_errors=True)
-    for report in folder.glob("runs/*/report.html"):
-        report.unlink()  # of 1 MB, and written again by the command
+    for file in list(folder.rglob("*")):
+        if file.suffix == ".lock" or file.name == "report.html":  # a page has 1 MB; the command writes it again
+            file.unlink()
     return expected
 
 
@@ -196,14 +199,21 @@ def main() -> None:
         folder = Path(scratch) / version
         folder.mkdir()
         expected = make(folder)
-        libraries = {name: version_of(name) for name in ("torch", "diffusers", "peft", "safetensors")}
-        about = {"version": version, "commit": commit, "made": str(date.today()), "libraries": libraries, **expected}
-        (folder / "release.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        if size > LARGEST:
-            raise SystemExit(f"release_files.py: {size:,} bytes; at most {LARGEST:,}. Make the models smaller")
-        shutil.copytree(folder, place)
+        place.mkdir()
+        with tarfile.open(place / ARCHIVE, "w:gz") as archive:
+            archive.add(folder, version, filter=without_owner)
+    size = (place / ARCHIVE).stat().st_size
+    if size > LARGEST:
+        shutil.rmtree(place)
+        raise SystemExit(f"release_files.py: {size:,} bytes; at most {LARGEST:,}. Make the models smaller")
+    libraries = {name: version_of(name) for name in ("torch", "diffusers", "peft", "safetensors")}
+    about = {"version": version, "commit": commit, "made": str(date.today()), "libraries": libraries, **expected}
+    (place / "release.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     print(f"{place.relative_to(ROOT)}: {size:,} bytes")
+
+
+def without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    return member.replace(uid=0, gid=0, uname="", gname="")
 
 
 if __name__ == "__main__":
