@@ -44,6 +44,11 @@ RUN: dict[str, Any] = {
     "tracking": {"tensorboard": False},
     "output": {"runs": "runs", "profiles": "profiles", "cache": "cache"},
 }
+QUICK: dict[str, Any] = {
+    "checkpoint": {"every": None},
+    "validation": {**RUN["validation"], "prompts": []},
+    "train": {"steps": 2},
+}
 LORA: dict[str, Any] = {"method": "lora", "rank": 2}
 CONVOLVED = {"rank": 1, "conv_rank": 1}
 # name: model, changes, and layouts to export the result to
@@ -147,21 +152,36 @@ def make(folder: Path) -> dict[str, Any]:
     tiny_sdxl.build(folder / "models" / "sdxl", dtype="bf16")
     pictures.write_folder(folder / "pictures", pictures.sample_scenes(4, seed=3), seed=3)
 
+    expected = {**write_runs(folder), **write_loras(folder)}
+    shutil.copytree(ROOT / "configs", folder / "shipped", ignore=shutil.ignore_patterns("schema.json"))
+    for left in ("profiles", "runs/.web", "models/sdxl", "runs/full/checkpoints"):
+        shutil.rmtree(folder / left, ignore_errors=True)
+    for file in list(folder.rglob("*")):
+        if file.suffix == ".lock" or file.name == "report.html":  # a page has 1 MB; the command writes it again
+            file.unlink()
+    return expected
+
+
+def write_runs(folder: Path) -> dict[str, Any]:
+    """Train to the end, until killed, embeddings, and the whole model; return what the first run lost and drew."""
     simpletune(folder, "train", configuration(folder, "finished", "sd3", adapter=LORA))
-    expected: dict[str, Any] = {"losses": losses(folder, "finished"), "changes": {}, "sums": {}}
     stopped = configuration(folder, "stopped", "sd3", adapter=LORA)
     simpletune(folder, "train", stopped, failpoint="checkpoint.after-rename=kill", code=-9)
     embedded = {"embeddings": {"token": "<disc>", "initial": "circle"}}
-    quick = {"checkpoint": {"every": None}, "validation": {**RUN["validation"], "prompts": []}, "train": {"steps": 2}}
-    half = {"precision": {"weights": "bf16"}}
     prompt = {"data": {**RUN["data"], "prompt": "a photo of <disc>"}}
-    text = configuration(folder, "embeddings", "sd3", adapter={"method": "none"}, text=embedded, **quick, **prompt)
+    text = configuration(folder, "embeddings", "sd3", adapter={"method": "none"}, text=embedded, **QUICK, **prompt)
     simpletune(folder, "train", text)
-    simpletune(folder, "train", configuration(folder, "full", "sd3", adapter={"method": "full"}, **half, **quick))
+    half = {"precision": {"weights": "bf16"}}
+    simpletune(folder, "train", configuration(folder, "full", "sd3", adapter={"method": "full"}, **half, **QUICK))
+    return {"losses": losses(folder, "finished"), "pictures": pictures_in(folder / "runs/finished/report.html")}
+
+
+def write_loras(folder: Path) -> dict[str, Any]:
+    """Train every kind and write it in its layouts; return what each file changes in its model."""
     loras = folder / "loras"
     loras.mkdir()
     for name, (model, changes, layouts) in FILES.items():
-        simpletune(folder, "train", configuration(folder, name, model, **changes, **quick))
+        simpletune(folder, "train", configuration(folder, name, model, **changes, **QUICK))
         (trained,) = (folder / "runs" / name).glob("pytorch_*.safetensors")
         shutil.copy2(trained, loras / f"{name}.safetensors")
         for layout in layouts:
@@ -169,23 +189,16 @@ def make(folder: Path) -> dict[str, Any]:
             out = f"loras/{name}-{layout}.{ending}"
             simpletune(folder, "export", f"runs/{name}", "--format", layout, "--out", out)
         shutil.rmtree(folder / "runs" / name)
-    mergeable = sorted(file.stem for file in loras.glob("*.safetensors") if "hypernetwork" not in file.name)
+    merged = ("--dtype", "bf16", "--out", "models/sd3-merged.safetensors")
+    simpletune(folder, "merge", "loras/sd3-lora.safetensors", "--base", "models/sd3", *merged)
+    expected: dict[str, Any] = {"changes": {}, "sums": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        for name in mergeable:
+        for name in sorted(file.stem for file in loras.glob("*.safetensors") if "hypernetwork" not in file.name):
             if model_of(name) == "sdxl":
                 expected["sums"][name] = sum_of_updates(loras / f"{name}.safetensors")
                 continue
             simpletune(folder, *merge_words(name, Path(scratch) / name))
             expected["changes"][name] = change(folder, name, Path(scratch) / name)
-    merged = ("--dtype", "bf16", "--out", "models/sd3-merged.safetensors")
-    simpletune(folder, "merge", "loras/sd3-lora.safetensors", "--base", "models/sd3", *merged)
-    shutil.copytree(ROOT / "configs", folder / "shipped", ignore=shutil.ignore_patterns("schema.json"))
-    expected["pictures"] = pictures_in(folder / "runs/finished/report.html")
-    for left in ("profiles", "runs/.web", "models/sdxl", "runs/full/checkpoints"):
-        shutil.rmtree(folder / left, ignore_errors=True)
-    for file in list(folder.rglob("*")):
-        if file.suffix == ".lock" or file.name == "report.html":  # a page has 1 MB; the command writes it again
-            file.unlink()
     return expected
 
 
