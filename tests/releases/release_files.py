@@ -59,6 +59,7 @@ FILES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "sd3-loha": ("sd3", {"adapter": {"method": "loha", "rank": 1}}, ("lycoris",)),
     "sd3-oft": ("sd3", {"adapter": {"method": "oft"}}, ("kohya",)),
     "sd15-lora": ("sd15", {"adapter": {"method": "lora", **CONVOLVED}}, ("diffusers", "onetrainer")),
+    "sd15-textlora": ("sd15", {"adapter": LORA, "text": {"lora": {"rank": 1}}}, ("kohya",)),
     "sd15-hypernetwork": ("sd15", {"adapter": {"method": "hypernetwork", "widths": "all"}}, ("a1111",)),
     "sdxl-lora": ("sdxl", {"adapter": {"method": "lora", **CONVOLVED}}, ("diffusers", "onetrainer")),
 }
@@ -118,7 +119,7 @@ def model_of(name: str) -> str:
 
 
 def sum_of_updates(file: Path) -> float:
-    """Sum of what a LoRA's file adds to weights, without signs; for models too large to be kept."""
+    """Sum of what a LoRA's file adds to weights, without signs; for models too large to be kept, and text encoders."""
     from simpletune.adapters.files.read import read_lora
 
     return sum(update.delta().abs().double().sum().item() for update in read_lora(file).values())
@@ -194,7 +195,7 @@ def write_loras(folder: Path) -> dict[str, Any]:
     expected: dict[str, Any] = {"changes": {}, "sums": {}}
     with tempfile.TemporaryDirectory() as scratch:
         for name in sorted(file.stem for file in loras.glob("*.safetensors") if "hypernetwork" not in file.name):
-            if model_of(name) == "sdxl":
+            if model_of(name) == "sdxl" or "text" in name:
                 expected["sums"][name] = sum_of_updates(loras / f"{name}.safetensors")
                 continue
             simpletune(folder, *merge_words(name, Path(scratch) / name))
