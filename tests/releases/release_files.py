@@ -213,13 +213,13 @@ def main() -> None:
         folder = Path(scratch) / version
         folder.mkdir()
         expected = make(folder)
-        place.mkdir()
-        with tarfile.open(place / ARCHIVE, "w:gz") as archive:
+        with tarfile.open(Path(scratch) / ARCHIVE, "w:gz") as archive:
             archive.add(folder, version, filter=without_owner)
-    size = (place / ARCHIVE).stat().st_size
-    if size > LARGEST:
-        shutil.rmtree(place)
-        raise SystemExit(f"release_files.py: {size:,} bytes; at most {LARGEST:,}. Make the models smaller")
+        size = (Path(scratch) / ARCHIVE).stat().st_size
+        if size > LARGEST:
+            raise SystemExit(f"release_files.py: {size:,} bytes; at most {LARGEST:,}. Make the models smaller")
+        place.mkdir()
+        shutil.copy2(Path(scratch) / ARCHIVE, place)
     libraries = {name: version_of(name) for name in ("torch", "diffusers", "peft", "safetensors")}
     about = {"version": version, "commit": commit, "made": str(date.today()), "libraries": libraries, **expected}
     (place / "release.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    return member.replace(uid=0, gid=0, uname="", gname="")
+    return member.replace(uid=0, gid=0, uname="", gname="", deep=False)
 
 
 if __name__ == "__main__":
