@@ -5,4 +5,4 @@ from importlib.metadata import PackageNotFoundError, version
 try:
     __version__ = version("simpletune")
 except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0.1.0.dev0"  # as in pyproject.toml
+    __version__ = "0.1.0"  # as in pyproject.toml
