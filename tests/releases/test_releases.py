@@ -4,6 +4,7 @@ hold."""
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ def about(release: Path) -> dict[str, Any]:
     return found
 
 
+def test_a_killed_run_is_finished_without_training(release: Path) -> None:
+    shutil.copytree(release / "runs/stopped", release / "runs/finished-later")
+    assert main(["finish", "runs/finished-later"]) == 0
+    checkpoint = release / "runs/stopped/checkpoints/step-000002/pytorch_lora_weights.safetensors"
+    result, saved = tensors_of(release / "runs/finished-later/pytorch_lora_weights.safetensors"), tensors_of(checkpoint)
+    assert result.keys() == saved.keys() and all(torch.equal(result[key], saved[key]) for key in saved)
+
+
 def test_a_killed_run_goes_on_from_its_checkpoint_and_cache(
     about: dict[str, Any], release: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +62,7 @@ def test_a_finished_run_is_reported_and_drawn_with(about: dict[str, Any], releas
     assert main(["report", "runs/finished"]) == 0
     assert release_files.pictures_in(release / "runs/finished/report.html") == about["pictures"] > 0
     for run in ("finished", "full", "embeddings"):
+        assert main(["compare", "--run", f"runs/{run}", "--prompt", "a red disc", "--steps", "2"]) == 0
         assert main(["generate", "--run", f"runs/{run}", "--prompt", "a red disc", "--steps", "2"]) == 0
 
 
