@@ -96,7 +96,11 @@ def test_a_single_file_is_recognised_and_written_back(version: str, pipeline: Ca
     torch.testing.assert_close(dict(single.load_denoiser(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
     beside = OPTIONS[version](pretrained=str(folder), unet=str(file))
     assert beside.inpaints and beside.new_weights is None
-    Merger(BaseReader(str(folder)), [], None).write_file(tmp_path / "back.safetensors", {}, lambda: None)
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    scheduler = whole / "scheduler/scheduler_config.json"
+    noise = json.loads(scheduler.read_text()) | {"prediction_type": "epsilon"}  # as a real one; the tiny 2.1 predicts v
+    scheduler.write_text(json.dumps(noise))
+    Merger(BaseReader(str(whole)), [], None).write_file(tmp_path / "back.safetensors", {}, lambda: None)
     written, original = (load_file(each) for each in (tmp_path / "back.safetensors", file))
     for name in (name for name in written if name.startswith(original_sd15.UNET)):
         torch.testing.assert_close(written[name], original[name], rtol=0, atol=0)
