@@ -104,8 +104,9 @@ def configuration(folder: Path, name: str, model: str, **changes: Any) -> str:
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    rows = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(row)["loss"] for row in rows]
+    from simpletune.runs.folder import read_metrics
+
+    return [row["loss"] for row in read_metrics(folder / "runs" / name)]
 
 
 def merge_words(name: str, out: Path) -> list[str]:
