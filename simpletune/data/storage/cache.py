@@ -152,7 +152,7 @@ class FileCache(KeyedFolder, Cache):
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
         wanted = list(dict.fromkeys(keys))
         there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self.sound]
-        whole = sum(self.file(key).stat().st_size for key in there) <= READ_WHOLE
+        whole = sum(map(self._size, there)) <= READ_WHOLE
         for key in there:
             if not self._damage(key, whole):
                 continue
@@ -162,11 +162,18 @@ class FileCache(KeyedFolder, Cache):
                     say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
         return [key for key in wanted if key not in self]
 
+    def _size(self, key: str) -> int:
+        """The size of a key's file in bytes; 0 if another process has just removed it."""
+        try:
+            return self.file(key).stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def _damage(self, key: str, whole: bool) -> str:
         """Describe what is wrong with a key's file; empty if nothing is, or if there is no file."""
         try:
             self._load(key) if whole else read_header(self.file(key))
-        except FileNotFoundError:  # another process has set it aside
+        except FileNotFoundError:  # another process has set it aside or joined it into a shard
             return ""
         except (DamagedSample, ValueError, KeyError, UserError) as error:
             return str(error).partition(". ")[0]

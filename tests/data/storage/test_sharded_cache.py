@@ -206,12 +206,22 @@ def test_several_processes_fill_one_cache_and_encode_nothing_twice(tmp_path: Pat
     require_all(cache)
 
 
-def test_a_file_that_another_process_removes_while_it_is_opened_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["seen", "opened"])
+def test_a_file_that_another_process_removes_while_it_is_checked_is_no_error(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = FileCache(tmp_path)
+    cache, seen = FileCache(tmp_path), FileCache.__contains__
+
+    def removed_once_seen(self: FileCache, key: str) -> bool:
+        there = seen(self, key)
+        self.file(key).unlink(missing_ok=True)
+        return there
+
     cache.save("a", {"x": torch.ones(3)})
-    monkeypatch.setattr(storage, "open", lambda file, *_, **__: (file.unlink(), open(file, "rb")), raising=False)
+    if moment == "seen":
+        monkeypatch.setattr(FileCache, "__contains__", removed_once_seen)
+    else:
+        monkeypatch.setattr(storage, "open", lambda file, *_, **__: (file.unlink(), open(file, "rb")), raising=False)
     assert cache.lacking(["a"]) == ["a"]
 
 
