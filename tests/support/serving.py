@@ -196,8 +196,9 @@ def dom(it: Running, profile: Path, **fields: object) -> str:
     """The page after it has drawn what its address says."""
     assert BROWSER is not None
     words = (
-        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-        f"--disable-component-update --disable-sync --virtual-time-budget=15000 --user-data-dir={profile} --dump-dom"
+        "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic --no-first-run --disable-sync "
+        "--disable-background-networking --disable-component-update --virtual-time-budget=15000 "
+        f"--user-data-dir={profile} --dump-dom"
     )
     address = f"{it.service.address}?{urlencode({'run': 1, **fields})}"
     done = subprocess.run([BROWSER, *words.split(), address], capture_output=True, text=True, timeout=120)

@@ -93,7 +93,7 @@ def test_what_cannot_be_reached_or_parsed_does_not_show_the_path() -> None:
 
 
 def test_a_server_that_hangs_delays_little_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "WAIT", 0.3)
+    monkeypatch.setattr(notify, "WAIT", 1.0)
     warned: list[str] = []
     with Inbox(hangs=True) as inbox:
         began = time.monotonic()
@@ -102,7 +102,7 @@ def test_a_server_that_hangs_delays_little_and_is_said_once(monkeypatch: pytest.
             sender.send(message())
         sent = time.monotonic() - began
         sender.close()
-        assert sent < 1 and time.monotonic() - began < 3
+        assert sent < 1 and time.monotonic() - began < 5
     assert warned == ["notification: Slack (127.0.0.1) is slow: a message was dropped"]
 
 

@@ -73,9 +73,12 @@ def test_every_program_sets_it_before_torch(words: str, tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("waits PASSIVE"), done.stderr
 
 
-def test_a_resumed_run_keeps_its_number(tiny_config: dict, automatic: None, monkeypatch, capsys) -> None:
+def test_a_resumed_run_keeps_its_number(
+    tiny_config: dict, automatic: None, tmp_path: Path, monkeypatch, capsys
+) -> None:
     """Wherever it goes on: here the rule would have given it 1 at the second start."""
     monkeypatch.setattr(threads, "PARAMETERS_PER_THREAD", 1000)
+    tiny_config["output"]["cache"] = str(tmp_path / "cache")  # what 8 threads encode has other last bits
     config = tiny_config | {"train": tiny_config["train"] | {"steps": 1}, "checkpoint": {"every": 1}}
     try:
         train(validate(config, "test"))

@@ -166,7 +166,7 @@ def test_the_prior_of_the_bases_predictions(launcher: Launcher, ground: dict[str
 
 
 DRAWS = """
-import os, sys
+import os, sys, time
 config, rank, port, of = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -175,8 +175,12 @@ from simpletune.commands.train import class_pictures
 honest = class_pictures.save_png
 def save_png(picture, part, request, **more):
     print("drew", request.seed, flush=True)
-    if rank == "1" and os.environ.get("KILL"):
-        os.kill(os.getpid(), 9)
+    if os.environ.get("KILL"):
+        if rank == "1":
+            open(config + ".drew", "w").close()
+            os.kill(os.getpid(), 9)
+        while not os.path.exists(config + ".drew"):  # or it might draw all of them before the other one begins
+            time.sleep(0.01)
     return honest(picture, part, request, **more)
 class_pictures.save_png = save_png
 sys.exit(main(["train", config, "--resume", "auto"]))

@@ -184,7 +184,7 @@ def test_after_a_restart_of_the_machine_the_queue_goes_on(tmp_path: Path, roots:
     paths = os.pathsep.join([str(PACKAGE.parent), str(tmp_path / "modules")])
     command = [sys.executable, "-c", RUNNER, str(roots.runs), str(tmp_path)]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}) as runner:
-        until((tmp_path / "words-one").exists)
+        until(lambda: (tmp_path / "words-one").exists() and (tmp_path / "words-one").read_text() == "\n")
         until(lambda: states(roots) == [("bad", "failed"), ("one", "running"), ("two", "waiting")])
         lose_power(roots, runner, "run-one")
     (tmp_path / "runs" / "one" / "config.json").write_text("{}")

@@ -44,12 +44,15 @@ def fill(cache: FileCache, share: KeyRange, together: int, pause: float = 0.0) -
 class Child:
     """A forked process that fills a cache and writes down what it made."""
 
-    def __init__(self, folder: Path, share: KeyRange, together: int = 4, pause: float = 0.01):
+    def __init__(self, folder: Path, share: KeyRange, together: int = 4, pause: float = 0.01, gate: Path | None = None):
         self.file = folder.parent / f"made-{share.number}-{os.urandom(4).hex()}"
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
+                while gate is not None and len(list(gate.iterdir())) < 2:  # two begin together
+                    (gate / str(os.getpid())).touch()
+                    time.sleep(0.005)
                 made = fill(FileCache(folder), share, together, pause)
                 self.file.write_text(json.dumps([made, sorted(k for k in KEYS if k not in FileCache(folder))]))
                 code = 0
@@ -95,7 +98,9 @@ def test_processes_divide_the_keys_and_all_see_them_at_the_end(
 
 
 def test_processes_of_different_runs_divide_the_keys_too(tmp_path: Path) -> None:
-    children = [Child(tmp_path / "text" / "a", KeyRange()) for _ in range(2)]
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    children = [Child(tmp_path / "text" / "a", KeyRange(), gate=gate) for _ in range(2)]
     made = [child.end()[0] for child in children]
     assert sorted(made[0] + made[1]) == sorted(KEYS) and all(made)
 

@@ -223,10 +223,11 @@ def test_the_driver_s_memory_is_what_pytorch_reserves() -> None:
 @pytest.mark.dry
 def test_events_hold_the_host_s_time() -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began = time.perf_counter()
     start.record()
     time.sleep(0.05)
     end.record()
-    assert 50 <= start.elapsed_time(end) < 500
+    assert 50 <= start.elapsed_time(end) <= 1000 * (time.perf_counter() - began)
 
 
 @pytest.mark.dry
