@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import NoneType
@@ -268,21 +269,24 @@ def predicted_time(folder: Path) -> Json | None:
 
 def newest_run(runs: Path) -> Path:
     """The run that finished last."""
-    found = sorted(runs.glob(f"*/{SUMMARY}"), key=lambda file: file.stat().st_mtime)
+    found = []
+    for file in runs.glob(f"*/{SUMMARY}"):
+        with suppress(FileNotFoundError):  # its run has just been continued
+            found.append((file.stat().st_mtime, file))
     if not found:
         saved = [(run, list_checkpoints(run)) for run in sorted(runs.glob("*/"))]
         names = [f"{run}@{checkpoints[-1][0]}" for run, checkpoints in saved if checkpoints]
         remedy = f"Name a stopped run: --run {join_names(names, 4)}" if names else "Train one first: ./train.sh"
         raise UserError(f"{runs}/ contains no finished run. {remedy}")
-    return found[-1].parent
+    return max(found)[1].parent
 
 
 def read_json_or_none(file: Path) -> Json | None:
     """Read a JSON object from a file; None if the file does not exist, a UserError if it is damaged."""
-    if not file.exists():
-        return None
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}). Remove it; the run writes it again") from None
     return value

@@ -126,7 +126,8 @@ def write_json(file: Path, value: Any, shared: bool = False) -> None:
 def quarantine(place: Path) -> Path:
     """Rename a damaged file or folder to ``NAME.damaged`` for inspection, replacing an older one; return that path."""
     damaged = place.with_name(f"{place.name}.damaged")
-    remove(damaged)
+    if place.is_dir() or damaged.is_dir():  # the renaming replaces only a file, by a file
+        remove(damaged)
     replace(place, damaged)
     return damaged
 

@@ -15,6 +15,7 @@ from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.portable import lock_file, lock_range, unlock_range
 
+LOOK = 0.5  # seconds; at most so long do others hold a lock only to see whether it is free (``is_held``)
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on file systems without locks
 
 
@@ -144,7 +145,7 @@ def _acquire(file: Path, waiting: str | None = None) -> FileLock:
         _warn_unlocked(file.parent, f"cannot be locked ({error.strerror})")
         return lock
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=0 if waiting else LOOK)
     except Timeout:
         if waiting is None:
             raise

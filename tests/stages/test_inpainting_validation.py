@@ -18,6 +18,8 @@ from simpletune.commands.train import train as verb
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs.model_card import shareable, snippet
+from simpletune.runs.push import files_of
+from simpletune.runs.weights_names import CheckpointRef
 from simpletune.stages.plan_data import plan_data
 from simpletune.stages.prepared import require_inputs, validation_requests, with_inputs
 from simpletune.stages.sample import PictureRequest, shown_inputs
@@ -36,7 +38,9 @@ def painted(tiny_config: dict, tmp_path: Path) -> dict[str, Any]:
     return merged(tiny_config, validation=option, train={"steps": 1}, output={"report": True})
 
 
-def test_sheet_report_and_page_show_picture_mask_and_result(painted: dict[str, Any]) -> None:
+def test_sheet_report_and_page_show_picture_mask_and_result(
+    painted: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = validate(painted, "x")
     verb.train(config)
     run = Path(config.output.runs) / "tiny"
@@ -48,6 +52,8 @@ def test_sheet_report_and_page_show_picture_mask_and_result(painted: dict[str, A
     assert tuple(sheet[100, 20]) == (255, 0, 0) and tuple(sheet[100, 320]) == (255, 255, 255)
     report = (run / "report.html").read_text()
     assert 'alt="Picture: a blue star"' in report and 'alt="Mask: a blue star"' in report
+    assert "samples/grid.png" in files_of(CheckpointRef(run), "me/stars")
+    assert "grid.png shows the pictures that validation painted into: your own" in capsys.readouterr().out
     (row,) = matrix_of(run).rows
     assert [each["file"] for each in row["inputs"]] == ["samples/input/picture-00.png", "samples/input/mask-00.png"]
     Image.open(config.validation.masks[0]).rotate(180).save(config.validation.masks[0])

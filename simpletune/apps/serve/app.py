@@ -59,6 +59,7 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
     async def predict(request: Request) -> Response:
         worker.require_ready()
         body = await read_body(request, "application/json", capabilities.limits.body, "body", "application/json")
+        worker.require_room()  # before the pictures in the body are decoded
         images = await run_in_threadpool(read_requests, body, capabilities)  # parsing must not block others
         job = worker.submit(images)
         request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))

@@ -85,15 +85,21 @@ class Worker(threading.Thread):
         if self.state != "ready":
             raise RequestError(503, STOPPING, headers={"Retry-After": "30", "Connection": "close"})
 
-    def submit(self, images: Sequence[ImageRequest]) -> GenerationJob:
-        """Append a job to the queue; a RequestError, 429 if the queue is full, 503 if the server is not ready."""
+    def require_room(self) -> None:
+        """Raise a RequestError: 429 if the queue is full, 503 if the server is not ready."""
         with self._changed:
             self.require_ready()
-            if len(self._waiting) >= self.limits.queue:
-                ahead = sum(len(job.images) for job in self._waiting)
-                wait = max(1, min(600, math.ceil(ahead * self.metrics.image_seconds())))
-                message = f"The queue is full with {len(self._waiting)} requests. Try again in {wait} s"
-                raise RequestError(429, message, headers={"Retry-After": str(wait)})
+            if len(self._waiting) < self.limits.queue:
+                return
+            ahead = sum(len(job.images) for job in self._waiting)
+            wait = max(1, min(600, math.ceil(ahead * self.metrics.image_seconds())))
+            message = f"The queue is full with {len(self._waiting)} requests. Try again in {wait} s"
+        raise RequestError(429, message, headers={"Retry-After": str(wait)})
+
+    def submit(self, images: Sequence[ImageRequest]) -> GenerationJob:
+        """Append a job to the queue; a RequestError as of ``require_room``."""
+        with self._changed:
+            self.require_room()
             job = GenerationJob(images, self.limits.seconds)
             self._waiting.append(job)
             self._changed.notify()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import threading
@@ -21,7 +22,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import shipped_json
 from simpletune.estimate.stored import versions
 from simpletune.runs.folder import read_json_or_none
-from simpletune.system.atomic import write_json
+from simpletune.system.atomic import machine_name, write_json
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json
 
@@ -117,18 +118,22 @@ class Estimator:
     def _begin(self, request: EstimateRequest) -> subprocess.Popen[str]:
         folder = self.roots.own / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        config = folder / f"{request.key}.config.json"
-        write_json(config, request.data, shared=True)
+        config = self._config(request)
+        write_json(config, request.data)
         words = ["estimate", str(config), "--json", *(["--device", request.device] if request.device else [])]
         pipe = subprocess.PIPE
         return processes.spawn(self.roots, "simpletune", words, text=True, stdout=pipe, stderr=pipe)
+
+    def _config(self, request: EstimateRequest) -> Path:
+        """The file with a request's configuration: this page's own, since it is removed at the end."""
+        return self.roots.own / FOLDER / f"{request.key}.{machine_name()}-{os.getpid()}.config.json"
 
     def _finish(self, request: EstimateRequest, process: subprocess.Popen[str]) -> None:
         out, err = process.communicate()
         with self._lock:
             self._running = None
         folder, code = self.roots.own / FOLDER, process.returncode
-        (folder / f"{request.key}.config.json").unlink(missing_ok=True)
+        self._config(request).unlink(missing_ok=True)
         if code < 0:  # dropped for a newer request
             return
         if code == 0:
@@ -139,7 +144,7 @@ class Estimator:
             said = "\n".join(lines[at:]).removeprefix("error: ")[:2000]
             found = {"error": said or f"estimate ended with code {code}"}
         write_json(_file(self.roots, request.key), found, shared=True)
-        for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+        for old in sorted(folder.glob("*.json"), key=lambda file: file_stamp(file) or (0, 0))[:-KEPT]:
             old.unlink(missing_ok=True)
 
 

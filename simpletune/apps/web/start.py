@@ -19,9 +19,10 @@ from simpletune.apps.web.run_state import Runs, file_stamp
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.config.load import shipped_names
 from simpletune.system.atomic import write_json
+from simpletune.system.locks import wait_for_lock
 from simpletune.system.options import plural
 
-CONFIGS = "configs"
+CONFIGS, STARTING = "configs", ".start.lock"
 LISTED = 200  # configurations in a list
 PRESET = "preset"
 LOG_LINES = 30
@@ -91,12 +92,13 @@ def begin(request: Request, form: Form) -> Response:
     if filled.problems or filled.config is None:
         return _whole(request, filled, str(state.get("form", "")), state.get("live"), 422)
     name, folder = filled.config.name, roots.own / CONFIGS
-    needed = {each.config for each in queue.read_queue(roots) if each.state in ("waiting", "running")}
     files = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
-    file = next(file for file in files if str(file) not in needed)  # the first that no run in the queue needs
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(file, filled.data)
-    entry = queue.add(roots, name, file, queue.queue_device(filled.data))
+    with wait_for_lock(roots.own / STARTING, "waiting for another page that starts a run"):
+        needed = {each.config for each in queue.read_queue(roots) if each.state in ("waiting", "running")}
+        file = next(file for file in files if str(file) not in needed)  # the first that no run in the queue needs
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, filled.data)
+        entry = queue.add(roots, name, file, queue.queue_device(filled.data))
     return RedirectResponse(f"/queued/{entry.id}", 303)
 
 

@@ -18,7 +18,7 @@ from simpletune.config.schema import TrainConfig, cache_of_bases
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.multi_source import MultiSource, scan_sources, subjects
-from simpletune.data.storage.claims import KeyedFolder, KeyRange
+from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import model_device, model_units
 from simpletune.runs.stack import read_stack
@@ -160,7 +160,9 @@ def generate_missing(
     device, model = accelerator.device, config.model
     share = KeyRange(accelerator.process_index, accelerator.num_processes)
     text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
-    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, share)
+    # For an object store, processes divide the prompts without waiting for each other: each encodes all that it draws.
+    dividing = share if config.output.place.url is None else ALONE
+    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, dividing)
     by_key = {str(request.seed): request for request in requests}
     sampler: Sampler | None = None
     with progress("class", share.count(len(requests)), "pictures") as advance:

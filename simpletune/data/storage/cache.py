@@ -16,14 +16,15 @@ import os
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.data.samples import Crop
 from simpletune.data.sources.masks import mask_identity
-from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange, place_of
+from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange
 from simpletune.system.atomic import quarantine, remove
 from simpletune.system.console import say
 from simpletune.system.locks import Ranges
@@ -154,13 +155,23 @@ class FileCache(KeyedFolder, Cache):
         there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self.sound]
         whole = sum(map(self._size, there)) <= READ_WHOLE
         for key in there:
-            if not self._damage(key, whole):
-                continue
-            place = place_of(key)
-            with Ranges(self._lock) as ranges, ranges.held(place, place, wait=True):
-                if reason := self._damage(key, whole):  # unless another process has replaced it meanwhile
-                    say(f"cache   {reason}: {self._set_aside(key)}; encoding it again")
+            self._set_aside_if(partial(self._damage, key, whole), self.file(key))
         return [key for key in wanted if key not in self]
+
+    def set_damaged_aside(self, chosen: Callable[[Path], bool]) -> None:
+        """Verify the chosen files, whatever their keys are; set damaged ones aside and say so."""
+        for file in filter(chosen, sorted(self.folder.glob("*.safetensors"))):
+            if re.fullmatch("[0-9a-f]{32}", file.stem):
+                self._set_aside_if(partial(self._damage_of, file), file)
+
+    def _set_aside_if(self, damage: Callable[[], str], file: Path) -> None:
+        """Set a file aside if it is damaged, and say so."""
+        if not damage():
+            return
+        place = int(file.stem[:15], 16)  # of its key
+        with Ranges(self._lock) as ranges, ranges.held(place, place, wait=True):
+            if reason := damage():  # unless another process has replaced it meanwhile
+                say(f"cache   {reason}: renamed to {quarantine(file).name}; encoding it again")
 
     def _size(self, key: str) -> int:
         """The size of a key's file in bytes; 0 if another process has just removed it."""
@@ -179,6 +190,16 @@ class FileCache(KeyedFolder, Cache):
             return str(error).partition(". ")[0]
         return ""
 
+    def _damage_of(self, file: Path) -> str:
+        """Describe what is wrong with a file whose key is not known; empty if nothing is, or if there is no file."""
+        try:
+            key = str((read_header(file).get("__metadata__") or {}).get("key"))
+        except FileNotFoundError:
+            return ""
+        except (ValueError, UserError) as error:
+            return str(error).partition(". ")[0]
+        return self._damage(key, whole=True) if self.file(key) == file else f"{file} was written for another key"
+
     def remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
         for part in self.folder.glob(".*.part"):
@@ -196,7 +217,10 @@ class FileCache(KeyedFolder, Cache):
 
     def quarantine(self, key: str) -> str:
         self.sound.discard(key)
-        return str(quarantine(self.file(key)))
+        try:
+            return str(quarantine(self.file(key)))
+        except FileNotFoundError:  # another process has set it aside
+            return f"{self.file(key)}.damaged"
 
     def _set_aside(self, key: str) -> str:
         return f"renamed to {Path(self.quarantine(key)).name}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from simpletune.system.atomic import atomic_file
+from simpletune.system.atomic import STALE, atomic_file
 from simpletune.system.disk import reason_full
 from simpletune.system.locks import Ranges
 
@@ -105,7 +106,8 @@ class LocalCopies:
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):  # another process has removed it
                 status = path.stat()
-                if stat.S_ISREG(status.st_mode) and path.name != ".lock":
+                arriving = path.suffix == ".part" and time.time() - status.st_mtime < STALE  # another process writes it
+                if stat.S_ISREG(status.st_mode) and path.name != ".lock" and not arriving:
                     found.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):

@@ -104,8 +104,8 @@ class ShardCache(Cache):
         wanted = list(dict.fromkeys(keys))
         with _store_errors():
             self.index.refresh()
-            self.staged.lacking([key for key in wanted if key in self.staged and self.location(key) is None], share)
-            # what a killed process has left
+            # what a killed process has left, whoever needs it
+            self.staged.set_damaged_aside(lambda file: file.stem not in self.index.samples)
             self._writer.join(everything=True, wait=False)
             if share.number == 0:
                 self.index.publish(everything=True)

@@ -79,6 +79,7 @@ class Uploader:
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
 
     def __enter__(self) -> Uploader:
+        remove(self.folder / STAGED)  # left by a killed process
         self._thread.start()
         return self
 
@@ -204,18 +205,19 @@ class Uploader:
         best = step_to_keep(self.folder)
         stay = {*self.keeps.kept(sorted(checkpoints)), best}
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
-        self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={})
+        there = self.store.keys("checkpoints/") if job.staged is not None else {}
+        # Written even if it is the same: this process still owns the run, so what it has listed is no later owner's.
+        self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={}, always=bool(there))
         self._arrived = {key: file for key, file in self._arrived.items() if not key.startswith("checkpoints/")}
         if job.staged is not None:
             remove(job.staged)
             # Remove what the index does not name: old checkpoints, and those of killed uploads.
             named = {each.folder for each in kept.values()}
-            there = self.store.keys("checkpoints/")
             self.store.remove([key for key in there if "/".join(key.split("/")[:2]) not in named])
 
-    def _commit(self, **changes: object) -> None:
+    def _commit(self, *, always: bool = False, **changes: object) -> None:
         index = self.index.model_copy(update=changes)
-        if index != self.index:
+        if always or index != self.index:
             self._tag = put_index(self.store, index, self._tag)
             self.index = index
 
@@ -227,7 +229,9 @@ class Uploader:
         """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded, and
         return all of them. The index names them first: whatever becomes of this process, it knows what is there."""
         files, changed = dict[str, StoredFile](), dict[str, tuple[int, int]]()
-        for file in sorted(self.folder.rglob("*")):
+        # not rglob, which fails if a checkpoint is removed meanwhile
+        found = [Path(place, name) for place, _, names in os.walk(self.folder) for name in names]
+        for file in sorted(found):
             key = file.relative_to(self.folder).as_posix()
             if key.partition("/")[0] in LEFT_OUT or any(part.startswith(".") for part in key.split("/")):
                 continue

@@ -33,7 +33,7 @@ from simpletune.apps.serve import app, server
 from simpletune.apps.serve.app import HttpOptions, guard_app
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.metrics import Metrics
-from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError
+from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
 from simpletune.apps.serve.worker import FAILED, GenerationJob, JobCancelled
 from simpletune.data import demo
 from simpletune.system.options import UserError
@@ -324,10 +324,12 @@ def test_large_bodies_are_not_read(stub: Running) -> None:
 
 
 def test_no_more_wait_than_may_and_those_that_wait_are_served() -> None:
-    generator = BlockingGenerator()
+    generator = BlockingGenerator(steps=100_000)
     with running(blocking(generator, Limits(queue=5))) as it, ThreadPoolExecutor(32) as pool:
         it.wait_ready()
-        asked = [pool.submit(it.predict, "a star", seed=n) for n in range(32)]
+        asked = [pool.submit(it.predict, "a star", seed=0)]
+        until(lambda: len(generator.started) == 1)
+        asked += [pool.submit(it.predict, "a star", seed=n) for n in range(1, 32)]
         until(lambda: sum(each.done() for each in asked) == 26)
         refused = [each.result() for each in asked if each.done()]
         assert {each.status_code for each in refused} == {429}
@@ -337,6 +339,22 @@ def test_no_more_wait_than_may_and_those_that_wait_are_served() -> None:
         generator.release.set()
         assert sorted(each.result().status_code for each in asked) == [200] * 6 + [429] * 26
         assert 'simpletune_requests_total{route="predict",status="429"} 26' in it.client.get("/metrics").text
+
+
+def test_a_full_queue_refuses_a_picture_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    monkeypatch.setattr(app, "read_requests", lambda *given: decoded.append(1) or read_requests(*given))
+    generator = BlockingGenerator(steps=100_000)
+    with running(blocking(generator, Limits(queue=1))) as it, ThreadPoolExecutor(2) as pool:
+        it.wait_ready()
+        asked = [pool.submit(it.predict, "a star")]
+        until(lambda: len(generator.started) == 1)
+        asked.append(pool.submit(it.predict, "a star"))
+        until(lambda: it.service.worker.waiting == 1)
+        assert it.predict({"prompt": "a star", "image": "no picture"}).status_code == 429
+        assert len(decoded) == 2
+        generator.release.set()
+        assert [each.result().status_code for each in asked] == [200, 200]
 
 
 def asking(it: Running) -> socket.socket:
@@ -377,6 +395,7 @@ def test_what_takes_too_long_is_given_up() -> None:
         assert answer.status_code == 504 and "within 1 s" in answer.text
         until(lambda: generator.cancelled == 1)
         generator.release.set()
+        it.service.worker.limits = Limits(seconds=60)
         assert it.predict("a").is_success
 
 

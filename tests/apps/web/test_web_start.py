@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -211,6 +217,29 @@ def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.Estim
     assert "my_cats_b.json" in downloaded.headers["content-disposition"]
 
 
+def test_two_starts_of_one_name_have_a_file_each(
+    tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A double click: both read the queue before either has added its run."""
+    pictures(tmp_path / "cats")
+    client = open_pages(tmp_path)
+    values = change(client, Form(client.get("/start").text).values, data__path="cats")[1]
+    both, honest = threading.Barrier(2), queue.read_queue
+
+    def read(roots: Roots) -> list[queue.QueueEntry]:
+        found = honest(roots)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return found
+
+    monkeypatch.setattr(queue, "read_queue", read)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: client.post("/start/run", data=values), range(2)))
+    assert [each.status_code for each in answers] == [303, 303]
+    configs = [each.config for each in honest(make_roots(tmp_path / "runs", [tmp_path]))]
+    assert sorted(Path(each).name for each in configs) == ["cats-2.json", "cats.json"]
+
+
 def test_the_command_does_the_same(
     tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +420,28 @@ def test_the_live_line_shows_at_once_what_ships_for_other_versions(
     assert "your versions" not in text and "stale" in text
     text, _ = change(client, values, model__pretrained="org/secret")  # nobody asks the hub for it
     assert "your versions" not in text and "stale" in text
+
+
+def test_two_pages_that_predict_the_same_do_not_take_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one's child starts to read when the first one's has ended."""
+    script = "import json, sys; json.load(open(sys.argv[1])); print(json.dumps({'gib': 7}))"
+    monkeypatch.setattr(
+        processes, "spawn",
+        lambda roots, module, words, **pipes: subprocess.Popen([sys.executable, "-c", script, words[1]], **pipes),
+    )  # fmt: skip
+    roots, request = make_roots(tmp_path / "runs", [tmp_path]), live.EstimateRequest("a" * 24, {"x": 1}, None)
+    first, second = live.Estimator(roots), live.Estimator(roots)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    process = first._begin(request)
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    waiting = second._config(request)
+    waiting.write_text("{}")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    first._finish(request, process)
+    assert waiting.exists() and live.cached_estimate(roots, request.key) == {"gib": 7}
+    assert [file.name for file in waiting.parent.glob("*.config.json")] == [waiting.name]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

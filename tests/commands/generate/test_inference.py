@@ -202,6 +202,16 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     assert session.draw_all([BASE], requests())[0].pictures == base.pictures
 
 
+def test_several_models_start_from_a_picture_that_is_encoded_once(config, loras, monkeypatch, text, tmp_path) -> None:
+    Image.new("RGB", SIZE, "red").save(tmp_path / "red.png")
+    given = requests(2, image=tmp_path / "red.png", strength=0.5)
+    encoded = []
+    monkeypatch.setattr(session_module, "encode_inputs", lambda *rest: encoded.append(rest[2]) or encode_inputs(*rest))
+    session = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False))
+    base, lora = session.draw_all([BASE, Weights("a", lora=loras["a"])], given)
+    assert encoded == [given] and latent_distance(base.latents[0], lora.latents[0]) > 1e-5
+
+
 def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:
     transformer, _ = load_weights(config, BASE, CPU, {SIZE})
     expected = Sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]

@@ -6,6 +6,8 @@ import copy
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +16,14 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 
+from simpletune.commands.train import class_pictures
 from simpletune.commands.train.class_pictures import class_folder, class_requests, with_class_pictures
 from simpletune.commands.train.prepare import prepare_only
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
+from simpletune.data.storage.claims import KeyRange
+from simpletune.data.storage.place import CachePlace
 from simpletune.estimate.job_estimate import needs_of
 from simpletune.estimate.simulate.simulate_stages import simulate_parts, simulate_stage
 from simpletune.runs import checkpoint
@@ -65,6 +70,23 @@ def test_they_are_the_bases_own_pictures_and_train_as_a_source(tiny_config: dict
     said = capsys.readouterr().out
     assert f"class   3 class pictures of '{own}': 0 kept in {folder(data)}, 3 to draw" in said
     assert "class" in json.loads((run / "summary.json").read_text())["stages"]
+
+
+@pytest.mark.parametrize("cache", ["folder", "s3://bucket/cache"])
+def test_processes_wait_for_each_others_prompts_only_in_a_folder(
+    cache: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an object store, a process has only the prompts that it has encoded itself, and draws with all."""
+    given = []
+    text = SimpleNamespace(fill=lambda prompts, device, share: given.append(share), load=None)
+    monkeypatch.setattr(class_pictures, "TextCache", lambda *_: text)
+    config = validate(with_prior(tiny_config), "test")
+    place = config.output.place if cache == "folder" else CachePlace(config.output.place.folder, "shards", cache)
+    monkeypatch.setattr(type(config.output), "place", property(lambda self: place))
+    two: Any = SimpleNamespace(device=torch.device("cpu"), process_index=1, num_processes=2)
+    done: Any = SimpleNamespace(claimed=lambda *_: [])
+    class_pictures.generate_missing(config, class_requests(config, config.prior), done, two)
+    assert given == [KeyRange(1, 2) if cache == "folder" else KeyRange()]
 
 
 def test_they_are_drawn_once_and_linked_by_longer_series(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,8 +41,14 @@ def slow_keep(self, model):
     time.sleep(0.5)
     made.append(str(self.folder))
     return keep(self, model)
-FileCache.save, QuantisedBase.keep = slow, slow_keep
 config, ready, other = sys.argv[1:]
+make = QuantisedBase.make
+def make_when_both_lack_it(self, *rest):
+    Path(ready + ".lacks").touch()
+    while not Path(other + ".lacks").exists():
+        time.sleep(0.005)
+    return make(self, *rest)
+FileCache.save, QuantisedBase.keep, QuantisedBase.make = slow, slow_keep, make_when_both_lack_it
 Path(ready).touch()
 while not Path(other).exists():
     time.sleep(0.005)
@@ -78,6 +86,19 @@ def test_two_runs_on_one_cache_make_nothing_twice_and_train_alike(
         assert FileCache(file.parent).lacking([read_header(file)["__metadata__"]["key"]]) == []
     results = [load_file(tmp_path / "runs" / name / "pytorch_lora_weights.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_a_run_starts_while_a_page_looks_whether_it_is_running(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with locks.exclusive(run):
+        assert locks.is_held(run)
+    handle = os.open(tmp_path / ".run.lock", os.O_RDONLY)
+    locks.lock_file(handle, shared=True)  # as is_held does for a moment
+    timer = threading.Timer(0.1, os.close, [handle])
+    timer.start()
+    with locks.exclusive(run):
+        timer.join()
+        assert locks.is_held(run)
 
 
 def test_where_no_lock_file_can_be_made_it_is_said_once_and_work_goes_on(tmp_path: Path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
@@ -170,6 +171,15 @@ def test_the_local_part_stays_within_its_limit_and_keeps_what_was_used_last(tmp_
     again = LocalCopies(tmp_path / "part", 2000)
     again.put("x/new", bytes(100))
     assert bytes_in(again.folder) <= 2000 and "x/new" in again
+
+
+def test_trimming_keeps_what_another_process_is_fetching(tmp_path: Path) -> None:
+    arriving, abandoned = tmp_path / ".shard.0a1b2c-7.part", tmp_path / ".other.0a1b2c-8.part"
+    for file in (arriving, abandoned):
+        file.write_bytes(bytes(500))
+    os.utime(abandoned, (0, 0))
+    LocalCopies(tmp_path, 100).trim(0)
+    assert arriving.exists() and not abandoned.exists()
 
 
 @pytest.mark.slow

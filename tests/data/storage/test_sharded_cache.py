@@ -153,6 +153,30 @@ def test_a_kill_loses_nothing_that_was_encoded(moment: str, tmp_path: Path, monk
     assert len(names) == len(set(names)) == len(KEYS)
 
 
+@pytest.mark.parametrize("damage", ["values", "header"])
+def test_a_damaged_sample_that_waits_for_its_shard_is_set_aside_whoever_needs_it(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another process or run has left it."""
+    left, mine = KEYS[:2]
+    file = opened(tmp_path).staged.file(left)
+    opened(tmp_path).save(left, sample(left))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content if damage == "values" else content[:20])
+    assert opened(tmp_path).lacking([mine], KeyRange(1 - KeyRange(0, 2).owner(left), 2)) == [mine]
+    assert f"renamed to {file.name}.damaged; encoding it again" in capsys.readouterr().out
+    assert fill(opened(tmp_path), [left, mine]) == [left, mine]
+    require_all(opened(tmp_path), [left, mine])
+
+
+def test_processes_that_find_the_same_damage_keep_the_damaged_file(tmp_path: Path) -> None:
+    first, second = FileCache(tmp_path), FileCache(tmp_path)
+    first.save("a", {"x": torch.ones(3)})
+    place = first.quarantine("a")
+    assert second.quarantine("a") == place and Path(place).is_file()
+
+
 def test_a_damaged_sample_is_noted_and_encoded_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(opened(tmp_path))
     row = opened(tmp_path).index.samples.find(FileCache(tmp_path).file(KEYS[3]).stem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -185,6 +186,7 @@ def test_a_store_that_fails_for_good_leaves_training_alone_and_is_reported(
     ).exists()
     assert not require_index(kept).checkpoints
     faults.choose = lambda number, method, path: None
+    (folder / "runs" / "tiny" / ".upload.part" / "1").mkdir(parents=True)  # left by a process killed in its last upload
     run_with(kept, "auto")  # the same command uploads the rest
     assert require_whole(kept).finished
 
@@ -205,6 +207,25 @@ def test_the_machine_that_lost_its_run_stops(kept: dict, machine) -> None:
         with pytest.raises(LostRun, match="continued on other since .*Stop one of the two"):
             run_with(kept)
     assert require_index(kept).owner == "0" * 32 and not require_index(kept).checkpoints
+
+
+def test_who_lost_the_run_removes_nothing_of_the_new_owner(
+    kept: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal of old checkpoints failed; until it is tried again, another machine takes over and saves."""
+    monkeypatch.chdir(tmp_path)
+    run = run_with(kept)
+    store, job = store_of(kept), upload.UploadJob(6, tmp_path / "staged")
+    index, tag = read_index(store) or pytest.fail("no index")
+    uploader = upload.Uploader(store, run, index, tag, upload.Checkpoint(every=2))
+    shutil.copytree(checkpoint_folder(run, 6), tmp_path / "staged")
+    uploader._upload(job)
+    store.upload(b"new", "checkpoints/step-000008.other/state.json")
+    take(store, lambda stored: stored.model_copy(update={"owner": "0" * 32, "machine": "other"}))  # type: ignore[union-attr]
+    shutil.copytree(checkpoint_folder(run, 6), tmp_path / "staged")
+    with pytest.raises(LostRun):
+        uploader._upload(job)
+    assert "checkpoints/step-000008.other/state.json" in store.keys("checkpoints/")
 
 
 def test_a_damaged_checkpoint_is_said_and_an_older_one_taken(
@@ -260,7 +281,7 @@ def test_a_slow_upload_skips_to_the_newest_checkpoint(kept: dict, machine, fault
 
     def slow(self: upload.Uploader, job: upload.UploadJob) -> None:
         seen.append(job.step)
-        while job.step == 1 and (self._waiting is None or self._waiting.step != 5):
+        while job.step == 1 and (self._waiting is None or (self._waiting.step or 0) < 5):
             time.sleep(0.01)  # until the run has saved step 5
         original(self, job)
 
