@@ -285,7 +285,7 @@ def read_json_or_none(file: Path) -> Json | None:
     """Read a JSON object from a file; None if the file does not exist, a UserError if it is damaged."""
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged ({error}). Remove it; the run writes it again") from None

@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +134,21 @@ def quarantine(place: Path) -> Path:
 
 def remove_stale(folder: Path, name: str = "*") -> None:
     """Remove unfinished files of killed processes from a folder, but not those of running ones; ``name``: a pattern."""
+    for entry in folder.glob(f".{name}.part") if folder.is_dir() else ():
+        with suppress(FileNotFoundError):
+            if is_abandoned(entry):
+                remove(entry)
+
+
+def is_abandoned(part: Path) -> bool:
+    """Whether the process that was writing an unfinished file has ended; if it is not known, whether the file has not
+    changed for ``STALE`` seconds. FileNotFoundError: it is gone."""
     import psutil
 
-    for entry in folder.glob(f".{name}.part") if folder.is_dir() else ():
-        match = _SHARED.match(entry.name)
-        try:
-            if match and match[1] == machine_name():
-                abandoned = not psutil.pid_exists(int(match[2]))
-            else:
-                abandoned = time.time() - entry.stat().st_mtime > STALE
-        except FileNotFoundError:
-            continue
-        if abandoned:
-            remove(entry)
+    match = _SHARED.match(part.name)
+    if match and match[1] == machine_name():
+        return not psutil.pid_exists(int(match[2]))
+    return time.time() - part.stat().st_mtime > STALE
 
 
 def remove(entry: Path) -> None:

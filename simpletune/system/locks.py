@@ -15,7 +15,7 @@ from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.portable import lock_file, lock_range, unlock_range
 
-LOOK = 0.5  # seconds; at most so long do others hold a lock only to see whether it is free (``is_held``)
+LOOK = 0.5  # seconds that ``exclusive`` waits, since ``is_held`` of another process holds the lock for a moment
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # on file systems without locks
 
 
@@ -134,7 +134,7 @@ class Ranges:
 def _acquire(file: Path, waiting: str | None = None) -> FileLock:
     """Acquire a lock; if the file system does not support locks, warn once and return the lock unacquired.
 
-    Without a line to print before waiting, ``Timeout`` says that another process holds it.
+    Without a line to print before waiting, ``Timeout`` says that another process holds it, for longer than ``LOOK``.
     """
     # filelock's fallback on ENOSYS, a soft lock, would outlive a killed process.
     lock = FileLock(file, thread_local=False, fallback_to_soft=False)

@@ -49,6 +49,7 @@ case "$*" in
     "-m pip "*)
         echo "pip $PWD: $*" >>"$FAKE_LOG"
         sleep "${{FAKE_PIP_SECONDS:-0}}"
+        until [[ -z ${{FAKE_PIP_GATE:-}} || -e $FAKE_PIP_GATE ]]; do sleep 0.05; done
         if [[ -n ${{FAKE_PIP_ERROR:-}} ]]; then echo "ERROR: $FAKE_PIP_ERROR"; exit 1; fi ;;
     *)
         echo "run $PWD: $*" >>"$FAKE_LOG"
@@ -413,11 +414,19 @@ def test_a_venv_whose_python_is_gone_or_that_was_moved_is_made_anew(ready: Machi
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
-def test_two_calls_at_once_install_once(machine: Machine) -> None:
+def test_two_calls_at_once_install_once(machine: Machine, tmp_path: Path) -> None:
     machine.python()
-    both = [machine.start("train.sh", FAKE_PIP_SECONDS="1") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
+    gate, late = tmp_path / "gate", time.monotonic() + 60
+    first = machine.start("train.sh", FAKE_PIP_GATE=str(gate))
+    while not machine.calls("pip"):
+        assert time.monotonic() < late
+        time.sleep(0.02)
+    second = machine.start("train.sh", FAKE_PIP_GATE=str(gate))
+    assert second.stdout is not None
+    said = second.stdout.readline()  # comes while the first one holds the lock
+    gate.touch()
+    outputs = [first.communicate(timeout=60)[0], said + second.communicate(timeout=60)[0]]
+    assert [first.returncode, second.returncode] == [0, 0], outputs
     assert sum("waiting for another set-up" in output for output in outputs) == 1
     assert len(machine.calls("pip")) == 1 and len(machine.calls("run")) == 2
 

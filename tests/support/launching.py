@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,11 +135,13 @@ def serve() -> None:
         print(json.dumps(launch(json.loads(line))), flush=True)
 
 
-def free_port() -> str:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+@contextmanager
+def free_port() -> Iterator[str]:
+    """A port of this machine to listen on, which the system gives nobody else within this context."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's TCPStore does, which then can listen
+        held.bind(("127.0.0.1", 0))
+        yield str(held.getsockname()[1])
 
 
 def launch(job: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -146,8 +150,12 @@ def launch(job: dict[str, Any]) -> tuple[list[int], list[float]]:
     Returns:
         The exit code of each, and how many seconds after the first one it ended.
     """
-    port = int(free_port())
-    ranks = {start(job, rank, port): rank for rank in range(job["processes"])}
+    with free_port() as port:
+        return wait_for({start(job, rank, int(port)): rank for rank in range(job["processes"])}, job)
+
+
+def wait_for(ranks: dict[int, int], job: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Wait for a job's processes, given as ranks by process number; returns what ``launch`` does."""
     began = time.monotonic()
     codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + PATIENCE
     kills = {int(rank): began + seconds for rank, seconds in job.get("kills", {}).items()}

@@ -224,7 +224,10 @@ def test_a_broken_file_is_set_aside_with_a_warning_and_the_run_goes_on(tiny_conf
     assert len(read_metrics(run)) == 4 and read_answers(run) == []
 
 
-def test_a_file_that_is_being_written_is_read_when_it_is_whole(tiny_config: dict) -> None:
+def test_a_file_that_is_being_written_is_read_when_it_is_whole(
+    tiny_config: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "SETTLED", 600.0)
     file, whole = folder_of(tiny_config) / "control.json", json.dumps({"requests": [{"id": "a", "ask": "save"}]})
 
     def write_in_two() -> None:

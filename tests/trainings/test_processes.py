@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import tiny_sdxl
 import torch
 import two_processes
-from launching import Launcher
+from launching import Launcher, free_port
 from safetensors import safe_open
 from two_processes import LEVERS, changed, require_same, run_of, tensors, together
 
@@ -190,10 +189,9 @@ sys.exit(main(["train", config, "--resume", "auto"]))
 def drawn(launcher: Launcher, data: dict[str, Any], place: Path, **environment: str) -> list[set[int]]:
     """The seeds of the class pictures that each of two processes draws."""
     (place / "config.json").write_text(json.dumps(data))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        words = [[str(place / "config.json"), str(rank), str(free.getsockname()[1]), "2"] for rank in (0, 1)]
-    outcome = launcher.programs(DRAWS, *words, environment=environment, limit=0 if environment else 120)
+    with free_port() as port:
+        words = [[str(place / "config.json"), str(rank), port, "2"] for rank in (0, 1)]
+        outcome = launcher.programs(DRAWS, *words, environment=environment, limit=0 if environment else 120)
     assert outcome.codes[1] == (-9 if environment else 0), outcome.said
     return [{int(seed) for seed in re.findall(r"^drew (\d+)$", said, re.MULTILINE)} for said in outcome.said]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, Launcher, Outcome
+from launching import ROOT, Launcher, Outcome, free_port
 from safetensors.torch import load_file
 from two_processes import LEVERS, changed, ground, require_same, run_of, together, whole  # noqa: F401
 
@@ -178,11 +178,9 @@ def test_the_other_ends_by_itself_when_one_is_frozen_fails_or_hangs(
 ) -> None:
     data = changed(ground, f"one-{what}")
     (tmp_path / "config.json").write_text(json.dumps(data))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = [[str(rank), port, str(tmp_path / "config.json"), what] for rank in (0, 1)]
-    ended = launcher.programs(FROZEN, *words, limit=20 if what == "fails" else 3)
+    with free_port() as port:
+        words = [[str(rank), port, str(tmp_path / "config.json"), what] for rank in (0, 1)]
+        ended = launcher.programs(FROZEN, *words, limit=20 if what == "fails" else 3)
     said = {
         "frozen": "process 1 on {} has sent no heartbeat for 3 s",
         "fails": "process 1 on {} has failed: UserError: the disk of this machine is full",
@@ -251,10 +249,8 @@ sys.exit(main(["train", config]))
 
 def mapping(launcher: Launcher, data: dict[str, Any], place: Path, what: str = "") -> Outcome:
     (place / "config.json").write_text(json.dumps(data))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    return launcher.programs(MAPS, *([str(place / "config.json"), str(rank), port, what] for rank in (0, 1)))
+    with free_port() as port:
+        return launcher.programs(MAPS, *([str(place / "config.json"), str(rank), port, what] for rank in (0, 1)))
 
 
 def test_two_processes_hold_one_copy_and_leave_nothing(

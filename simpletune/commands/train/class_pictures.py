@@ -160,7 +160,7 @@ def generate_missing(
     device, model = accelerator.device, config.model
     share = KeyRange(accelerator.process_index, accelerator.num_processes)
     text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
-    # For an object store, processes divide the prompts without waiting for each other: each encodes all that it draws.
+    # With an object store, nobody waits for the others' shares: each process encodes all prompts that it draws with.
     dividing = share if config.output.place.url is None else ALONE
     text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, dividing)
     by_key = {str(request.seed): request for request in requests}

@@ -17,6 +17,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -153,32 +154,29 @@ class FileCache(KeyedFolder, Cache):
     def lacking(self, keys: Iterable[str], share: KeyRange = ALONE) -> list[str]:
         wanted = list(dict.fromkeys(keys))
         there = [key for key in wanted if share.owner(key) == share.number and key in self and key not in self.sound]
-        whole = sum(map(self._size, there)) <= READ_WHOLE
+        whole = _bytes(map(self.file, there)) <= READ_WHOLE
         for key in there:
-            self._set_aside_if(partial(self._damage, key, whole), self.file(key))
+            self._set_aside_if(partial(self._damage, key, whole), self.file(key), "; encoding it again")
         return [key for key in wanted if key not in self]
 
     def set_damaged_aside(self, chosen: Callable[[Path], bool]) -> None:
-        """Verify the chosen files, whatever their keys are; set damaged ones aside and say so."""
-        for file in filter(chosen, sorted(self.folder.glob("*.safetensors"))):
-            if re.fullmatch("[0-9a-f]{32}", file.stem):
-                self._set_aside_if(partial(self._damage_of, file), file)
+        """Verify the chosen files as ``lacking`` does, whatever their keys are; set damaged ones aside and say so."""
+        named = (file for file in sorted(self.folder.glob("*.safetensors")) if re.fullmatch("[0-9a-f]{32}", file.stem))
+        files = list(filter(chosen, named))
+        whole = _bytes(files) <= READ_WHOLE
+        for file in files:
+            self._set_aside_if(partial(self._damage_of, file, whole), file)
 
-    def _set_aside_if(self, damage: Callable[[], str], file: Path) -> None:
-        """Set a file aside if it is damaged, and say so."""
+    def _set_aside_if(self, damage: Callable[[], str], file: Path, then: str = "") -> None:
+        """Set a file aside if it is damaged, and say so and what comes then."""
         if not damage():
             return
         place = int(file.stem[:15], 16)  # of its key
         with Ranges(self._lock) as ranges, ranges.held(place, place, wait=True):
             if reason := damage():  # unless another process has replaced it meanwhile
-                say(f"cache   {reason}: renamed to {quarantine(file).name}; encoding it again")
-
-    def _size(self, key: str) -> int:
-        """The size of a key's file in bytes; 0 if another process has just removed it."""
-        try:
-            return self.file(key).stat().st_size
-        except FileNotFoundError:
-            return 0
+                self.sound = {key for key in self.sound if self.file(key) != file}
+                with suppress(FileNotFoundError):  # ``load`` of another process has set it aside
+                    say(f"cache   {reason}: renamed to {quarantine(file).name}{then}")
 
     def _damage(self, key: str, whole: bool) -> str:
         """Describe what is wrong with a key's file; empty if nothing is, or if there is no file."""
@@ -190,15 +188,17 @@ class FileCache(KeyedFolder, Cache):
             return str(error).partition(". ")[0]
         return ""
 
-    def _damage_of(self, file: Path) -> str:
+    def _damage_of(self, file: Path, whole: bool) -> str:
         """Describe what is wrong with a file whose key is not known; empty if nothing is, or if there is no file."""
         try:
             key = str((read_header(file).get("__metadata__") or {}).get("key"))
         except FileNotFoundError:
             return ""
-        except (ValueError, UserError) as error:
+        except (OSError, ValueError, AttributeError, UserError) as error:
             return str(error).partition(". ")[0]
-        return self._damage(key, whole=True) if self.file(key) == file else f"{file} was written for another key"
+        if self.file(key) != file:
+            return f"{file} was written for another key"
+        return "" if key in self.sound else self._damage(key, whole)
 
     def remove_unfinished(self, ranges: Ranges) -> None:
         """Delete the partial files that no process is writing."""
@@ -257,6 +257,15 @@ class FileCache(KeyedFolder, Cache):
         """Remember that a key's checksum was verified."""
         if len(self.sound) < REMEMBERED:
             self.sound.add(key)
+
+
+def _bytes(files: Iterable[Path]) -> int:
+    """The size of files in bytes, without those that another process has just removed."""
+    size = 0
+    for file in files:
+        with suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def name_of(key: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from simpletune.system.atomic import STALE, atomic_file
+from simpletune.system.atomic import atomic_file, is_abandoned
 from simpletune.system.disk import reason_full
 from simpletune.system.locks import Ranges
 
@@ -21,7 +20,8 @@ SPARE = 8  # an eighth of the limit is freed at once, so that the folder is not 
 class LocalCopies:
     """Files in a folder; removes the least recently used ones when their bytes exceed a limit.
 
-    Processes of one machine may share the folder, and stay within the limit together. Threads may share an object.
+    Processes of one machine may share the folder, and stay within the limit together, not counting what they are
+    fetching. Threads may share an object.
     """
 
     def __init__(self, folder: Path, limit: int, processes: int = 1):
@@ -106,7 +106,7 @@ class LocalCopies:
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):  # another process has removed it
                 status = path.stat()
-                arriving = path.suffix == ".part" and time.time() - status.st_mtime < STALE  # another process writes it
+                arriving = path.suffix == ".part" and not is_abandoned(path)
                 if stat.S_ISREG(status.st_mode) and path.name != ".lock" and not arriving:
                     found.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in found)

@@ -245,6 +245,8 @@ class ShardCache(Cache):
 
     def quarantine(self, key: str) -> str:
         with _store_errors():
+            if self.location(key) is None and key not in self.staged:
+                self.index.refresh()  # another process may have made a shard of it
             at = self.location(key)
             if at is None:
                 return self.staged.quarantine(key)
@@ -308,7 +310,7 @@ class ShardWriter:
                 if shard not in damaged:
                     break
         except FileNotFoundError:
-            return  # another process has joined them, on a file system without locks
+            return  # another process has set one aside, or joined them on a file system without locks
         header, start = parse_header(lambda end: _beginning(joined, end), shard, 8)
         self.shards.put(shard, joined)
         self.index.add(sample_locations(shard, header, start))

@@ -21,7 +21,7 @@ from simpletune.runs.folder import REMOTE
 from simpletune.system.atomic import write_json
 from simpletune.system.options import UserError, plural
 from simpletune.system.stores.object_store import ObjectStore
-from simpletune.system.stores.store import ObjectChanged, StoreError
+from simpletune.system.stores.store import ObjectChanged, StoreError, send_with_retries
 
 INDEX = "index.json"
 READS = 3  # attempts to read a damaged index
@@ -91,7 +91,7 @@ def read_index(store: ObjectStore) -> tuple[RunIndex, str | None] | None:
     """Read the index of a run and its ETag; None if there is none, a UserError if it is damaged or newer than this."""
     place = f"{store.url}/{INDEX}"
     for left in reversed(range(READS)):
-        found = store.read(INDEX)
+        found = send_with_retries(lambda: store.read(INDEX))
         if found is None:
             return None
         content, tag = found

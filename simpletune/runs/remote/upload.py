@@ -33,7 +33,9 @@ from simpletune.system.options import UserError
 from simpletune.system.signals import Stopped
 from simpletune.system.stores.object_store import ObjectStore
 
-STAGED = ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed on resume
+STAGED = (
+    ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed at the next start
+)
 LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
 DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not match; it is kept on this machine only
 IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded, since it may be replaced meanwhile
@@ -205,15 +207,16 @@ class Uploader:
         best = step_to_keep(self.folder)
         stay = {*self.keeps.kept(sorted(checkpoints)), best}
         kept = {known: each for known, each in sorted(checkpoints.items()) if known in stay}
-        there = self.store.keys("checkpoints/") if job.staged is not None else {}
-        # Written even if it is the same: this process still owns the run, so what it has listed is no later owner's.
-        self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={}, always=bool(there))
+        self._commit(checkpoints=kept, finished=job.finished, files=files, arriving={})
         self._arrived = {key: file for key, file in self._arrived.items() if not key.startswith("checkpoints/")}
         if job.staged is not None:
             remove(job.staged)
             # Remove what the index does not name: old checkpoints, and those of killed uploads.
             named = {each.folder for each in kept.values()}
-            self.store.remove([key for key in there if "/".join(key.split("/")[:2]) not in named])
+            there = self.store.keys("checkpoints/")
+            if old := [key for key in there if "/".join(key.split("/")[:2]) not in named]:
+                self._commit(always=True)  # this process still owns the run, so what it has listed is no later owner's
+                self.store.remove(old)
 
     def _commit(self, *, always: bool = False, **changes: object) -> None:
         index = self.index.model_copy(update=changes)

@@ -214,7 +214,7 @@ def test_a_layer_with_other_than_one_active_update_is_pefts(state: str) -> None:
 
 
 def test_dropout_falls_on_the_update_alone() -> None:
-    config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, lora_dropout=0.999)
+    config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, lora_dropout=0.999999)
     model: Any = inject_adapter_in_model(config, nn.Sequential(nn.Linear(64, 64)))
     compute_in_output_type(model)
     x = torch.randn(8, 64)

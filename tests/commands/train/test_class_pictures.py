@@ -76,7 +76,7 @@ def test_they_are_the_bases_own_pictures_and_train_as_a_source(tiny_config: dict
 def test_processes_wait_for_each_others_prompts_only_in_a_folder(
     cache: str, tiny_config: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an object store, a process has only the prompts that it has encoded itself, and draws with all."""
+    """In an object store, what another process has encoded may not have arrived yet."""
     given = []
     text = SimpleNamespace(fill=lambda prompts, device, share: given.append(share), load=None)
     monkeypatch.setattr(class_pictures, "TextCache", lambda *_: text)

@@ -38,7 +38,7 @@ def slow(self, key, tensors):
     made.append(str(self.file(key)))
     save(self, key, tensors)
 def slow_keep(self, model):
-    time.sleep(0.5)
+    time.sleep(1)
     made.append(str(self.folder))
     return keep(self, model)
 config, ready, other = sys.argv[1:]
@@ -88,7 +88,8 @@ def test_two_runs_on_one_cache_make_nothing_twice_and_train_alike(
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_a_run_starts_while_a_page_looks_whether_it_is_running(tmp_path: Path) -> None:
+def test_a_run_starts_while_a_page_looks_whether_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "LOOK", 30)
     run = tmp_path / "run"
     with locks.exclusive(run):
         assert locks.is_held(run)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from launching import Launcher
+from launching import Launcher, free_port
 
 from simpletune.data.storage.cache import FileCache
 from simpletune.data.storage.claims import PLACES, KeyRange, place_of
@@ -171,9 +170,6 @@ print("made", *sorted(made))
 def test_all_leave_out_what_one_process_rejects(
     launcher: Launcher, tmp_path: Path, tiny_config: dict[str, Any]
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     config = tiny_config | {
         "name": "left-out", "train": {"steps": 2, "gradient_accumulation": 2},
         "validation": {"prompts": [], "loss_samples": 0},
@@ -182,8 +178,9 @@ def test_all_leave_out_what_one_process_rejects(
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     names = sorted(file.name for file in Path(config["data"]["path"]).glob("*.png"))
-    words = [[str(tmp_path / "config.json"), str(rank), port, names[0]] for rank in (0, 1)]
-    outcome = launcher.programs(RANK, *words)
+    with free_port() as port:
+        words = [[str(tmp_path / "config.json"), str(rank), port, names[0]] for rank in (0, 1)]
+        outcome = launcher.programs(RANK, *words)
     assert outcome.codes == [0, 0], outcome.said
     left = json.loads((tmp_path / "runs" / "left-out" / "data.json").read_text())
     assert [each["reason"] for each in left["left_out"]] == ["cannot be read (only here)"]

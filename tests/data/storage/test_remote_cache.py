@@ -29,6 +29,7 @@ from simpletune.data.storage.shard_cache import ShardCache
 from simpletune.data.storage.shard_index import read_rows
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.stages.text_cache import PromptEntries
+from simpletune.system.atomic import machine_name
 from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
 
@@ -174,12 +175,13 @@ def test_the_local_part_stays_within_its_limit_and_keeps_what_was_used_last(tmp_
 
 
 def test_trimming_keeps_what_another_process_is_fetching(tmp_path: Path) -> None:
-    arriving, abandoned = tmp_path / ".shard.0a1b2c-7.part", tmp_path / ".other.0a1b2c-8.part"
-    for file in (arriving, abandoned):
-        file.write_bytes(bytes(500))
-    os.utime(abandoned, (0, 0))
+    writers = {f"{machine_name()}-{os.getpid()}", f"{machine_name()}-999999999", "0a1b2c-7", "0a1b2c-8"}
+    for writer in writers:
+        (tmp_path / f".shard.{writer}.part").write_bytes(bytes(500))
+    os.utime(tmp_path / ".shard.0a1b2c-8.part", (0, 0))
     LocalCopies(tmp_path, 100).trim(0)
-    assert arriving.exists() and not abandoned.exists()
+    left = {file.name.split(".")[2] for file in tmp_path.glob(".shard.*")}
+    assert left == {f"{machine_name()}-{os.getpid()}", "0a1b2c-7"}, "of a living process; lately, of another machine"
 
 
 @pytest.mark.slow

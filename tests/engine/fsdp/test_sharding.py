@@ -265,8 +265,8 @@ def test_a_failed_evaluation_of_the_first_process_leaves_all_in_step(
     """The others do not wait in its collectives, and none of these is paired with one of the next step."""
     data = changed(ground, "failed")
     (tmp_path / "config.json").write_text(json.dumps(data))
-    port = free_port()
-    outcome = launcher.programs(FAILS, *([str(tmp_path / "config.json"), rank, port] for rank in ("0", "1")))
+    with free_port() as port:
+        outcome = launcher.programs(FAILS, *([str(tmp_path / "config.json"), rank, port] for rank in ("0", "1")))
     assert outcome.codes == [0, 0], outcome.said
     assert "the validation loss failed (RuntimeError: no memory is left); training continues" in outcome.said[0]
     assert [row["step"] for row in read_rows(run_of(data) / "evaluations.jsonl")] == [0, 4, 6]
@@ -503,8 +503,8 @@ def same_gradients(fsdp: Any, whole: torch.nn.Module, rtol: float, atol: float) 
 
 
 def test_gradients_norms_and_updates_by_hand(launcher: Launcher) -> None:
-    port = free_port()
-    outcome = launcher.programs(BY_HAND, ["0", port], ["1", port])
+    with free_port() as port:
+        outcome = launcher.programs(BY_HAND, ["0", port], ["1", port])
     assert outcome.codes == [0, 0], outcome.said
 
 

@@ -7,7 +7,10 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import failpoints
 import object_store
@@ -154,17 +157,32 @@ def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
     assert lost <= 6 - (2 if moment == "remote.uploaded" else 0)
 
 
+def every(count: int) -> Callable[[int, str, str], Fault | None]:
+    """Faults of every ``count``-th request, but at most two in a row for one file: requests at once that are tried
+    again may go round in step, so that one of them would always be the ``count``-th."""
+    kinds: tuple[Fault, ...] = ("error", "cut", "short", "slow")
+    failed = Counter[tuple[str, str]]()
+
+    def choose(number: int, method: str, path: str) -> Fault | None:
+        if number % count or failed[method, path] == 2:
+            failed[method, path] = 0
+            return None
+        failed[method, path] += 1
+        return kinds[number // count % 4]
+
+    return choose
+
+
 def test_faults_are_mended_or_said(kept: dict, machine, faults: Faults, capsys: pytest.CaptureFixture[str]) -> None:
     """Every third request of an upload fails, is cut or slow, or its answer ends early; then every fifth of a fetch."""
     machine("a")
-    kinds = ("error", "cut", "short", "slow")
     before = faults.injected
-    faults.choose = lambda number, method, path: kinds[number // 3 % 4] if number % 3 == 0 else None  # type: ignore[return-value]
+    faults.choose = every(3)
     run = run_with(kept)
     assert faults.injected - before > 10
     faults.choose = lambda number, method, path: None
     assert max(require_whole(kept).checkpoints) == 6
-    faults.choose = lambda number, method, path: kinds[number // 5 % 4] if number % 5 == 0 else None  # type: ignore[return-value]
+    faults.choose = every(5)
     machine("b")
     other = run_with(kept, "latest", train={"steps": 8})
     assert same(saved_weights(run, 6), saved_weights(other, 6)) and saved_weights(other, 8)
@@ -187,6 +205,7 @@ def test_a_store_that_fails_for_good_leaves_training_alone_and_is_reported(
     assert not require_index(kept).checkpoints
     faults.choose = lambda number, method, path: None
     (folder / "runs" / "tiny" / ".upload.part" / "1").mkdir(parents=True)  # left by a process killed in its last upload
+    monkeypatch.setattr(upload, "AT_END", 60.0)
     run_with(kept, "auto")  # the same command uploads the rest
     assert require_whole(kept).finished
 
@@ -212,14 +231,18 @@ def test_the_machine_that_lost_its_run_stops(kept: dict, machine) -> None:
 def test_who_lost_the_run_removes_nothing_of_the_new_owner(
     kept: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The removal of old checkpoints failed; until it is tried again, another machine takes over and saves."""
+    """Old checkpoints could not be listed; until it is tried again, another machine takes over and saves."""
     monkeypatch.chdir(tmp_path)
     run = run_with(kept)
     store, job = store_of(kept), upload.UploadJob(6, tmp_path / "staged")
     index, tag = read_index(store) or pytest.fail("no index")
+    index = index.model_copy(update={"checkpoints": {}})
     uploader = upload.Uploader(store, run, index, tag, upload.Checkpoint(every=2))
     shutil.copytree(checkpoint_folder(run, 6), tmp_path / "staged")
-    uploader._upload(job)
+    with monkeypatch.context() as patch, pytest.raises(StoreError):
+        patch.setattr(ObjectStore, "keys", Mock(side_effect=StoreError("listing is not allowed")))
+        uploader._upload(job)
+    assert list(require_index(kept).checkpoints) == [6]
     store.upload(b"new", "checkpoints/step-000008.other/state.json")
     take(store, lambda stored: stored.model_copy(update={"owner": "0" * 32, "machine": "other"}))  # type: ignore[union-attr]
     shutil.copytree(checkpoint_folder(run, 6), tmp_path / "staged")
@@ -324,6 +347,14 @@ def test_a_range_is_read_again_where_the_store_fails(kept: dict, faults: Faults,
     assert store.read_range("file", 1000, 9000) == content[1000:9000]
     assert faults.seen == first + (fault != "slow")
     assert store.read_range("file", 5, 5) == b"" and faults.seen == first + (fault != "slow")
+
+
+def test_an_index_is_read_again_where_the_client_gives_up(kept: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(kept)
+    index, tag = take(store, lambda stored: RunIndex(owner="a", machine="m"))
+    honest, broken = store.read(INDEX), StoreError("the answer ended early")
+    monkeypatch.setattr(ObjectStore, "read", Mock(side_effect=[broken, broken, honest]))
+    assert read_index(store) == (index, tag)
 
 
 def test_what_is_never_whole_is_an_error(kept: dict, faults: Faults, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_pictures_are_posted_if_asked(tiny_config: dict, monkeypatch: pytest.Mon
 def test_who_does_not_answer_stops_no_run(
     hangs: bool, tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(notify, "WAIT", 0.2)
+    monkeypatch.setattr(notify, "WAIT", 0.2 if hangs else 30.0)
     tiny_config["train"] = {"steps": 1}
     with Inbox(500, hangs) as inbox:
         folder = run(tiny_config, monkeypatch, inbox.url + SECRET, wandb="disabled")
