@@ -137,7 +137,7 @@ def _fetch_missing(store: ObjectStore, index: RunIndex, folder: Path) -> None:
             "another name: name=..."
         )
     if index.files or index.arriving:
-        sizes = store.keys()
+        sizes = send_with_retries(store.keys)
         for key in sorted({**index.files, **index.arriving}):
             if key in sizes:
                 _fetch_run_file(store, index, key, sizes[key], folder)
@@ -145,7 +145,7 @@ def _fetch_missing(store: ObjectStore, index: RunIndex, folder: Path) -> None:
                 say(f"warning {store.url}/{key} has been deleted: it is left out")
             poll()
         return
-    for key, size in store.keys().items():  # of a run stored before its index named them
+    for key, size in send_with_retries(store.keys).items():  # of a run stored before its index named them
         parts = key.split("/")
         if parts[0] in (*LEFT_OUT, INDEX) or any(part in ("", ".", "..") for part in parts):
             continue
@@ -191,7 +191,7 @@ def _fetch_file(store: ObjectStore, stored: StoredCheckpoint, name: str, folder:
     try:
         send_with_retries(fetch_and_check)
     except StoreError:
-        there = store.keys(f"{stored.folder}/")  # raises if the store does not answer at all
+        there = send_with_retries(partial(store.keys, f"{stored.folder}/"))  # raises if there is no answer
         if key not in there:
             raise DamagedFile(f"{store.url}/{key} is missing") from None
         if there[key] != known.size:
