@@ -33,9 +33,7 @@ from simpletune.system.options import UserError
 from simpletune.system.signals import Stopped
 from simpletune.system.stores.object_store import ObjectStore
 
-STAGED = (
-    ".upload.part"  # folder of links to the checkpoint that is being uploaded; a leftover is removed at the next start
-)
+STAGED = ".upload.part"  # links to the checkpoint that is being uploaded; the next start removes a leftover
 LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the index; wandb uploads its own files
 DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not match; it is kept on this machine only
 IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded, since it may be replaced meanwhile
