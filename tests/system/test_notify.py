@@ -102,7 +102,7 @@ def test_a_server_that_hangs_delays_little_and_is_said_once(monkeypatch: pytest.
             sender.send(message())
         sent = time.monotonic() - began
         sender.close()
-        assert sent < 1 and time.monotonic() - began < 5
+        assert sent < 1 and time.monotonic() - began < 3
     assert warned == ["notification: Slack (127.0.0.1) is slow: a message was dropped"]
 
 
