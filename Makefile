@@ -6,7 +6,8 @@ BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py test
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations slow gpu dry host softgpu kernels coverage torture torture-together web screens compare predictions docs mutants canary image tiny-sd3 \
+.PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels coverage torture torture-together web screens compare predictions docs map mutants canary \
+	image tiny-sd3 \
 	tiny-sdxl tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -31,6 +32,12 @@ test:  ## run what CI runs before make dry: quality, then every test not marked 
 
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
+
+flaky: setup  ## SEED=n: run the tests of make test 3 times, files and tests within files in random order, beside two busy loops of the same priority; time not measured
+	@trap 'kill $$(jobs -p) 2>/dev/null' EXIT; for loop in 1 2; do timeout 6h bash -c 'while :; do :; done' & done; \
+	for number in 1 2 3; do echo "order $(SLOW_SEED)$$number"; \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
+	  --random-order-bucket=module --random-order-seed=$(SLOW_SEED)$$number || exit 1; done
 
 slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; 35 min on 2 cores beside some work (27 November 2026)
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
@@ -91,7 +98,10 @@ docs: setup  ## write the pages of docs/reference that the code defines, and bui
 	PYTHONPATH=. $(PY) docs/generate.py
 	$(PY) docs/build_site.py
 
-mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; the first run maps the tests
+map: setup  ## find which tests run which line of the package, for ./test.sh --changed and make mutants; time not measured
+	$(PY) tests/support/line_map.py
+
+mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; makes a map first where the last one is of another tree
 	$(PY) -c "import cosmic_ray" 2>/dev/null || $(PY) -m pip install --quiet "cosmic-ray>=8.7,<9"
 	$(PY) tests/support/mutants.py --seed $(or $(SEED),1) --out benchmarks/results/mutants-seed-$(or $(SEED),1).md
 

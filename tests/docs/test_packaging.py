@@ -43,6 +43,7 @@ NEVER_IMPORTED = {
     "setuptools-scm": "setuptools' plugin for the version",
     "twine": "a command",
     "pytest-cov": "pytest's plugin, for make coverage",
+    "pytest-random-order": "pytest's plugin, for make flaky",
     "pytest-timeout": "pytest's plugin, for the option timeout",
     "pytest-xdist": "pytest's plugin, for -n",
     "simpletune": "the extra dev includes the others",

@@ -5,26 +5,20 @@
 Cosmic Ray's operators make the mutants: ``each`` of every room, a module drawn by its size, then a place in it. Those
 of annotations are not drawn, since nothing evaluates them. The tests of a mutant are those that run its line; of a line
 that runs when its module is imported, those that run any line of the module; the fastest first, within LIMIT seconds.
-Which test runs which line is found once for a state of the tree (one run of the fast suite) and kept in .mutants/. A
-mutant without tests counts as a survivor. At the end every test that killed one must pass without it.
+Which test runs which line is found once for a state of the tree (line_map.py). A mutant without tests counts as a
+survivor. At the end every test that killed one must pass without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
-import json
-import os
 import random
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +26,12 @@ from pathlib import Path
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from coverage.numbits import numbits_to_nums
+from line_map import ENVIRONMENT, ROOT, LineMap, current_map
 
-ROOT = Path(__file__).resolve().parents[2]
-STORE = ROOT / ".mutants"
 LIMIT = 45.0  # seconds of tests for a mutant, by their times in the run that maps them
 LONGEST = 600  # seconds until tests are given up, and the mutant survives; a test that hangs fails after 60
 FOLDERS = ("simpletune", "tests", "benchmarks", "configs", "docs", "inference", "profiles", ".ci")
 SKIPPED = ("core/NoOp", "core/VariableReplacer", "core/VariableInserter", "core/RemoveDecorator")
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @dataclass
@@ -58,40 +49,6 @@ class Mutant:
     @property
     def lines(self) -> range:
         return range(self.place[0], self.place[2] + 1)
-
-
-def source_state() -> str:
-    """A name for the state of the package and its tests."""
-    found = hashlib.sha256()
-    for folder in ("simpletune", "tests"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            found.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def map_tests() -> tuple[sqlite3.Connection, dict[str, float]]:
-    """Run the fast suite once with coverage's contexts; return its data and each test's seconds."""
-    folder = STORE / source_state()
-    data, times = folder / "coverage", folder / "times.json"
-    if not times.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        report = folder / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
-        command += ["--cov=simpletune", "--cov-context=test", "--cov-report=", f"--junitxml={report}"]
-        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT | {"COVERAGE_FILE": str(data)})
-        if done.returncode not in (0, 1):  # 1: some failed, which measuring slows down; they kill no mutant
-            raise SystemExit(f"the tests were not run: exit status {done.returncode}")
-        times.write_text(json.dumps(dict(_times(report))))
-    return sqlite3.connect(data), json.loads(times.read_text())
-
-
-def _times(report: Path) -> Iterator[tuple[str, float]]:
-    import xml.etree.ElementTree
-
-    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
-        module = case.get("classname", "").replace(".", "/") + ".py"
-        if case.find("failure") is None and case.find("error") is None:
-            yield f"{module}::{case.get('name')}", float(case.get("time", 0))
 
 
 def annotations(code: str) -> set[tuple[int, int, int, int]]:
@@ -141,24 +98,13 @@ def sample(seed: int, each: int) -> list[Mutant]:
     return drawn
 
 
-def tests_of(mutant: Mutant, data: sqlite3.Connection, times: dict[str, float]) -> list[str]:
+def tests_of(mutant: Mutant, mapped: LineMap) -> list[str]:
     """The tests that run a mutant's lines, the fastest first."""
-    rows = data.execute(
-        "SELECT context.context, line_bits.numbits FROM line_bits JOIN file ON file.id = line_bits.file_id "
-        "JOIN context ON context.id = line_bits.context_id WHERE file.path LIKE ?",
-        (f"%{mutant.file}",),
-    ).fetchall()
-    by_line: dict[bool, set[str]] = defaultdict(set)
-    for context, bits in rows:
-        if context:
-            test = context.partition("|")[0]
-            if test not in times:
-                continue
-            by_line[any(line in mutant.lines for line in numbits_to_nums(bits))].add(test)
-    found = by_line[True] or by_line[False]
+    lines_of = mapped.lines_by_test(mutant.file)
+    found = {test for test, lines in lines_of.items() if not lines.isdisjoint(mutant.lines)} or set(lines_of)
     chosen, spent = [], 0.0
-    for test in sorted(found, key=lambda test: times.get(test, 1.0)):
-        spent += times.get(test, 1.0)
+    for test in sorted(found, key=lambda test: (mapped.times[test], test)):
+        spent += mapped.times[test]
         if chosen and spent > LIMIT:
             break
         chosen.append(test)
@@ -233,10 +179,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at once")
     parser.add_argument("--out", type=Path, help="file of the table")
     options = parser.parse_args()
-    data, times = map_tests()
+    mapped = current_map()
     mutants = sample(options.seed, options.each)
     for mutant in mutants:
-        mutant.tests = tests_of(mutant, data, times)
+        mutant.tests = tests_of(mutant, mapped)
     with tempfile.TemporaryDirectory() as place:
         trees = [Path(place) / str(number) / ROOT.name for number in range(options.jobs)]
         for tree in trees:
