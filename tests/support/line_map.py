@@ -114,7 +114,7 @@ def current_map(root: Path = ROOT) -> LineMap:
         done = subprocess.run(command, cwd=root, env=ENVIRONMENT | {"COVERAGE_FILE": str(folder / "coverage")})
         if done.returncode not in (0, 1):  # 1: some failed, which measuring slows down; they count as unknown
             raise SystemExit(f"the tests were not run: exit status {done.returncode}")
-        (folder / "times.json").write_text(json.dumps(dict(_times(report))))
+        (folder / "times.json").write_text(json.dumps(dict(passed(report))))
     return LineMap(folder)
 
 
@@ -124,7 +124,8 @@ def _no_python(folder: str, names: list[str]) -> set[str]:
     return {name for name in names if name == "__pycache__" or ((there / name).is_file() and not name.endswith(".py"))}
 
 
-def _times(report: Path) -> Iterator[tuple[str, float]]:
+def passed(report: Path) -> Iterator[tuple[str, float]]:
+    """The tests that passed by pytest's report in XML, and their seconds."""
     for case in xml.etree.ElementTree.parse(report).iter("testcase"):
         module = case.get("classname", "").replace(".", "/") + ".py"
         if case.find("failure") is None and case.find("error") is None:

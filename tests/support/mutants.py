@@ -6,7 +6,7 @@ Cosmic Ray's operators make the mutants: ``each`` of every room, a module drawn 
 of annotations are not drawn, since nothing evaluates them. The tests of a mutant are those that run its line; of a line
 that runs when its module is imported, those that run any line of the module; the fastest first, within LIMIT seconds.
 Which test runs which line is found once for a state of the tree (line_map.py). A mutant without tests counts as a
-survivor. At the end every test that killed one must pass without it.
+survivor. A test that killed one must pass without it; if it does not, the mutant is tried again without that test.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from line_map import ENVIRONMENT, ROOT, LineMap, current_map
+from line_map import ENVIRONMENT, ROOT, LineMap, current_map, passed
 
 LIMIT = 45.0  # seconds of tests for a mutant, by their times in the run that maps them
 LONGEST = 600  # seconds until tests are given up, and the mutant survives; a test that hangs fails after 60
-FOLDERS = ("simpletune", "tests", "benchmarks", "configs", "docs", "inference", "profiles", ".ci")
+NOT_COPIED = (".git", ".venv*", ".mutants", ".*_cache", ".cache", ".hypothesis", "build", "dist", "runs", "wandb")
 SKIPPED = ("core/NoOp", "core/VariableReplacer", "core/VariableInserter", "core/RemoveDecorator")
 
 
@@ -139,15 +139,19 @@ def run(mutant: Mutant, tree: Path) -> None:
         mutant.seconds = time.monotonic() - began
 
 
-def require_passing(mutants: list[Mutant], tree: Path) -> None:
-    """What killed a mutant passes without it."""
+def failing(mutants: list[Mutant], tree: Path) -> set[str]:
+    """Of the tests that killed mutants those that fail without one, too."""
     killers = sorted({mutant.killed_by for mutant in mutants if mutant.killed_by in mutant.tests})
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--timeout", "300", *killers]
-    done = subprocess.run(
-        command, cwd=tree, env=ENVIRONMENT | {"PYTHONPATH": str(tree)}, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"These fail without a mutant, too, so nothing is known:\n{done.stdout[-3000:]}")
+    report = tree / "killers.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--timeout", "300", f"--junitxml={report}", *killers]
+    subprocess.run(command, cwd=tree, env=ENVIRONMENT | {"PYTHONPATH": str(tree)}, capture_output=True)
+    return set(killers) - {test for test, _ in passed(report)}
+
+
+def not_copied(folder: str, names: list[str]) -> set[str]:
+    """What a copy of the tree does not need: compiled modules, and of the tree's top what git, tools and runs keep there."""
+    unwanted = ("__pycache__", *(NOT_COPIED if Path(folder) == ROOT else ()))
+    return set(shutil.ignore_patterns(*unwanted)(folder, names))
 
 
 def table(mutants: list[Mutant], seed: int) -> str:
@@ -186,24 +190,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         trees = [Path(place) / str(number) / ROOT.name for number in range(options.jobs)]
         for tree in trees:
-            ignored = shutil.ignore_patterns(".git", ".venv*", ".mutants", "__pycache__", ".*_cache", ".hypothesis")
-            tree.mkdir(parents=True)
-            for entry in ROOT.iterdir():  # the user's own runs and caches are not needed
-                if entry.is_file():
-                    shutil.copy2(entry, tree)
-                elif entry.name in FOLDERS:
-                    shutil.copytree(entry, tree / entry.name, ignore=ignored, symlinks=True)
+            shutil.copytree(ROOT, tree, ignore=not_copied, symlinks=True)
+        waiting = mutants
 
         def work(part: int) -> None:
-            for mutant in mutants[part :: options.jobs]:
+            for mutant in waiting[part :: options.jobs]:
                 run(mutant, trees[part])
                 outcome, line = "killed  " if mutant.killed_by else "SURVIVED", f"{mutant.file}:{mutant.lines.start}"
                 tests = f"({len(mutant.tests)} tests, {mutant.seconds:.1f} s)"
                 print(outcome, line, mutant.diff, tests, mutant.killed_by, flush=True)
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(work, range(options.jobs)))
-        require_passing(mutants, trees[0])
+        while waiting:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                list(pool.map(work, range(options.jobs)))
+            broken = failing(mutants, trees[0])
+            waiting = [mutant for mutant in mutants if mutant.killed_by in broken]
+            for mutant in waiting:
+                print(f"{mutant.killed_by} fails without a mutant, too", flush=True)
+                mutant.tests = [test for test in mutant.tests if test not in broken]
+                mutant.killed_by = ""
     text = table(mutants, options.seed)
     print(text)
     if options.out:
