@@ -149,7 +149,7 @@ def failing(mutants: list[Mutant], tree: Path) -> set[str]:
 
 
 def not_copied(folder: str, names: list[str]) -> set[str]:
-    """What a copy of the tree does not need: compiled modules, and of the tree's top what git, tools and runs keep there."""
+    """What a copy does not need: compiled modules, and of the tree itself what git, tools and runs keep there."""
     unwanted = ("__pycache__", *(NOT_COPIED if Path(folder) == ROOT else ()))
     return set(shutil.ignore_patterns(*unwanted)(folder, names))
 
