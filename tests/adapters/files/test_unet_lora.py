@@ -15,6 +15,7 @@ import pytest
 import tiny_sd15
 import torch
 import unet_lora_readers
+from blocks import copy_model
 from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from original_layout import original_attention
 from peft import LoraConfig, inject_adapter_in_model
@@ -72,9 +73,14 @@ def shapes_of_size(name: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def tiny(layers_per_block: int = 1) -> UNet2DConditionModel:
+@functools.cache
+def untouched(layers_per_block: int = 1) -> UNet2DConditionModel:
     torch.manual_seed(0)
     return UNet2DConditionModel(**TINY, layers_per_block=layers_per_block).requires_grad_(False)
+
+
+def tiny(layers_per_block: int = 1) -> UNet2DConditionModel:
+    return copy_model(untouched(layers_per_block))
 
 
 @torch.no_grad()
@@ -219,7 +225,7 @@ def test_a_u_net_with_updates_computes_what_plain_peft_does() -> None:
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
             twins[name].copy_(parameter)
     close(predict(ours), predict(theirs))
-    assert (predict(ours) - predict(tiny())).abs().max() > 0.1
+    assert (predict(ours) - predict(untouched())).abs().max() > 0.1
     generator.manual_seed(3)
     z_t, prompt = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 5, 768, generator=generator)
     for model in (ours, theirs):
@@ -247,8 +253,8 @@ def test_the_result_of_a_run_does_the_same_in_every_reader(dtype: str, tmp_path:
     kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     assert len(tensors) == 3 * 4 * 12 and tensors[f"{query}.lora_up.weight"].dtype == kept
     expected = predict(model)
-    assert (expected - predict(tiny())).abs().max() > 0.1
-    state = tiny().state_dict()
+    assert (expected - predict(untouched())).abs().max() > 0.1
+    state = untouched().state_dict()
     for names in (unet_lora_readers.kohya_names(state), unet_lora_readers.comfy_names(state)):
         theirs = tiny()
         changed, unused = unet_lora_readers.apply(state, {k: t.float() for k, t in tensors.items()}, names)
@@ -264,13 +270,13 @@ def test_the_result_of_a_run_does_the_same_in_every_reader(dtype: str, tmp_path:
         close(in_diffusers(file, tiny()), expected)
 
 
-@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
-@pytest.mark.parametrize("updates_of", [same, mixed], ids=["one rank", "ranks and alphas"])
+@pytest.mark.parametrize(("updates_of", "layout"), [(same, "diffusers"), (mixed, "kohya"), (mixed, "diffusers")],
+                         ids=["one rank, diffusers", "ranks and alphas, kohya", "ranks and alphas, diffusers"])  # fmt: skip
 def test_every_layout_does_the_same_in_diffusers(layout: str, updates_of: Any, tmp_path: Path) -> None:
-    updates = updates_of(tiny())
+    updates = updates_of(untouched())
     file = write_lora(updates, tmp_path / "x.safetensors", layout)
     expected = predict(patched(updates))
-    assert (expected - predict(tiny())).abs().max() > 0.1
+    assert (expected - predict(untouched())).abs().max() > 0.1
     close(in_diffusers(file, tiny()), expected)
     ours = tiny()
     load_loras(ours, [(file, 0.5)])
@@ -295,7 +301,7 @@ def test_a_result_with_other_ranks_and_alphas_in_some_layers_is_the_same_in_diff
         layer.lora_B["default"].weight.data.normal_(0, 0.2, generator=draw)
     file, expected = lora.export(model, tmp_path, {}), predict(model)
     close(in_diffusers(file, tiny()), expected)
-    assert (expected - predict(tiny())).abs().max() > 0.01
+    assert (expected - predict(untouched())).abs().max() > 0.01
     about = describe(file)
     assert about["ranks"] == {"2": 10, "3": 20, "5": 10} and "different alphas" not in str(about["tools"])
 
@@ -303,7 +309,7 @@ def test_a_result_with_other_ranks_and_alphas_in_some_layers_is_the_same_in_diff
 def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) -> None:
     """Which is why files get one alpha; ``inspect`` says it of others' files."""
     file = tmp_path / "x.safetensors"
-    updates = mixed(tiny())
+    updates = mixed(untouched())
     one = file_tensors(updates, KOHYA)
     assert len({t.item() for name, t in one.items() if name.endswith(".alpha")}) == 1
     tensors = {}
@@ -323,7 +329,7 @@ def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) ->
 
 
 def test_round_trips_keep_every_bit(tmp_path: Path) -> None:
-    updates = random_updates(tiny(), lambda n: 3, lambda n: 3.0)
+    updates = random_updates(untouched(), lambda n: 3, lambda n: 3.0)
     first = load_file(write_lora(updates, tmp_path / "a.safetensors", "kohya"))
     write_lora(read_lora(tmp_path / "a.safetensors"), tmp_path / "b.safetensors", "diffusers")
     last = load_file(write_lora(read_lora(tmp_path / "b.safetensors"), tmp_path / "c.safetensors", "kohya"))
@@ -331,11 +337,17 @@ def test_round_trips_keep_every_bit(tmp_path: Path) -> None:
     assert {key.partition(".")[0] for key in load_file(tmp_path / "b.safetensors")} == {"unet"}
 
 
+@functools.cache
+def folded() -> tuple[dict[str, LoraUpdate], Tensor]:
+    """Updates of a U-Net with two layers a level, and what it predicts with them."""
+    updates = {name: update.folded() for name, update in same(untouched(2)).items()}
+    return updates, predict(patched(updates, 2))
+
+
 @pytest.mark.parametrize("way", ["processors", "bare processors", "peft", "bare", "comfy", "original"])
 def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
-    updates = same(tiny(2))
-    updates = {name: update.folded() for name, update in updates.items()}
+    updates, expected = folded()
     today = file_tensors(updates, DIFFUSERS)
     layout = {"comfy": COMFY, "original": ORIGINAL}.get(way, DIFFUSERS)
     tensors = {
@@ -350,19 +362,17 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
     save_file(tensors, file)
     read = read_lora(file)
     assert set(read) == set(updates)
-    assert all(torch.equal(read[name].up, updates[name].up) for name in updates)
-    model = tiny(2)
-    load_loras(model, [(file, 1.0)])
-    close(predict(model), predict(patched(updates, 2)))
+    for name, update in updates.items():
+        assert torch.equal(read[name].up, update.up) and torch.equal(read[name].down, update.down)
+        assert read[name].scale == update.scale and read[name].kernel == update.kernel
     tools = {tool["tool"]: tool for tool in describe(file)["tools"]}
-    base, theirs = predict(tiny(2)), tiny(2)
     if tools["diffusers"]["loads"] == "refuses":
         with pytest.raises(ValueError, match="not found in the base model|No modules were targeted|Target modules"):
-            in_diffusers(file, theirs)
+            in_diffusers(file, tiny(2))
     else:
-        expected = base if tools["diffusers"]["loads"] == "silently nothing" else predict(model)
-        close(in_diffusers(file, theirs), expected)
-    state = tiny(2).state_dict()
+        silent = tools["diffusers"]["loads"] == "silently nothing"
+        close(in_diffusers(file, tiny(2)), predict(untouched(2)) if silent else expected)
+    state = untouched(2).state_dict()
     known = unet_lora_readers.comfy_names(state)
     if way not in ("comfy", "original"):  # whose names the reader does not have
         _, unused = unet_lora_readers.apply(state, tensors, known)
@@ -376,7 +386,7 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
     sd3 = SD3Transformer2DModel(sample_size=8, num_layers=1, attention_head_dim=8, num_attention_heads=2,
                                 joint_attention_dim=24, caption_projection_dim=16, pooled_projection_dim=14,
                                 pos_embed_max_size=5)  # fmt: skip
-    of_unet = write_lora(same(tiny()), tmp_path / "unet.safetensors", "kohya")
+    of_unet = write_lora(same(untouched()), tmp_path / "unet.safetensors", "kohya")
     narrow = {"transformer_blocks.0.attn.to_q": LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))}
     of_sd3 = write_lora(narrow, tmp_path / "sd3.safetensors", "kohya")
     with pytest.raises(UserError, match="unet.safetensors is for Stable Diffusion 1.5 or 2, and the base "
@@ -398,9 +408,9 @@ def test_a_lora_of_another_family_is_refused_by_its_name(tmp_path: Path) -> None
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline's folder with a U-Net, and LoRA files."""
     place = tmp_path_factory.mktemp("unet")
-    tiny().save_pretrained(place / "pipeline" / "unet")
-    write_lora(same(tiny()), place / "a.safetensors", "kohya")
-    write_lora(mixed(tiny()), place / "b.safetensors", "diffusers")
+    untouched().save_pretrained(place / "pipeline" / "unet")
+    write_lora(same(untouched()), place / "a.safetensors", "kohya")
+    write_lora(mixed(untouched()), place / "b.safetensors", "diffusers")
     return place
 
 
@@ -412,7 +422,7 @@ def test_merge_and_extract(folder: Path, tmp_path: Path) -> None:
     pipeline, out = folder / "pipeline", tmp_path / "merged"
     run("merge", f"{folder / 'a.safetensors'}:0.5", "--base", pipeline, "--out", out)
     merged = UNet2DConditionModel.from_pretrained(out)
-    expected = predict(patched(same(tiny()), strength=0.5))
+    expected = predict(patched(same(untouched()), strength=0.5))
     close(predict(merged), expected)
     run("extract", pipeline / "unet", out, "--rank", 4, "--format", "kohya", "--out", tmp_path / "x.safetensors")
     close(in_diffusers(tmp_path / "x.safetensors", tiny()), expected)
@@ -455,8 +465,8 @@ def test_parts_without_original_names_are_refused_and_published_ones_known(
     place = "decoder.mid.attn_1"
     assert found == [(f"{place}.norm.weight", False), (f"{place}.q.weight", True), (f"{place}.proj_out.weight", True)]
     pipeline, lora = tmp_path / "pipeline", tmp_path / "a.safetensors"
-    tiny().save_pretrained(pipeline / "unet")
-    write_lora(same(tiny()), lora, "kohya")
+    untouched().save_pretrained(pipeline / "unet")
+    write_lora(same(untouched()), lora, "kohya")
     (pipeline / "vae").mkdir()
     save_file({"encoder.layers.0.weight": torch.zeros(1)}, pipeline / "vae" / "diffusion_pytorch_model.safetensors")
     words = ["merge", str(lora), "--out", str(tmp_path / "x.safetensors"), "--base"]
@@ -519,6 +529,6 @@ def test_full_fine_tuning_exports_a_u_nets_folder(tmp_path: Path) -> None:
 
 
 def test_a_lora_of_which_the_model_lacks_one_layer_names_it_rather_than_another_model() -> None:
-    state = {"transformer_blocks.0.attn.to_q": LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))} | same(tiny())
+    state = {"transformer_blocks.0.attn.to_q": LoraUpdate(torch.ones(2, 16), torch.ones(16, 2))} | same(untouched())
     with pytest.raises(UserError, match=rf"x: 1 of {len(state)} layers are not in this model: transformer_blocks.0"):
         require_layers("x", state, tiny())
