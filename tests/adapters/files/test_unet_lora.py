@@ -270,8 +270,13 @@ def test_the_result_of_a_run_does_the_same_in_every_reader(dtype: str, tmp_path:
         close(in_diffusers(file, tiny()), expected)
 
 
-@pytest.mark.parametrize(("updates_of", "layout"), [(same, "diffusers"), (mixed, "kohya"), (mixed, "diffusers")],
-                         ids=["one rank, diffusers", "ranks and alphas, kohya", "ranks and alphas, diffusers"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("updates_of", "layout"),
+    [
+        pytest.param(same, "diffusers", id="one rank"),
+        *(pytest.param(mixed, layout, id=f"ranks and alphas, {layout}") for layout in ("kohya", "diffusers")),
+    ],
+)
 def test_every_layout_does_the_same_in_diffusers(layout: str, updates_of: Any, tmp_path: Path) -> None:
     updates = updates_of(untouched())
     file = write_lora(updates, tmp_path / "x.safetensors", layout)
