@@ -126,7 +126,7 @@ def comfyui(model: UNet2DConditionModel, tensors: dict[str, Tensor]) -> UNet2DCo
 
 FAST = ("lora", "sdxl"), ("lokr", "sd15")
 METHODS: dict[str, Any] = {
-    "lora": Lora(rank=2, alpha=1.0, conv_rank=3, conv_alpha=6.0, targets="all_linear"),
+    "lora": Lora(rank=2, alpha=1.0, conv_rank=3, conv_alpha=6.0, targets="attention_qv"),
     "loha": Loha(rank=2, conv_rank=2),
     "lokr": Lokr(factor=4, rank=1, conv_rank=1),
     "lokr, whole": Lokr(factor=2, rank=None, conv_rank=1024),
