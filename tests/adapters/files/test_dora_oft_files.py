@@ -11,7 +11,6 @@ from typing import Any
 import lora_readers
 import original_layout
 import pytest
-import tiny_sd15
 import torch
 from blocks import BLOCKS, DENOISERS, transformer, untouched
 from reference import dora_oft
@@ -284,10 +283,10 @@ def test_inspect_says_how_each_tool_loads_them(trained: Callable[[str], Trained]
 
 
 def test_merge_writes_the_trained_weights(tmp_path: Path) -> None:
-    folder = tiny_sd15.build(tmp_path / "sd15", "sd15", seed=1)
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel.from_pretrained(folder / "unet")
+    model, folder = DENOISERS["sd15"].build(FP32(), "cpu"), tmp_path / "sd15"
+    model.save_pretrained(folder / "unet")
     adapter = Dora(rank=2)
     adapter.attach(model, 1)
     assert list(dora_layers(model))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -152,8 +150,8 @@ def gradients(setting: Setting, adapter: Dora) -> tuple[list[float], dict[str, T
 def test_checkpointing_and_streaming_give_the_same_bits(adapter: Dora) -> None:
     plain = gradients(Setting(checkpointed=0), adapter)
     assert any("magnitude" in name for name in plain[1])
-    every: Callable[..., Setting] = partial(Setting, queue=LateCopies, host=True)
-    for setting in (Setting(checkpointed=2), every(), every(streamed=tuple(range(BLOCKS)), poison=True)):
+    streamed = Setting(queue=LateCopies, host=True, streamed=tuple(range(BLOCKS)), poison=True)
+    for setting in (Setting(checkpointed=2), streamed):
         torch.testing.assert_close(gradients(setting, adapter), plain, rtol=0, atol=0)
 
 
