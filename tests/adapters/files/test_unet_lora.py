@@ -172,6 +172,8 @@ def test_targets_update_the_layers_that_other_trainers_update(targets: Any, modu
             lora = Lora(targets=targets, rank=rank)
             assert (len(lora.modules(shapes)), lora.trainable(shapes)) == (modules[number], rank * parameters[number])
         assert list(lora.problems(shapes)) == []
+        ends = {name.rpartition(".")[2] for name in lora.modules(shapes)}
+        assert targets != "attention_qv" or ends == {"to_q", "to_v"}
     about = Lora(targets=targets).describe(shapes_of_size("SD 1.5"))
     assert ("160 linear layers and 32 1x1 convolutions (all_linear)" in about) == (targets == "all_linear")
 
