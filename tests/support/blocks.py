@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -81,7 +83,7 @@ def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, *
 
 def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
     """An SD3 of four blocks with random weights, always the same."""
-    return load(CONFIG, SD3().random_tensors(CONFIG, 3), precision, torch.device(device))
+    return copied("sd3", precision, device)
 
 
 def shake_updates(model: nn.Module) -> None:
@@ -116,6 +118,32 @@ class Denoiser:
 
 def unet(version: str, precision: WeightPrecision, device: str = "cpu") -> Any:
     """A U-Net of two levels, as in Stable Diffusion 1.5, 2 or XL, with random weights, always the same."""
+    return copied(version, precision, device)
+
+
+def copied(version: str, precision: WeightPrecision, device: str) -> Any:
+    """A copy of what was built before, which takes a third of the time of building it again."""
+    if device != "cpu" or isinstance(precision, Int8Quanto):  # whose tensors cannot be copied
+        return built(version, precision, device)
+    return copy_model(untouched(version, precision))
+
+
+def copy_model(model: Any) -> Any:
+    """``copy.deepcopy`` of a model in half the time: modules hold many empty dictionaries."""
+    parts = (part for module in model.modules() for part in vars(module).values())
+    return copy.deepcopy(model, {id(part): type(part)() for part in parts if isinstance(part, dict) and not part})
+
+
+@functools.cache
+def untouched(version: str, precision: WeightPrecision) -> Any:
+    """A model on the CPU, only to be read."""
+    return built(version, precision, "cpu")
+
+
+def built(version: str, precision: WeightPrecision, device: str) -> Any:
+    """A model of a family or version, ``sd3`` among them."""
+    if version == "sd3":
+        return load(CONFIG, SD3().random_tensors(CONFIG, 3), precision, torch.device(device))
     family, config, where = FAMILIES[version], UNETS[version], torch.device(device)
     return fill_model(
         family.empty_model(config), lively_tensors(family, config, 3), precision, where, lambda name: False, "the model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def run_with(tiny_config: dict, resume: str | None = None, **changes: Any) -> Pa
 
 def saved_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
+
+
+def cut_back(run: Path, step: int) -> Path:
+    """Leave of a run what it had after a checkpoint's step."""
+    for folder in (run / "checkpoints").iterdir():
+        if folder.name > checkpoint.checkpoint_folder(run, step).name:
+            shutil.rmtree(folder)
+    (run / "summary.json").unlink()
+    return run
 
 
 def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:

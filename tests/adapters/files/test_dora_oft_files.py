@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lora_readers
 import original_layout
 import pytest
-import tiny_sd15
 import torch
-from blocks import BLOCKS, DENOISERS, transformer
+from blocks import BLOCKS, DENOISERS, transformer, untouched
 from reference import dora_oft
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -50,14 +52,36 @@ def shaken(model: nn.Module) -> nn.Module:
     return model
 
 
-def trained(method: str, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Path]:
-    """The base's weights, the trained ones, and the exported file."""
-    base = transformer(FP32())
-    state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    ADAPTERS[method].attach(base, 3)
-    file = ADAPTERS[method].export(shaken(base), folder, {})
-    fold_lora(base)
-    return state, base.state_dict(), file
+@dataclass(frozen=True)
+class Trained:
+    """The base's weights, the trained ones, what the trained model predicts, and the exported file; only to be read."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    predicted: Tensor
+    file: Path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    def train(method: str) -> Trained:
+        model = transformer(FP32())
+        ADAPTERS[method].attach(model, 3)
+        file = ADAPTERS[method].export(shaken(model), tmp_path_factory.mktemp(method), {})
+        predicted = prediction(model)
+        fold_lora(model)
+        return Trained(untouched("sd3", FP32()).state_dict(), model.state_dict(), predicted, file)
+
+    return functools.cache(train)
+
+
+def prediction(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    shapes = (2, 4, 8, 8), (2, 6, 24), (2, 16)
+    z_t, prompts, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
+    with torch.no_grad():
+        found: Tensor = model(z_t, prompts, pooled, torch.tensor([100.0, 700.0]), return_dict=False)[0]
+    return found
 
 
 def in_comfyui(state: dict[str, Tensor], file: dict[str, Tensor], strength: float = 1.0) -> dict[str, Tensor]:
@@ -76,31 +100,34 @@ def in_comfyui(state: dict[str, Tensor], file: dict[str, Tensor], strength: floa
 
 @pytest.mark.parametrize("layout", [None, "diffusers", "kohya", "comfy"])
 @pytest.mark.parametrize("method", ADAPTERS)
-def test_comfyui_computes_the_trained_weights(method: str, layout: str | None, tmp_path: Path) -> None:
+def test_comfyui_computes_the_trained_weights(
+    method: str, layout: str | None, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
     """As exported by a run (None), and in every layout that the commands write."""
-    state, expected, file = trained(method, tmp_path)
+    run = trained(method)
+    file = run.file
     if (method, layout) == ("oft", "diffusers"):
         with pytest.raises(UserError, match="OFT, which ComfyUI reads only under its own names. Use --format kohya"):
             write_lora(read_lora(file), tmp_path / "x.safetensors", layout)
         return
     if layout:
         file = write_lora(read_lora(file), tmp_path / "x.safetensors", layout)
+    both = ({n: t.double() for n, t in original_layout.mmdit(s, BLOCKS).items()} for s in (run.before, run.after))
+    before, after = both
     for strength in (1.0, 0.6):
-        found = in_comfyui(state, load_file(file), strength)
+        found = in_comfyui(run.before, load_file(file), strength)
         share = strength if method == "dora" else strength**2
-        both = ({n: t.double() for n, t in original_layout.mmdit(s, BLOCKS).items()} for s in (state, expected))
-        before, after = both
         for name, weight in found.items():
             goal = before[name] + share * (after[name] - before[name])
             torch.testing.assert_close(weight.double(), goal, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         assert any((found[name] != before[name]).any() for name in found)
 
 
-def test_the_usual_dora_file_is_applied_wrongly_by_comfyui_and_forge(tmp_path: Path) -> None:
+def test_the_usual_dora_file_is_applied_wrongly_by_comfyui_and_forge(trained: Callable[[str], Trained]) -> None:
     """With m itself as dora_scale, which is what PEFT's norm needs."""
-    state, expected, file = trained("dora", tmp_path)
-    tensors, module = load_file(file), "transformer.transformer_blocks.1.attn.to_q"
-    w, goal = (s["transformer_blocks.1.attn.to_q.weight"].double() for s in (state, expected))
+    run = trained("dora")
+    tensors, module = load_file(run.file), "transformer.transformer_blocks.1.attn.to_q"
+    w, goal = (s["transformer_blocks.1.attn.to_q.weight"].double() for s in (run.before, run.after))
     usual = {k: v for k, v in tensors.items() if k.startswith(f"{module}.")}
     usual[f"{module}.dora_scale"] = usual.pop(f"{module}.lora_magnitude_vector")[:, None]
 
@@ -112,15 +139,6 @@ def test_the_usual_dora_file_is_applied_wrongly_by_comfyui_and_forge(tmp_path: P
     assert error(dora_oft.comfy(w, usual, module)) > 0.05
     assert error(dora_oft.forge_dora(w, difference, usual[f"{module}.dora_scale"].double())) > 0.5
     assert error(dora_oft.forge_dora(w, difference, tensors[f"{module}.dora_scale"].double())) > 0.5
-
-
-def prediction(model: nn.Module) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    shapes = (2, 4, 8, 8), (2, 6, 24), (2, 16)
-    z_t, prompts, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
-    with torch.no_grad():
-        found: Tensor = model(z_t, prompts, pooled, torch.tensor([100.0, 700.0]), return_dict=False)[0]
-    return found
 
 
 def test_diffusers_loads_a_run_s_dora_exactly(tmp_path: Path) -> None:
@@ -139,13 +157,11 @@ def test_diffusers_loads_a_run_s_dora_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ADAPTERS)
-def test_a_file_is_drawn_with_as_it_was_trained(method: str, tmp_path: Path) -> None:
-    model = transformer(FP32())
-    ADAPTERS[method].attach(model, 3)
-    file = ADAPTERS[method].export(shaken(model), tmp_path, {})
-    files = [file]
+def test_a_file_is_drawn_with_as_it_was_trained(method: str, trained: Callable[[str], Trained], tmp_path: Path) -> None:
+    run = trained(method)
+    files = [run.file]
     if method == "dora":  # by each of the two keys alone
-        kohya = write_lora(read_lora(file), tmp_path / "kohya.safetensors", "kohya")
+        kohya = write_lora(read_lora(run.file), tmp_path / "kohya.safetensors", "kohya")
         for name, key in {"magnitude": "lora_magnitude_vector", "relative": "dora_scale"}.items():
             tensors = {k: tensor for k, tensor in load_file(kohya).items() if not k.endswith(key)}
             files.append(tmp_path / f"without-{name}.safetensors")
@@ -154,20 +170,19 @@ def test_a_file_is_drawn_with_as_it_was_trained(method: str, tmp_path: Path) -> 
     for each in files:
         again = transformer(FP32())
         load_loras(again, [(each, 1.0)])
-        torch.testing.assert_close(prediction(again), prediction(model), rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(prediction(again), run.predicted, rtol=1e-4, atol=1e-8)
         half = transformer(FP32())
         load_loras(half, [(each, 0.5)])
-        folded = transformer(FP32())
-        load_loras(folded, [(each, 0.5)])
-        fold_lora(folded)
-        torch.testing.assert_close(prediction(folded), prediction(half), rtol=1e-4, atol=1e-8)
-        assert (prediction(half) - prediction(again)).norm() > 0
+        expected = prediction(half)
+        fold_lora(half)
+        torch.testing.assert_close(prediction(half), expected, rtol=1e-4, atol=1e-8)
+        assert (expected - run.predicted).norm() > 0
 
 
 @pytest.mark.parametrize("method", ADAPTERS)
 def test_a_unet_s_file_comes_back_and_comfyui_computes_it(method: str, tmp_path: Path) -> None:
     model = DENOISERS["sd15"].build(FP32(), "cpu")
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = untouched("sd15", FP32()).state_dict()
     ADAPTERS[method].attach(model, 3)
     file = ADAPTERS[method].export(shaken(model), tmp_path, {})
     again = DENOISERS["sd15"].build(FP32(), "cpu")
@@ -175,7 +190,7 @@ def test_a_unet_s_file_comes_back_and_comfyui_computes_it(method: str, tmp_path:
     losses = [DENOISERS["sd15"].loss(each, FP32(), 0, "cpu").item() for each in (model, again)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     fold_lora(model)
-    tensors = load_file(file)
+    folded, tensors = model.state_dict(), load_file(file)
     rewritten = load_file(write_lora(read_lora(file), tmp_path / "again.safetensors", "kohya"))
     assert {k: tensor.shape for k, tensor in rewritten.items()} == {k: tensor.shape for k, tensor in tensors.items()}
     layers = [name for name, _ in all_layers(again)]
@@ -183,7 +198,7 @@ def test_a_unet_s_file_comes_back_and_comfyui_computes_it(method: str, tmp_path:
     for name in layers:
         w = state[f"{name}.weight"]
         found = dora_oft.comfy(w.flatten(1), tensors, "lora_unet_" + name.replace(".", "_"))
-        goal = model.state_dict()[f"{name}.weight"].flatten(1).double()
+        goal = folded[f"{name}.weight"].flatten(1).double()
         torch.testing.assert_close(found, goal, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -234,19 +249,21 @@ def test_a_part_of_a_fused_layer_is_refused_where_its_norms_are_unknown(tmp_path
 
 
 @pytest.mark.parametrize("method", ADAPTERS)
-def test_what_needs_a_matrix_is_refused_with_a_remedy(method: str, tmp_path: Path) -> None:
-    _, _, file = trained(method, tmp_path)
+def test_what_needs_a_matrix_is_refused_with_a_remedy(
+    method: str, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    file = trained(method).file
     with pytest.raises(UserError, match="depends on the weights that it changes.*simpletune merge.*simpletune extract"):
         mix([(read_lora(file), 1.0), (read_lora(file), 1.0)], Recipe("cat"))
     assert main(["resize", str(file), "--rank", "2", "--out", str(tmp_path / "x.safetensors")]) == 2
 
 
-def test_inspect_says_how_each_tool_loads_them(tmp_path: Path) -> None:
+def test_inspect_says_how_each_tool_loads_them(trained: Callable[[str], Trained], tmp_path: Path) -> None:
     def loads(file: Path) -> dict[str, tuple[str, str]]:
         about = describe(file)
         return {tool["tool"]: (tool["loads"], " ".join(tool["notes"])) for tool in about["tools"]}
 
-    _, _, file = trained("dora", tmp_path)
+    file = trained("dora").file
     assert describe(file)["method"] == "DoRA"
     found = loads(file)
     assert found["diffusers"] == ("yes", "") and found["ComfyUI"][1].startswith("exactly")
@@ -258,7 +275,7 @@ def test_inspect_says_how_each_tool_loads_them(tmp_path: Path) -> None:
     tensors = {key: tensor for key, tensor in load_file(file).items() if "dora_scale" not in key}
     save_file(tensors, tmp_path / "peft.safetensors")
     assert loads(tmp_path / "peft.safetensors")["ComfyUI"][1].startswith("as plain LoRA, which is wrong")
-    _, _, file = trained("oft", tmp_path)
+    file = trained("oft").file
     assert describe(file)["method"] == "OFT"
     found = loads(file)
     assert found["ComfyUI"] == ("yes", "exactly at strength 1; strength k changes the weights by k squared")
@@ -266,10 +283,10 @@ def test_inspect_says_how_each_tool_loads_them(tmp_path: Path) -> None:
 
 
 def test_merge_writes_the_trained_weights(tmp_path: Path) -> None:
-    folder = tiny_sd15.build(tmp_path / "sd15", "sd15", seed=1)
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel.from_pretrained(folder / "unet")
+    model, folder = DENOISERS["sd15"].build(FP32(), "cpu"), tmp_path / "sd15"
+    model.save_pretrained(folder / "unet")
     adapter = Dora(rank=2)
     adapter.attach(model, 1)
     assert list(dora_layers(model))

@@ -11,9 +11,10 @@ import original_layout
 import pytest
 import torch
 import unet_lora_readers
-from blocks import BLOCKS, DENOISERS
+from blocks import BLOCKS, DENOISERS, untouched
 from reference.file_shapes import Shape, problem
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from torch import nn
 
 from simpletune.adapters.files.read import read_lora
@@ -43,6 +44,8 @@ CASES = [
     for layout in layouts
     if (family == "sd3") or layout != "diffusers"  # which ComfyUI does not read of U-Nets
 ]
+FAST = [case for case in CASES if "all_linear" in case or case[0] == "sd3" and case[3] in ("kohya", "comfy")]  # fused
+LOADED = [(family, name, method) for family in TARGETS for name in TARGETS[family] for method in ("lora", "dora")]
 
 
 def denoiser(family: str) -> nn.Module:
@@ -53,7 +56,7 @@ def denoiser(family: str) -> nn.Module:
 @functools.cache
 def weights_of(family: str) -> dict[str, tuple[Shape, int]]:
     """By every name that ComfyUI looks up: the weight's shape, and of how many parts it is one."""
-    state = denoiser(family).state_dict()
+    state = untouched(family, FP32()).state_dict()
     if family == "sd3":
         original = original_layout.mmdit(state, BLOCKS)
         targets = lora_readers.targets(original, BLOCKS)
@@ -97,7 +100,7 @@ def modules_of(file: Path) -> dict[str, dict[str, Shape]]:
     return found
 
 
-@pytest.mark.parametrize(("family", "targets", "method", "layout"), CASES)
+@pytest.mark.parametrize(("family", "targets", "method", "layout"), slow_but(FAST, CASES))
 def test_comfyui_finds_a_weight_of_this_shape(
     family: str, targets: str, method: str, layout: str, folder: Path, tmp_path: Path
 ) -> None:
@@ -115,8 +118,10 @@ def test_comfyui_finds_a_weight_of_this_shape(
     assert wrong and not {module: why for module, why in wrong.items() if why}
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-@pytest.mark.parametrize(("family", "targets"), [(family, name) for family, names in TARGETS.items() for name in names])
+@pytest.mark.parametrize(
+    ("family", "targets", "method"),
+    slow_but([(f, n, m) for f, n, m in LOADED if n == "all_linear" or (m == "lora") == (n == "attention")], LOADED),
+)
 def test_diffusers_loads_every_factor(family: str, targets: str, method: str, folder: Path, tmp_path: Path) -> None:
     """Of ``export --format diffusers``, and of the file that a run leaves unless the method says otherwise."""
     from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
@@ -138,9 +143,10 @@ def test_diffusers_loads_every_factor(family: str, targets: str, method: str, fo
         loaded = get_peft_model_state_dict(model, adapter_name="default_0")
         stored = {key.rpartition(".lora_")[0].partition(".")[2] for key in load_file(file) if ".lora_A." in key}
         assert loaded and (not stored or stored == {key.rpartition(".lora_")[0] for key in loaded if ".lora_A." in key})
-        expected = adapter.modules({k: tuple(v.shape) for k, v in denoiser(family).state_dict().items()})
+        base = untouched(family, FP32())
+        expected = adapter.modules({k: tuple(v.shape) for k, v in base.state_dict().items()})
         assert sum(".lora_A." in key for key in loaded) == len(expected)
         again, before = read_lora(file), read_lora(run)
         for layer, update in before.items():
-            weight = denoiser(family).get_submodule(layer).weight.detach().flatten(1)
+            weight = base.get_submodule(layer).weight.detach().flatten(1)
             torch.testing.assert_close(again[layer].difference(weight), update.difference(weight))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
 from pathlib import Path
 
 import lora_readers
@@ -310,13 +309,15 @@ def test_a_lora_of_a_u_net_is_read_and_one_of_another_model_refused_by_its_name(
     assert family.strip() in said.out and ("is a LoRA for" in said.err) == (family.strip() not in UNETS)
 
 
-def test_a_header_of_a_million_tensors_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
-    entries = ",".join(f'"a{n}.lora_A.weight":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for n in range(10**6))
+def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = '"a{}.lora_A.weight":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+    entries = ",".join(map(entry.format, range(10**5 + 1)))
     (tmp_path / "x.safetensors").write_bytes((len(entries) + 2).to_bytes(8, "little") + f"{{{entries}}}".encode())
-    start = time.process_time()
-    with pytest.raises(UserError, match="has 1,000,000 tensors; the limit is 100,000"):
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(UserError, match="has 100,001 tensors; the limit is 100,000"):
         describe(tmp_path / "x.safetensors")
-    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("alpha", [float("nan"), float("inf"), float("-inf"), 1e38, -1e38])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 
@@ -10,10 +11,9 @@ import lora_readers
 import lycoris
 import original_layout
 import pytest
-import tiny_sd15
 import torch
 import unet_lora_readers
-from blocks import predict_velocity
+from blocks import DENOISERS, copy_model, predict_velocity, untouched
 from pydantic import TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -28,10 +28,10 @@ from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.layers import ADAPTER, all_layers, move_updates, rescale
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
+from simpletune.models.families import Model
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.runs import checkpoint
@@ -75,15 +75,19 @@ def config_of(tiny_config: dict, method: str) -> dict:
     return data | {"optimizer": {"lr": 0.1}}
 
 
+@functools.cache
+def denoiser(option: str) -> nn.Module:
+    loaded: nn.Module = TypeAdapter(Model).validate_json(option).load_denoiser(FP32(), CPU)
+    return loaded
+
+
 def base(data: dict) -> nn.Module:
-    config = resolve_folders(validate(data, "x"))
-    return config.model.load_denoiser(FP32(), CPU)
+    return copy_model(denoiser(json.dumps({"family": "sd3"} | data["model"])))
 
 
 def restored(data: dict, run: Path) -> nn.Module:
     """The model as training left it."""
-    config = resolve_folders(validate(data, "x"))
-    model = config.model.load_denoiser(FP32(), CPU)
+    config, model = resolve_folders(validate(data, "x")), base(data)
     checkpoint.restore(checkpoint.find_checkpoint("latest", run), model, attach(config, model), config.optimizer)
     return model
 
@@ -342,15 +346,16 @@ def test_with_a_lora_at_strengths_on_one_model(tiny_config: dict, train_once, tm
     ("method", "version"),
     [("lokr", "sd15"), ("loha", "sd2"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_UNETS)],
 )
-def test_of_a_u_net_comfyui_s_and_kohya_s_names(method, version, tiny_config, tmp_path) -> None:
-    data = config_of(tiny_config, method)
-    pipeline = tiny_sd15.build(tmp_path / version, version)
-    data["model"] = {"family": "sd15", "pretrained": str(pipeline)}
-    data["data"] |= {"resolution": 64}
-    folder = train(validate(data, "unet"))
-    trained, file = restored(data, folder), load_file(folder / FILE)
-    state = dict(base(data).state_dict())
-    names = unet_lora_readers.comfy_names(state)
+def test_of_a_u_net_comfyui_s_and_kohya_s_names(method: str, version: str, tmp_path: Path) -> None:
+    trained, state = DENOISERS[version].build(FP32(), "cpu"), untouched(version, FP32()).state_dict()
+    adapter = TypeAdapter(Adapter).validate_python(METHODS[method])
+    adapter.attach(trained, 0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    path = adapter.export(trained, tmp_path, {})
+    file, names = load_file(path), unet_lora_readers.comfy_names(state)
     fold_lora(trained)
     expected = trained.state_dict()
     found = dict(state)
@@ -359,8 +364,8 @@ def test_of_a_u_net_comfyui_s_and_kohya_s_names(method, version, tiny_config, tm
     for name, tensor in expected.items():
         close(found[name].float(), tensor)
     assert set(lycoris.modules(file)) <= set(unet_lora_readers.kohya_names(state))
-    run("export", folder, "--format", "kohya", "--rank", 99, "--out", tmp_path / "lora.safetensors")
-    model = base(data)
+    run("export", path, "--format", "kohya", "--rank", 99, "--out", tmp_path / "lora.safetensors")
+    model = DENOISERS[version].build(FP32(), "cpu")
     load_loras(model, [(tmp_path / "lora.safetensors", 1.0)])
     fold_lora(model)
     for name, tensor in model.state_dict().items():

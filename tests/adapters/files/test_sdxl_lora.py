@@ -11,6 +11,7 @@ import pytest
 import tiny_sdxl
 import torch
 import unet_lora_readers
+from blocks import copy_model
 from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from original_layout import original_attention
 from reference.file_shapes import problem
@@ -49,8 +50,8 @@ from simpletune.system.options import UserError
 
 KOHYA, ONETRAINER, DIFFUSERS, COMFY, PEFT, BARE = LAYOUTS
 TINY: dict[str, Any] = {  # two levels of two layers, numbered as the real ones, and the width of the real text
-    "sample_size": 8, "block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 2,
-    "attention_head_dim": (1, 2), "use_linear_projection": True, "cross_attention_dim": 2048,
+    "sample_size": 8, "block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": (1, 2),
+     "use_linear_projection": True, "cross_attention_dim": 2048,
     "addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }  # fmt: skip
@@ -63,12 +64,19 @@ TEXT: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_attentio
 CONDITIONS = {"text_embeds": torch.ones(2, 8), "time_ids": torch.arange(12.0).view(2, 6)}
 
 
-def tiny(**changes: Any) -> UNet2DConditionModel:
+@functools.cache
+def untouched(layers_per_block: int = 2) -> UNet2DConditionModel:
     torch.manual_seed(0)
-    return UNet2DConditionModel(**{**TINY, **changes}).requires_grad_(False)
+    return UNet2DConditionModel(**TINY, layers_per_block=layers_per_block).requires_grad_(False)
 
 
+def tiny(layers_per_block: int = 2) -> UNet2DConditionModel:
+    return copy_model(untouched(layers_per_block))
+
+
+@functools.cache
 def sd15() -> UNet2DConditionModel:
+    """Only to be read."""
     torch.manual_seed(0)
     return UNet2DConditionModel(**SD15_SIZES).requires_grad_(False)
 
@@ -192,12 +200,12 @@ def test_a_run_leaves_kohyas_names_that_diffusers_and_comfyui_apply(tmp_path: Pa
     tensors = load_file(file)
     assert len(tensors) == 3 * 6 * 12
     assert tensors["lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.alpha"].item() == 3.0
-    assert (expected - predict(tiny())).abs().max() > 0.1
+    assert (expected - predict(untouched())).abs().max() > 0.1
     close(predict(in_diffusers(file, tiny()).unet), expected)
-    state = tiny().state_dict()
+    state = untouched().state_dict()
     names = {
         f"lora_unet_{original_attention(layer).replace('.', '_')}": f"{layer}.weight"
-        for layer in updates_of(tiny(), "all_linear")
+        for layer in updates_of(untouched(), "all_linear")
     }
     changed, unused = unet_lora_readers.apply(state, tensors, names)
     theirs = tiny()
@@ -218,7 +226,7 @@ def test_a_run_leaves_kohyas_names_that_diffusers_and_comfyui_apply(tmp_path: Pa
     "layout", slow_but(("kohya", "diffusers", "comfy", "peft"), [layout.name for layout in LAYOUTS])
 )
 def test_what_diffusers_makes_of_a_layout_is_what_inspect_says(layout: str, tmp_path: Path) -> None:
-    updates = {**updates_of(tiny(), "attention_qv", alphas=3), **text_updates()}
+    updates = {**updates_of(untouched(), "attention_qv", alphas=3), **text_updates()}
     file = write_lora(updates, tmp_path / "x.safetensors", layout)
     again = read_lora(file)
     assert set(again) == set(updates)
@@ -233,7 +241,7 @@ def test_what_diffusers_makes_of_a_layout_is_what_inspect_says(layout: str, tmp_
     pipeline = in_diffusers(file, tiny())
     loads = tools["diffusers"]["loads"] == "yes"
     of_unet = {layer: update for layer, update in updates.items() if not layer.startswith("text")}
-    close(predict(pipeline.unet), predict(patched(tiny(), of_unet) if loads else tiny()))
+    close(predict(pipeline.unet), predict(patched(tiny(), of_unet) if loads else untouched()))
     for name, plain in zip(("text_encoder", "text_encoder_2"), encoders(), strict=True):
         expected = encoded(patched(plain, updates, f"{name}.") if loads else plain)
         close(encoded(getattr(pipeline, name)), expected)
@@ -254,7 +262,7 @@ def test_every_method_has_names_of_comfyui_and_is_read_and_written_again(
         if parameter.requires_grad and not name.endswith("magnitude"):
             parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
     file, expected = method.export(model, tmp_path, {}), predict(model)
-    state, layers = tiny().state_dict(), list(updates_of(tiny(), "attention_qv"))
+    state, layers = untouched().state_dict(), list(updates_of(untouched(), "attention_qv"))
     shapes = {
         f"lora_unet_{original_attention(name).replace('.', '_')}": state[f"{name}.weight"].shape for name in layers
     }
@@ -324,7 +332,7 @@ def test_shapes_and_names_decide_a_family_and_ambiguity_is_said(tmp_path: Path) 
 
 def test_a_model_is_of_the_family_that_supports_its_configuration() -> None:
     assert [family.family for family in FAMILIES if family.lora[0].names in (NAMES, SD15_NAMES)] == ["sd15", "sdxl"]
-    for model, family in ((tiny(), "sdxl"), (sd15(), "sd15")):
+    for model, family in ((untouched(), "sdxl"), (sd15(), "sd15")):
         assert family_of_config({**model.config, "_class_name": type(model).__name__}).family == family
 
 
@@ -333,7 +341,7 @@ def run(*words: object) -> int:
 
 
 def test_a_lora_of_another_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    xl, older = updates_of(tiny(), "attention_qv"), updates_of(sd15(), "attention_qv")
+    xl, older = updates_of(untouched(), "attention_qv"), updates_of(sd15(), "attention_qv")
     of_xl = write_lora(xl, tmp_path / "xl.safetensors", "kohya")
     of_sd15 = write_lora(older, tmp_path / "sd15.safetensors", "kohya")
     xl_title, older_title = "Stable Diffusion XL", "Stable Diffusion 1.5 or 2"
@@ -345,7 +353,7 @@ def test_a_lora_of_another_family_is_refused(tmp_path: Path, capsys: pytest.Capt
         load_loras(sd15(), [(of_xl, 1.0)])
     with pytest.raises(UserError, match=f"model.loras: a {said}$"):
         require_shapes("model.loras: a", older, {name: shape for name, shape in real_layers().items()})
-    for model, file, words in ((tiny(), of_sd15, said), (sd15(), of_xl, other)):
+    for model, file, words in ((untouched(), of_sd15, said), (sd15(), of_xl, other)):
         model.save_pretrained(tmp_path / "base" / "unet")
         assert run("merge", file, "--base", tmp_path / "base", "--out", tmp_path / "merged") == 2
         assert words in " ".join(capsys.readouterr().err.split())
@@ -367,7 +375,7 @@ def test_a_lora_of_another_family_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_commands_write_sdxls_names_and_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    updates = {**updates_of(tiny(), "attention_qv"), **text_updates()}
+    updates = {**updates_of(untouched(), "attention_qv"), **text_updates()}
     file = write_lora(updates, tmp_path / "x.safetensors", "diffusers")
     expected = {
         "modelspec.architecture": "stable-diffusion-xl-v1-base/lora", "ss_base_model_version": "sdxl_base_v1-0",
@@ -461,7 +469,7 @@ def test_a_file_of_diffusers_names_keeps_them_where_original_ones_may_be_other_l
     assert LoraHeader(out).layout is ONETRAINER
     assert run("mix", file, out, "--out", tmp_path / "mixed.safetensors") == 0
     assert LoraHeader(tmp_path / "mixed.safetensors").layout is ONETRAINER
-    kohya = write_lora(updates_of(tiny(), "attention_qv"), tmp_path / "kohya.safetensors", "kohya")
+    kohya = write_lora(updates_of(untouched(), "attention_qv"), tmp_path / "kohya.safetensors", "kohya")
     assert run("resize", kohya, "--rank", 2, "--out", out, "--overwrite") == 0
     assert LoraHeader(out).layout is KOHYA
     patched(theirs, updates_of(model, "attention_qv"))
@@ -507,7 +515,7 @@ def test_a_run_leaves_the_updates_of_both_text_encoders(tmp_path: Path) -> None:
     first, second = encoders()
     text = TextUpdate(Text(lora=TextLora(rank=2, alpha=1.0)), SDXL(), {}, {"clip_l": first, "clip_g": second})
     text.attach_lora(0)
-    file = write_lora(updates_of(tiny(), ["attn2.to_k"]), tmp_path / "x.safetensors", "kohya")
+    file = write_lora(updates_of(untouched(), ["attn2.to_k"]), tmp_path / "x.safetensors", "kohya")
     text.export_lora(file, {})
     keys = [key for key in load_file(file) if key.startswith("lora_te")]
     assert len(keys) == 2 * 2 * 4 * 3 and {key.partition("_text_model_")[0] for key in keys} == {"lora_te1", "lora_te2"}

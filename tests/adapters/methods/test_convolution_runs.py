@@ -39,7 +39,7 @@ def trained(
     """The losses and the last checkpoint's weights."""
     run = train(validate(config | {"name": name} | changes, "x"), resume=resume)
     last = max(
-        checkpoint.checkpoint_folder(run, step) for step in (2, 4) if checkpoint.checkpoint_folder(run, step).exists()
+        checkpoint.checkpoint_folder(run, step) for step in (1, 2) if checkpoint.checkpoint_folder(run, step).exists()
     )
     return [row["loss"] for row in read_metrics(run)], load_file(last / checkpoint.TRAINABLE)
 
@@ -50,12 +50,12 @@ def test_levers_and_a_second_start_change_no_bit(
 ) -> None:
     config = tiny_config | {
         "model": small_unet(version), "data": tiny_config["data"] | {"resolution": 64}, "adapter": ADAPTERS[adapter],
-        "precision": {"weights": weights}, "checkpoint": {"every": 2}, "ema": {"decay": 0.9},
-        "train": {"steps": 4, "clip": "per_parameter"},
+        "precision": {"weights": weights}, "checkpoint": {"every": 1}, "ema": {"decay": 0.9},
+        "train": {"steps": 2, "clip": "per_parameter"},
     }  # fmt: skip
     plain = trained(config, "plain")
-    assert len(plain[0]) == 4 and any(".conv1." in name for name in plain[1])
-    trained(config, "levers", train=config["train"] | {"steps": 2}, memory=LEVERS)
+    assert len(plain[0]) == 2 and any(".conv1." in name for name in plain[1])
+    trained(config, "levers", train=config["train"] | {"steps": 1}, memory=LEVERS)
     levers = trained(config, "levers", "latest", memory=LEVERS)
     torch.testing.assert_close(levers, plain, rtol=0, atol=0)
     option, drawn = validate(config, "x"), dict[str, Tensor]()

@@ -215,7 +215,8 @@ def test_conv_rank_adds_the_layers_of_kohyas_conv_dim(family: str, convolutions:
     """All of the residual blocks and samplers, neither conv_in nor conv_out: sd-scripts' ``networks/lora.py``."""
     shapes = unet(family)
     plain, conv = Lora(targets="all_linear"), Lora(targets="all_linear", conv_rank=8, conv_alpha=4.0, rank=16)
-    added = [name for name in conv.modules(shapes) if name not in plain.modules(shapes)]
+    before = plain.modules(shapes)
+    added = [name for name in conv.modules(shapes) if name not in before]
     larger = [name for name in added if len(shapes[f"{name}.weight"]) == 4 and shapes[f"{name}.weight"][2] > 1]
     assert (len(larger), len(added) - len(larger)) == (convolutions, others)
     assert {conv.rank_of(name) for name in larger} == {8} and {conv.scale_of(name) for name in larger} == {0.5}

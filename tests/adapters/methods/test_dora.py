@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -152,8 +150,8 @@ def gradients(setting: Setting, adapter: Dora) -> tuple[list[float], dict[str, T
 def test_checkpointing_and_streaming_give_the_same_bits(adapter: Dora) -> None:
     plain = gradients(Setting(checkpointed=0), adapter)
     assert any("magnitude" in name for name in plain[1])
-    every: Callable[..., Setting] = partial(Setting, queue=LateCopies, host=True)
-    for setting in (Setting(checkpointed=2), every(), every(streamed=tuple(range(BLOCKS)), poison=True)):
+    streamed = Setting(queue=LateCopies, host=True, streamed=tuple(range(BLOCKS)), poison=True)
+    for setting in (Setting(checkpointed=2), streamed):
         torch.testing.assert_close(gradients(setting, adapter), plain, rtol=0, atol=0)
 
 
@@ -169,15 +167,17 @@ def test_disabled_it_is_the_base() -> None:
     assert loss_of(model, FP32(), 0).item() != base.item()
 
 
-@pytest.mark.parametrize("kind", ["linear", "int8", "conv"])
-def test_compiled_without_a_break_it_computes_the_same(kind: str) -> None:
-    layer = shaken(DoraLayer(frozen(kind), RANK, SCALE))
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, IN, 3, 4) if kind == "conv" else torch.randn(3, IN)
-    trained = [layer.lora_A.weight, layer.lora_B.weight, layer.magnitude, x.requires_grad_()]
+def test_compiled_without_a_break_it_computes_the_same() -> None:
+    layers = [shaken(DoraLayer(frozen(kind), RANK, SCALE)) for kind in ("linear", "int8", "conv")]
+    inputs = [torch.randn(*shape, requires_grad=True) for shape in ((3, IN), (3, IN), (2, IN, 3, 4))]
+    trained = [*inputs, *(f for layer in layers for f in (layer.lora_A.weight, layer.lora_B.weight, layer.magnitude))]
+
+    def call() -> list[Tensor]:
+        return [layer(x * 1) for layer, x in zip(layers, inputs, strict=True)]
+
     results = []
-    for call in (layer, compiled):
-        y = call(x * 1)
-        results.append((y, *torch.autograd.grad(weighted(y), trained)))
+    for way in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        ys = way()
+        results.append((*ys, *torch.autograd.grad([weighted(y) for y in ys], trained)))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
     torch.compiler.reset()

@@ -10,6 +10,7 @@ import lycoris
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_runs import TrainOnce
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -216,36 +217,39 @@ def test_a_factor_that_is_none_is_refused(factor: int, tiny_config: dict) -> Non
 
 
 LEVERS: dict[str, dict] = {
-    "streamed": {"checkpointing": "all", "resident_blocks": 0, "offload_checkpoint_inputs": True},
-    "in backward": {"optimizer_in_backward": True},
+    "streamed, in backward": {
+        "checkpointing": "all", "resident_blocks": 0, "offload_checkpoint_inputs": True, "optimizer_in_backward": True,
+    },
     "plan": {"modulation": "plan", "modulation_window": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("method", ["lokr", "loha"])
-def test_levers_train_the_same_weights(method: str, lever: str, tiny_config: dict) -> None:
+def test_levers_train_the_same_weights(method: str, lever: str, tiny_config: dict, train_once: TrainOnce) -> None:
     adapter = {"lokr": {"method": "lokr", "factor": 4, "rank": 1}, "loha": {"method": "loha", "rank": 2}}[method]
     data = copy.deepcopy(tiny_config) | {"adapter": adapter, "precision": {"weights": "int8"}}
     data["train"] |= {"clip": "per_parameter", "clip_norm": 0.5}
     with_lever = data | {"name": "lever", "memory": {"checkpointing": "none"} | LEVERS[lever]}
-    plain, lever_file = (load_file(train(validate(each, "x")) / FILE) for each in (data, with_lever))
+    plain, lever_file = load_file(train_once(data) / FILE), load_file(train(validate(with_lever, "x")) / FILE)
     assert plain.keys() == lever_file.keys() and any("w2_b" in name or "w2_a" in name for name in plain)
     for name, tensor in plain.items():  # the plan computes the modulation in batches of other sizes
         torch.testing.assert_close(lever_file[name], tensor, rtol=0, atol=1e-3 if lever == "plan" else 0)
     assert any(tensor.abs().max() > 0 for name, tensor in plain.items() if name.endswith(("lokr_w2_b", "hada_w2_a")))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_compiled_without_a_break_it_computes_the_same(method: str) -> None:
-    model = attached(METHODS[method])
-    layer = model.to_q
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(3, layer.shape[1], requires_grad=True)
+def test_compiled_without_a_break_it_computes_the_same() -> None:
+    layers = [attached(method).to_q for method in METHODS.values()]
+    x = torch.randn(3, SIDES["to_q"][1], requires_grad=True)
+    factors = [factor for layer in layers for factor in layer.factors.values()]
+
+    def call(x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in layers]
+
     results = []
-    for call in (layer, compiled):
-        y = call(x)
-        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.factors.values()])))
+    for way in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        ys = way(x)
+        results.append([*ys, *torch.autograd.grad([y.square().sum() for y in ys], [x, *factors])])
     for ours, theirs in zip(*results, strict=True):
         assert_close(theirs, ours)
     torch.compiler.reset()
