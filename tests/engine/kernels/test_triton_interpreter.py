@@ -17,9 +17,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def assert_passes(files: list[str], **environment: str) -> None:
-    """Run the tests of ``files`` in a process of their own: TRITON_INTERPRET must be set before Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", **environment}
-    words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    """Run the tests of ``files`` in a process of their own: TRITON_INTERPRET must be set before Triton is imported.
+
+    They use nothing of ``conftest.py``, which imports the whole package.
+    """
+    path = os.pathsep.join([str(TESTS.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])  # for ``reference``
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    words = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *files]
     done = subprocess.run(words, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import Counted, losses, with_products
 from simulated import LEVERS, assert_same_bytes
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
@@ -439,7 +440,7 @@ def test_compiled_blocks_have_no_break_and_quantise_once() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("lever", ["kept", "checkpointed", "plan-streamed"])
+@pytest.mark.parametrize("lever", slow_but(["kept", "plan-streamed"], ["kept", "checkpointed", "plan-streamed"]))
 def test_real_and_fake_tensors_take_the_same_bytes(lever: str, tiny_config: dict, three_blocks: Path) -> None:  # noqa: F811 the fixture
     data = with_products(tiny_config, **copy.deepcopy(LEVERS.get(lever, {})))
     data["model"]["pretrained"] = str(three_blocks)
@@ -451,13 +452,11 @@ def test_real_and_fake_tensors_take_the_same_bytes(lever: str, tiny_config: dict
 
 
 def test_whole_runs(tiny_config: dict) -> None:
-    """Products are really in int8, checkpointing changes no bit, and a resumed run is the whole one."""
+    """Products are really in int8, and checkpointing changes no bit."""
     with Counted() as counted:
         whole = losses(with_products(tiny_config, name="whole"))
     assert counted.quantised > 0
     assert losses(with_products(tiny_config, name="checkpointed", memory={"checkpointing": "all"})) == whole
-    losses(with_products(tiny_config, name="halves", train={"steps": 2}, checkpoint={"every": 2}))
-    assert losses(with_products(tiny_config, name="halves"), resume="latest") == whole
     plain = losses(with_products(tiny_config, name="plain", precision={"products": "dequantised",
                                                                       "input_gradient": "dequantised"}))  # fmt: skip
     assert plain != whole and plain == pytest.approx(whole, rel=0.02)
