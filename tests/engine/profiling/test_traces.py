@@ -279,11 +279,10 @@ def raise_error() -> None:
 @pytest.mark.parametrize(
     ("act", "error"),
     [
-        (raise_error, RuntimeError),
-        (lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt),
-        (lambda: sys.exit(3), SystemExit),
+        pytest.param(raise_error, RuntimeError, marks=pytest.mark.slow, id="exception"),
+        pytest.param(lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt, id="SIGINT"),
+        pytest.param(lambda: sys.exit(3), SystemExit, marks=pytest.mark.slow, id="sys.exit"),
     ],
-    ids=["exception", "SIGINT", "sys.exit"],
 )
 def test_a_run_that_is_killed_in_a_window_goes_on_from_its_checkpoint(
     act: Callable[[], object], error: type[BaseException], tiny_config: dict, tmp_path: Path, monkeypatch: Any
@@ -310,6 +309,7 @@ def test_a_run_that_is_killed_in_a_window_goes_on_from_its_checkpoint(
     assert traced(tmp_path) == {"epoch-000": (2, True)}
 
 
+@pytest.mark.slow
 def test_an_epoch_of_one_step(tiny_config: dict, tmp_path: Path) -> None:
     run = run_with(tiny_config, train={"steps": 3, "batch_size": 6}, profile={"max_traces": 2})
     assert traced(tmp_path) == {"epoch-000": (1, True), "epoch-002": (1, True)} and warnings_of(run) == []

@@ -134,8 +134,8 @@ def noise_predicted(model: nn.Module, dtype: torch.dtype = torch.float32) -> Ten
         (Int8(compute="fp32"), 0.015),
         (Int8(), 0.03),
         (Nf4(compute="fp32"), 0.1),
-        (Int8(compute="fp32", rotation="hadamard"), 0.015),
-        (Nf4(compute="fp32", rotation="hadamard"), 0.1),
+        pytest.param(Int8(compute="fp32", rotation="hadamard"), 0.015, marks=pytest.mark.slow),
+        pytest.param(Nf4(compute="fp32", rotation="hadamard"), 0.1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
