@@ -303,7 +303,6 @@ def test_updates_in_the_backward_pass_are_undone_one_by_one(
     full = {
         "adapter": {"method": "full"}, "precision": {"weights": "fp32", "compute": "fp16"},
         "train": {"steps": 8, "clip": "per_parameter"}, "optimizer": {"lr": 1e-4},
-        "checkpoint": {"every": 1, "keep_last": 9},
     }  # fmt: skip
     folder = run(memory={"optimizer_in_backward": True}, **full)
     skipped = [row["step"] for row in read_rows(folder / OVERFLOWS)]
