@@ -299,10 +299,12 @@ def test_a_run_that_is_killed_in_a_window_goes_on_from_its_checkpoint(
         return honest(self, model, batch)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(TrainStep, "loss", loss)
-        run_with(tiny_config, **changes)
-    signal.signal(signal.SIGINT, before)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(TrainStep, "loss", loss)
+            run_with(tiny_config, **changes)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not profiling()
     run = run_with(tiny_config, "latest", **changes)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6] and warnings_of(run) == []

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import PRECISIONS, loss_of, transformer
+from fresh_caches import uncalled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import Counted, losses, with_products
@@ -163,6 +164,7 @@ def test_few_rows_and_a_device_that_cannot_take_the_dequantised_weight(
 
 def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    monkeypatch.setattr(int8_products, "failure_of", uncalled(int8_products.failure_of))
     monkeypatch.setattr(int8_products, "say", said.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     device = torch.device("cuda", 63)
@@ -238,7 +240,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(int8_kernel, "say", said.append)
         monkeypatch.setattr(fallback, "say", said.append)
         monkeypatch.setattr(int8_products.FALLBACK, "failed", {})
-        int8_kernel._say_left_out.cache_clear()
+        monkeypatch.setattr(int8_kernel, "_say_left_out", uncalled(int8_kernel._say_left_out))
         return fake, said
 
     return use
@@ -483,13 +485,13 @@ def test_check_says_which_products_are_used_and_a_kept_base_serves_any(
         validate(tiny_config | {"precision": precision | {"products": "dequantised", "input_gradient": "int8"}}, "no")
 
 
-def test_what_is_counted() -> None:
+def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, scales and the output, and nothing in int32; the CPU is tried on real tensors, by no one's account."""
     int8, x = layer(96, 1024), torch.randn(256, 96)
     with Accounting() as accounting, torch.no_grad():
         y = int8(x)
     assert accounting.peak.bytes == sum(round_to_block(size) for size in (256 * 96, 4 * 256, y.nbytes))
-    int8_products.failure_of.cache_clear()
+    monkeypatch.setattr(int8_products, "failure_of", uncalled(int8_products.failure_of))
     with fake_tensors(), Accounting() as accounting:
         assert int8_products.why_not(torch.device("cpu")) is None
     assert accounting.peak.bytes == 0
