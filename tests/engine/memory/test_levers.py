@@ -15,7 +15,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 
-STEPS, FULL_STEPS = 5, 3
+STEPS, FULL_STEPS = 3, 2
 GOLDEN = Path(__file__).parents[2] / "reference" / "golden_losses.json"
 PER_PARAMETER = {"clip": "per_parameter", "clip_norm": 0.5}
 BASES: dict[str, dict] = {
@@ -75,11 +75,11 @@ EXACT: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 FAST = ("lora-no-checkpointing", "lora-all", "full-all")
 PLANNED: dict[str, dict] = {
-    "plan-less": {"modulation": "plan", "modulation_window": 4, "keep_attention": "all", "feed_forward": "alone"},
-    "plan": {"modulation": "plan", "modulation_window": 4},
-    "plan-streamed": {"modulation": "plan", "modulation_window": 4, "resident_blocks": 0},
+    "plan-less": {"modulation": "plan", "modulation_window": 2, "keep_attention": "all", "feed_forward": "alone"},
+    "plan": {"modulation": "plan", "modulation_window": 2},
+    "plan-streamed": {"modulation": "plan", "modulation_window": 2, "resident_blocks": 0},
     "plan-less-streamed": {
-        "modulation": "plan", "modulation_window": 4, "keep_attention": "all", "feed_forward": "alone",
+        "modulation": "plan", "modulation_window": 2, "keep_attention": "all", "feed_forward": "alone",
         "resident_blocks": 1,
     },
     "plan-streamed-host": {"modulation": "plan", "resident_blocks": 1, "offload_checkpoint_inputs": True},

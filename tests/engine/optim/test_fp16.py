@@ -139,12 +139,13 @@ def test_a_run_writes_what_auto_became_and_keeps_it(run: Callable[..., Path], mo
     from simpletune.commands.train import set_up
 
     monkeypatch.setattr(set_up, "capability_of", lambda device: T4)
-    folder = run(precision={"weights": "int8"}, checkpoint={"every": 2})
+    folder = run(precision={"weights": "int8"}, train={"steps": 2})
     written = json.loads((folder / "config.json").read_text())
     assert written["precision"]["compute"] == "fp16" and all("loss_scale" in row for row in read_metrics(folder))
     monkeypatch.undo()
-    assert run(precision={"weights": "int8"}, resume="auto") == folder  # finished, on a device with bf16
-    run(precision={"weights": "int8"}, resume="latest", train={"steps": 6})
+    again = run(precision={"weights": "int8"}, train={"steps": 2}, resume="auto")
+    assert again == folder  # finished, on a device with bf16
+    run(precision={"weights": "int8"}, resume="latest", train={"steps": 3})
     assert json.loads((folder / "config.json").read_text())["precision"]["compute"] == "fp16"
 
 
@@ -388,7 +389,7 @@ def test_velocities_with_such_blocks_are_those_of_fp32(
     from simpletune.stages.sample import PictureRequest, Sampler
 
     tiny_config["model"]["pretrained"] = str(request.getfixturevalue(change))
-    wanted = PictureRequest("a red circle", 0, width=32, height=32, steps=3, guidance=2.0)
+    wanted = PictureRequest("a red circle", 0, width=32, height=32, steps=2, guidance=2.0)
     torch.manual_seed(0)
     found = {}
     for compute in ("fp16", "fp32"):
@@ -448,14 +449,14 @@ def test_pictures_of_a_run_with_such_blocks_are_finite(
 
     folder = run(
         between_blocks,
-        train={"steps": 4},
-        validation={"prompts": ["a red circle"], "loss_samples": 2, "steps": 2, "guidance": 2.0},
+        train={"steps": 3},
+        validation={"prompts": ["a red circle"], "loss_samples": 1, "steps": 1, "guidance": 2.0},
     )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["eval_loss_before"] > 0 and summary["eval_loss_after"] > 0 and summary["overflow_steps"] >= 2
     drawn = [*(folder / "samples").glob("*/prompt-00.png")]
     out = folder.parent / "drawn.png"
-    assert main(["generate", "--run", str(folder), "--prompt", "a red circle", "--steps", "2", "--out", str(out)]) == 0
+    assert main(["generate", "--run", str(folder), "--prompt", "a red circle", "--steps", "1", "--out", str(out)]) == 0
     drawn += [*out.parent.glob("drawn*.png")]
     assert len(drawn) >= 3 and "fp16" in capsys.readouterr().out
     for picture in drawn:
@@ -508,5 +509,5 @@ def test_a_step_reads_nothing_from_the_device(
             return honest(self, *args)
 
     monkeypatch.setattr(TrainStep, "step", step)
-    run(**sections)
+    run(**sections, train={"steps": 2})
     assert found == []

@@ -245,6 +245,7 @@ def rotating(tiny_config: dict, **changes: Any) -> dict:
 
 def test_whole_runs(tiny_config: dict) -> None:
     """Rotation really happens, and checkpointing changes no bit."""
+    tiny_config["train"]["steps"] = 2
     with Counted() as counted:
         whole = losses(rotating(tiny_config, name="whole"))
     assert counted.calls["simpletune::int8_rotated_rows"] > 0
