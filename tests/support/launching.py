@@ -89,7 +89,12 @@ class Launcher:
         return self._outcome(place, job)
 
     def programs(
-        self, code: str, *words: list[str], environment: dict[str, str] | None = None, limit: float = PATIENCE
+        self,
+        code: str,
+        *words: list[str],
+        environment: dict[str, str] | None = None,
+        limit: float = PATIENCE,
+        patience: float = PATIENCE,
     ) -> Outcome:
         """Run ``python -c`` with the heavy libraries imported, at once in one process per list of words.
 
@@ -98,10 +103,11 @@ class Launcher:
             words: the arguments of each.
             environment: beside the launcher's own.
             limit: seconds that the others may go on after one has ended badly.
+            patience: seconds that all may take.
         """
         place = self._place()
         job = {"place": str(place), "processes": len(words), "code": code, "words": words,
-               "alone": limit < PATIENCE, "limit": limit}  # fmt: skip
+               "alone": limit < PATIENCE, "limit": limit, "patience": patience}  # fmt: skip
         return self._outcome(place, job | {"environment": environment or {}})
 
     def _place(self) -> Path:
@@ -157,7 +163,7 @@ def launch(job: dict[str, Any]) -> tuple[list[int], list[float]]:
 def wait_for(ranks: dict[int, int], job: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Wait for a job's processes, given as ranks by process number; returns what ``launch`` does."""
     began = time.monotonic()
-    codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + PATIENCE
+    codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + job.get("patience", PATIENCE)
     kills = {int(rank): began + seconds for rank, seconds in job.get("kills", {}).items()}
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -16,7 +16,7 @@ from simpletune.engine.optim.state import state_to_tensors
 from simpletune.system.options import union_of
 
 NAMES = list(union_of(TrainConfig.model_fields["optimizer"]).members)
-STEPS, LR = 300, 1e-4
+STEPS, LR = 100, 2e-4
 SHAPES = [(16, 96), (96, 16), (5,), (64, 128), (1,), (3, 7, 11), (40, 200)]
 
 

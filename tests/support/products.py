@@ -37,5 +37,5 @@ def with_products(tiny_config: dict, **changes: Any) -> dict:
     return merged(data, **changes)
 
 
-def losses(data: dict, **arguments: Any) -> list[float]:
-    return [row["loss"] for row in read_metrics(train(validate(data, "run"), **arguments))]
+def losses(data: dict) -> list[float]:
+    return [row["loss"] for row in read_metrics(train(validate(data, "run")))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,12 +33,15 @@ def gradients(setting: Setting, dropout: float) -> tuple[list[float], dict[str, 
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("queue", [None, LateCopies])
-def test_any_number_of_blocks_and_either_place_give_the_same_bits(queue: Callable | None, dropout: float) -> None:
+SOME, EVERY = Setting(checkpointed=2), Setting(checkpointed=BLOCKS)
+SOME_LATE = Setting(checkpointed=3, host=True, queue=LateCopies)
+EVERY_ON_HOST = Setting(checkpointed=BLOCKS, host=True)
+
+
+@pytest.mark.parametrize(("dropout", "settings"), [(0.0, [SOME, SOME_LATE]), (0.5, [EVERY, EVERY_ON_HOST])])
+def test_any_number_of_blocks_and_either_place_give_the_same_bits(dropout: float, settings: list[Setting]) -> None:
     plain = gradients(Setting(checkpointed=0), dropout)
-    for checkpointed, host in ((2, False), (BLOCKS, False), (3, True), (BLOCKS, True)):
-        setting = Setting(checkpointed=checkpointed, host=host, queue=queue)
+    for setting in settings:
         torch.testing.assert_close(gradients(setting, dropout), plain, rtol=0, atol=0)
 
 

@@ -3,8 +3,6 @@
 ``test_together.py`` has runs of two processes that share them.
 """
 
-# ruff: noqa: F811
-
 from __future__ import annotations
 
 import re
@@ -25,13 +23,11 @@ from blocks import (
     load,
     lora_run,
     loss_of,
+    plain_run,
     transformer,
 )
 from torch import nn
-from two_processes import (
-    LEVERS,
-    ground,  # noqa: F401
-)
+from two_processes import LEVERS
 
 from simpletune.adapters.methods.dora import Dora
 from simpletune.config.load import validate
@@ -75,11 +71,10 @@ def plain(model: nn.Module) -> list[torch.Tensor]:
 )
 def test_both_train_to_the_bits_of_a_model_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     precision, setting = PRECISIONS[name], Setting(STREAMED, poison=True)
-    expected = lora_run(precision, setting)
     _, filled, _, joined = both(precision)
     for model in (filled, joined):
         monkeypatch.setitem(DENOISERS, "shared", Denoiser(lambda *_: model, loss_of))  # noqa: B023
-        assert_same_run(lora_run(precision, setting, family="shared"), expected)
+        assert_same_run(lora_run(precision, setting, family="shared"), plain_run(name))
 
 
 def test_both_have_the_same_pages_and_only_the_first_one_writes() -> None:
@@ -161,10 +156,13 @@ IN_BACKWARD = {"resident_blocks": 1, "checkpointing": "all", "optimizer_in_backw
 
 
 @pytest.mark.parametrize("memory, shares", [(LEVERS, True), (PLAN, True), ({}, False), (IN_BACKWARD, False)])
-def test_what_is_predicted_to_be_shared(memory: dict[str, Any], shares: bool, ground: dict[str, Any]) -> None:
+def test_what_is_predicted_to_be_shared(
+    memory: dict[str, Any], shares: bool, tiny_config: dict[str, Any], three_blocks: Path
+) -> None:
     """Frozen weights that wait on the host: not checkpoints' inputs, and not weights that train."""
-    full = {"adapter": {"method": "full"}, "train": {"steps": 4, "clip": "per_parameter"}, "ema": None}
-    config = validate({**ground, "memory": memory, **(full if memory is IN_BACKWARD else {})}, "test")
+    full = {"adapter": {"method": "full"}, "train": {"steps": 4, "clip": "per_parameter"}}
+    tiny_config["model"]["pretrained"] = str(three_blocks)
+    config = validate({**tiny_config, "memory": memory, **(full if memory is IN_BACKWARD else {})}, "test")
     assert leaves_weights_on_host(config.memory) == bool(memory)
     report = simulate(config)
     assert (report.shared_bytes > 0) == shares and report.shared_bytes <= report.host_bytes

@@ -18,6 +18,7 @@ from blocks import (
     assert_same_run,
     lora_run,
     loss_of,
+    plain_run,
     prepare,
     shake_updates,
     transformer,
@@ -73,7 +74,7 @@ RUNS: dict[str, tuple[str, str, float, Setting]] = {
 @pytest.mark.parametrize("case", slow_but(["both, streamed"], RUNS))
 def test_a_lora_run_is_the_plain_one_bit_for_bit(case: str) -> None:
     family, precision, dropout, setting = RUNS[case]
-    plain = lora_run(PRECISIONS[precision], Setting(checkpointed=0), dropout, family=family)
+    plain = plain_run(precision, family, dropout)
     assert_same_run(lora_run(PRECISIONS[precision], setting, dropout, family=family), plain)
 
 

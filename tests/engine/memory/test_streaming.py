@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import shutil
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,14 @@ from blocks import (
     break_the_wait,
     lora_run,
     loss_of,
+    plain_run,
     prepare,
     shake_updates,
     transformer,
     unit_names,
-    write_pipeline,
 )  # fmt: skip
-from safetensors.torch import load_file
 from slow_cases import slow_but
+from tiny_runs import saved_weights
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
@@ -50,7 +48,6 @@ from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import plain_tensors
-from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError
 
@@ -58,29 +55,22 @@ RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
 UNITS_OF = {"sd3": BLOCKS, **{version: len(unit_names(version)) for version in UNETS}}
 
 
-@lru_cache
-def resident_run(precision: str, family: str = "sd3") -> tuple[list[float], list[dict[str, Tensor]]]:
-    """What every streamed run must give."""
-    return lora_run(PRECISIONS[precision], Setting(), family=family)
+FAST = [("bf16", "K=2"), ("int8-quanto", "K=2"), ("int8-rotated", "K=0"), ("nf4-rotated", "K=1")]
 
 
-@pytest.mark.parametrize(
-    ("precision", "resident"),
-    slow_but([(p, f"K={turn % 3}") for turn, p in enumerate(PRECISIONS)], product(PRECISIONS, RESIDENT)),
-)
+@pytest.mark.parametrize(("precision", "resident"), slow_but(FAST, product(PRECISIONS, RESIDENT)))
 def test_a_lora_run_is_the_resident_one_bit_for_bit(precision: str, resident: str) -> None:
     setting = {
         "K=0": Setting(RESIDENT["K=0"], poison=True),  # shows weights that are given up too early
         "K=1": Setting(RESIDENT["K=1"], poison=True, host=True, queue=LateCopies),  # shows what does not wait
         "K=2": Setting(RESIDENT["K=2"]),  # with the copies that the turn saves
     }[resident]
-    assert_same_run(lora_run(PRECISIONS[precision], setting), resident_run(precision))
+    assert_same_run(lora_run(PRECISIONS[precision], setting), plain_run(precision))
 
 
 def test_dropout_draws_the_same_numbers_again() -> None:
-    precision = PRECISIONS["fp32"]
-    plain = lora_run(precision, Setting(checkpointed=0), dropout=0.5)
-    assert_same_run(lora_run(precision, Setting(RESIDENT["K=1"], poison=True), dropout=0.5), plain)
+    streamed = lora_run(PRECISIONS["fp32-autocast"], Setting(RESIDENT["K=1"], poison=True), dropout=0.5)
+    assert_same_run(streamed, plain_run("fp32-autocast", dropout=0.5))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -100,24 +90,22 @@ def test_a_dropped_model_leaves_no_copy_in_its_queues(backward: bool) -> None:
     assert not any(queue._queue for queue in queues)
 
 
-@pytest.mark.parametrize(
-    ("fault", "queue", "family"),
-    [
-        (break_the_wait, LateCopies, "sd3"),
-        (break_the_order, None, "sd3"),
-        (break_the_order, None, "sd15"),
-        (break_the_order, None, "sdxl"),
-    ],
-)
+FAULTS = [
+    (break_the_wait, LateCopies, "sd3"), (break_the_order, None, "sd3"), (break_the_order, None, "sd15"),
+    (break_the_order, None, "sdxl"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "queue", "family"), slow_but(FAULTS[:2], FAULTS))
 def test_a_broken_order_shows(fault: Any, queue: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = resident_run("int8", family)
+    expected, _ = plain_run("int8", family)
     fault(monkeypatch)
     setting = Setting(tuple(range(UNITS_OF[family])), poison=True, queue=queue)
     losses, _ = lora_run(PRECISIONS["int8"], setting, family=family)
     assert losses != expected
 
 
-@pytest.mark.parametrize("family", ["sd3", "sd2", "sdxl"])
+@pytest.mark.parametrize("family", slow_but(["sd2"], ["sd3", "sd2", "sdxl"]))
 def test_weights_given_up_too_early_show(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early stopping leaves the recomputation by an exception; either way the hold must outlast it."""
     break_the_hold(monkeypatch)
@@ -127,12 +115,11 @@ def test_weights_given_up_too_early_show(family: str, monkeypatch: pytest.Monkey
     assert losses[-1] != losses[-1]
 
 
-@pytest.mark.parametrize("precision", ["int8", "int8-quanto", "fp32"])
+@pytest.mark.parametrize("precision", ["int8", "int8-quanto"])
 def test_gradients_are_those_of_the_plain_fp32_model(precision: str) -> None:
-    """Streaming, checkpointing, host boundaries and quantised linears against dequantised ``nn.Linear`` layers."""
+    """Quantised linears against dequantised ``nn.Linear`` layers."""
     option = PRECISIONS[precision]
-    setting = Setting(RESIDENT["K=1"], host=True, poison=True, queue=LateCopies)
-    _, ours = lora_run(option, setting)
+    _, ours = plain_run(precision)
     model = transformer(option)
     for block in model.transformer_blocks:
         for name, module in list(block.named_modules()):
@@ -169,7 +156,7 @@ def test_the_device_holds_two_blocks_and_the_host_the_rest() -> None:
 
 
 def test_weights_are_at_home_between_passes() -> None:
-    for name in ("bf16", "int8", "int8-quanto"):
+    for name in ("int8", "int8-quanto"):
         precision = PRECISIONS[name]
         model = transformer(precision)
         Lora(rank=2).attach(model, 0)
@@ -228,41 +215,45 @@ def test_changed_weights_are_seen_by_the_next_pass() -> None:
     assert filled == [0, 1, 2, 3, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("precision", "kind", "resident"),
-    slow_but(
-        [
-            ("fp32", "sgd", "K=0"), ("fp32", "adamw", "K=2"), ("bf16", "sgd", "K=2"), ("bf16", "adamw", "K=0"),
-            ("fp32-autocast", "adamw", "K=2"),
-        ],
-        product(["fp32", "fp32-autocast", "bf16"], ["sgd", "adamw"], ["K=0", "K=2"]),
-    ),
-)  # fmt: skip
-def test_full_fine_tuning_is_the_resident_one_bit_for_bit(precision: str, kind: str, resident: str) -> None:
+QUEUES: dict[str, dict[str, Any]] = {
+    "in order": {"poison": True}, "late": {"poison": True, "queue": LateCopies},
+    "race": {"queue": LateCopies, "inward": EagerCopies},
+}  # fmt: skip
+
+
+def full_run(precision: str, kind: str, setting: Setting) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Losses, weights and state of full fine-tuning, updated in the backward pass."""
     make = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05), "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     }[kind]  # fmt: skip
     option = PRECISIONS[precision]
-    results = []
-    blocks = RESIDENT[resident]
-    late, race = {"queue": LateCopies}, {"queue": LateCopies, "inward": EagerCopies, "poison": False}
-    for streamed, queues in (((), {}), (blocks, {}), (blocks, late), (blocks, race)):
-        model = transformer(option)
-        Full().attach(model, 0)
-        setting = Setting(streamed, host=True, trained=True, **{"poison": True, **queues})
-        hooks = UpdateInBackward(model, prepare(model, setting), make)
-        losses = []
-        for step in range(STEPS):
-            loss = loss_of(model, option, step)
-            loss.backward()
-            losses.append(loss.item())
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        states = [value.clone() for state in hooks.state.values() for value in state.values() if value is not None]
-        results.append((losses, weights, states))
-    start = transformer(option).state_dict()
-    assert any((start[name] != value).any() for name, value in results[0][1].items() if "blocks.0" in name)
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    model = transformer(option)
+    Full().attach(model, 0)
+    hooks = UpdateInBackward(model, prepare(model, setting), make)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, option, step)
+        loss.backward()
+        losses.append(loss.item())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, weights, [v.clone() for state in hooks.state.values() for v in state.values() if v is not None]
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind", "resident", "queues"),
+    slow_but(
+        [("fp32-autocast", "adamw", "K=0", "late"), ("bf16", "adamw", "K=2", "race")],
+        product(["fp32", "fp32-autocast", "bf16"], ["sgd", "adamw"], ["K=0", "K=2"], QUEUES),
+    ),
+)
+def test_full_fine_tuning_is_the_resident_one_bit_for_bit(
+    precision: str, kind: str, resident: str, queues: str
+) -> None:
+    plain = full_run(precision, kind, Setting(checkpointed=0))
+    start = transformer(PRECISIONS[precision]).state_dict()
+    assert any((start[name] != value).any() for name, value in plain[1].items() if "blocks.0" in name)
+    setting = Setting(RESIDENT[resident], host=True, trained=True, **QUEUES[queues])
+    torch.testing.assert_close(full_run(precision, kind, setting), plain, rtol=0, atol=0)
 
 
 def test_optimizer_state_of_streamed_weights_is_on_the_host_but_for_their_update() -> None:
@@ -340,43 +331,30 @@ def test_resident_blocks_are_spread_and_streamed_ones_never_stand_on_the_device(
     assert streaming.SLOTS == 2
 
 
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("three") / "pipeline"
-    write_pipeline(folder)
-    return folder
-
-
 @pytest.fixture
-def config(tiny_config: dict, pipeline: Path) -> dict:
-    """A run of three blocks with everything in it: accumulation, dropout, evaluation, pictures."""
+def config(tiny_config: dict, three_blocks: Path) -> dict:
+    """A run of three blocks with dropout, evaluation and pictures."""
     data = copy.deepcopy(tiny_config)
-    data["model"]["pretrained"] = str(pipeline)
+    data["model"]["pretrained"] = str(three_blocks)
     data["adapter"]["dropout"] = 0.2
-    data["train"] |= {"gradient_accumulation": 2}
-    data["validation"] = {"prompts": ["a dot"], "steps": 2, "loss_samples": 2}
+    data["train"] = {"steps": 3}
+    data["validation"] = {"prompts": ["a dot"], "steps": 1, "loss_samples": 1}
     data["memory"] = {"checkpointing": "all"}
     return data
 
 
 @pytest.mark.parametrize("weights", slow_but(["int8"], ["int8", "fp32", "bf16", "int8-quanto"]))
-def test_whole_runs_are_equal_and_resume(weights: str, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_runs_are_equal(weights: str, config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     build = BlockOffload.__init__
     monkeypatch.setattr(BlockOffload, "__init__", lambda self, *a, **k: build(self, *a, **k | {"poison": True}))
     config["precision"] = {"weights": weights}
     resident = train(validate(config, "resident"))
     memory = {"checkpointing": "all", "resident_blocks": 1, "offload_checkpoint_inputs": True}
-    config |= {"name": "streamed", "memory": memory, "checkpoint": {"every": 2}}
-    streamed = train(validate(config, "streamed"))
-    config["name"], halves = "halves", streamed.with_name("halves")
-    shutil.copytree(streamed, halves)
-    shutil.rmtree(checkpoint.checkpoint_folder(halves, 4))
-    train(validate(config, "second half"), resume="latest")
-    for run in (streamed, halves):
-        assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(resident)]
-        ours, theirs = (load_file(checkpoint.checkpoint_folder(r, 4) / checkpoint.TRAINABLE) for r in (run, resident))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    picture = Path("samples") / "step-000004" / "prompt-00.png"
+    streamed = train(validate(config | {"name": "streamed", "memory": memory}, "streamed"))
+    assert [row["loss"] for row in read_metrics(streamed)] == [row["loss"] for row in read_metrics(resident)]
+    ours, theirs = (saved_weights(run, 3) for run in (streamed, resident))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    picture = Path("samples") / "step-000003" / "prompt-00.png"
     assert (streamed / picture).read_bytes()[-2000:] == (resident / picture).read_bytes()[-2000:]
     summaries = [json.loads((run / "summary.json").read_text()) for run in (streamed, resident)]
     assert summaries[0]["eval_loss_after"] == summaries[1]["eval_loss_after"]

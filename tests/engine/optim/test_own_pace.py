@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import prodigyopt
@@ -11,6 +13,7 @@ import pytest
 import schedulefree
 import torch
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,23 +145,23 @@ def files(run: Path, step: int) -> dict[str, dict[str, Tensor]]:
     return {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
+OPTIMIZERS = {"prodigy": {"name": "prodigy", "d0": 1e-3}, "free": {"name": "adamw_schedule_free", "lr": 0.01}}
+PRECISIONS = {"fp32": {"weights": "fp32"}, "fp16": {"weights": "int8", "compute": "fp16"}}
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [{"name": "prodigy", "d0": 1e-3}, {"name": "adamw_schedule_free", "lr": 0.01}],
-    ids=lambda optimizer: optimizer["name"],
+    ("optimizer", "compute"), slow_but([("prodigy", "fp16"), ("free", "fp32")], product(OPTIMIZERS, PRECISIONS))
 )
-@pytest.mark.parametrize(
-    "precision", [{"weights": "fp32"}, {"weights": "int8", "compute": "fp16"}], ids=["fp32", "fp16"]
-)
-def test_resumes_bit_for_bit(optimizer: dict, precision: dict, tiny_config: dict) -> None:
+def test_resumes_bit_for_bit(optimizer: str, compute: str, tiny_config: dict) -> None:
     """Weights, state and schedule-free's average, which is exported; bf16 updates are rounded stochastically."""
-    free = "free" in optimizer["name"]
-    data = copy.deepcopy(tiny_config) | {"optimizer": optimizer, "precision": precision}
+    free, precision = optimizer == "free", PRECISIONS[compute]
+    data = copy.deepcopy(tiny_config) | {"optimizer": OPTIMIZERS[optimizer], "precision": precision}
     data["adapter"] |= {"rank": 4, "dtype": "bf16" if precision["weights"] == "int8" else "fp32"}
-    whole = train(validate(data | {"name": "whole"}, "test"))
-    data |= {"name": "halves", "train": {"steps": 2}}
-    train(validate(data, "test"))
-    halves = train(validate(data | {"train": {"steps": 4}}, "test"), "latest")
+    data["checkpoint"] = {"every": 2}
+    whole = train(validate(data, "test"))
+    halves = shutil.copytree(whole, whole.with_name("halves"))
+    shutil.rmtree(checkpoint.checkpoint_folder(halves, 4))
+    train(validate(data | {"name": "halves"}, "test"), "latest")
     ours, theirs = files(halves, 4), files(whole, 4)
     assert ours.keys() == theirs.keys() and ("ema.safetensors" in ours) == free
     for file, tensors in theirs.items():

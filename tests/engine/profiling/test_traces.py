@@ -268,7 +268,7 @@ def test_a_run_leaves_a_trace_and_a_summary_an_epoch(
         *(point["by_kind"] for point in memory["timeline"])
     )
     assert any(note.startswith("memory: measured") for note in values["notes"])
-    plain = run_with(tiny_config, **changes, name="plain")
+    plain = run_with(tiny_config, train={"steps": 12}, name="plain")
     assert [row["loss"] for row in read_metrics(plain)] == [row["loss"] for row in read_metrics(run)]
 
 
@@ -279,11 +279,10 @@ def raise_error() -> None:
 @pytest.mark.parametrize(
     ("act", "error"),
     [
-        (raise_error, RuntimeError),
-        (lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt),
-        (lambda: sys.exit(3), SystemExit),
+        pytest.param(raise_error, RuntimeError, marks=pytest.mark.slow, id="exception"),
+        pytest.param(lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt, id="SIGINT"),
+        pytest.param(lambda: sys.exit(3), SystemExit, marks=pytest.mark.slow, id="sys.exit"),
     ],
-    ids=["exception", "SIGINT", "sys.exit"],
 )
 def test_a_run_that_is_killed_in_a_window_goes_on_from_its_checkpoint(
     act: Callable[[], object], error: type[BaseException], tiny_config: dict, tmp_path: Path, monkeypatch: Any
@@ -300,16 +299,19 @@ def test_a_run_that_is_killed_in_a_window_goes_on_from_its_checkpoint(
         return honest(self, model, batch)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(TrainStep, "loss", loss)
-        run_with(tiny_config, **changes)
-    signal.signal(signal.SIGINT, before)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(TrainStep, "loss", loss)
+            run_with(tiny_config, **changes)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not profiling()
     run = run_with(tiny_config, "latest", **changes)
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6] and warnings_of(run) == []
     assert traced(tmp_path) == {"epoch-000": (2, True)}
 
 
+@pytest.mark.slow
 def test_an_epoch_of_one_step(tiny_config: dict, tmp_path: Path) -> None:
     run = run_with(tiny_config, train={"steps": 3, "batch_size": 6}, profile={"max_traces": 2})
     assert traced(tmp_path) == {"epoch-000": (1, True), "epoch-002": (1, True)} and warnings_of(run) == []

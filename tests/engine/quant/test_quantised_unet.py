@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(folder: Path, precision: WeightPrecision) -> Any:
-    return fill_model(empty(TINY), WeightReader([*folder.glob("*.safetensors")]), precision, CPU)
+Loaded = Callable[[WeightPrecision], Any]
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    """A function that loads the tiny UNet, once in each precision: only read it."""
+    known: dict[str, Any] = {}
+
+    def load(precision: WeightPrecision) -> Any:
+        if repr(precision) not in known:
+            known[repr(precision)] = fill_model(
+                empty(TINY), WeightReader([*folder.glob("*.safetensors")]), precision, CPU
+            )
+        return known[repr(precision)]
+
+    return load
 
 
 def kinds(model: nn.Module) -> dict[str, type[nn.Module]]:
@@ -72,9 +87,9 @@ def kinds(model: nn.Module) -> dict[str, type[nn.Module]]:
     ],
 )
 def test_which_layers_are_held_how(
-    precision: WeightPrecision, convolution: type, linear: type, modulation: type, folder: Path
+    precision: WeightPrecision, convolution: type, linear: type, modulation: type, loaded: Loaded
 ) -> None:
-    found, plain = kinds(loaded(folder, precision)), kinds(empty(TINY))
+    found, plain = kinds(loaded(precision)), kinds(empty(TINY))
     outside = {"conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2"}
     assert set(found) == set(plain) and outside < set(found)
     for name, kind in found.items():
@@ -97,8 +112,8 @@ def int8_bytes(model: nn.Module) -> int:
     return total
 
 
-def test_int8_weights_take_a_byte_and_the_unet_of_sd15_half(folder: Path) -> None:
-    tiny = loaded(folder, Int8())
+def test_int8_weights_take_a_byte_and_the_unet_of_sd15_half(loaded: Loaded) -> None:
+    tiny = loaded(Int8())
     assert sum(tensor.nbytes for tensor in (*tiny.parameters(), *tiny.buffers())) == int8_bytes(empty(TINY))
     model = empty({"cross_attention_dim": 768, "attention_head_dim": 8})  # the rest are diffusers' defaults
     assert sum(parameter.numel() for parameter in model.parameters()) == 859_520_964
@@ -119,22 +134,22 @@ def noise_predicted(model: nn.Module, dtype: torch.dtype = torch.float32) -> Ten
         (Int8(compute="fp32"), 0.015),
         (Int8(), 0.03),
         (Nf4(compute="fp32"), 0.1),
-        (Int8(compute="fp32", rotation="hadamard"), 0.015),
-        (Nf4(compute="fp32", rotation="hadamard"), 0.1),
+        pytest.param(Int8(compute="fp32", rotation="hadamard"), 0.015, marks=pytest.mark.slow),
+        pytest.param(Nf4(compute="fp32", rotation="hadamard"), 0.1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_predictions_come_near(precision: WeightPrecision, most: float, folder: Path) -> None:
-    exact = noise_predicted(loaded(folder, FP32()))
-    ours = noise_predicted(loaded(folder, precision), precision.compute_dtype())
+def test_predictions_come_near(precision: WeightPrecision, most: float, loaded: Loaded) -> None:
+    exact = noise_predicted(loaded(FP32()))
+    ours = noise_predicted(loaded(precision), precision.compute_dtype())
     assert 0 < (ours - exact).norm() / exact.norm() < most
 
 
 @pytest.mark.parametrize("precision", [Int8(), Nf4(), Int8Quanto(), Int8(rotation="hadamard")], ids=str)
 def test_a_cached_base_is_the_quantised_one_bit_for_bit(
-    precision: WeightPrecision, folder: Path, tmp_path: Path
+    precision: WeightPrecision, folder: Path, loaded: Loaded, tmp_path: Path
 ) -> None:
-    fresh = loaded(folder, precision)
+    fresh = loaded(precision)
     base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
     assert base.load(lambda name: False) is None
     again = base.make(lambda name: False, lambda: fresh) and base.load(lambda name: False)
@@ -148,12 +163,12 @@ def test_a_cached_base_is_the_quantised_one_bit_for_bit(
 
 @pytest.mark.parametrize("precision", [Int8(), Nf4()], ids=lambda option: option.weights)
 def test_a_cached_base_is_dequantised_for_tools(
-    precision: WeightPrecision, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: WeightPrecision, folder: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
-    base.keep(loaded(folder, precision))
+    base.keep(loaded(precision))
     monkeypatch.setattr(SD3, "empty_model", lambda self, config: empty(config))
-    kept, plain = QuantisedBaseReader(base.folder), loaded(folder, FP32()).state_dict()
+    kept, plain = QuantisedBaseReader(base.folder), loaded(FP32()).state_dict()
     assert kept.shapes == {name: tuple(tensor.shape) for name, tensor in plain.items()}
     name = "down_blocks.0.resnets.0.conv1"
     assert kept.kinds[f"{name}.weight"] == "F32"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,11 +77,14 @@ class _Finder(ast.NodeVisitor):
 
 def calls_of(folder: Path, names: Collection[str] = ORDERING, events: Collection[str] = ()) -> list[Call]:
     """Every such call of a package's source, by module and line."""
-    found = []
+    found, word = [], re.compile(rf"\b(?:{'|'.join([*names, *events])})\b")
     for file in sorted(folder.rglob("*.py")):
+        text = file.read_text()
+        if word.search(text) is None:
+            continue
         module = ".".join(file.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__")
         finder = _Finder(module, names, events)
-        finder.visit(ast.parse(file.read_text()))
+        finder.visit(ast.parse(text))
         found += finder.found
     return sorted(found, key=lambda call: (call.module, call.line, call.column))
 
