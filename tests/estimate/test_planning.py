@@ -71,7 +71,7 @@ def test_a_list_has_every_way_to_keep_blocks_by_decreasing_memory(config_of) -> 
     for method in ("lora", "full"):
         config = config_of(f"adapter.method={method}")
         ways = [name.split(", ")[-1] for name, _ in block_options(config.model.blocks(), may_recompute_alone(config))]
-        for candidates in candidate_lists(config, L4):
+        for candidates in itertools.islice(candidate_lists(config, L4), 2):
             assert [choice.about.split(", ")[-1] for choice in candidates] == ways[: len(candidates)]
 
 

@@ -115,14 +115,13 @@ def levered(adapter: str, lever: str) -> Case:
 
 
 FAST_LEVERED = [
-    levered("lora", "plan less"),
+    levered("lora", "plan less boundaries"),
     levered("lora", "whole-table streamed"),
-    levered("full", "boundaries"),
     levered("full", "feed-forward-only"),
     levered("none", "plan-streamed"),  # which the layered methods have, too
     levered("lora", "in-backward"),
     levered("full", "in-backward-streamed"),
-    a_unet("partial", "bf16", "bf16", "adamw8bit", "sd15", {"lever": "in-backward-streamed"}),
+    a_unet("partial", "bf16", "bf16", "adamw8bit", "sdxl", {"lever": "in-backward-streamed"}),
 ]
 
 
