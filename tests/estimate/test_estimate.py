@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_sdxl
 import torch
+from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.main import main, parser
 from simpletune.commands.train.train import train
@@ -109,7 +110,10 @@ def test_bars_are_as_long_as_their_bytes_and_show_every_kind() -> None:
     assert "weights" in legend and "activations" in legend and "gradients" not in legend
 
 
-def test_an_estimate_is_the_simulation_and_is_kept(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_is_the_simulation_and_is_kept(
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_config["output"]["cache"] = str(tmp_path)  # without what others have kept
     config = validate(tiny_config, "test")
     found = estimate(config, L4.capability)
     whole = with_workspaces(simulate_parts(config, capability=L4.capability), L4.capability)
@@ -159,9 +163,6 @@ def test_needs_follow_the_run(tiny_config: dict) -> None:
     needs = estimate(config, L4.capability)
     assert needs.counts and needs.counts.pictures > 0 and needs.download == {}
     assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
-    averaged = estimate(validate(tiny_config | {"ema": {}}, "test"), L4.capability)
-    trained = simulate_parts(config, SIZE, L4.capability).train.trained_bytes
-    assert sum(averaged.host.values()) - sum(needs.host.values()) == trained > 0
     output = {**tiny_config["output"], "cache": "s3://bucket/cache"}
     remote = needs_of(validate(tiny_config | {"output": output}, "test"), needs.job, needs.size)
     cached = needs.disk["cached pictures"] + needs.disk["cached prompts"]
@@ -169,8 +170,9 @@ def test_needs_follow_the_run(tiny_config: dict) -> None:
     tiny_config["checkpoint"] = {"every": 1, "keep_last": 5}
     more = estimate(validate(tiny_config, "test"), L4.capability)
     assert more.disk["checkpoints"] == 4 * needs.disk["checkpoints"]  # 4 steps
-    both = estimate(validate(tiny_config | {"ema": {}}, "test"), L4.capability)
-    assert both.disk["checkpoints"] > more.disk["checkpoints"]
+    averaged = estimate(validate(tiny_config | {"ema": {}}, "test"), L4.capability)
+    assert averaged.disk["checkpoints"] > more.disk["checkpoints"]
+    assert sum(averaged.host.values()) - sum(more.host.values()) == needs.job.train.trained_bytes > 0
 
 
 HUB_FILES = {  # bytes of the full-precision safetensors that the hub lists
@@ -370,12 +372,12 @@ def test_measured_stands_beside_predicted(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_second_run_with_a_full_cache_ends_as_a_gpu_measures_it(
-    tiny_config: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_config: dict, train_once: TrainOnce, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every stage but training allocates nothing: the run still writes its summary and its report."""
+    unasked = train_once(tiny_config)
     tiny_config["train"]["steps"] = 1
     tiny_config["output"]["report"] = True
-    unasked = train(validate(tiny_config, "first"))
     assert "predicted" not in json.loads((unasked / "summary.json").read_text())
     close = StageTimer._close
 

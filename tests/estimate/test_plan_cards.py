@@ -21,7 +21,7 @@ from simpletune.estimate.plan_command import choose_card, describe_settings, pla
 from simpletune.estimate.planning import PlanResult, Search, SettingChanges, candidate_lists
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.sections import KernelWork, StreamWork
-from simpletune.estimate.timing.timeline import step_seconds, use_of
+from simpletune.estimate.timing.timeline import StepSeconds, step_seconds, use_of
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
 from simpletune.system.prices import Price
@@ -160,16 +160,19 @@ def test_a_plan_compares_as_many_samples(config_of) -> None:
     assert "chosen" in lines[2] and found.choice.about in lines[2] and "as of 2026-11" in lines[-1]
 
 
+def described(config: TrainConfig, changed: TrainConfig, step: StepSeconds) -> list[str]:
+    """What is said of a plan's settings."""
+    choice = SettingChanges((), changed, "", 0)
+    return list(describe_settings(config, PlanResult(choice, None, step)))  # type: ignore[arg-type]
+
+
 def test_costs_are_named_in_words(config_of) -> None:
     config = config_of("adapter.method=full", "train.gradient_accumulation=4")
-    best = Search(config, L4).fastest()[0]
-    plain = replace(best.step_time, phases={}, waits=0.0, device={})
-    assert "nothing is computed twice" in next(describe_settings(config, replace(best, step_time=plain)))
-    again = replace(best.step_time, seconds=2.0, phases={"recompute": 0.5}, waits=0.2, device={})
+    assert "nothing is computed twice" in described(config, config, StepSeconds(1.0, {}, 0.0, 0.0))[0]
+    again = StepSeconds(2.0, {}, 0.0, 0.2, phases={"recompute": 0.5})
     changes = ["memory.checkpointing=all", "train.gradient_accumulation=1"]
     assert with_changes(config, [*changes, "precision.weights=int8"]) is None  # int8 weights do not train
-    changed = with_changes(config, changes)
-    lines = list(describe_settings(config, replace(best, step_time=again, choice=replace(best.choice, config=changed))))
+    lines = described(config, with_changes(config, changes), again)
     assert lines[0] == "time: 25% of a step for all 3 blocks computed a second time in the backward pass"
     assert lines[1] == "time: 10% of a step for waiting for copies from and to host memory"
     assert "an update follows 1 instead of 4 micro-batches" in lines[2] and lines[2].startswith("quality: ")
@@ -200,9 +203,8 @@ def test_what_is_computed_a_second_time_is_counted_and_named(alone: str, config_
     assert set(second) <= set(products_of(once, ("forward",)))
     if alone == "block":  # a network may run with its block and alone
         assert second <= products_of(once, ("forward",))
-    best = Search(again, L4).fastest()[0]
     step = step_seconds(twice, DatasheetSpeeds(L4))
-    lines = list(describe_settings(kept, replace(best, step_time=step, choice=replace(best.choice, config=again))))
+    lines = described(kept, again, step)
     share = sum(c * DatasheetSpeeds(L4).seconds(*w) for w, c in second.items()) / step.seconds
     assert share > 0.01 and "computed a second time" in lines[0]
     assert float(lines[0].split("%")[0].removeprefix("time: ")) >= round(100 * share) - 1

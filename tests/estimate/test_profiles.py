@@ -31,16 +31,12 @@ from simpletune.training.explain_errors import memory_by_kind
 
 MIB = 2**20
 SIZE = (256, 256)  # of the runs of config_of
-SOME = ("memory.checkpointing=all", "precision.weights=int8", "train.batch_size=1", "adapter.dtype=bf16")  # of LEVERS
+SOME = (  # of LEVERS
+    "memory.checkpointing=all", "precision.weights=int8", "precision.weights=nf4", "train.batch_size=1",
+    "adapter.dtype=bf16",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "memory-levers.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def four_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four") / "pipeline"
-    tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, layers=4, heads=4), seed=1, dtype="fp32")
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +46,12 @@ def searches_share_what_they_predict(monkeypatch: pytest.MonkeyPatch, simulate_o
 
 
 @pytest.fixture
-def config_of(tiny_config: dict, four_blocks: Path):
-    """The tiny run on four blocks at 256 px with some values changed."""
+def config_of(tiny_config: dict, three_blocks: Path):
+    """The tiny run on three blocks at 256 px with some values changed."""
 
     def make(**changes: object) -> TrainConfig:
         data = copy.deepcopy(tiny_config) | {"memory": {}} | changes
-        data["model"]["pretrained"] = str(four_blocks)
+        data["model"]["pretrained"] = str(three_blocks)
         data["data"] |= {"resolution": 256, "max_upscale": None}
         return validate(data, "test")
 
@@ -66,9 +62,9 @@ def config_of(tiny_config: dict, four_blocks: Path):
 def of_two_blocks(config_of, tmp_path: Path) -> TrainConfig:
     """What more can be saved of: two blocks, whose activations are all kept, and a batch of two."""
     tiny_sd3.build(tmp_path / "two", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    data = config_of(memory={"checkpointing": "none"}, train={"steps": 4, "batch_size": 2}).model_dump(
-        mode="json", by_alias=True
-    )
+    config = config_of(memory={"checkpointing": "none"}, train={"steps": 4, "batch_size": 2})
+    data = config.model_dump(mode="json", by_alias=True)
+    data["data"]["resolution"] = 64
     return validate(data | {"model": {"pretrained": str(tmp_path / "two"), "t5_length": 8}}, "two blocks")
 
 
@@ -134,15 +130,15 @@ def test_what_a_profile_recomputes_gives_way_as_a_whole(tiny_config: dict) -> No
 
 
 LADDER = [
-    *(RecomputeCounts(count, count) for count in range(5)),
-    *(RecomputeCounts(4, keeping) for keeping in (3, 2, 1, 0)),
+    *(RecomputeCounts(count, count) for count in range(4)),
+    *(RecomputeCounts(3, keeping) for keeping in (2, 1, 0)),
 ]
-"""What auto chooses of four blocks, by increasing time."""
+"""What auto chooses of three blocks, by increasing time."""
 
 
 def recomputed(config: TrainConfig) -> RecomputeCounts:
     """What a configuration says."""
-    return RecomputeCounts(config.memory.checkpointed(4), config.memory.keeping_attention(4))
+    return RecomputeCounts(config.memory.checkpointed(3), config.memory.keeping_attention(3))
 
 
 def test_auto_checkpoints_as_few_blocks_as_fit(config_of, simulate_once) -> None:
@@ -160,11 +156,11 @@ def test_auto_checkpoints_as_few_blocks_as_fit(config_of, simulate_once) -> None
 def test_auto_leaves_what_is_set_as_it_is(given: dict, config_of, simulate_once) -> None:
     auto = config_of(memory={"checkpointing": "auto", "budget_gib": 9.0, **given})
     keeps = given["keep_attention"] == "all"
-    peaks = [simulate_once(with_checkpointed(auto, count, keeps * count), SIZE).peak.bytes for count in range(5)]
+    budget = simulate_once(with_checkpointed(auto, 2, keeps * 2), SIZE).peak.bytes / 2**30
     memory = resolve_checkpointing(
-        config_of(memory={**given, "checkpointing": "auto", "budget_gib": peaks[2] / 2**30}), SIZE
+        config_of(memory={**given, "checkpointing": "auto", "budget_gib": budget}), SIZE
     ).memory
-    assert memory.keeping_attention(4) == keeps * memory.checkpointed(4) and memory.checkpointed(4) == 2
+    assert memory.keeping_attention(3) == keeps * memory.checkpointed(3) and memory.checkpointed(3) == 2
     assert memory.feed_forward == given.get("feed_forward", "alone")
     with pytest.raises(UserError, match="memory.budget_gib: .* is too little"):
         resolve_checkpointing(config_of(memory={**given, "checkpointing": "auto", "budget_gib": 0.001}), SIZE)
@@ -195,16 +191,16 @@ def auto(config_of, tiny_config: dict, tmp_path: Path) -> TrainConfig:
 def test_auto_without_a_budget_takes_the_card_and_asks_once(
     auto: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, simulate_once
 ) -> None:
-    peaks = [simulate_once(with_checkpointed(auto, count, count), SIZE).peak.bytes for count in range(5)]
+    peaks = [simulate_once(with_checkpointed(auto, count, count), SIZE).peak.bytes for count in range(3)]
     for count in (0, 1, 2):
         chosen = resolve_checkpointing(auto, SIZE, a_card(peaks[count]))
         assert recomputed(chosen) == (count, count)
     peak = f"{peaks[2] / MIB:,.0f}"
-    told = f"auto: 2 of 4 blocks, 2 keeping attention's output, predicted peak {peak} of {peak} MiB"
+    told = f"auto: 2 of 3 blocks, 2 keeping attention's output, predicted peak {peak} of {peak} MiB"
     assert told in capsys.readouterr().out
     monkeypatch.setattr(auto_settings, "simulate", None)  # a second start has kept what it needs
     assert resolve_checkpointing(auto, SIZE, a_card(peaks[2])).memory.checkpointing == 2
-    assert resolve_checkpointing(auto, SIZE, a_card(peaks[2]), before=RecomputeCounts(3, 3)).memory.checkpointing == 3
+    assert resolve_checkpointing(auto, SIZE, a_card(peaks[1]), before=RecomputeCounts(2, 2)).memory.checkpointing == 2
     assert resolve_checkpointing(auto, SIZE, a_card(peaks[2]), before=RecomputeCounts(1, 1)).memory.checkpointing == 2
     with pytest.raises(UserError, match="no card here"):
         resolve_checkpointing(auto, SIZE)
@@ -219,23 +215,31 @@ def test_auto_leaves_out_what_other_programs_hold_and_refuses_the_cpu(
     monkeypatch.setattr(auto_settings, "card_at_hand", lambda device: (a_card(peak), MIB))
     assert resolve_checkpointing(auto, SIZE, torch.device("cuda")).memory.checkpointing == 1
     monkeypatch.setattr(auto_settings, "card_at_hand", lambda device: (a_card(1000), 0))
-    assert resolve_checkpointing(auto, SIZE, torch.device("cuda")).memory.checkpointing == 4  # the forecast refuses it
+    assert resolve_checkpointing(auto, SIZE, torch.device("cuda")).memory.checkpointing == 3  # the forecast refuses it
     with pytest.raises(UserError, match="memory.checkpointing: auto .* is on the CPU. .*memory.budget_gib too"):
         train(auto)
 
 
-def test_a_resumed_run_keeps_what_auto_has_chosen(config_of, capsys: pytest.CaptureFixture, simulate_once) -> None:
-    peak = simulate_once(with_checkpointed(config_of(), 2, 2), SIZE).peak.bytes / 2**30
+def test_a_resumed_run_keeps_what_auto_has_chosen(
+    tiny_config: dict, three_blocks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    tiny_config["model"]["pretrained"] = str(three_blocks)
+    peaks = {RecomputeCounts(count, count): (4 - count) * 2**30 for count in range(4)}
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(auto_settings, "recompute_peak", lambda _, size, which: (asked.append(size), peaks[which])[1])
 
     def of(budget: float, steps: int) -> TrainConfig:
-        return config_of(memory={"checkpointing": "auto", "budget_gib": budget}, train={"steps": steps})
+        return validate(
+            tiny_config | {"memory": {"checkpointing": "auto", "budget_gib": budget}, "train": {"steps": steps}}, "test"
+        )
 
-    chosen = {"threads": 1, "checkpointed": 2, "blocks": 4, "keeping_attention": 2, "modulation": "resident"}
-    folder = train(of(peak, 1))
+    chosen = {"threads": 1, "checkpointed": 2, "blocks": 3, "keeping_attention": 2, "modulation": "resident"}
+    folder = train(of(2.0, 1))
+    assert set(asked) == {(32, 32)}
     assert json.loads((folder / "config.json").read_text())["memory"]["checkpointing"] == "auto"
     assert json.loads((folder / "chosen.json").read_text()) == chosen
     train(of(9.0, 2), resume="latest")
-    assert "checkpointing auto: 2 of 4 blocks, 2 keeping attention's output, as before" in capsys.readouterr().out
+    assert "checkpointing auto: 2 of 3 blocks, 2 keeping attention's output, as before" in capsys.readouterr().out
     assert json.loads((folder / "chosen.json").read_text()) == chosen
 
 
@@ -266,14 +270,18 @@ def test_a_full_device_names_what_was_resident_and_what_would_save_most(
 
     monkeypatch.setattr(TrainStep, "step", full)
     monkeypatch.setattr(levers, "LEVERS", [lever for lever in LEVERS if lever.overrides[0] in SOME])
+    asked: list[tuple[TrainConfig, list]] = []
+    monkeypatch.setattr(levers, "savings", lambda config: (asked.append((config, savings(config))), asked[-1][1])[1])
     with pytest.raises(UserError) as caught:
         train(of_two_blocks)
     text = str(caught.value)
     assert caught.value.code == 5
     assert "Tried to allocate 2.00 GiB." in text and "More." not in text
     assert "frozen weights" in text
-    most = savings(of_two_blocks)[:3]
-    assert len(most) == 3 and all(f"{' '.join(lever.overrides)} " in text for lever, _ in most)
+    ((config, saved),) = asked
+    named = [f"{' '.join(lever.overrides)} " in text for lever, _ in saved]
+    assert config.memory.checkpointing == "none" and config.train == of_two_blocks.train
+    assert named == [True, True, True, False] and "adapter.dtype" not in text, "the least, and what saves nothing"
 
 
 def test_resident_counts_each_kind(config_of) -> None:

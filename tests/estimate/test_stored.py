@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from benchmarks import stored_predictions
 from benchmarks.stored_predictions import Row, compute, grid, read, sample, settled, update
 from simpletune.apps.cli.main import main
+from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
 from simpletune.estimate.job_estimate import attention_of, estimate, shipped_job
@@ -50,16 +51,15 @@ def key_of(config: TrainConfig) -> str:
     return stored.prediction_key(config, attention_of(config, L4))
 
 
-def test_a_stored_row_is_what_computing_gives_whatever_is_not_in_its_key(
-    demo_row: Row, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_key_leaves_out_changes_no_prediction(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, rate, seed and prompts differ; and the simulation reads no other field that the key leaves out."""
-    config, seen = settled("demo", ()), set[str]()
+    config = validate(tiny_config | {"validation": {"prompts": ["a"], "steps": 4, "loss_samples": 2}}, "test")
+    other, seen = config, set[str]()
     others = {"train.steps": 7, "train.seed": 5, "optimizer.lr": 3e-3, "validation.prompts": ["another"], "name": "x"}
-    for path, value in {**others, "data.path": "elsewhere", "checkpoint.every": 3, "device": "cpu"}.items():
-        config = changed(config, path, value)
-    assert key_of(config) == demo_row.key
-    sections = {id(getattr(config, name)): f"{name}." for name in TrainConfig.model_fields} | {id(config): ""}
+    for path, value in {**others, "data.path": "elsewhere", "checkpoint.every": 3, "device": "cuda"}.items():
+        other = changed(other, path, value)
+    assert key_of(other) == key_of(config)
+    sections = {id(getattr(other, name)): f"{name}." for name in TrainConfig.model_fields} | {id(other): ""}
     original = BaseModel.__getattribute__
 
     def watched(self: BaseModel, name: str) -> object:
@@ -67,11 +67,13 @@ def test_a_stored_row_is_what_computing_gives_whatever_is_not_in_its_key(
             seen.add(section + name)
         return original(self, name)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(stored_predictions, "settled", lambda file, overrides: config)
-        patch.setattr(BaseModel, "__getattribute__", watched)
-        _, found = compute(demo_row)
-    assert found == read(stored.FILE)[demo_row.key]
+    def computed(config: TrainConfig) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(stored_predictions, "settled", lambda file, overrides: config)
+            patch.setattr(BaseModel, "__getattribute__", watched)
+            return compute(Row("", "", ()))[1]
+
+    assert computed(other) == computed(config)
     assert {"data.resolution", "adapter.rank", "train.seed"} <= seen
     assert seen & set(stored.HARMLESS) <= READ_WITHOUT_EFFECT
 
@@ -187,12 +189,13 @@ def test_rows_of_other_sources_are_kept_if_a_sample_of_them_comes_out_equal(
     assert again("newest") == rows
 
 
-@pytest.mark.slow
-def test_the_stored_predictions_are_of_todays_sources_and_a_sample_is_computed_equal() -> None:
+@pytest.mark.pages
+def test_the_stored_predictions_are_of_todays_sources_and_some_are_computed_equal() -> None:
     assert stored.is_current(stored.FILE), "run make predictions"
     if stored.other_versions():
         pytest.skip(f"they are for {json.dumps(stored.about(stored.FILE)['versions'])}")
     rows, known = list(grid()), read(stored.FILE)
     assert known.keys() == {row.key for row in rows}
-    for row in sample(rows, stored.hash_sources()[::-1]):  # others than `make predictions` draws
+    demo = next(row for row in rows if row.file == "demo")
+    for row in (demo, *sample(rows, stored.hash_sources()[::-1])):  # others than `make predictions` draws
         assert compute(row) == (row, known[row.key])

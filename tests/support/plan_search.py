@@ -23,6 +23,6 @@ def config_of(shared_cache: Path) -> Callable[..., TrainConfig]:
     def make(*overrides: str) -> TrainConfig:
         large = ["train.batch_size=16", "data.resolution=256", "optimizer.name=adamw", "precision.compute=bf16"]
         here = [f"output.cache={shared_cache}", "validation.prompts=[]", "precision.weights=bf16", "device=cpu"]
-        return read_for_estimate(Path("configs/demo.json"), [*large, *here, *overrides])
+        return read_for_estimate(Path("configs/demo.json"), ["data.path=/nowhere", *large, *here, *overrides])
 
     return make

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 from cases import (
     ALLOWED,
     MODELS,
-    WHOLE,
     Case,
     Pairs,
     asks_for_slow,
@@ -36,10 +35,8 @@ from simpletune.system.options import ConfigError
 
 MIB = 2**20
 CHECKPOINTING = ("all", "none")
-FAMILIES = ("sd3", "sd15", "sdxl")
-
-
 CHECKPOINTED = [(*case, {"checkpointing": kind}) for case in ALLOWED for kind in CHECKPOINTING]
+LAYERED = ("lora", "dora", "lokr", "loha", "oft")  # methods whose layers may have other ranks or rates
 
 
 def a_unet(adapter: str, weights: str, compute: str, optimizer: str, version: str, last: dict) -> Case:
@@ -55,9 +52,12 @@ def with_the_last(case: Case) -> Pairs:
 
 
 OF_TRANSFORMERS = covering([case for case in CHECKPOINTED if case[3]["family"] == "sd3"], with_the_last)
+FAST_LAYERED = [  # every such method, and with them every precision
+    case for case in OF_TRANSFORMERS if case[-1]["checkpointing"] == "all" and case[0]["method"] in LAYERED
+]
 FAST_CHECKPOINTED = [  # alternately with one kind and the other; one of U-Nets, whose steps take longer
-    *(case for number, case in enumerate(OF_TRANSFORMERS) if number % 2 == number // 2 % 2),
-    a_unet("lora", "int8", "fp16", "adamw", "sd2", {"checkpointing": "all"}),
+    *(case for n, case in enumerate(OF_TRANSFORMERS) if n % 2 == n // 2 % 2 and case not in FAST_LAYERED),
+    a_unet("lora", "int8", "fp16", "adamw", "sdxl", {"checkpointing": "all"}),
 ]
 
 
@@ -71,22 +71,29 @@ def test_real_and_fake_tensors_take_the_same_bytes(case: Case, tiny_config: dict
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Spread the two tests over their cases."""
+    """Spread the tests over their cases."""
     if metafunc.function is test_real_and_fake_tensors_take_the_same_bytes:
         parametrized(metafunc, FAST_CHECKPOINTED, CHECKPOINTED)
+    if metafunc.function is test_streamed_layers_of_other_ranks_and_rates_take_the_same_bytes_real_and_fake:
+        parametrized(metafunc, FAST_LAYERED, [])
     if metafunc.function is test_levers_take_the_same_bytes_real_and_fake:
-        parametrized(metafunc, FAST_LEVERED, allowed_with_a_lever(FAMILIES) if asks_for_slow(metafunc) else [])
+        parametrized(metafunc, FAST_LEVERED, allowed_with_a_lever() if asks_for_slow(metafunc) else [])
 
 
 def with_lever(tiny_config: dict, case: Case) -> dict:
+    """The run of a case with its lever, or several that are separated by spaces."""
     *chosen, lever = case
-    return case_json(tiny_config, tuple(chosen)) | copy.deepcopy(LEVERS[lever["lever"]])
+    data = case_json(tiny_config, tuple(chosen)) | {"memory": {}}
+    for name in lever["lever"].split():
+        for section, values in LEVERS[name].items():
+            data[section] = data[section] | values
+    return data
 
 
-def allowed_with_a_lever(families: Sequence[str], cases: Sequence[Case] = ALLOWED) -> list[Case]:
+def allowed_with_a_lever() -> list[Case]:
     """Every lever with every adapter and precision, and two optimizers, as far as the rules allow; the adapters beside
     LoRA, which touch the same layers, with one optimizer and model."""
-    some = [case for case in cases if case[2]["name"] in ("adamw", "adamw8bit") and case[3]["family"] in families]
+    some = [case for case in ALLOWED if case[2]["name"] in ("adamw", "adamw8bit")]
     first = ("lora", "full", "partial")
     models = {case[0]["method"]: case[3] for case in reversed(some)}  # the first that each method is for
     some = [c for c in some if c[0]["method"] in first or c[2:] == ({"name": "adamw"}, models[c[0]["method"]])]
@@ -102,27 +109,19 @@ def allowed_with_a_lever(families: Sequence[str], cases: Sequence[Case] = ALLOWE
     return found
 
 
-def with_a_lever(case: Case) -> Pairs:
-    """The pairs that a case's lever is in: streaming with the plan meets every adapter and precision, updates in the
-    backward pass LoRA and full fine-tuning, the others one of both."""
-    lever, method = ("lever", case[-1]["lever"]), ("method", case[0]["method"])
-    if lever[1] == "plan-streamed":
-        return {frozenset([lever, method]), frozenset([lever, ("weights", case[1]["weights"])])}
-    of_full = lever[1] in ("boundaries", "feed-forward-only")
-    wanted = WHOLE if lever[1].startswith("in-backward") else ("full",) if of_full else ("lora",)
-    return {frozenset([lever, method])} if method[1] in wanted else set()
+def levered(adapter: str, lever: str) -> Case:
+    """A case of the first transformer in bf16."""
+    return {"method": adapter}, {"weights": "bf16", "compute": "bf16"}, {"name": "adamw"}, MODELS[0], {"lever": lever}
 
 
-def adapter_and_weights(case: Case) -> Pairs:
-    """What decides whether a lever is allowed."""
-    return {frozenset([("method", case[0]["method"])]), frozenset([("weights", case[1]["weights"])])}
-
-
-ONE_OF_EACH = covering([case for case in ALLOWED if case[2:] == ({"name": "adamw"}, MODELS[0])], adapter_and_weights)
 FAST_LEVERED = [
-    *covering(allowed_with_a_lever(["sd3"], ONE_OF_EACH), with_a_lever),
-    a_unet("full", "fp32", "fp32", "adamw", "sd15", {"lever": "in-backward-streamed"}),
-    a_unet("full", "bf16", "bf16", "adamw8bit", "sdxl", {"lever": "in-backward-streamed"}),
+    levered("lora", "plan less boundaries"),
+    levered("lora", "whole-table streamed"),
+    levered("full", "feed-forward-only"),
+    levered("none", "plan-streamed"),  # which the layered methods have, too
+    levered("lora", "in-backward"),
+    levered("full", "in-backward-streamed"),
+    a_unet("partial", "bf16", "bf16", "adamw8bit", "sdxl", {"lever": "in-backward-streamed"}),
 ]
 
 
@@ -137,14 +136,23 @@ def test_levers_take_the_same_bytes_real_and_fake(
     assert_same_bytes(validate(data, "case"))
 
 
-@pytest.mark.slow
-def test_the_fast_cases_are_some_of_all() -> None:
-    assert set(map(str, FAST_CHECKPOINTED)) <= set(map(str, CHECKPOINTED))
-    assert set(map(str, FAST_LEVERED)) <= set(map(str, allowed_with_a_lever(FAMILIES)))
+def test_streamed_layers_of_other_ranks_and_rates_take_the_same_bytes_real_and_fake(
+    case: Case, tiny_config: dict, three_blocks: Path
+) -> None:
+    data = with_lever(tiny_config, (*case[:-1], {"lever": "plan-streamed"}))
+    data["model"]["pretrained"] = str(three_blocks)
+    layers = [{"pattern": "blocks.0", "lr_ratio": 0.5}, {"pattern": "to_v", "lr_ratio": 0}]
+    if case[0]["method"] != "oft":
+        data["adapter"]["rank"] = 3
+        layers.append({"pattern": "blocks.1-2", "rank": 2})
+    data["adapter"]["layers"] = layers
+    assert_same_bytes(validate(data, "case"))
 
 
-def test_every_lever_is_tried() -> None:
-    assert {case[-1]["lever"] for case in FAST_LEVERED} == set(LEVERS)
+def test_every_lever_layered_method_and_precision_is_tried() -> None:
+    assert {lever for case in FAST_LEVERED for lever in case[-1]["lever"].split()} == set(LEVERS)
+    assert {case[0]["method"] for case in FAST_LAYERED} == set(LAYERED)
+    assert {case[1]["weights"] for case in FAST_LAYERED} == {case[1]["weights"] for case in ALLOWED}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int8-quanto", "nf4"])
@@ -200,17 +208,6 @@ def test_a_lora_is_its_arithmetic_and_no_cycle_keeps_tensors_between_steps(
     assert steady["activations"] == round_to_block(4)  # the last loss, for the case that it is not finite
     assert (torch.nn.Module._apply, torch.UntypedStorage.resize_) == (apply, resize)  # nothing is left behind
     assert type(torch.zeros(1)) is torch.Tensor
-
-
-@pytest.mark.parametrize("method", ["lora", "dora", "lokr", "loha", "oft"])
-def test_layers_of_other_ranks_and_rates_take_the_same_bytes_real_and_fake(
-    method: str, tiny_config: dict, three_blocks: Path
-) -> None:
-    layers = [{"pattern": "blocks.0", "lr_ratio": 0.5}, {"pattern": "to_v", "lr_ratio": 0}]
-    adapter = {"method": method, "layers": layers}
-    if method != "oft":
-        adapter |= {"rank": 3, "layers": [*layers, {"pattern": "blocks.1-2", "rank": 2}]}
-    assert_same_bytes(with_blocks(tiny_config, three_blocks, adapter=adapter))
 
 
 def test_checkpointing_keeps_the_blocks_boundaries_only(tiny_config: dict, three_blocks: Path) -> None:

@@ -69,8 +69,9 @@ def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, ti
     stages, vae = simulate_parts(config, SIZE).stages, load_vae(config)
     assert bytes_of(stages["latents"]) == bytes_of(simulate_encoding(config.model, vae, SIZE))
     weights = sum(round_to_block(tensor.nbytes) for tensor in all_tensors(vae))
-    steady = simulate(config, SIZE).steady
-    assert stages["train"] == simulate(config, SIZE).peak
+    training = simulate(config, SIZE)
+    steady = training.steady
+    assert stages["train"] == training.peak
     assert stages["validate"].by_kind["weights"] == steady.by_kind["weights"] + weights
     assert stages["validate"].bytes > steady.bytes + weights
     with accounting_of(all_tensors(vae)) as accounting, torch.no_grad():

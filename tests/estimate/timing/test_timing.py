@@ -144,11 +144,11 @@ def test_the_host_bounds_a_step_of_many_small_operations() -> None:
     assert step_seconds(sections[1:], Seconds()).bound == "bytes"
 
 
-def recorded(config: TrainConfig) -> tuple[StepReport, Counter[KernelWork]]:
-    report, total = simulate(config), Counter[KernelWork]()
+def work_of(report: StepReport) -> Counter[KernelWork]:
+    total = Counter[KernelWork]()
     for each in report.sections:
         total.update(each.work)
-    return report, total
+    return total
 
 
 def operations(total: Counter[KernelWork]) -> int:
@@ -162,12 +162,14 @@ def operations(total: Counter[KernelWork]) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "all", 1])
-def test_recorded_products_are_the_counted_operations(checkpointing: object, tiny_config: dict, three_blocks) -> None:
+def test_recorded_products_are_the_counted_operations(
+    checkpointing: object, tiny_config: dict, three_blocks: Path, simulate_once: Callable
+) -> None:
     """Counted from shapes by another way (models/sd3/flops.py), without the recomputation inside fused attention."""
     config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": checkpointing})
-    report, total = recorded(config)
-    batch, blocks = config.train.batch_size, config.memory.checkpointed(config.model.blocks())
-    counted = config.model.flops(trained_of(report.trained), (32, 32), batch, blocks)
+    report = simulate_once(config)
+    total, blocks = work_of(report), config.memory.checkpointed(config.model.blocks())
+    counted = config.model.flops(trained_of(report.trained), (32, 32), config.train.batch_size, blocks)
     again = sum(2 * count * math.prod(w.extents) for w, count in total.items() if w.kind == "attention_backward")
     assert operations(total) - again == pytest.approx(counted.model + counted.recomputed, rel=0.02)
 
@@ -176,10 +178,12 @@ def moved(report: StepReport, kind: str) -> int:
     return sum(work.extents[0] * n for each in report.sections for work, n in each.work.items() if work.kind == kind)
 
 
-def test_streamed_blocks_are_copied_once_in_each_pass(tiny_config: dict, three_blocks) -> None:
+def test_streamed_blocks_are_copied_once_in_each_pass(
+    tiny_config: dict, three_blocks: Path, simulate_once: Callable
+) -> None:
     resident = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all"})
     streamed = with_blocks(tiny_config, three_blocks, memory={"checkpointing": "all", "resident_blocks": 0})
-    before, after = (simulate(config) for config in (resident, streamed))
+    before, after = (simulate_once(config) for config in (resident, streamed))
     extra = moved(after, "to_device") - moved(before, "to_device")
     # All three in the forward pass, at whose end the two slots hold the last two; then the first again.
     assert 1.3 * after.host_bytes <= extra <= 1.4 * after.host_bytes
@@ -191,7 +195,7 @@ def test_streamed_blocks_are_copied_once_in_each_pass(tiny_config: dict, three_b
 
 def test_accumulation_and_a_plan_count_their_share(tiny_config: dict) -> None:
     trains = [{"train": {"steps": 1, "gradient_accumulation": n}} for n in (1, 2)]
-    one, two = (recorded(validate(tiny_config | train, "x"))[1] for train in trains)
+    one, two = (work_of(simulate(validate(tiny_config | train, "x"))) for train in trains)
     assert operations(two) == 2 * operations(one)
     plan = simulate(validate({**tiny_config, "memory": {"modulation": "plan", "modulation_window": 8}}, "x"))
     assert {each.share for each in plan.sections} == {1.0, 1 / 8}
