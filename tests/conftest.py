@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
     from simpletune.estimate.simulate.reports import StepReport
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
+os.environ["OMP_NUM_THREADS"] = "1"  # a run sets what it says, as processes do that tests start
 os.environ.pop("SIMPLETUNE_NOTIFY_URL", None)  # a developer's own phone
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
@@ -100,6 +100,18 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_remains() -> Iterator[None]:
+    """With another number of threads some processors round otherwise, so what a later test encodes would differ in its
+    last bits from what an earlier one has left in the shared cache."""
+    import torch
+
+    yield
+    if (threads := torch.get_num_threads()) != 1:
+        torch.set_num_threads(1)
+        pytest.fail(f"the test has left {threads} threads")
 
 
 @pytest.fixture(scope="session", autouse=True)
