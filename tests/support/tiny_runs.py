@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def run_with(tiny_config: dict, resume: str | None = None, **changes: Any) -> Pa
 
 def saved_weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.checkpoint_folder(run, step) / checkpoint.TRAINABLE)
+
+
+def resumed_from(whole: Path, data: dict, step: int) -> Path:
+    """A run that goes on from a step of a whole one, which has kept a checkpoint of every step."""
+    halves = shutil.copytree(whole, whole.with_name(f"from-{step}"))
+    while (later := checkpoint.checkpoint_folder(halves, step + 1)).exists():
+        shutil.rmtree(later)
+        step += 1
+    return train(validate(data | {"name": halves.name}, "halves"), resume="latest")
 
 
 def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:
