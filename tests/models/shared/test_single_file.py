@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -282,7 +281,7 @@ def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
 
 
 def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_config) -> None:
-    """Of a file of SD3 Medium's size, in under a second and without torch."""
+    """Of a file of SD3 Medium's size, without torch."""
     shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     named = {original_layout.MMDIT + name: tensor for name, tensor in state.items()}
@@ -293,9 +292,7 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
         "import sys; from simpletune.apps.cli.main import main; code = main(['check', sys.argv[1]]);"
         "assert not {'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", script, str(config)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "of the base's 2,028,328,000 trained" in done.stdout
-    print(f"check took {time.perf_counter() - start:.2f} s")
     assert read_config(config, [])[0].model.transformer == str(file)
