@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
     from simpletune.estimate.simulate.reports import StepReport
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, too
+os.environ["OMP_NUM_THREADS"] = "1"  # a run sets what it says, as processes do that tests start
 os.environ.pop("SIMPLETUNE_NOTIFY_URL", None)  # a developer's own phone
 prepare_environment()
 settings.register_profile("repeatable", derandomize=True)  # a change that breaks nothing must not find an old defect
@@ -102,11 +103,46 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def one_thread_remains() -> Iterator[None]:
+    """With another number of threads some processors round otherwise, so what a later test encodes would differ in its
+    last bits from what an earlier one has left in the shared cache."""
+    import torch
+
+    yield
+    if (threads := torch.get_num_threads()) != 1:
+        torch.set_num_threads(1)
+        pytest.fail(f"the test has left {threads} threads")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_waits_for_the_disk() -> Iterator[None]:
     """``fsync`` does nothing: a run calls it 19 times, and only a machine that loses power would show a difference."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # which also refuses what is not open
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_drawn_for_tensors_without_memory() -> Iterator[None]:
+    """Libraries initialise every layer that they build, even on the meta device, where that changes nothing: a tenth of
+    what loading a model takes."""
+    import torch
+
+    def on_memory(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(draw)
+        def drawn(tensor: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+            return tensor if tensor.device.type == "meta" else draw(tensor, *more, **named)
+
+        return drawn
+
+    names = ("uniform_", "normal_", "trunc_normal_", "zeros_", "ones_", "kaiming_uniform_", "xavier_uniform_")
+    known = sys.modules.get("transformers.initialization")  # which keeps them from its import on
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(torch.nn.init, name, own := on_memory(getattr(torch.nn.init, name)))
+            if known is not None:
+                patch.setitem(known.TORCH_INIT_FUNCTIONS, name, own)
         yield
 
 
@@ -275,3 +311,21 @@ def small_unet(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
     from blocks import write_unet
 
     return functools.cache(lambda version: write_unet(tmp_path_factory.mktemp(version), version=version))
+
+
+@pytest.fixture(scope="session")
+def unet_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny pipeline by version, only to be read: ``sd15``, ``sd2``, ``sdxl``, or ``v``, an SDXL that predicts v; with
+    ``inpainting-`` before it, of nine channels. ``whole`` ones have all levels of the real U-Nets, others two."""
+    from nine_channels import to_nine_channels
+    from tiny_unets import build_pipeline
+
+    @functools.cache
+    def build(version: str, whole: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp(version) / version
+        if version.startswith("inpainting-"):
+            source = build(version.removeprefix("inpainting-"), whole)
+            return to_nine_channels(Path(shutil.copytree(source, folder)))
+        return build_pipeline(folder, version, whole)
+
+    return build

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_sd15
-import tiny_sdxl
 import torch
 from diffusers import (
     DiffusionPipeline,
@@ -18,8 +18,8 @@ from diffusers import (
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
 )
-from nine_channels import to_nine_channels
 from PIL import Image
+from slow_cases import slow_but
 
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
@@ -38,9 +38,9 @@ from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
-KINDS: dict[str, tuple[Any, Any, Any]] = {
-    "sd15": (StableDiffusion, StableDiffusionInpaintPipeline, tiny_sd15.build),
-    "sdxl": (SDXL, StableDiffusionXLInpaintPipeline, tiny_sdxl.build),
+KINDS: dict[str, tuple[Any, Any]] = {
+    "sd15": (StableDiffusion, StableDiffusionInpaintPipeline),
+    "sdxl": (SDXL, StableDiffusionXLInpaintPipeline),
 }
 SIZE = (128, 64)
 
@@ -61,7 +61,7 @@ def mask(file: Path, box: tuple[int, int, int, int] = (19, 10, 91, 50), size: tu
 @pytest.fixture
 def request_(tmp_path: Path) -> PictureRequest:
     return PictureRequest(
-        "a red disc", 3, "a blue star", *SIZE, 6, 5.0, picture(tmp_path / "picture.png"), 1.0, mask(tmp_path / "m.png")
+        "a red disc", 3, "a blue star", *SIZE, 4, 5.0, picture(tmp_path / "picture.png"), 1.0, mask(tmp_path / "m.png")
     )
 
 
@@ -71,17 +71,14 @@ def text_of(family: Any, folder: Path, *prompts: str) -> TextCache:
     return cache
 
 
-@pytest.mark.parametrize("nine", [True, False])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "nine"), slow_but([("sd15", True), ("sdxl", False)], product(KINDS, (True, False))))
 def test_pictures_are_those_of_the_inpainting_pipeline(
-    name: str, nine: bool, request_: PictureRequest, tmp_path: Path
+    name: str, nine: bool, request_: PictureRequest, unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     """From prompt, picture and mask to the decoded picture, with the generator's draws in the pipeline's order; UNets
     of four channels keep the picture outside the mask as the pipeline does."""
-    kind, pipeline, build = KINDS[name]
-    folder = build(tmp_path / "pipeline", seed=1)
-    if nine:
-        to_nine_channels(folder)
+    kind, pipeline = KINDS[name]
+    folder = unet_pipeline(f"inpainting-{name}" if nine else name)
     family = kind(pretrained=str(folder))
     assert family.inpaints is nine
     text = text_of(family, tmp_path / "cache", request_.prompt, request_.negative_prompt)
@@ -89,12 +86,12 @@ def test_pictures_are_those_of_the_inpainting_pipeline(
     theirs = pipeline.from_pipe(DiffusionPipeline.from_pretrained(folder, local_files_only=True))
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     theirs.set_progress_bar_config(disable=True)
-    for strength in (1.0, 0.7):  # 0.7 of 6 steps: 4, by the pipelines' rounding
+    for strength in (1.0, 0.7):  # 0.7 of 4 steps: 2, by the pipelines' rounding
         ours = replace(request_, strength=strength)
         expected = theirs(
             prompt=ours.prompt, negative_prompt=ours.negative_prompt, image=Image.open(str(ours.image)),
             mask_image=Image.open(str(ours.mask)), width=SIZE[0], height=SIZE[1], strength=strength,
-            num_inference_steps=6, guidance_scale=5.0, generator=torch.Generator().manual_seed(3), output_type="np",
+            num_inference_steps=4, guidance_scale=5.0, generator=torch.Generator().manual_seed(3), output_type="np",
         ).images[0]  # fmt: skip
         (drawn,) = generate_pictures(Sampler(denoiser, family, FP32()), theirs.vae, family, [ours], text.load)
         np.testing.assert_allclose(np.asarray(drawn) / 255, expected, atol=0.51 / 255 + 2e-5)
@@ -114,7 +111,7 @@ def test_a_plain_transformer_keeps_what_the_pipeline_keeps(
         ours = replace(ours, strength=strength)
         expected = theirs(
             prompt=ours.prompt, negative_prompt=ours.negative_prompt, image=Image.open(str(ours.image)),
-            mask_image=Image.open(str(ours.mask)), width=64, height=32, strength=strength, num_inference_steps=6,
+            mask_image=Image.open(str(ours.mask)), width=64, height=32, strength=strength, num_inference_steps=4,
             guidance_scale=5.0, max_sequence_length=8, generator=torch.Generator().manual_seed(3),
             output_type="latent",
         ).images  # fmt: skip
@@ -122,9 +119,10 @@ def test_a_plain_transformer_keeps_what_the_pipeline_keeps(
         torch.testing.assert_close(drawn, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_a_picture_an_inpainting_model_paints_the_whole_of_a_grey_one(tmp_path: Path) -> None:
-    folder = to_nine_channels(tiny_sd15.build(tmp_path / "pipeline", seed=1))
-    family = StableDiffusion(pretrained=str(folder))
+def test_without_a_picture_an_inpainting_model_paints_the_whole_of_a_grey_one(
+    unet_pipeline: Callable[..., Path], tmp_path: Path
+) -> None:
+    family = StableDiffusion(pretrained=str(unet_pipeline("inpainting-sd15")))
     text, vae = text_of(family, tmp_path / "cache", "a red disc", ""), family.load_vae(CPU, torch.float32, None)
     sampler = Sampler(family.load_denoiser(FP32(), CPU), family, FP32())
     alone = PictureRequest("a red disc", 3, "", 64, 64, 3, 5.0)
@@ -135,9 +133,10 @@ def test_without_a_picture_an_inpainting_model_paints_the_whole_of_a_grey_one(tm
     assert torch.equal(*drawn)
 
 
-def test_requests_of_one_batch_are_drawn_as_alone(request_: PictureRequest, tmp_path: Path) -> None:
-    folder = to_nine_channels(tiny_sd15.build(tmp_path / "pipeline", seed=1))
-    family = StableDiffusion(pretrained=str(folder))
+def test_requests_of_one_batch_are_drawn_as_alone(
+    request_: PictureRequest, unet_pipeline: Callable[..., Path], tmp_path: Path
+) -> None:
+    family = StableDiffusion(pretrained=str(unet_pipeline("inpainting-sd15")))
     text = text_of(family, tmp_path / "cache", request_.prompt, request_.negative_prompt)
     vae, denoiser = family.load_vae(CPU, torch.float32, None), family.load_denoiser(FP32(), CPU)
     other = mask(tmp_path / "other.png", (0, 0, 40, 64))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_sd15
-from nine_channels import to_nine_channels
 from PIL import Image, ImageOps
 from tiny_runs import merged
 
@@ -88,9 +87,9 @@ def test_what_does_not_fit_is_refused(painted: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.parametrize("own", [None, "left", "top"], ids=["random", "own", "own, outside of what is drawn"])
 def test_an_inpainting_model_paints_into_the_pictures_of_the_validation_loss(
-    own: str | None, tiny_config: dict, tmp_path: Path
+    own: str | None, tiny_config: dict, unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder = to_nine_channels(tiny_sd15.build(tmp_path / "pipeline"))
+    folder = unet_pipeline("inpainting-sd15")
     pictures = shutil.copytree(tiny_config["data"]["path"], tmp_path / "pictures")
     for file in [*pictures.glob("*.png")] if own else []:
         picture = Image.open(file)

@@ -49,6 +49,12 @@ def cut_back(run: Path, step: int) -> Path:
     return run
 
 
+def resumed_from(whole: Path, data: dict, step: int) -> Path:
+    """A run that goes on from a step of a whole one, which has kept that step's checkpoint."""
+    halves = cut_back(shutil.copytree(whole, whole.with_name(f"from-{step}")), step)
+    return train(validate(data | {"name": halves.name}, "halves"), resume="latest")
+
+
 def fail_at(moment: str, tiny_config: dict, count: int = 1, **changes: dict) -> None:
     """Start by --resume auto; the run dies at a moment, as far as Python can die."""
     failpoints.arm(moment, "raise", count)

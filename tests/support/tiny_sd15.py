@@ -9,6 +9,7 @@ encoder have the names of the published files in one, and those that transformer
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,7 +54,14 @@ NOISE: dict[str, Any] = {
 }
 
 
-def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: networks.Dtype = "fp32") -> Path:
+def build(
+    folder: Path,
+    version: Version = "sd15",
+    *,
+    seed: int = 0,
+    dtype: networks.Dtype = "fp32",
+    unet: Mapping[str, Any] | None = None,
+) -> Path:
     """Write the pipeline's folder, which must not exist, and return it.
 
     Args:
@@ -61,6 +69,7 @@ def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: netw
         version: 1.5 or 2.
         seed: of the weights. No global random state is changed.
         dtype: of all weights on disk.
+        unet: what differs in its U-Net.
     """
     logging.disable_progress_bar()
     write_tokenizer(folder / "tokenizer", "!" if version == "sd2" else None)
@@ -70,8 +79,8 @@ def build(folder: Path, version: Version = "sd15", *, seed: int = 0, dtype: netw
         if version == "sd15":
             _write_published_names(clip.text_model, folder / "text_encoder")
     with tiny_sd3.seeded(seed, 1):
-        unet = UNet2DConditionModel(**UNET[version], cross_attention_dim=TEXT[version])
-    tiny_sd3.save_model(unet, folder / "unet", dtype)
+        denoiser = UNet2DConditionModel(**{**UNET[version], **(unet or {})}, cross_attention_dim=TEXT[version])
+    tiny_sd3.save_model(denoiser, folder / "unet", dtype)
     with tiny_sd3.seeded(seed, 2):
         tiny_sd3.save_model(autoencoder(), folder / "vae", dtype)
     if version == "sd15":

@@ -7,6 +7,7 @@ It has the real one's levels (none, some and more transformer blocks), skip conn
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,14 @@ UNET: dict[str, Any] = {
 }
 
 
-def build(folder: Path, *, v: bool = False, seed: int = 0, dtype: networks.Dtype = "fp32") -> Path:
+def build(
+    folder: Path,
+    *,
+    v: bool = False,
+    seed: int = 0,
+    dtype: networks.Dtype = "fp32",
+    unet: Mapping[str, Any] | None = None,
+) -> Path:
     """Write the pipeline's folder, which must not exist, and return it.
 
     Args:
@@ -42,6 +50,7 @@ def build(folder: Path, *, v: bool = False, seed: int = 0, dtype: networks.Dtype
         v: whether it predicts v with a terminal SNR of zero, as some derivatives do; its weights are the same.
         seed: of the weights. No global random state is changed.
         dtype: of all weights on disk.
+        unet: what differs in its U-Net.
     """
     logging.disable_progress_bar()
     tiny_sd15.write_tokenizer(folder / "tokenizer")
@@ -52,7 +61,7 @@ def build(folder: Path, *, v: bool = False, seed: int = 0, dtype: networks.Dtype
         tiny_sd3.save_model(clip_l.text_model, folder / "text_encoder", dtype)
         tiny_sd3.save_model(clip_g, folder / "text_encoder_2", dtype)
     with tiny_sd3.seeded(seed, 1):
-        tiny_sd3.save_model(UNet2DConditionModel(**UNET), folder / "unet", dtype)
+        tiny_sd3.save_model(UNet2DConditionModel(**{**UNET, **(unet or {})}), folder / "unet", dtype)
     with tiny_sd3.seeded(seed, 2):
         tiny_sd3.save_model(tiny_sd15.autoencoder(0.13025, force_upcast=True), folder / "vae", dtype)
     if v:

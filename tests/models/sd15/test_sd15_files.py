@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import original_layout
@@ -35,8 +36,8 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def pipeline(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_sd15.build(tmp_path_factory.mktemp(version) / "pipeline", version, seed=2)  # type: ignore[arg-type]
+def pipeline(version: str, unet_pipeline: Callable[..., Path]) -> Path:
+    return unet_pipeline(version)
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +149,9 @@ def test_incomplete_foreign_and_depth_files_are_named(file: Path, descriptions: 
     assert re.search(r"It seems to be Stable Diffusion [12](.5)?: set model.family to sd15", said)
 
 
-def test_text_of_another_version_is_refused(pipeline: Path, file: Path, version: str, tmp_path: Path) -> None:
+def test_text_of_another_version_is_refused(pipeline: Path, version: str, unet_pipeline: Callable[..., Path]) -> None:
     other = "sd15" if version == "sd2" else "sd2"
-    folder = tiny_sd15.build(tmp_path / "other", other)  # type: ignore[arg-type]
+    folder = unet_pipeline(other)
     widths = tiny_sd15.TEXT[other], tiny_sd15.TEXT[version]
     expected = f"{folder} has a text encoder of width {widths[0]}, and the UNet reads {widths[1]}. Use the pipeline of"
     assert problems(pretrained=str(pipeline), text_encoders=str(folder)).startswith(f"model.text_encoders: {expected}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,19 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(version: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_sd15.build(tmp_path_factory.mktemp(version) / "pipeline", version, seed=1)  # type: ignore[arg-type]
+def folder(version: str, unet_pipeline: Callable[..., Path]) -> Path:
+    return unet_pipeline(version, whole=True)
 
 
 @pytest.fixture(scope="module")
 def family(folder: Path) -> SD15:
     return SD15(pretrained=str(folder))
+
+
+@pytest.fixture(scope="module")
+def small(version: str, unet_pipeline: Callable[..., Path]) -> SD15:
+    """The same with two levels."""
+    return SD15(pretrained=str(unet_pipeline(version)))
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +84,13 @@ def test_the_loaded_unet_predicts_what_diffusers_does(
     assert ours.std() > 0.1
 
 
-def test_times_stay_whole_numbers_in_bf16(family: SD15) -> None:
+def test_times_stay_whole_numbers_in_bf16(small: SD15) -> None:
     """bf16 holds 996 and 1000, but no number between them: the embedding of the time has to be computed in fp32."""
-    model, seen = family.load_denoiser(BF16(), CPU), list[torch.Tensor]()
+    model, seen = small.load_denoiser(BF16(), CPU), list[torch.Tensor]()
     model.time_proj.register_forward_hook(lambda module, args, output: seen.append(output))  # type: ignore[union-attr]
-    given = inputs(family) | {"time": torch.tensor([997.0, 998.0])}
+    given = inputs(small) | {"time": torch.tensor([997.0, 998.0])}
     with torch.no_grad():
-        assert family.predict(model, **given, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert small.predict(model, **given, dtype=torch.bfloat16).dtype == torch.bfloat16
     expected = model.time_proj(torch.tensor([997, 998]))  # type: ignore[operator]
     torch.testing.assert_close(seen[0], expected, rtol=0, atol=0)
     assert not torch.equal(expected[0], expected[1])
@@ -151,8 +158,8 @@ def test_what_attentions_read(family: SD15, unet: Denoiser) -> None:
     assert attentions[0].queries == 16 * 8
 
 
-def test_random_weights_depend_on_seed_and_name(folder: Path) -> None:
-    family = SD15(pretrained=str(folder), init="random")
+def test_random_weights_depend_on_seed_and_name(small: SD15) -> None:
+    family = SD15(pretrained=small.pretrained, init="random")
     state, block = family.load_denoiser(FP32(), CPU, seed=1).state_dict(), "down_blocks.0.resnets.0"
     drawn = [family.random_tensors(family.known_config(), seed, None) for seed in (1, 2)]
     names = [f"{block}.conv1.weight", f"{block}.conv2.weight"]
@@ -164,11 +171,10 @@ def test_random_weights_depend_on_seed_and_name(folder: Path) -> None:
 
 TRAINED = {
     "sd15": [
-        "",
         "attn1.to_v",
-        "down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_k",
-        "down_blocks.2.attentions.0.transformer_blocks.0.attn2.to_q",
-        "up_blocks.3.resnets.1.time_emb_proj.bias",
+        "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k",
+        "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_q",
+        "up_blocks.1.resnets.1.time_emb_proj.bias",
         "up_blocks.1.attentions.0.norm.weight",
         "time_embedding.linear_2.bias",
     ],
@@ -176,22 +182,31 @@ TRAINED = {
 }
 
 
-def test_operations_are_those_that_torch_counts(version: str, family: SD15, unet: Denoiser) -> None:
+def require_counts(family: SD15, unet: Denoiser, part: str) -> None:
+    """The operations of a backward pass to the parameters with a name that contains ``part``."""
+    chosen = {name: parameter for name, parameter in unet.named_parameters() if part in name}
+    for parameter in chosen.values():
+        parameter.requires_grad_(True)
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = family.predict(unet, **inputs(family), dtype=torch.float32).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+    for parameter in chosen.values():
+        parameter.requires_grad_(False).grad = None
+    expected = family.flops(trained_of({name: tuple(p.shape) for name, p in chosen.items()}), SIZE, 2)
+    assert counter.get_total_flops() == expected.backward > 0, part
+
+
+def test_operations_are_those_that_torch_counts(version: str, family: SD15, unet: Denoiser, small: SD15) -> None:
+    """Of all levels, forward and, for one version, backward; of what a part needs, in two levels."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         family.predict(unet, **inputs(family), dtype=torch.float32)
     assert counter.get_total_flops() == family.flops(trained_of({}), SIZE, 2).forward
+    if version == "sd15":
+        require_counts(family, unet, "")
+    two_levels = small.load_denoiser(FP32(), CPU)
     for part in TRAINED[version]:
-        chosen = {name: parameter for name, parameter in unet.named_parameters() if part in name}
-        for parameter in chosen.values():
-            parameter.requires_grad_(True)
-        with sdpa_kernel(SDPBackend.MATH):
-            loss = family.predict(unet, **inputs(family), dtype=torch.float32).sum()
-            with FlopCounterMode(display=False) as counter:
-                loss.backward()
-        for parameter in chosen.values():
-            parameter.requires_grad_(False).grad = None
-        expected = family.flops(trained_of({name: tuple(p.shape) for name, p in chosen.items()}), SIZE, 2)
-        assert counter.get_total_flops() == expected.backward > 0, part
+        require_counts(small, two_levels, part)
 
 
 def test_recomputed_operations_are_those_of_the_first_units(family: SD15) -> None:

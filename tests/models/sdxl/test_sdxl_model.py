@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_sdxl
 import torch
 from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
@@ -27,8 +27,8 @@ SIZE = (128, 64)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_sdxl.build(tmp_path_factory.mktemp("sdxl") / "pipeline", seed=1)
+def folder(unet_pipeline: Callable[..., Path]) -> Path:
+    return unet_pipeline("sdxl", whole=True)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,30 @@ WORD = "<dots>"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_sdxl.build(tmp_path_factory.mktemp("sdxl") / "pipeline", seed=1)
+def folder(unet_pipeline: Callable[..., Path]) -> Path:
+    return unet_pipeline("sdxl")
 
 
 @pytest.fixture(scope="module")
 def pipeline(folder: Path) -> StableDiffusionXLPipeline:
-    return StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
+    return text_pipeline(folder)
 
 
-def encoded(prompts: Prompts, text: str) -> tuple[Tensor, Tensor]:
-    return prompts.assemble({each.name: next(prompts.encode(each, [text], CPU)) for each in prompts.encoders})
+def text_pipeline(folder: Path) -> StableDiffusionXLPipeline:
+    return StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True, unet=None, vae=None)
+
+
+def encoded(prompts: Prompts, texts: list[str]) -> list[tuple[Tensor, Tensor]]:
+    outputs = [[{each.name: parts} for parts in prompts.encode(each, texts, CPU)] for each in prompts.encoders]
+    return [prompts.assemble({**first, **second}) for first, second in zip(*outputs, strict=True)]
 
 
 def require_diffusers_states(family: SDXL, pipeline: StableDiffusionXLPipeline, texts: list[str]) -> None:
-    prompts = family.prompts(torch.float32)
-    for text in texts:
+    *found, (empty, pooled_empty) = encoded(family.prompts(torch.float32), [*texts, ""])
+    for text, (embeds, pooled) in zip(texts, found, strict=True):
         with torch.no_grad():
             theirs = pipeline.encode_prompt(text, device=CPU, negative_prompt="")
-        embeds, pooled = encoded(prompts, text)
         assert torch.equal(embeds, theirs[0][0])
-        empty, pooled_empty = encoded(prompts, "")
         assert torch.equal(empty, theirs[1][0])
         # a matrix-vector product, whose last bits depend on where its weight lies in the file that diffusers maps
         torch.testing.assert_close((pooled, pooled_empty), (theirs[2][0], theirs[3][0]), rtol=0, atol=2e-6)
@@ -91,7 +94,7 @@ def test_real_tokenizers_pad_as_their_encoders_were_trained(real_data: Path, fol
     first, second = (prompts.token_ids(each, ["a photo of a dog"])[0].tolist() for each in prompts.encoders)
     assert first[:7] == second[:7] and first[6] == 49407, "start, five tokens, end"
     assert set(first[7:]) == {49407} and set(second[7:]) == {0}
-    theirs = StableDiffusionXLPipeline.from_pretrained(tmp_path, local_files_only=True)
+    theirs = text_pipeline(tmp_path)
     require_diffusers_states(family, theirs, ["a photo of a dog!", LONG])
 
 
@@ -127,7 +130,7 @@ def test_the_end_of_a_text_is_not_moved_by_a_token_of_a_larger_id(folder: Path, 
     with torch.no_grad():
         output = published(ids)
         wanted = published.text_projection(output.last_hidden_state[0, end])
-    pooled = encoded(prompts, text)[1]
+    ((_, pooled),) = encoded(prompts, [text])
     torch.testing.assert_close(pooled, wanted, rtol=0, atol=1e-6)
     assert (output.text_embeds[0] - pooled).abs().max() > 0.1
 

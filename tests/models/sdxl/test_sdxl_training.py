@@ -6,12 +6,12 @@ posterior, where simpletune takes its mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_sdxl
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -40,10 +40,9 @@ BUCKET = (256, 128)
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, unet_pipeline: Callable[..., Path]) -> Path:
     """By what it predicts; with v, the terminal SNR is zero."""
-    kind = getattr(request, "param", "epsilon")
-    return tiny_sdxl.build(tmp_path_factory.mktemp("sdxl") / kind, v=kind == "v", seed=5)
+    return unet_pipeline("v" if getattr(request, "param", "epsilon") == "v" else "sdxl")
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from blocks import load
+from slow_cases import slow_but
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -82,11 +84,14 @@ def ours(core: TrainStep, shapes: dict, checkpointed: int = 0) -> Flops:
     return sd3_flops(shapes, trained_of(parameters), (32, 64), 2, TEXT, checkpointed)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dual", [(), (0,)], ids=["sd3", "sd3.5"])
-def test_forward_and_backward_are_what_torch_counts(case: str, dual: tuple, tiny_config: dict) -> None:
-    config = config_of(tiny_config, **CASES[case])
-    shapes = sd3(config, dual_attention_layers=dual, qk_norm="rms_norm" if dual else None)
+FAST = [("sd3.5", case) for case in CASES] + [("sd3", case) for case in ("lora", "full")]
+
+
+@pytest.mark.parametrize(("version", "case"), slow_but(FAST, product(("sd3", "sd3.5"), CASES)))
+def test_forward_and_backward_are_what_torch_counts(version: str, case: str, tiny_config: dict) -> None:
+    """SD3.5's first block has a second attention, and its second block is as SD3's."""
+    config, dual = config_of(tiny_config, **CASES[case]), version == "sd3.5"
+    shapes = sd3(config, dual_attention_layers=(0,) if dual else (), qk_norm="rms_norm" if dual else None)
     core = build(config, shapes)
     expected = ours(core, shapes)
     assert counted(config, core, step=False) == expected.forward

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import original_layout
@@ -17,19 +17,23 @@ from blocks import load
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
+from slow_cases import slow_but
+from tiny_runs import TrainOnce
 
-from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
-from simpletune.engine.quant.precision import FP32, Int8
+from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.files import LAYOUT, bundled_configs, origin_of
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file
+from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError, UserError
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": [0, 1]}
 CPU = torch.device("cpu")
+Losses = Callable[..., list[float]]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +67,16 @@ def whole_file(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return original_layout.write(pipeline, tmp_path_factory.mktemp("file") / "sd3_incl_clips_t5xxl.safetensors")
 
 
-def losses(tiny_config: dict, name: str, **model: object) -> list[float]:
-    data = {**copy.deepcopy(tiny_config), "name": name}
-    data["model"] = {"t5_length": 8, **model}
-    data["train"]["steps"] = 2
-    run = train(validate(data, name))
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+@pytest.fixture
+def losses(tiny_config: dict, train_once: TrainOnce) -> Losses:
+    """The losses of two steps of a model."""
+
+    def run(model: dict[str, str], precision: dict | None = None) -> list[float]:
+        changes = {"model": {"t5_length": 8, **model}, "train": {"steps": 2}}
+        folder = train_once(tiny_config | changes | ({"precision": precision} if precision else {}))
+        return [row["loss"] for row in read_metrics(folder)]
+
+    return run
 
 
 def check(tiny_config: dict, **model: object) -> str:
@@ -79,39 +87,40 @@ def check(tiny_config: dict, **model: object) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("version", ["sd3", "sd3.5"])
-@pytest.mark.parametrize("precision", [FP32(), Int8(compute="fp32")], ids=["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("version", "weights"),
+    slow_but([("sd3", "fp32"), ("sd3.5", "int8")], product(("sd3", "sd3.5"), ("fp32", "int8"))),
+)
 def test_two_steps_give_the_losses_of_the_folder(
-    version: str, precision, pipeline, pipeline_35, descriptions, tiny_config, tmp_path: Path
+    version: str, weights: str, pipeline: Path, pipeline_35: Path, descriptions: Path, losses: Losses, tmp_path: Path
 ) -> None:
-    folder = pipeline if version == "sd3" else pipeline_35
+    folder, precision = pipeline if version == "sd3" else pipeline_35, {"weights": weights, "compute": "fp32"}
     file = original_layout.write(folder, tmp_path / "sd3_incl_clips_t5xxl.safetensors")
-    tiny_config["precision"] = json.loads(precision.model_dump_json())
-    expected = losses(tiny_config, "folder", pretrained=str(folder))
-    assert losses(tiny_config, "file", pretrained=str(file), text_encoders=str(descriptions)) == expected
+    expected = losses({"pretrained": str(folder)}, precision)
+    assert losses({"pretrained": str(file), "text_encoders": str(descriptions)}, precision) == expected
     assert len(set(expected)) == 2
 
 
-def test_without_text_encoders_they_come_from_the_folder(pipeline, tiny_config, tmp_path: Path) -> None:
+def test_without_text_encoders_they_come_from_the_folder(pipeline: Path, losses: Losses, tmp_path: Path) -> None:
     file = original_layout.write(pipeline, tmp_path / "sd3_medium.safetensors", "transformer vae")
-    expected = losses(tiny_config, "folder", pretrained=str(pipeline))
-    assert losses(tiny_config, "file", pretrained=str(file), text_encoders=str(pipeline)) == expected
+    expected = losses({"pretrained": str(pipeline)})
+    assert losses({"pretrained": str(file), "text_encoders": str(pipeline)}) == expected
     alone = original_layout.write(pipeline, tmp_path / "alone.safetensors", "transformer")
     state = load_file(alone)  # some files come without the prefix
     save_file({k.removeprefix(original_layout.MMDIT): v for k, v in state.items()}, alone)
-    assert losses(tiny_config, "alone", pretrained=str(pipeline), transformer=str(alone)) == expected
+    assert losses({"pretrained": str(pipeline), "transformer": str(alone)}) == expected
 
 
-def test_t5_in_fp8_is_widened(pipeline, descriptions, tiny_config, tmp_path: Path) -> None:
+def test_t5_in_fp8_is_widened(pipeline: Path, descriptions: Path, losses: Losses, tmp_path: Path) -> None:
     fp8 = original_layout.write(pipeline, tmp_path / "sd3_t5xxl_fp8.safetensors", t5_dtype=torch.float8_e4m3fn)
     widened = tmp_path / "widened"
     shutil.copytree(pipeline, widened)
     encoder = widened / "text_encoder_3" / "model.safetensors"
     rounded = {k: v.to(torch.float8_e4m3fn).float() if v.dim() == 2 else v for k, v in load_file(encoder).items()}
     save_file(rounded, encoder, {"format": "pt"})
-    expected = losses(tiny_config, "widened", pretrained=str(widened))
-    assert losses(tiny_config, "fp8", pretrained=str(fp8), text_encoders=str(descriptions)) == expected
-    assert expected != losses(tiny_config, "full", pretrained=str(pipeline))
+    expected = losses({"pretrained": str(widened)})
+    assert losses({"pretrained": str(fp8), "text_encoders": str(descriptions)}) == expected
+    assert expected != losses({"pretrained": str(pipeline)})
 
 
 @pytest.mark.parametrize("version", ["sd3", "sd3.5"])
@@ -256,11 +265,12 @@ def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) ->
     assert missing in said("part.safetensors", state)
 
 
-def test_configs_that_do_not_fit_are_listed(whole_file, pipeline, tiny_config, tmp_path: Path) -> None:
+def test_configs_that_do_not_fit_are_listed(whole_file, pipeline, tmp_path: Path) -> None:
     tokenizers = tmp_path / "tokenizers"
     shutil.copytree(pipeline, tokenizers, ignore=lambda folder, names: [n for n in names if n.startswith("text_e")])
+    part = SD3(pretrained=str(whole_file), text_encoders=str(tokenizers)).part("text_encoder")
     with pytest.raises(UserError, match=r"does not match its configuration \(bundled\)\. missing: .*wrong shape"):
-        losses(tiny_config, "odd", pretrained=str(whole_file), text_encoders=str(tokenizers))
+        load_text_model(part, torch.float32)
 
 
 def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
@@ -271,7 +281,7 @@ def test_an_unknown_tensor_is_listed(pipeline, tmp_path: Path) -> None:
 
 
 def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_config) -> None:
-    """Of a file of SD3 Medium's size, in under a second and without torch."""
+    """Of a file of SD3 Medium's size, without torch."""
     shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     named = {original_layout.MMDIT + name: tensor for name, tensor in state.items()}
@@ -282,9 +292,7 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
         "import sys; from simpletune.apps.cli.main import main; code = main(['check', sys.argv[1]]);"
         "assert not {'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules); sys.exit(code)"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", script, str(config)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "of the base's 2,028,328,000 trained" in done.stdout
-    print(f"check took {time.perf_counter() - start:.2f} s")
     assert read_config(config, [])[0].model.transformer == str(file)

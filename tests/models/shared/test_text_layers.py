@@ -143,7 +143,7 @@ def test_fp8_is_widened_exactly(folder: Path, tmp_path: Path) -> None:
 
 def test_a_prompts_embeddings_do_not_depend_on_what_is_encoded_with_it(tiny_pipeline: Path) -> None:
     prompts = SD3(pretrained=str(tiny_pipeline), t5_length=8).prompts(torch.float32)
-    texts = [f"a red disc, number {number}" for number in range(9)]
+    texts = [f"a red disc, number {number}" for number in range(3)]
     for encoder in prompts.encoders:
         together = list(prompts.encode(encoder, texts, CPU))
         alone = [next(iter(prompts.encode(encoder, [text], CPU))) for text in texts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 import unet_train
 from accelerate import Accelerator
 from diffusers import AutoencoderKL, UNet2DConditionModel
-from nine_channels import to_nine_channels
 from safetensors.torch import load_file
 from tiny_runs import fail_at, merged, run_with, saved_weights
 from torch import Tensor
@@ -45,17 +43,14 @@ Pipelines = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipelines:
-    def build(version: tiny_sd15.Version) -> Path:
-        return to_nine_channels(tiny_sd15.build(tmp_path_factory.mktemp(version) / "it", version, seed=5))
-
-    return functools.cache(build)  # type: ignore[arg-type]
+def pipeline(unet_pipeline: Callable[..., Path]) -> Pipelines:
+    return lambda version: unet_pipeline(f"inpainting-{version}")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
-    pictures.write_folder(folder, pictures.sample_scenes(4, seed=4, style="striped"), seed=4, pixels=128)
+    pictures.write_folder(folder, pictures.sample_scenes(4, seed=4, style="striped"), seed=4, pixels=64)
     return folder
 
 
@@ -63,7 +58,7 @@ def config_of(folder: Path, data: Path, tiny_config: dict, /, **changes: Any) ->
     """A LoRA of linear layers and 1x1 convolutions, of two steps of two micro-batches."""
     own = {
         "model": {"family": "sd15", "pretrained": str(folder)},
-        "data": {"path": str(data), "resolution": 128, "variants": 3},
+        "data": {"path": str(data), "resolution": 64, "variants": 3},
         "adapter": {"method": "lora", "rank": 3, "targets": "all_linear"},
         "train": {"steps": 2, "batch_size": 2, "gradient_accumulation": 2, "seed": 11},
     }
@@ -150,7 +145,7 @@ def test_a_killed_run_goes_on_with_the_same_holes(pipeline: Pipelines, data: Pat
 
 
 def test_holes_in_check_the_data_report_and_the_counts_of_entries(
-    pipeline: Pipelines, data: Path, tiny_config: dict, tmp_path: Path
+    pipeline: Pipelines, unet_pipeline: Callable[..., Path], data: Path, tiny_config: dict
 ) -> None:
     config = validate(config_of(pipeline("sd15"), data, tiny_config), "test")
     assert "random holes, loss everywhere" in explain(config) and "3 variants" in explain(config)
@@ -160,13 +155,13 @@ def test_holes_in_check_the_data_report_and_the_counts_of_entries(
     holes = {view.hole for view in plan.views()}
     whole = any(hole is not None and hole.kind == "whole" for hole in holes)
     entries = len(plan.samples) + len([hole for hole in holes if hole and hole.draw]) + whole
-    assert DataCounts.of(config, plan).pixels == 128 * 128 * entries
+    assert DataCounts.of(config, plan).pixels == 64 * 64 * entries
     found = scan_dataset(config, 4)
     assert found.holes == ["random"] and found.sources[0].holes == len(plan.views()) and found.sources[0].crops == 4
     for seen in found.usable:
         assert seen.tile is not None and len(seen.variants) == 3
         assert any((np.asarray(each) == 128).all(2).any() for each in seen.variants)
-    plain = tiny_sd15.build(tmp_path / "plain", "sd15", seed=5)
+    plain = unet_pipeline("sd15")
     fields = {"mask": "alpha", "inpainting_mask": "own", "inpainting_loss": "inside"}
     with pytest.raises(ConfigError) as caught:
         validate(config_of(plain, data, tiny_config, data=fields), "test")

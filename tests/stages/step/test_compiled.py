@@ -116,17 +116,38 @@ def test_every_lever_computes_the_same(case: str, tiny_config: dict, blocks6: st
     require_close(compiled, eager, 1e-3 if "precision" in changes else 1e-5)
 
 
-def test_rotated_blocks_are_one_graph(compiler: Any) -> None:
-    """32 rows, of the picture's tokens, multiply in int8; 12, of the text's, with dequantised weights."""
+class FeedForwards(torch.nn.Module):
+    """Those of a block: of 32 rows, the picture's tokens, which multiply in int8, and of 12, the text's, which multiply
+    with dequantised weights."""
+
+    def __init__(self, block: Any):
+        super().__init__()
+        self.image, self.text = block.ff, block.ff_context
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.image(image), self.text(text)
+
+
+@pytest.mark.parametrize("part", ["feed-forwards", pytest.param("blocks", marks=pytest.mark.slow)])
+def test_rotated_layers_of_two_blocks_are_one_graph(part: str, compiler: Any) -> None:
     precision, results = PRECISIONS["int8-rotated"], []
+    given = [torch.randn(1, rows, 32, generator=torch.Generator().manual_seed(rows)) for rows in (32, 12)]
     for compiled in (True, False):
         model = transformer(precision)
         blocks = model.transformer_blocks[1:3]
         precision.prepare(blocks)
-        first = model.pos_embed.proj.weight.requires_grad_(True)
+        units = [FeedForwards(block) for block in blocks] if part == "feed-forwards" else list(blocks)
         if compiled:
-            assert compiling.compile_training(blocks, torch.device("cpu"), sizes=1)
-        loss = loss_of(model, precision, 0)
+            assert compiling.compile_training(units, torch.device("cpu"), sizes=1)
+        if part == "blocks":
+            first = model.pos_embed.proj.weight.requires_grad_(True)
+            loss = loss_of(model, precision, 0)
+        else:
+            first = given[0].clone().requires_grad_(True)
+            image, text = first, given[1].clone().requires_grad_(True)
+            for unit in units:
+                image, text = unit(image, text)
+            loss = image.square().mean() + text.square().mean()
         loss.backward()
         results.append((loss.detach(), first.grad))
     assert compiler["stats"]["unique_graphs"] == 1 and not compiler["graph_break"]
@@ -172,18 +193,28 @@ def unet_config(tiny_config: dict, tmp_path: Path) -> dict:
     return copy.deepcopy(tiny_config) | {"model": write_unet(tmp_path / "model"), "data": data, "train": {"steps": 4}}
 
 
-def test_one_graph_takes_every_size(compiler: Any) -> None:
+@pytest.mark.parametrize(
+    "unit", ["down_blocks.0.resnets.0", pytest.param("down_blocks.0.attentions.0", marks=pytest.mark.slow)]
+)
+def test_one_graph_takes_every_size(unit: str, compiler: Any) -> None:
     """A resumed run may begin with another size, and has to get the same kernels."""
     results = []
     for compiled in (False, True):
         model = unet("sd15", FP32())
         model.requires_grad_(True)
-        units = [model.get_submodule(name) for name in ("down_blocks.0.resnets.0", "down_blocks.0.attentions.0")]
         if compiled:
-            assert compiling.compile_training(units, torch.device("cpu"), sizes=2)
+            assert compiling.compile_training([model.get_submodule(unit)], torch.device("cpu"), sizes=2)
         results.append([unet_loss(model, FP32(), key).item() for key in (0, 1)])
-    assert compiler["stats"]["unique_graphs"] == 2 and not compiler["graph_break"]
+    assert compiler["stats"]["unique_graphs"] == 1 and not compiler["graph_break"]
     assert results[1] == pytest.approx(results[0], rel=1e-6) and results[0][0] != results[0][1]
+
+
+def test_one_graph_takes_every_number_of_tokens(compiler: Any) -> None:
+    layer = torch.nn.Linear(4, 4)
+    assert compiling.compile_training([layer], torch.device("cpu"), sizes=2)
+    for tokens in (12, 20, 30):
+        assert layer(torch.ones(2, tokens, 4)).shape == (2, tokens, 4)
+    assert compiler["stats"]["unique_graphs"] == 1
 
 
 LEVERS: dict[str, dict] = {

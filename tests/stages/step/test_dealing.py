@@ -185,7 +185,7 @@ TreeSum(parameters, 2).over(batches, compute)
 
 def test_a_gradient_that_only_one_process_has_is_an_error_in_both(launcher: Launcher) -> None:
     with free_port() as port:
-        outcome = launcher.programs(UNEVEN, ["0", port], ["1", port], limit=30)
+        outcome = launcher.programs(UNEVEN, ["0", port], ["1", port], limit=100)
     assert outcome.codes == [1, 1], outcome.said
     for said in outcome.said:
         assert "RuntimeError: train.reduce exact: second has a gradient in 1 of 2 processes" in said

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from tiny_runs import saved_weights
+from tiny_runs import resumed_from, saved_weights
 from torch import Tensor
 
 from simpletune.commands.train.train import train
@@ -109,7 +109,6 @@ def test_before_the_first_update_it_adds_nothing_and_then_it_does(tiny_config: d
 
 
 LEVERS: dict[str, dict[str, Any]] = {
-    "checkpointing": {"memory": {"checkpointing": "all"}},
     "streaming": {"memory": {"checkpointing": "all", "resident_blocks": 0}},
     "plan": {"memory": {"checkpointing": "none", "modulation": "plan", "modulation_window": 3}},
     "boundaries on the host": {"memory": {"checkpointing": "all", "offload_checkpoint_inputs": True}},
@@ -117,13 +116,14 @@ LEVERS: dict[str, dict[str, Any]] = {
 PRECISIONS = {"int8": {"weights": "int8", "compute": "fp32"}, "fp16": {"weights": "int8", "compute": "fp16"}}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_levers_change_nothing(precision: str, tiny_config: dict) -> None:
+@pytest.mark.parametrize(("precision", "levers"), [("int8", list(LEVERS)), ("fp16", ["streaming", "plan"])])
+def test_levers_change_nothing(precision: str, levers: list[str], tiny_config: dict) -> None:
     data = copy.deepcopy(tiny_config) | {"prior": PRIOR, "precision": PRECISIONS[precision]}
-    data["train"] = {"steps": 3, "batch_size": 2}
+    data["train"] = {"steps": 2, "batch_size": 2}
     expected = losses(train(validate(data | {"name": "plain"}, "test")))
-    for name, lever in LEVERS.items():
-        found = losses(train(validate(data | {"name": "lever"} | lever, "test")))
+    assert len(set(expected)) == 2
+    for name in levers:
+        found = losses(train(validate(data | {"name": "lever"} | LEVERS[name], "test")))
         if "plan" in name:  # products with another number of rows differ in their last bits
             assert found == pytest.approx(expected, rel=1e-3 if precision == "fp16" else 1e-5), name
         else:
@@ -131,14 +131,13 @@ def test_levers_change_nothing(precision: str, tiny_config: dict) -> None:
 
 
 def test_resumes_bit_for_bit(tiny_config: dict) -> None:
-    data = copy.deepcopy(tiny_config) | {"prior": PRIOR}
+    data = copy.deepcopy(tiny_config) | {"prior": PRIOR, "checkpoint": {"every": 1, "keep_last": "all"}}
     data["adapter"] |= {"dropout": 0.2}
     whole = train(validate(data | {"name": "whole"}, "test"))
-    train(validate(data | {"name": "halves", "train": {"steps": 2}}, "test"))
-    halves = train(validate(data | {"name": "halves"}, "test"), "latest")
+    halves = resumed_from(whole, data, 2)
     torch.testing.assert_close(saved_weights(halves, 4), saved_weights(whole, 4), rtol=0, atol=0)
     with pytest.raises(UserError, match="prior.prompt"):
-        train(validate(data | {"name": "halves", "prior": PRIOR | {"prompt": "other"}}, "t"), "latest")
+        train(validate(data | {"name": "whole", "prior": PRIOR | {"prompt": "other"}}, "t"), "latest")
 
 
 def test_a_source_for_regularization_gives_places_and_no_targets(tiny_config: dict) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
-import shutil
-import tempfile
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_sd15
 import torch
 from accelerate import Accelerator
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 from simulated import assert_same_bytes
 from slow_cases import slow_but
-from tiny_runs import TrainOnce
+from tiny_runs import TrainOnce, resumed_from
 from tiny_runs import saved_weights as weights
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -29,7 +26,6 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
 from simpletune.stages.step.batch_loader import Batch, BatchLoader
@@ -50,17 +46,21 @@ TEXTS: dict[str, dict[str, Any]] = {"output": OUTPUT, "input": INPUT, "lora": LO
 FAMILIES = ("sd3", "sd15")
 
 
-@functools.cache
-def tiny_unet() -> Path:
-    return tiny_sd15.build(Path(tempfile.mkdtemp(prefix="simpletune-unet-")) / "sd15")
+@pytest.fixture
+def of_family(tiny_config: dict, unet_pipeline: Callable[..., Path]) -> Callable[[str], dict]:
+    """``tiny_config`` for a family."""
+
+    def config(family: str) -> dict:
+        if family == "sd3":
+            return tiny_config
+        model = {"family": "sd15", "pretrained": str(unet_pipeline("sd15"))}
+        return tiny_config | {"model": model, "data": tiny_config["data"] | {"resolution": 64}}
+
+    return config
 
 
-def data_of(tiny_config: dict, family: str = "sd3", **sections: Any) -> dict[str, Any]:
-    data = copy.deepcopy(tiny_config) | copy.deepcopy(sections)
-    if family == "sd15":
-        data["model"] = {"family": "sd15", "pretrained": str(tiny_unet())}
-        data["data"] = data["data"] | {"resolution": 64}
-    return data
+def data_of(tiny_config: dict, **sections: Any) -> dict[str, Any]:
+    return copy.deepcopy(tiny_config) | copy.deepcopy(sections)
 
 
 class Assembled:
@@ -96,9 +96,9 @@ class Assembled:
         return {"loss": loss.detach()} | {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
 
 
-def assembled(tiny_config: dict, text: dict, family: str = "sd3", **sections: Any) -> Assembled:
+def assembled(tiny_config: dict, text: dict, **sections: Any) -> Assembled:
     sections = NONE | {"train": {"steps": 1, "batch_size": 2}} | sections
-    return Assembled(resolve_folders(validate(data_of(tiny_config, family, text=text, **sections), "test")))
+    return Assembled(resolve_folders(validate(data_of(tiny_config, text=text, **sections), "test")))
 
 
 def captions(run: Assembled) -> list[str]:
@@ -145,9 +145,9 @@ def require_gradients(run: Assembled, batch: Batch, loss: Tensor, leaves: dict[s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_outputs_are_those_of_rows_put_in_by_hand(family: str, tiny_config: dict) -> None:
+def test_gradients_of_outputs_are_those_of_rows_put_in_by_hand(family: str, of_family: Callable) -> None:
     """Leaves in place of rows of the cached embeddings; the rows are found by counting the caption's words."""
-    run = assembled(tiny_config, OUTPUT, family)
+    run = assembled(of_family(family), OUTPUT)
     (batch,) = run.batches.step(0)
     leaves = {n: v.detach().clone().requires_grad_() for n, v in run.text.embeddings.items()}
     embeds = batch.prompt_embeds.clone()
@@ -190,8 +190,8 @@ def outputs_of(run: Assembled, found: dict[str, Any], batch: Batch) -> tuple[Ten
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_inputs_are_those_of_an_extended_table(family: str, tiny_config: dict) -> None:
-    run = assembled(tiny_config, INPUT, family)
+def test_gradients_of_inputs_are_those_of_an_extended_table(family: str, of_family: Callable) -> None:
+    run = assembled(of_family(family), INPUT)
     (batch,) = run.batches.step(0)
     leaves = {n: v.detach().clone().requires_grad_() for n, v in run.text.embeddings.items()}
     found = {}
@@ -205,9 +205,9 @@ def test_gradients_of_inputs_are_those_of_an_extended_table(family: str, tiny_co
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_the_lora_are_those_of_merged_weights(family: str, tiny_config: dict) -> None:
+def test_gradients_of_the_lora_are_those_of_merged_weights(family: str, of_family: Callable) -> None:
     """W + s B A in transformers' own encoders, for every projection and both layers of the feed-forward."""
-    run = assembled(tiny_config, LORA, family)
+    run = assembled(of_family(family), LORA)
     (batch,) = run.batches.step(0)
     factors = {n: p.detach().clone().requires_grad_() for n, p in run.text.named_parameters() if p.requires_grad}
     found = {}
@@ -260,8 +260,8 @@ def test_the_pooled_embedding_stays_at_the_end_of_the_text(tiny_config: dict) ->
 @pytest.mark.parametrize(
     ("name", "family"), slow_but([("input", "sd3"), ("all", "sd15")], product(("input", "all"), FAMILIES))
 )
-def test_before_the_first_update_it_is_the_base_with_the_words(name: str, family: str, tiny_config: dict) -> None:
-    run = assembled(tiny_config, TEXTS[name], family)
+def test_before_the_first_update_it_is_the_base_with_the_words(name: str, family: str, of_family: Callable) -> None:
+    run = assembled(of_family(family), TEXTS[name])
     with torch.no_grad():  # as they begin
         fresh = load_text_side(run.config, run.prepared.text, [], CPU)
         fresh.attach_lora(0)
@@ -325,27 +325,17 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
-def test_input_vectors_keep_the_norm_of_the_table(family: str, tiny_config: dict) -> None:
-    data = data_of(tiny_config, family, text=INPUT, **NONE)
-    kept = weights(train(validate(data, "kept")), 4)
+def test_input_vectors_keep_the_norm_of_the_table(family: str, of_family: Callable) -> None:
+    data = data_of(of_family(family), text=INPUT, train={"steps": 2}, **NONE)
+    kept = weights(train(validate(data, "kept")), 2)
     data["text"]["embeddings"]["keep_norm"] = False
-    free = weights(train(validate(data | {"name": "free"}, "free")), 4)
-    run = assembled(tiny_config, INPUT, family)
+    free = weights(train(validate(data | {"name": "free"}, "free")), 2)
+    run = assembled(of_family(family), INPUT)
     for name in run.text.encoders:
         table = plain_clip(run, name).get_input_embeddings().weight
         median = table.detach().norm(dim=1).median()
         torch.testing.assert_close(kept[f"text.embeddings.{name}"].norm(dim=1), median.expand(2), rtol=1e-5, atol=0)
         assert ((free[f"text.embeddings.{name}"].norm(dim=1) - median).abs() > 1e-3 * median).any()
-
-
-def resumed_from(whole: Path, data: dict, step: int, last: int) -> dict[str, Tensor]:
-    """The last weights of a run that goes on from a step of a whole one."""
-    halves = shutil.copytree(whole, whole.with_name("halves"))
-    for later in range(step + 1, last + 1):
-        shutil.rmtree(checkpoint.checkpoint_folder(halves, later), ignore_errors=True)
-    found = weights(train(validate(data | {"name": "halves"}, "halves"), resume="latest"), last)
-    shutil.rmtree(halves)
-    return found
 
 
 @pytest.mark.parametrize("place", [pytest.param("output", marks=pytest.mark.slow), "input"])
@@ -363,7 +353,7 @@ def test_stopped_embeddings_stay_to_the_bit_and_resume_so(place: str, tiny_confi
         moved = [(a != b).any().item() for a, b in ((first, second), (second, third), (third, last))]
         assert moved == ([True, False, False] if "embeddings" in name else [True] * 3), name
     for step in (1, 3):
-        torch.testing.assert_close(resumed_from(whole, data, step, 4), steps[3], rtol=0, atol=0)
+        torch.testing.assert_close(weights(resumed_from(whole, data, step), 4), steps[3], rtol=0, atol=0)
 
 
 LEVERS: dict[str, dict[str, Any]] = {
@@ -374,13 +364,13 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 COMBINED: dict[str, dict[str, Any]] = {
     "in-backward": {
-        "memory": {"optimizer_in_backward": True}, "train": {"steps": 3, "batch_size": 2, "clip": "per_parameter"},
+        "memory": {"optimizer_in_backward": True}, "train": {"steps": 2, "batch_size": 2, "clip": "per_parameter"},
     },
     "fp16": {"precision": {"weights": "int8", "compute": "fp16"}, "memory": {"checkpointing": "all"}},
     "bf16": {"precision": {"weights": "bf16"}, "memory": {"checkpointing": "all"}},
     "autocast": {"precision": {"weights": "fp32", "compute": "bf16"}},
-    "accumulation": {"train": {"steps": 3, "batch_size": 1, "gradient_accumulation": 2}, "ema": {"decay": 0.5}},
-    "skip": {"train": {"steps": 3, "on_nonfinite": "skip"}, "optimizer": {"name": "adamw8bit", "lr": 0.01}},
+    "accumulation": {"train": {"steps": 2, "batch_size": 1, "gradient_accumulation": 2}, "ema": {"decay": 0.5}},
+    "skip": {"train": {"steps": 2, "on_nonfinite": "skip"}, "optimizer": {"name": "adamw8bit", "lr": 0.01}},
     "prior": {"prior": {"method": "base_prediction", "prompt": "a picture", "trigger": "flat"}},
     "captions": {"data": {"variants": 2, "caption_dropout": 0.4, "shuffle_tags": True}},
 }  # fmt: skip
@@ -401,9 +391,9 @@ LEVERED = [(text, lever) for text in TEXTS for lever in LEVERS if allowed(text, 
 
 @pytest.mark.parametrize(("text", "lever"), spread(LEVERED, [("output", "plan"), ("all", "streaming")]))
 def test_levers_change_nothing(text: str, lever: str, tiny_config: dict, train_once: TrainOnce) -> None:
-    data = data_of(tiny_config, text=TEXTS[text], train={"steps": 3, "batch_size": 2}, **NONE)
+    data = data_of(tiny_config, text=TEXTS[text], train={"steps": 2, "batch_size": 2}, **NONE)
     expected = losses(train_once(data | {"name": "plain"}))
-    assert len(set(expected)) == 3
+    assert len(set(expected)) == 2
     found = losses(train(validate(data | {"name": "lever"} | copy.deepcopy(LEVERS[lever]), "test")))
     assert found == pytest.approx(expected, rel=1e-5, abs=0) if lever == "plan" else found == expected
 
@@ -415,13 +405,13 @@ TOGETHER = [(text, lever) for text in ("output", "all") for lever in COMBINED]
 def test_with_a_lora_every_combination_trains_and_resumes_to_the_bit(text: str, lever: str, tiny_config: dict) -> None:
     more = copy.deepcopy(COMBINED[lever])
     source = tiny_config["data"] | more.pop("data", {})
-    sections = {"train": {"steps": 3}} | more | {"checkpoint": {"every": 2}}
+    sections = {"train": {"steps": 2}} | more | {"checkpoint": {"every": 1}}
     data = data_of(tiny_config, text=TEXTS[text], **sections) | {"data": source}
     whole = train(validate(data | {"name": "whole"}, "whole"))
-    last = weights(whole, 3)
+    last = weights(whole, 2)
     assert all(tensor.isfinite().all() for tensor in last.values())
-    assert any((weights(whole, 2)[name] != tensor).any() for name, tensor in last.items() if "text." in name)
-    torch.testing.assert_close(resumed_from(whole, data, 2, 3), last, rtol=0, atol=0)
+    assert any((weights(whole, 1)[name] != tensor).any() for name, tensor in last.items() if "text." in name)
+    torch.testing.assert_close(weights(resumed_from(whole, data, 1), 2), last, rtol=0, atol=0)
 
 
 PREDICTED = [
@@ -431,9 +421,9 @@ PREDICTED += [(text, "sd15", "none") for text in TEXTS]
 
 
 @pytest.mark.parametrize(("text", "family", "lever"), spread(PREDICTED, [("output", "sd3", "plan")]))
-def test_real_and_fake_tensors_take_the_same_bytes(text: str, family: str, lever: str, tiny_config: dict) -> None:
+def test_real_and_fake_tensors_take_the_same_bytes(text: str, family: str, lever: str, of_family: Callable) -> None:
     sections = copy.deepcopy({**LEVERS, **COMBINED, "none": {}}[lever])
-    assert_same_bytes(validate(data_of(tiny_config, family, text=TEXTS[text], **sections), "case"))
+    assert_same_bytes(validate(data_of(of_family(family), text=TEXTS[text], **sections), "case"))
 
 
 def test_pictures_are_drawn_with_the_trained_text(tiny_config: dict, tmp_path: Path) -> None:
