@@ -33,6 +33,7 @@ settings.register_profile("repeatable", derandomize=True)  # a change that break
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")
 ROOT = Path(__file__).resolve().parents[1]
 TRAININGS: list[str] = []  # names of the runs that this process trained; those in child processes are not counted
+LAUNCHER = pytest.StashKey[Launcher]()
 COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
 
 
@@ -79,6 +80,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Pass a worker's count to the process that started it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["trainings"] = len(TRAININGS)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork the launcher that tests ask for while there are no threads and nothing is patched."""
+    needed = any("launcher" in getattr(item, "fixturenames", ()) for item in session.items)
+    if not needed or session.config.option.collectonly:
+        return (yield)
+    with Launcher() as session.config.stash[LAUNCHER]:
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -212,10 +223,11 @@ def copy_run(train_once: TrainOnce) -> TrainOnce:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     """A launcher of processes that have torch and its libraries imported, which saves 4 s each."""
-    with Launcher(tmp_path_factory.mktemp("jobs")) as started:
-        yield started
+    started = request.config.stash[LAUNCHER]
+    started.folder = tmp_path_factory.mktemp("jobs")
+    return started
 
 
 @pytest.fixture(scope="session")
