@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         count_trainings()
+        make_once()
 
 
 def count_trainings() -> None:
@@ -59,6 +60,18 @@ def count_trainings() -> None:
         return honest(config, *args, **named)
 
     verb.train = train
+
+
+def make_once() -> None:
+    """Make what is the same for each run and each command once: the command line's parser, the pages' templates and the
+    versions of libraries. Each takes as long as a step of a tiny run."""
+    from simpletune.apps.cli import main
+    from simpletune.runs.report import page
+    from simpletune.system import environment
+
+    main.parser = functools.cache(main.parser)
+    page.page_template = functools.cache(page.page_template)
+    environment.version = functools.cache(environment.version)
 
 
 def pytest_collection_finish() -> None:
