@@ -131,9 +131,7 @@ def arguments(*words: str) -> argparse.Namespace:
 DRAWN = {"train": {"steps": 15}, "validation": {"prompts": ["a red disc"], "steps": 3}}
 
 
-def test_generate_repeats_the_runs_validation_pictures(
-    tiny_config, copy_run: TrainOnce, tmp_path: Path, capsys
-) -> None:
+def test_generate_repeats_the_runs_validation_pictures(tiny_config, copy_run, tmp_path: Path, capsys) -> None:
     run = copy_run(merged(tiny_config, **DRAWN))
     base = generate(arguments("--runs", str(tmp_path / "runs"), "--base"))
     tuned = generate(arguments("--runs", str(tmp_path / "runs")))
