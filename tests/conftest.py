@@ -34,6 +34,7 @@ settings.register_profile("repeatable", derandomize=True)  # a change that break
 settings.load_profile("default" if os.environ.get("SIMPLETUNE_FUZZ") else "repeatable")
 ROOT = Path(__file__).resolve().parents[1]
 TRAININGS: list[str] = []  # names of the runs that this process trained; those in child processes are not counted
+LAUNCHER = pytest.StashKey[Launcher]()
 COUNTED = pytest.StashKey[int]()  # trainings of the workers that have ended
 
 
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         count_trainings()
+        make_once()
 
 
 def count_trainings() -> None:
@@ -59,6 +61,18 @@ def count_trainings() -> None:
         return honest(config, *args, **named)
 
     verb.train = train
+
+
+def make_once() -> None:
+    """Make what is the same for each run and each command once: the command line's parser, the pages' templates and the
+    versions of libraries. Each takes as long as a step of a tiny run."""
+    from simpletune.apps.cli import main
+    from simpletune.runs.report import page
+    from simpletune.system import environment
+
+    main.parser = functools.cache(main.parser)
+    page.page_template = functools.cache(page.page_template)
+    environment.version = functools.cache(environment.version)
 
 
 def pytest_collection_finish() -> None:
@@ -80,6 +94,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Pass a worker's count to the process that started it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["trainings"] = len(TRAININGS)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork the launcher that tests ask for while there are no threads and nothing is patched."""
+    needed = any("launcher" in getattr(item, "fixturenames", ()) for item in session.items)
+    if not needed or session.config.option.collectonly:
+        return (yield)
+    with Launcher() as session.config.stash[LAUNCHER]:
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -248,10 +272,11 @@ def copy_run(train_once: TrainOnce) -> TrainOnce:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     """A launcher of processes that have torch and its libraries imported, which saves 4 s each."""
-    with Launcher(tmp_path_factory.mktemp("jobs")) as started:
-        yield started
+    started = request.config.stash[LAUNCHER]
+    started.folder = tmp_path_factory.mktemp("jobs")
+    return started
 
 
 @pytest.fixture(scope="session")

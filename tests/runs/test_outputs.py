@@ -12,7 +12,7 @@ from blocks import predict_velocity
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_runs import run_with
+from tiny_runs import merged, run_with
 
 from simpletune.adapters.files.attach import load_loras
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
@@ -62,7 +62,7 @@ def velocity(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.T
 
 @pytest.mark.parametrize("adapter", [{"rank": 2}, {"rank": 4, "alpha": 3.0, "targets": "all_linear"}], ids=str)
 def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, tiny_pipeline, inputs) -> None:
-    run = run_with(tiny_config, adapter=adapter, train={"steps": 20})
+    run = run_with(tiny_config, adapter=adapter, train={"steps": 6})
     ours = velocity(trained_model(run), inputs)
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     base = velocity(pipeline.transformer, inputs)
@@ -78,7 +78,7 @@ def test_the_lora_file_does_in_diffusers_what_it_did_here(adapter, tiny_config, 
 
 
 def test_without_strength_or_with_the_adapter_off_the_model_is_the_base(tiny_config, tiny_pipeline, inputs) -> None:
-    run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 10})
+    run = run_with(tiny_config, adapter={"targets": "all_linear"}, train={"steps": 4})
     base = velocity(plain_denoiser(tiny_pipeline), inputs)
     results = []
     for scale in (0.0, 1.0):
@@ -128,8 +128,11 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_generate_repeats_the_runs_validation_pictures(tiny_config, tmp_path: Path, capsys) -> None:
-    run = run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
+DRAWN = {"train": {"steps": 15}, "validation": {"prompts": ["a red disc"], "steps": 3}}
+
+
+def test_generate_repeats_the_runs_validation_pictures(tiny_config, copy_run, tmp_path: Path, capsys) -> None:
+    run = copy_run(merged(tiny_config, **DRAWN))
     base = generate(arguments("--runs", str(tmp_path / "runs"), "--base"))
     tuned = generate(arguments("--runs", str(tmp_path / "runs")))
     folder = run / "inference"
@@ -174,8 +177,8 @@ def test_a_truncated_lora_is_refused(tiny_config, train_once, tmp_path: Path) ->
         load_loras(torch.nn.Module(), [(tmp_path / "cut.safetensors", 1.0)])
 
 
-def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, tmp_path: Path) -> None:
-    run = run_with(tiny_config, train={"steps": 15}, validation={"prompts": ["a red disc"], "steps": 3})
+def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, copy_run, tmp_path: Path) -> None:
+    run = copy_run(merged(tiny_config, **DRAWN))
     parser = argparse.ArgumentParser()
     compare_arguments(parser)
     words = ["--runs", str(tmp_path / "runs"), "--seeds", "2", "--scale", "0", "--scale", "1"]

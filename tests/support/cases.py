@@ -100,12 +100,19 @@ def name_of(case: Case) -> str:
     return "-".join("".join(f"{value}" for value in part.values()) or "default" for part in case)
 
 
-def case_json(tiny_config: dict, case: Case) -> dict:
-    """The tiny run with one case's adapter, precision, optimizer and model."""
+def case_json(tiny_config: dict, case: Case, unet: Callable[[str], dict[str, str]] | None = None) -> dict:
+    """The tiny run with one case's adapter, precision, optimizer and model.
+
+    Args:
+        tiny_config: the tiny run's JSON.
+        case: one case.
+        unet: makes the option ``model`` of a U-Net, by version; else it is that of a whole pipeline.
+    """
     adapter, precision, optimizer, model = case
     data = copy.deepcopy(tiny_config)
     if model["family"] != "sd3":
-        data["model"] = {"family": model["family"], "pretrained": str(tiny_unet(unet_version(model)))}
+        version = unet_version(model)
+        data["model"] = unet(version) if unet else {"family": model["family"], "pretrained": str(tiny_unet(version))}
         data["data"]["resolution"] = 64
     data["adapter"] = adapter | ({"rank": 2} if adapter.get("method") == "lora" else {})
     data["precision"] = precision

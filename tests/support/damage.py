@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -133,9 +134,9 @@ class Place:
         """The folder of a checkpoint."""
         return checkpoint.checkpoint_folder(self.run, step)
 
-    def resume(self) -> int:
+    def resume(self, *overrides: str) -> int:
         """``train --resume auto``; its exit code."""
-        return main(["train", str(self.file), "--resume", "auto"])
+        return main(["train", str(self.file), "--resume", "auto", *overrides])
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What the run trained."""
@@ -169,7 +170,7 @@ def changed_state(text: bytes, draw: random.Random, kind: str) -> bytes:
     if kind == "bit":
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     else:
-        place = draw.choice([at for at, value in enumerate(data) if chr(value).isdigit()])
+        place = draw.choice([found.start() for found in re.finditer(rb"\d", data)])
         data[place] = ord(draw.choice([new for new in "0123456789" if ord(new) != data[place]]))
     return bytes(data)
 

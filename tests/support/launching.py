@@ -1,6 +1,7 @@
 """Fork processes from one that has imported everything: runs of several, started as torchrun does, and programs.
 
-As a program it reads jobs from standard input, one JSON object per line, and answers each with a line.
+The launcher is a fork, too: of the process that asks for jobs, before that has threads. It reads jobs from a socket,
+one JSON object per line, and answers each with a line.
 """
 
 from __future__ import annotations
@@ -8,17 +9,19 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import failpoints
 
@@ -42,27 +45,29 @@ class Outcome:
 
 
 class Launcher:
-    """Starts jobs, one at a time. Use it as a context: its program ends with it.
+    """Starts jobs, one at a time. Use it as a context: its process ends with it.
 
     Args:
         folder: for configurations and logs.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path | None = None):
         self.folder, self.jobs = folder, 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, str(Path(__file__).resolve())]
-        self.program = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        preload()
+        ours, theirs = socket.socketpair()
+        self.process = os.fork()
+        if not self.process:
+            be_launcher(theirs)
+        theirs.close()
+        self.link = ours.makefile("rw")
+        ours.close()
 
     def __enter__(self) -> Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.program.stdin.close()  # type: ignore[union-attr]
-        self.program.wait(PATIENCE)
-        self.program.stdout.close()  # type: ignore[union-attr]
+        self.link.close()
+        os.waitpid(self.process, 0)
 
     def train(
         self,
@@ -112,33 +117,57 @@ class Launcher:
 
     def _place(self) -> Path:
         """A new job's folder."""
+        assert self.folder is not None
         self.jobs += 1
         place = self.folder / f"job-{self.jobs:02d}"
         place.mkdir(parents=True)
         return place
 
     def _outcome(self, place: Path, job: dict[str, Any]) -> Outcome:
-        assert self.program.stdin is not None and self.program.stdout is not None
-        print(json.dumps(job), file=self.program.stdin, flush=True)
-        codes, after = json.loads(self.program.stdout.readline())
+        print(json.dumps(job), file=self.link, flush=True)
+        codes, after = json.loads(self.link.readline())
         return Outcome(codes, [(place / f"{rank}.log").read_text() for rank in range(len(codes))], after)
 
 
-def serve() -> None:
-    """Take jobs until there are no more."""
+def be_launcher(link: socket.socket) -> NoReturn:
+    """Take jobs until there are no more, as a process that shares nothing with the one it was forked from."""
+    code = 1
+    try:
+        keep_only(link)
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+        os.chdir(ROOT)
+        os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/conftest.py
+        answers = open(0, "w", closefd=False)
+        for line in open(0):
+            prepare()
+            print(json.dumps(launch(json.loads(line))), file=answers, flush=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
 
+
+def keep_only(link: socket.socket) -> None:
+    """Leave the descriptors, streams and hooks of the process that was forked, except for its standard error."""
+    os.dup2(link.fileno(), 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin, sys.stdout, sys.stderr = open(os.devnull), open(1, "w"), open(2, "w", buffering=1)
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@cache
+def prepare() -> None:
+    """Before the first job: what every job would otherwise do anew."""
+    from simpletune.config.schema import TrainConfig
     from simpletune.system.devices import prepare_environment
 
-    os.fsync = os.fstat  # type: ignore[assignment]  # as in tests/conftest.py
-    gc.disable()
     prepare_environment()
-    preload()
-    import simpletune.commands.train.train  # noqa: F401
-
+    failpoints.install_all()
+    TrainConfig.model_rebuild()
+    gc.collect()
     gc.freeze()  # a collection in a child would copy every page
-    gc.enable()
-    for line in sys.stdin:
-        print(json.dumps(launch(json.loads(line))), flush=True)
 
 
 @contextmanager
@@ -165,9 +194,12 @@ def wait_for(ranks: dict[int, int], job: dict[str, Any]) -> tuple[list[int], lis
     began = time.monotonic()
     codes, ends, late = [0] * len(ranks), [0.0] * len(ranks), began + job.get("patience", PATIENCE)
     kills = {int(rank): began + seconds for rank, seconds in job.get("kills", {}).items()}
+    running = {pid: os.pidfd_open(pid) for pid in ranks}
     while ranks:
+        select.select(running.values(), [], [], 0.1)  # until one ends
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
+            os.close(running.pop(pid))
             ends[ranks[pid]], codes[ranks.pop(pid)] = time.monotonic(), os.waitstatus_to_exitcode(status)
         failed = any(code < 0 for code in codes) and not job.get("alone")
         ended = [end for end, code in zip(ends, codes, strict=True) if code]
@@ -175,7 +207,6 @@ def wait_for(ranks: dict[int, int], job: dict[str, Any]) -> tuple[list[int], lis
         for other, rank in ranks.items():
             if failed or time.monotonic() > min(late, kills.get(rank, late)):
                 os.kill(other, signal.SIGKILL)
-        time.sleep(0.01)
     return codes, [end - min(ends) for end in ends]
 
 
@@ -228,19 +259,24 @@ def preload() -> None:
     """Import what runs and tests import late, so that forked children start at once."""
     import bitsandbytes  # noqa: F401
     import diffusers.training_utils  # noqa: F401
-    import hypothesis  # noqa: F401
     import optimum.quanto  # noqa: F401
-    import peft  # noqa: F401
-    import pytest  # noqa: F401
+    import peft.tuners.lora.bnb  # noqa: F401
+    import torch.distributed.algorithms.ddp_comm_hooks.default_hooks  # noqa: F401
+    import torch.profiler._cupti_monitor  # noqa: F401
     import transformers  # noqa: F401
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel  # noqa: F401
+    from PIL import Image
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
     from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
 
+    import simpletune.adapters.files.write  # noqa: F401
+    import simpletune.apps.cli.main  # noqa: F401
+    import simpletune.commands.train.train
+    import simpletune.engine.memory.block_offload  # noqa: F401
+    import simpletune.engine.memory.recompute  # noqa: F401
+    import simpletune.estimate.simulate.simulate  # noqa: F401
+    import simpletune.models.sd3.joint_block  # noqa: F401
+    import simpletune.models.sd3.text  # noqa: F401
     import simpletune.runs.report.single_run  # noqa: F401
 
-    failpoints.install_all()
-
-
-if __name__ == "__main__":
-    serve()
+    Image.preinit()

@@ -1,18 +1,20 @@
-"""An S3-compatible server for tests (moto's), and a proxy in front of it that injects faults."""
+"""An S3-compatible server for tests (moto's), which injects faults."""
 
 from __future__ import annotations
 
-import http.client
+import sys
 import threading
 import time
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from typing import Literal
+from urllib.parse import unquote
 
 import pytest
 
@@ -45,10 +47,12 @@ def _rotten(content: bytes) -> bytes:
     return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
 
 
-class _Proxy(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
+    """Passes requests on to moto, which is a WSGI application: without a server of its own, each takes half as long."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or every answer's content would wait 40 ms for the client to confirm its headers
-    target: int
+    store: Callable[..., Iterable[bytes]]
     faults: Faults
 
     def _forward(self) -> None:
@@ -74,21 +78,17 @@ class _Proxy(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-        upstream = http.client.HTTPConnection("127.0.0.1", self.target, timeout=30)
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        answer = upstream.getresponse()
-        content = answer.read()
-        upstream.close()
+        status, headers, content = self._answer(body)
         if fault == "short" and content and self.command == "GET":
             content = content[: len(content) // 2]  # a whole answer of the wrong length
         if fault == "rot" and content and self.command == "GET":
             content = _rotten(content)
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("content-length", "connection", "transfer-encoding", "server", "date"):
+        self.send_response(status)
+        for name, value in headers.items():
+            if name not in ("content-length", "connection", "transfer-encoding", "server", "date"):
                 self.send_header(name, value)
-        length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
-        self.send_header("Content-Length", length or "0")
+        length = headers.get("content-length", "0") if self.command == "HEAD" else str(len(content))
+        self.send_header("Content-Length", length)
         self.end_headers()
         if fault == "cut":
             content = content[: len(content) // 2]
@@ -98,6 +98,24 @@ class _Proxy(BaseHTTPRequestHandler):
         if fault == "cut":
             self.connection.close()
 
+    def _answer(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """The status, headers (with names in lower case) and content with which the store answers."""
+        path, _, query = self.path.partition("?")
+        given = {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in self.headers.items()}
+        environment = given | {
+            "REQUEST_METHOD": self.command, "SCRIPT_NAME": "", "PATH_INFO": unquote(path, "latin-1"),
+            "QUERY_STRING": query, "RAW_URI": self.path, "REQUEST_URI": self.path, "SERVER_PROTOCOL": "HTTP/1.1",
+            "SERVER_NAME": "127.0.0.1", "SERVER_PORT": str(self.server.server_address[1]), "REMOTE_ADDR": "127.0.0.1",
+            "CONTENT_TYPE": given.get("HTTP_CONTENT_TYPE", ""), "CONTENT_LENGTH": str(len(body)),
+            "wsgi.version": (1, 0), "wsgi.url_scheme": "http", "wsgi.input": BytesIO(body), "wsgi.errors": sys.stderr,
+            "wsgi.multithread": True, "wsgi.multiprocess": False, "wsgi.run_once": False,
+        }  # fmt: skip
+        begun: list[tuple[str, list[tuple[str, str]]]] = []
+        parts = self.store(environment, lambda status, headers, error=None: begun.append((status, headers)))
+        content = b"".join(parts)
+        ((status, headers),) = begun
+        return int(status.split()[0]), {name.lower(): value for name, value in headers}, content
+
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward
 
     def log_message(self, format: str, *args: object) -> None:
@@ -106,35 +124,27 @@ class _Proxy(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(faults: Faults | None = None) -> Iterator[str]:
-    """Run a server with one empty bucket, and yield its URL (``http://...``). With faults, that of the proxy."""
-    import logging
-
-    from moto.server import ThreadedMotoServer
+    """Run a server with one empty bucket, and yield its URL (``http://...``)."""
+    from moto.backends import get_backend
+    from moto.server import create_backend_app
 
     from simpletune.system.stores import object_store
 
     soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=10), "base": 2}
     retries, object_store.RETRIES = object_store.RETRIES, {**object_store.RETRIES, "backoff": soon}  # type: ignore[typeddict-item]
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    for path in ("/moto-api/reset", f"/{BUCKET}"):
-        method = "POST" if "reset" in path else "PUT"
-        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)).close()
-    proxy = None
-    if faults is not None:
-        handler = type("Proxy", (_Proxy,), {"target": port, "faults": faults})
-        proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
+    get_backend("s3").reset()
+    handler = type("Handler", (_Handler,), {"store": staticmethod(create_backend_app("s3")), "faults": Faults()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")).close()
+    handler.faults = faults or handler.faults
     try:
-        yield f"http://127.0.0.1:{proxy.server_port if proxy else port}"
+        yield url
     finally:
         object_store.RETRIES = retries
-        if proxy is not None:
-            proxy.shutdown()
-        with suppress(Exception):  # its thread may hang on an open connection; it is a daemon
-            server.stop()
+        server.shutdown()
+        server.server_close()
 
 
 def settings(url: str) -> dict[str, str]:

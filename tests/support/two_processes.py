@@ -42,7 +42,7 @@ def of_two_blocks(place: Path, count: int, pixels: int) -> dict[str, Any]:
         "ema": {"decay": 0.9},
         "checkpoint": {"every": 2},
         "validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 2},
-        "profile": {"max_traces": 1},
+        "profile": {"max_traces": 0},
         "output": {name: str(place / name) for name in ("runs", "profiles", "cache")} | {"report": False},
     }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import run_with, stop_at
+from tiny_runs import TrainOnce, merged, run_with, stop_at
 
 from simpletune.runs.folder import read_rows
 from simpletune.system.safetensors_file import content_hash
@@ -16,14 +17,25 @@ STEPS = {"train": {"steps": 4}, "checkpoint": {"every": 2}}
 CHECKS = {"validation": {"prompts": ["a red disc"], "steps": 1, "loss_samples": 2, "every": 2}}
 
 
-@pytest.fixture(scope="module")
-def figures() -> Callable[[Path], dict]:
-    def of(run: Path) -> dict:
-        summary = json.loads((run / "summary.json").read_text())
-        kept = {key: value for key, value in summary.items() if "drift" in key or "eval" in key or "loss" in key}
-        return kept | {"rows": [{**row} for row in read_rows(run / "evaluations.jsonl")]}
+def figures(run: Path) -> dict:
+    summary = json.loads((run / "summary.json").read_text())
+    kept = {key: value for key, value in summary.items() if "drift" in key or "eval" in key or "loss" in key}
+    return kept | {"rows": [{**row} for row in read_rows(run / "evaluations.jsonl")]}
 
-    return of
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
+    """A copy of a run that was stopped in its last step."""
+    folder, known = tmp_path_factory.mktemp("stopped"), dict[str, Path]()
+
+    def copied(config: dict) -> Path:
+        method = config["adapter"]["method"]
+        if method not in known:
+            stop_at("step.begun", merged(config, output={"runs": str(folder / method)}), "term", 4)
+            known[method] = folder / method / config["name"]
+        return shutil.copytree(known[method], Path(config["output"]["runs"]) / config["name"])
+
+    return copied
 
 
 def zeros(file: Path) -> None:
@@ -43,58 +55,60 @@ def digit(file: Path) -> None:
     file.write_text(text[:at] + ("7" if text[at] != "7" else "6") + text[at + 1 :])
 
 
-DAMAGE = {
-    "zeros": ("base_predictions.safetensors", zeros),
-    "half": ("base_predictions.safetensors", half),
-    "loss before": ("eval_before.json", digit),
-    "picture": ("samples/base/prompt-00.png", half),
-}
+PREDICTIONS = "base_predictions.safetensors"
+OTHERS = {"eval_before.json": digit, "samples/base/prompt-00.png": half}
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(
+    "adapter, damages",
+    [
+        pytest.param({"method": "lora", "rank": 2}, {PREDICTIONS: zeros, **OTHERS}, id="lora"),
+        pytest.param({"method": "full"}, {PREDICTIONS: half}, id="full, predictions"),
+        pytest.param({"method": "full"}, OTHERS, id="full, others"),
+    ],
+)
 def test_no_figure_is_made_from_a_changed_file(
-    method: str, damage: str, tiny_config: dict, figures: Callable[[Path], dict], capsys: pytest.CaptureFixture[str]
+    adapter: dict,
+    damages: dict[str, Callable[[Path], None]],
+    tiny_config: dict,
+    train_once: TrainOnce,
+    stopped: TrainOnce,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = tiny_config | {"adapter": {"method": method}} | STEPS | CHECKS
-    expected = figures(run_with(config | {"name": "whole"}))
-    stop_at("step.begun", config, "term", 4)
-    run = Path(config["output"]["runs"]) / config["name"]
-    name, change = DAMAGE[damage]
-    change(run / name)
+    config = tiny_config | {"adapter": adapter} | STEPS | CHECKS
+    expected, run = figures(train_once(config)), stopped(config)
+    for name, damage in damages.items():
+        damage(run / name)
     capsys.readouterr()
     run_with(config, "auto")
-    assert f"{name} has changed since it was written" in capsys.readouterr().out
-    found = figures(run)
-    if (method, name) == (
-        "full",
-        "base_predictions.safetensors",
-    ):  # the base is gone: no drift
+    said, found = capsys.readouterr().out, figures(run)
+    for name in damages:
+        assert f"{name} has changed since it was written" in said
+        assert (run / f"{name}.damaged").is_file()
+    if adapter["method"] == "full" and PREDICTIONS in damages:  # the base is gone: no drift
         last = found["rows"][-1]
         assert "drift" not in last and last["eval_loss"] == expected["rows"][-1]["eval_loss"]
     else:
         assert found == expected
-    assert (run / f"{name}.damaged").is_file()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
-def test_a_changed_row_is_said(name: str, tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_row_is_said(tiny_config: dict, stopped: TrainOnce, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_config | STEPS | CHECKS
-    stop_at("step.begun", config, "term", 4)
-    run = Path(config["output"]["runs"]) / config["name"]
-    capsys.readouterr()
-    digit(run / name)
+    run, names = stopped(config), ("metrics.jsonl", "evaluations.jsonl")
+    for name in names:
+        digit(run / name)
     run_with(config, "auto")
-    assert f"{name} has changed since the checkpoint was saved" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert all(f"{name} has changed since the checkpoint was saved" in said for name in names)
 
 
-def test_nothing_is_said_of_files_as_they_were(tiny_config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_of_files_as_they_were(
+    tiny_config: dict, stopped: TrainOnce, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config | STEPS | CHECKS
-    stop_at("step.begun", config, "term", 4)
-    run = Path(config["output"]["runs"]) / config["name"]
-    before = content_hash(run / "base_predictions.safetensors")
-    capsys.readouterr()
-    run_with(config, "auto", train={"steps": 6})
-    run_with(config, "auto", train={"steps": 8})
+    run = stopped(config)
+    before = content_hash(run / PREDICTIONS)
+    for steps in (5, 6):
+        run_with(config, "auto", train={"steps": steps})
     assert "changed since" not in capsys.readouterr().out
-    assert content_hash(run / "base_predictions.safetensors") == before
+    assert content_hash(run / PREDICTIONS) == before

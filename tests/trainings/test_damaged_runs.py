@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from damage import DAMAGES, OF_FOLDERS, Place, answer, changed_state, damage, is_alike, make_origin, targets
-from slow_cases import slow_but
 
 from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
-from simpletune.runs.folder import read_metrics
+from simpletune.runs.best_checkpoint import step_to_keep
+from simpletune.runs.folder import open_again, read_metrics
 from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,57 +85,62 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("change", slow_but(["a later step", "the manifest", "cut", "a list"], STATES))
-def test_of_a_changed_state_the_checkpoint_before_is_used(
-    place: Place, origin: Place, change: str, capsys: pytest.CaptureFixture[str]
+def found(place: Place) -> tuple[int, list[str]]:
+    """The step that a run would continue from, and what checkpoints there are then."""
+    saved = checkpoint.find_checkpoint("latest", place.run)
+    assert saved is not None
+    return saved.step, sorted(entry.name for entry in saved.folder.parent.iterdir())
+
+
+@pytest.mark.parametrize("change", STATES)
+def test_of_a_changed_state_the_checkpoint_before_is_found(
+    place: Place, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.stopped()
     before = (place.checkpoint(4) / checkpoint.STATE).read_text()
     _rewritten(place.checkpoint(4), STATES[change])
     assert (place.checkpoint(4) / checkpoint.STATE).read_text() != before
-    assert place.resume() == 0
+    assert found(place) == (2, ["step-000002", "step-000004.damaged"])
     said = capsys.readouterr().out
-    assert "step-000004/state.json is damaged" in said and "step-000004.damaged" in said and "step 2 of 6" in said
-    torch.testing.assert_close(place.weights(), origin.weights(), rtol=0, atol=0)
-    assert [row["step"] for row in read_metrics(place.run)] == [1, 2, 3, 4, 5, 6]
+    assert "step-000004/state.json is damaged" in said and "step-000004.damaged" in said
 
 
 @pytest.mark.parametrize(
     ("file", "kind"),
-    slow_but(
-        [
-            (checkpoint.STATE, "deleted"),
-            (checkpoint.TRAINABLE, "one byte"),
-            (checkpoint.TRAINABLE, "byte"),
-            (checkpoint.TRAINABLE, "deleted"),
-            (checkpoint.OPTIMIZER, "folder"),
-        ],
-        product(
-            (checkpoint.STATE, checkpoint.TRAINABLE, checkpoint.OPTIMIZER),
-            [name for name in DAMAGES if name != "digit"],
-        ),
+    product(
+        (checkpoint.STATE, checkpoint.TRAINABLE, checkpoint.OPTIMIZER), [name for name in DAMAGES if name != "digit"]
     ),
 )
-def test_of_a_checkpoint_with_a_damaged_file_the_one_before_is_used(
-    place: Place, origin: Place, file: str, kind: str, capsys: pytest.CaptureFixture[str]
+def test_of_a_checkpoint_with_a_damaged_file_the_one_before_is_found(
+    place: Place, file: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.stopped()
     DAMAGES[kind](place.checkpoint(4) / file, random.Random(1))
-    assert main(["train", str(place.file), "--resume", "latest"]) == 0
+    assert found(place) == (2, ["step-000002", "step-000004.damaged"])
     said = capsys.readouterr().out
-    assert f"step-000004/{file} is " in said and "set aside as" in said and "step 2 of 6" in said
-    steps = sorted(entry.name for entry in place.checkpoint(4).parent.iterdir())
-    assert steps == ["step-000002", "step-000004", "step-000004.damaged", "step-000006"]
-    torch.testing.assert_close(place.weights(), origin.weights(), rtol=0, atol=0)
+    assert f"step-000004/{file} is " in said and "step-000004.damaged" in said
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_not_used(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.stopped().checkpoint(4).rename(place.checkpoint(5))
-    assert place.resume() == 0
+    assert found(place) == (2, ["step-000002", "step-000005.damaged"])
     said = capsys.readouterr().out
-    assert "step-000005/state.json is damaged" in said and "step 4" in said and "step 2 of 6" in said
+    assert "step-000005/state.json is damaged" in said and "step 4" in said
+
+
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
+    place: Place, origin: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DAMAGES["byte"](place.stopped().checkpoint(4) / checkpoint.TRAINABLE, random.Random(1))
+    assert main(["train", str(place.file), "--resume", "latest"]) == 0
+    said = capsys.readouterr().out
+    assert "step-000004/trainable.safetensors is damaged" in said and "step 2 of 6" in said
+    torch.testing.assert_close(place.weights(), origin.weights(), rtol=0, atol=0)
+    assert [row["step"] for row in read_metrics(place.run)] == [1, 2, 3, 4, 5, 6]
+    steps = sorted(entry.name for entry in place.checkpoint(4).parent.iterdir())
+    assert steps == ["step-000002", "step-000004", "step-000004.damaged", "step-000006"]
 
 
 def test_an_older_version_s_checkpoint_is_refused_and_keeps_its_name(
@@ -159,7 +164,7 @@ def test_a_loop_ends_where_every_checkpoint_is_damaged(place: Place, capsys: pyt
         _rewritten(place.checkpoint(step), STATES["cut"])
     assert place.resume() == 2
     assert "all 2 checkpoints" in capsys.readouterr().err
-    assert place.resume() == 0
+    assert place.resume("train.steps=1") == 0
     assert place.run.with_name("t.1").joinpath("checkpoints", "step-000004.damaged").is_dir()
 
 
@@ -169,7 +174,9 @@ def test_a_loop_ends_where_every_checkpoint_is_damaged(place: Place, capsys: pyt
 def test_a_damaged_line_amid_the_metrics_is_left_out_and_said(
     place: Place, origin: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A link to nothing in an old checkpoint does not matter."""
     file = place.stopped().run / "metrics.jsonl"
+    DAMAGES["link"](place.checkpoint(2) / checkpoint.TRAINABLE, random.Random(1))
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0], lines[1][:20] + "\x00" + lines[1][21:], *lines[2:]]) + "\n")
     assert place.resume() == 0
@@ -180,21 +187,24 @@ def test_a_damaged_line_amid_the_metrics_is_left_out_and_said(
     torch.testing.assert_close(place.weights(), origin.weights(), rtol=0, atol=0)
 
 
+def open_at_4(place: Place) -> list[int]:
+    """Open the folder of a stopped run to continue from step 4; the steps that its metrics then have."""
+    open_again(validate(place.data, "test"), 4, step_to_keep)
+    return [row["step"] for row in read_metrics(place.run)]
+
+
 def test_a_changed_step_among_the_metrics_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     file = place.stopped().run / "metrics.jsonl"
     file.write_text(file.read_text().replace('"step": 3', '"step": 1'))
-    assert place.resume() == 0
-    said = capsys.readouterr().out
-    assert "lacks 1 of the steps 1-4: 3" in said
-    assert [row["step"] for row in read_metrics(place.run)] == [1, 2, 4, 5, 6]
+    assert open_at_4(place) == [1, 2, 4]
+    assert "lacks 1 of the steps 1-4: 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["one byte", "deleted", "folder", "link"])
 def test_missing_metrics_are_said_once(place: Place, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     DAMAGES[damage](place.stopped().run / "metrics.jsonl", random.Random(1))
-    assert place.resume() == 0
+    assert open_at_4(place) == []
     assert capsys.readouterr().out.count("lacks 4 of the steps 1-4: 1, 2, 3, 4") == 1
-    assert [row["step"] for row in read_metrics(place.run)] == [5, 6]
 
 
 def test_a_run_of_which_all_metrics_are_lost_is_still_finished(place: Place) -> None:
@@ -219,11 +229,6 @@ def test_a_lost_result_of_a_finished_run_is_exported_again(
     summary, before = (json.loads((each.run / "summary.json").read_text()) for each in (place, origin))
     assert summary["output"] == str(result) and summary["seconds_total"] == before["seconds_total"]
     assert place.resume() == 0 and "again" not in capsys.readouterr().out
-
-
-def test_a_link_to_nothing_in_an_old_checkpoint_does_not_matter(place: Place) -> None:
-    DAMAGES["link"](place.stopped().checkpoint(2) / checkpoint.TRAINABLE, random.Random(1))
-    assert place.resume() == 0
 
 
 @pytest.mark.slow
@@ -255,15 +260,15 @@ def test_a_lock_that_is_a_folder_is_said(place: Place, capsys: pytest.CaptureFix
 
 
 def test_names_that_look_like_those_of_locks_and_older_runs_stay_apart(tiny_config: dict, tmp_path: Path) -> None:
-    kept = {}
-    for name in ("a.1", "a.lock", "a"):
-        data = {**tiny_config, "name": name, "train": {"steps": 1}}
-        kept[name] = train(validate(data, "test")).joinpath("metrics.jsonl").read_text()
-    train(validate({**tiny_config, "name": "a", "train": {"steps": 1}}, "test"))
-    runs = tmp_path / "runs"
-    assert (runs / "a.1" / "metrics.jsonl").read_text() == kept["a.1"]
-    assert (runs / "a.lock" / "metrics.jsonl").read_text() == kept["a.lock"]
-    assert (runs / "a.2" / "metrics.jsonl").read_text() == kept["a"]
+    config = validate({**tiny_config, "name": "a", "train": {"steps": 1}}, "test")
+    runs, first = tmp_path / "runs", train(config)
+    for name in ("a.1", "a.lock"):
+        shutil.copytree(first, runs / name)
+        (runs / name / "mine").write_text(name)
+    (first / "mine").write_text("a")
+    train(config)
+    assert [(runs / name / "mine").read_text() for name in ("a.1", "a.lock", "a.2")] == ["a.1", "a.lock", "a"]
+    assert not (runs / "a" / "mine").exists()
 
 
 # --- every file, every damage, every command ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,21 @@ from simpletune.training.checkpointer import Checkpointer
 from simpletune.training.validation_pictures import Previews
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict, Path], dict[str, str]]:
+    """A function that copies a cache that a run has filled, to be damaged: the tests' own has entries of other
+    encoders, too. It returns the option ``output``."""
+    own = tmp_path_factory.mktemp("own") / "cache"
+
+    def copied(config: dict, place: Path) -> dict[str, str]:
+        if not own.exists():
+            run_with(config, name="filler", train={"steps": 1}, output={"cache": str(own)})
+        shutil.copytree(own, place)
+        return {"cache": str(place)}
+
+    return copied
 
 
 def run_of(tiny_config: dict) -> Path:
@@ -203,11 +218,11 @@ def test_too_little_room_is_refused_before_anything_is_made(
     output = {"cache": str(tmp_path / "cold")}
     monkeypatch.setattr(space, "free_disk_bytes", lambda path: 100_000)
     with pytest.raises(UserError, match=r"disk: this run writes about .*checkpoints .*cached pictures .*are free") as e:
-        run_with(tiny_config, output=output, train={"steps": 40}, checkpoint={"every": 5})
+        run_with(tiny_config, output=output, train={"steps": 2}, checkpoint={"every": 1})
     assert e.value.code == 6
     assert not (tmp_path / "cold" / "latents").exists() and not run_of(tiny_config).exists()
-    monkeypatch.setattr(space, "free_disk_bytes", lambda path: 420_000)
-    run_with(tiny_config, output=output, train={"steps": 40}, checkpoint={"every": 5})
+    monkeypatch.setattr(space, "free_disk_bytes", lambda path: 300_000)
+    run_with(tiny_config, output=output, train={"steps": 2}, checkpoint={"every": 1})
     assert "nearly full" in capsys.readouterr().out
 
 
@@ -234,10 +249,9 @@ def spoil(file: Path, damage: str) -> None:
     slow_but([("latents", "flip"), ("prompts", "cut")], product(("latents", "prompts"), ("flip", "cut", "empty"))),
 )
 def test_a_damaged_cache_file_is_set_aside_and_made_again(
-    tiny_config: dict, tmp_path: Path, kind: str, damage: str, capsys: pytest.CaptureFixture[str]
+    tiny_config: dict, filled: Any, train_once: TrainOnce, tmp_path: Path, kind: str, damage: str, capsys: Any
 ) -> None:
-    output = {"cache": str(tmp_path / "own")}  # the tests' cache has entries of other encoders, too
-    whole = run_with(tiny_config, name="whole", output=output)
+    output, whole = filled(tiny_config, tmp_path / "own"), train_once(tiny_config)
     used = sorted((tmp_path / "own" / kind).rglob("*.safetensors"))
     spoiled = next(file for file in used if load_file(file))
     before = {name: tensor.clone() for name, tensor in load_file(spoiled).items()}  # not mapped
@@ -354,7 +368,7 @@ def test_skip_leaves_the_weights_and_the_state_as_they_were(
     assert "Skipped the update" in capsys.readouterr().out
     one, three = (load_file(checkpoint.checkpoint_folder(whole, step) / "ema.safetensors") for step in (3, 6))
     assert not all(torch.equal(one[name], three[name]) for name in one)
-    again = run_with(tiny_config, name="again", **settings)
+    again = shutil.copytree(whole, whole.with_name("again"))
     shutil.rmtree(checkpoint.checkpoint_folder(again, 7))
     shutil.rmtree(checkpoint.checkpoint_folder(again, 6))
     run_with(tiny_config, "latest", name="again", **settings)
@@ -399,9 +413,10 @@ def test_what_has_diverged_is_not_saved(tiny_config: dict, monkeypatch: pytest.M
     assert steps_of(run_of(tiny_config)) == ["step-000002"]
 
 
-def test_cached_latents_that_are_not_finite_are_set_aside_and_made_again(tiny_config: dict, tmp_path: Path) -> None:
-    output = {"cache": str(tmp_path / "own")}
-    run_with(tiny_config, output=output)
+def test_cached_latents_that_are_not_finite_are_set_aside_and_made_again(
+    tiny_config: dict, filled: Any, tmp_path: Path
+) -> None:
+    output = filled(tiny_config, tmp_path / "own")
     for file in (tmp_path / "own" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")
@@ -441,13 +456,14 @@ def test_a_caption_that_a_text_encoder_overflows_on_is_named(
 # --- stages ---------------------------------------------------------------------------------------------------------
 
 
-def test_side_stages_do_not_take_the_run_down(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_side_stages_do_not_take_the_run_down(
+    tiny_config: dict, train_once: TrainOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: dict = {
         "validation": {"prompts": ["a disc"], "every": 1, "steps": 2, "loss_samples": 2},
         "profile": {"max_traces": 1}, "output": {"report": True},
     }  # fmt: skip
-    whole = run_with(tiny_config, name="whole", **settings)
-    calls = []
+    whole, calls = train_once(tiny_config), []
 
     def fail(*args: object, **named: object) -> None:
         calls.append(args)

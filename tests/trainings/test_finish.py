@@ -55,9 +55,9 @@ METHODS = {
 def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: dict) -> None:
     changes = METHODS[method]
     config = {name: value for name, value in tiny_config.items() if name != "adapter"}
-    whole = run_with(config, name="whole", **changes)
-    run = stopped(config, after=6, **changes)
-    output = finish_early(f"{run}@4")
+    whole = run_with(config, name="whole", train={"steps": 2}, **changes)
+    run = stopped(config, after=3, **changes)
+    output = finish_early(f"{run}@2")
     file = LORA if changes["adapter"]["method"] in ("lora", "lokr", "dora", "oft") else FULL
     assert output == run / Path(file).parts[0]
     mine, theirs = load_file(run / file), load_file(whole / file)
@@ -67,7 +67,7 @@ def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: 
     if file == FULL:
         assert (run / "transformer/config.json").read_text() == (whole / "transformer/config.json").read_text()
     with safe_open(run / file, "pt") as ours, safe_open(whole / file, "pt") as other:
-        assert ours.metadata()["simpletune_step"] == other.metadata()["simpletune_step"] == "4"
+        assert ours.metadata()["simpletune_step"] == other.metadata()["simpletune_step"] == "2"
         assert str(run.parent) not in ours.metadata()["simpletune_config"]
 
 
@@ -77,8 +77,9 @@ def test_the_text_side_too(adapter: str, tiny_config: dict) -> None:
     config = {name: value for name, value in tiny_config.items() if name != "adapter"}
     text = {"embeddings": {"token": "flat", "initial": "striped"}, "lora": {"rank": 2} if adapter == "lora" else None}
     changes = {"adapter": {"method": adapter}, "text": text}
-    whole, run = run_with(config, name="whole", **changes), stopped(config, after=6, **changes)
-    output = finish_early(f"{run}@4")
+    whole = run_with(config, name="whole", train={"steps": 2}, **changes)
+    run = stopped(config, after=3, **changes)
+    output = finish_early(f"{run}@2")
     files = {path.name.replace("whole", run.name): path for path in whole.glob("*.safetensors")}
     assert output.name == (f"{run.name}_flat.safetensors" if adapter == "none" else LORA) and output.name in files
     assert len(files) == 1 + (adapter == "lora")
@@ -86,7 +87,7 @@ def test_the_text_side_too(adapter: str, tiny_config: dict) -> None:
         torch.testing.assert_close(load_file(run / name), load_file(theirs), rtol=0, atol=0)
         with safe_open(run / name, "pt") as ours, safe_open(theirs, "pt") as other:
             mine, expected = ours.metadata(), other.metadata()
-        assert mine.keys() == expected.keys() and mine["simpletune_step"] == expected["simpletune_step"] == "4"
+        assert mine.keys() == expected.keys() and mine["simpletune_step"] == expected["simpletune_step"] == "2"
 
 
 def test_finishing_leaves_what_a_finished_run_leaves(
@@ -204,8 +205,8 @@ def steps_of(run: Path) -> list[int]:
         ({"keep_last": 2}, [8, 9], 3),
         ({"keep_last": "all"}, [1, 2, 3, 4, 5, 6, 7, 8, 9], 9),
         ({"keep_last": 1, "keep_every": 3}, [3, 6, 9], 4),
-        ({"keep_last": 2, "keep_every": 4}, [4, 8, 9], 4),
-        ({"keep_last": 20}, [1, 2, 3, 4, 5, 6, 7, 8, 9], 9),
+        pytest.param({"keep_last": 2, "keep_every": 4}, [4, 8, 9], 4, marks=pytest.mark.slow),
+        pytest.param({"keep_last": 20}, [1, 2, 3, 4, 5, 6, 7, 8, 9], 9, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -251,10 +252,10 @@ def test_what_cannot_be_kept_is_refused(checkpoints: dict, message: str, tiny_co
 
 def test_the_report_says_which_steps_can_be_used(tiny_config: dict) -> None:
     looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 1, "loss_samples": 0}}
-    run = run_with(tiny_config, **looks, train={"steps": 5}, checkpoint={"every": 1, "keep_last": 1, "keep_every": 2})
+    run = run_with(tiny_config, **looks, train={"steps": 4}, checkpoint={"every": 1, "keep_last": 1, "keep_every": 2})
     page = markdown(make_report([run]))
     section = page.partition("## Checkpoints")[2].partition("\n## ")[0]
-    assert [f"tiny@{step}" in section for step in (1, 2, 3, 4, 5)] == [False, True, False, True, True]
+    assert [f"tiny@{step}" in section for step in (1, 2, 3, 4)] == [False, True, False, True]
     assert "step 1, 3 " in section and "keep" in section
     shutil.rmtree(run / "checkpoints")
     shutil.rmtree(run / "samples")

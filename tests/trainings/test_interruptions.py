@@ -155,6 +155,7 @@ def test_going_back_to_an_older_checkpoint_puts_later_ones_out_of_the_way(tiny_c
 
 
 def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny_config: dict) -> None:
+    tiny_config["train"]["steps"] = 1
     for _ in range(2):
         run_with(tiny_config)
     failpoints.arm("run.moved-traces", "raise")
@@ -166,7 +167,7 @@ def test_an_older_run_and_its_traces_move_together_even_when_killed_between(tiny
     failpoints.arm("run.moved-traces", "raise")
     with pytest.raises(failpoints.InjectedError):
         run_with(tiny_config)
-    run_with(tiny_config, "latest", train={"steps": 6})  # continued after all: it has traces again
+    run_with(tiny_config, "latest", train={"steps": 2})  # continued after all: it has traces again
     run_with(tiny_config)
     assert runs_of(tiny_config) == ["tiny", "tiny.1", "tiny.2", "tiny.4"] and (profiles / "tiny.4").is_dir()
 

@@ -31,8 +31,8 @@ def with_real_inputs(tiny_config: dict, pipeline: Path, real_data: Path, **data:
     config = copy.deepcopy(tiny_config)
     config["model"] = {"pretrained": str(pipeline), "vae": str(real_data / "taesd3"), "t5_length": 77}
     config["data"] = {"resolution": 128, **data}
-    config["train"]["steps"] = 30
-    config["validation"] = {"loss_samples": 8, "steps": 4}
+    config["train"]["steps"] = 10
+    config["validation"] = {"loss_samples": 4, "steps": 1}
     return config
 
 
@@ -40,13 +40,13 @@ def with_real_inputs(tiny_config: dict, pipeline: Path, real_data: Path, **data:
 def test_taesd3_gives_photographs_back(name: str, real_data: Path) -> None:
     model = SD3(vae=str(real_data / "taesd3"))
     vae = model.load_vae(torch.device("cpu"), torch.float32)
-    pixels = torch.from_numpy(crop_to_bucket(decode((real_data / name).read_bytes()), (256, 256)))[None]
+    pixels = torch.from_numpy(crop_to_bucket(decode((real_data / name).read_bytes()), (128, 128)))[None]
     with torch.no_grad():
         z_0 = model.encode_pictures(vae, pixels)
         back = model.decode_latents(vae, z_0)
-    assert z_0.shape == (1, 16, 32, 32)
+    assert z_0.shape == (1, 16, 16, 16)
     psnr = -10 * math.log10((back - (pixels / 2 + 0.5)).square().mean().item())
-    print(f"{name}: round trip {psnr:.1f} dB at 256 px")
+    print(f"{name}: round trip {psnr:.1f} dB at 128 px")
     assert psnr > 28
 
 
@@ -62,7 +62,9 @@ def test_trains_on_paintings_of_many_shapes(tiny_config, real_tokens_pipeline, r
 
 def test_trains_on_photographs_with_one_prompt(tiny_config, real_tokens_pipeline, real_data: Path, capsys) -> None:
     data = {"path": str(real_data / "dreambooth" / "dog6"), "prompt": "a photo of sks dog"}
-    run = train(validate(with_real_inputs(tiny_config, real_tokens_pipeline, real_data, **data), "dog6"))
+    config = with_real_inputs(tiny_config, real_tokens_pipeline, real_data, **data)
+    config["validation"]["prompts"] = []
+    run = train(validate(config, "dog6"))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert "captions from one prompt for all pictures: 'a photo of sks dog'" in capsys.readouterr().out

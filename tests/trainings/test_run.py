@@ -39,9 +39,9 @@ def full_run(tiny_config: dict, train_once: TrainOnce) -> Path:
     return train_once(
         tiny_config
         | {
-            "train": {"steps": 12, "batch_size": 2},
-            "checkpoint": {"every": 4, "keep_last": 2},
-            "validation": {"prompts": ["a red disc", "a blue square"], "every": 6, "steps": 2, "loss_samples": 6},
+            "train": {"steps": 6, "batch_size": 2},
+            "checkpoint": {"every": 2, "keep_last": 2},
+            "validation": {"prompts": ["a red disc", "a blue square"], "every": 3, "steps": 2, "loss_samples": 6},
             "profile": {"max_traces": 5},
         }
     )
@@ -56,13 +56,13 @@ def test_leaves_what_the_design_says(full_run: Path) -> None:
     assert set(summary) >= SUMMARY_FIELDS
     assert {"text", "latents", "load", "train", "validate", "save"} == set(summary["stages"])
     assert summary["peak_allocated_gib"] is None and summary["peak_rss_gib"] > 0
-    assert summary["trainable_parameters"] == sum(tensor.numel() for tensor in saved_weights(full_run, 12).values())
+    assert summary["trainable_parameters"] == sum(tensor.numel() for tensor in saved_weights(full_run, 6).values())
     assert json.loads((full_run / "config.json").read_text())["train"]["clip_norm"] == 1.0
     metrics = read_metrics(full_run)
-    assert [row["step"] for row in metrics] == list(range(1, 13))
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert all(set(row) == {"step", "epoch", "loss", "lr", "seconds", "grad_norm"} for row in metrics)
-    assert [row["epoch"] for row in metrics] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert sorted(f.name for f in (full_run / "checkpoints").iterdir()) == ["step-000008", "step-000012"]
+    assert [row["epoch"] for row in metrics] == [0, 0, 0, 1, 1, 1]
+    assert sorted(f.name for f in (full_run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
     assert Path(summary["output"]) == full_run / "pytorch_lora_weights.safetensors"
     with safe_open(summary["output"], "pt") as handle:
         assert json.loads(handle.metadata()["simpletune_config"])["name"] == "tiny"
@@ -71,11 +71,11 @@ def test_leaves_what_the_design_says(full_run: Path) -> None:
 
 def test_pictures_are_of_base_and_tuned_from_the_same_noise(full_run: Path) -> None:
     samples = full_run / "samples"
-    assert sorted(f.name for f in samples.iterdir()) == ["base", "grid.png", "step-000006", "step-000012"]
-    files = [samples / state / "prompt-01.png" for state in ("base", "step-000012")]
+    assert sorted(f.name for f in samples.iterdir()) == ["base", "grid.png", "step-000003", "step-000006"]
+    files = [samples / state / "prompt-01.png" for state in ("base", "step-000006")]
     (before, after), (base, tuned) = map(generation_parameters, files), map(Image.open, files)
     assert before["prompt"] == after["prompt"] == "a blue square" and before["seed"] == after["seed"] == 1
-    assert before["weights"] == "base" and after["weights"] == "step 12"
+    assert before["weights"] == "base" and after["weights"] == "step 6"
     assert base.size == tuned.size == (32, 32)
     assert list(base.getdata()) != list(tuned.getdata())
     grid = Image.open(samples / "grid.png")
@@ -95,7 +95,7 @@ def test_tensorboard_reads_scalars_and_pictures(full_run: Path) -> None:
 
 def test_one_trace_an_epoch(full_run: Path) -> None:
     traces = sorted(profiles_of(full_run).glob("epoch-*/*.pt.trace.json.gz"))
-    assert [trace.parent.name for trace in traces] == ["epoch-000", "epoch-001", "epoch-002", "epoch-003"]
+    assert [trace.parent.name for trace in traces] == ["epoch-000", "epoch-001"]
     names = {event.get("name") for event in json.loads(gzip.open(traces[0]).read())["traceEvents"]}
     assert {"## data ##", "## forward ##", "## backward ##", "## clip ##", "## optimizer ##"} <= names
 
@@ -124,7 +124,8 @@ def test_resume_is_exact_with_accumulation_dropout_and_schedule(
         "memory": {"checkpointing": "all"}, "checkpoint": {"every": 3},
         "train": {"steps": 6, "batch_size": 2, "gradient_accumulation": 2},
     }  # fmt: skip
-    whole, stopped = (run_with(tiny_config, name=name, **changes) for name in ("whole", "again"))
+    whole = run_with(tiny_config, name="whole", **changes)
+    stopped = shutil.copytree(whole, whole.with_name("again"))
     shutil.rmtree(stopped / "checkpoints" / "step-000006")
     run_with(tiny_config, "latest", name="again", **changes)
     losses = [[row["loss"] for row in read_metrics(run)] for run in (whole, stopped)]
@@ -198,7 +199,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny_config: dict, monkeypatch:
 
 
 def test_the_loss_falls(tiny_config: dict) -> None:
-    run = run_with(tiny_config, train={"steps": 60, "batch_size": 2}, validation={"loss_samples": 12})
+    run = run_with(tiny_config, train={"steps": 24, "batch_size": 2}, validation={"loss_samples": 12})
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert summary["final_loss"] < summary["first_loss"]

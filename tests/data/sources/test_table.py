@@ -193,10 +193,10 @@ def bomb(tmp_path: Path, captions: list[str], **options: Any) -> Path:
 
 
 def test_a_caption_that_was_compressed_from_far_more_than_a_caption_is_not_read(tmp_path: Path) -> None:
-    file = bomb(tmp_path, ["a " * 20_000_000], compression="zstd")
+    file = bomb(tmp_path, ["a " * 6_000_000], compression="zstd")
     assert file.stat().st_size < 100_000
     tracemalloc.start()
-    with pytest.raises(UserError, match="'text' of row group 0 has 4.,...,... bytes in 1 rows; the limit is 1,048,640"):
+    with pytest.raises(UserError, match="'text' of row group 0 has 12,...,... bytes in 1 rows; the limit is 1,048,640"):
         Table(path=str(file)).scan(file)
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from launching import Launcher
 from object_store import BUCKET, Fault, Faults, faults, reached, server  # noqa: F401
-from tiny_runs import run_with, saved_weights
+from tiny_runs import TrainOnce, run_with, saved_weights
 
 from simpletune.apps.cli import main as cli_main
 from simpletune.config.load import validate
@@ -61,11 +61,6 @@ def kept(tiny_config: dict, request: pytest.FixtureRequest) -> dict:
     return tiny_config | {"train": {"steps": 6}, "checkpoint": {"every": 2}, "output": output}
 
 
-def here(config: dict) -> dict:
-    """The same run in a folder only."""
-    return config | {"output": config["output"] | {"runs": "only-here"}}
-
-
 def store_of(config: dict) -> ObjectStore:
     return ObjectStore(f"{config['output']['runs']}/{config['name']}")
 
@@ -104,7 +99,9 @@ def same(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return ours.keys() == other.keys() and all(torch.equal(ours[name], other[name]) for name in ours)
 
 
-def test_another_machine_continues_with_the_same_bits(kept: dict, machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_machine_continues_with_the_same_bits(
+    kept: dict, machine, train_once: TrainOnce, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine("a")
     failpoints.arm("step.begun", "term", 4)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(signals.Stopped), signals.listening():
@@ -127,7 +124,7 @@ def test_another_machine_continues_with_the_same_bits(kept: dict, machine, capsy
     said = capsys.readouterr().out
     assert re.search(r"store .*2 checkpoints, the last of step 4", said) and "resume  from" in said
     assert run.resolve() == second / "runs" / "tiny"
-    whole = run_with(here(kept))
+    whole = train_once(kept)
     assert same(saved_weights(run, 6), saved_weights(whole, 6))
     assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(whole)]
     index = require_whole(kept)
@@ -149,7 +146,7 @@ def test_another_machine_continues_with_the_same_bits(kept: dict, machine, capsy
     ],
 )
 def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
-    kept: dict, machine, launcher: Launcher, server: str, moment: str
+    kept: dict, machine, launcher: Launcher, train_once: TrainOnce, server: str, moment: str
 ) -> None:
     code = (
         "import json, os, sys; os.chdir(sys.argv[1]); "
@@ -164,7 +161,7 @@ def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
     run = run_with(kept, "auto")
     index = require_whole(kept)
     assert index.finished and max(index.checkpoints) == 6
-    assert same(saved_weights(run, 6), saved_weights(run_with(here(kept)), 6))
+    assert same(saved_weights(run, 6), saved_weights(train_once(kept), 6))
     assert lost <= 6 - (2 if moment == "remote.uploaded" else 0)
 
 
@@ -303,7 +300,7 @@ def test_a_stored_run_is_not_replaced(kept: dict, machine) -> None:
         run_with(kept)
     assert kept["output"]["runs"] in str(caught.value)
     machine("c")
-    run_with(here(kept) | {"output": kept["output"] | {"runs": "runs"}}, train={"steps": 2})
+    run_with(kept, train={"steps": 2}, output={"runs": "runs"})
     with pytest.raises(UserError, match="is not the run that .* holds"):
         run_with(kept, "auto")
 

@@ -49,29 +49,34 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "elsewhere" / "runs" / "tiny"
 
 
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl"])
 @pytest.mark.parametrize("where", ["in the store", "on the way"])
 def test_a_flipped_bit_is_said_and_not_taken_over(
-    kept: dict, name: str, where: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    kept: dict, where: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     run_with(kept)
     store, index = store_of(kept), index_of(kept)
     assert set(index.files) == set(key for key in store.keys() if not key.startswith((INDEX, "checkpoints/")))
-    content, tag = store.read(name) or pytest.fail("missing")
-    if where == "in the store":
-        store.replace(name, object_store._rotten(content), tag)
-    else:
-        faults.choose = lambda number, method, path: "rot" if method == "GET" and path.endswith(name) else None
+    names, rotten = ("config.json", "summary.json", "metrics.jsonl"), dict[str, bytes]()
+    for name in names:
+        content, tag = store.read(name) or pytest.fail("missing")
+        rotten[name] = object_store._rotten(content)
+        if where == "in the store":
+            store.replace(name, rotten[name], tag)
+    if where == "on the way":
+        faults.choose = lambda number, method, path: "rot" if method == "GET" and path.endswith(names) else None
     there = elsewhere(tmp_path, monkeypatch)
     run_with(kept, "auto", train={"steps": 6})
-    assert re.search(rf"warning .*/{name} is damaged .*checksum.* it is left out", capsys.readouterr().out)
-    assert (there / f"{name}.damaged").read_bytes() == object_store._rotten(content)
+    said = capsys.readouterr().out
     faults.choose = lambda number, method, path: None
-    now, _ = store.read(name) or pytest.fail("missing")
-    assert f"{name}.damaged" not in store.keys()
-    rows = [json.loads(line) for line in now.decode().splitlines()] if name.endswith("l") else json.loads(now)
-    assert len(rows) == (2 if name.endswith("l") else len(rows))  # the rows of the steps since
+    stored = store.keys()
+    for name in names:
+        assert re.search(rf"warning .*/{name} is damaged .*checksum.* it is left out", said)
+        assert (there / f"{name}.damaged").read_bytes() == rotten[name]
+        assert f"{name}.damaged" not in stored
+        now, _ = store.read(name) or pytest.fail("missing")
+        rows = [json.loads(line) for line in now.decode().splitlines()] if name.endswith("l") else json.loads(now)
+        assert len(rows) == (2 if name.endswith("l") else len(rows))  # the rows of the steps since
 
 
 def test_what_was_being_uploaded_when_a_process_died_is_taken_as_it_is(

@@ -26,6 +26,10 @@ from simpletune.training.trackers.weights_and_biases import has_credentials, run
 
 BLOCK = 32768
 MARKER = "c0ffee" * 6 + "abcd"  # 40 characters, the form of an API key
+SECRETS = {
+    "WANDB_API_KEY": MARKER, "HF_TOKEN": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789",
+    "MY_SECRET": "correct horse battery staple",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -101,12 +105,14 @@ def history(records: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_wandb_offline_has_everything_in_the_runs_folder_and_no_secret(
-    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", MARKER)
-    monkeypatch.setenv("HF_TOKEN", MARKER)
+    """Nor has any other file, or what is printed."""
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
     changes = {"validation": {"prompts": ["a red disc"], "steps": 2, "loss_samples": 4}, "train": {"steps": 3}}
-    run = run_with(tiny_config, **changes, tracking={"wandb": "offline", "wandb_project": "discs"})
+    changes |= {"profile": {"max_traces": 1}, "output": {"report": True}}
+    run = run_with(tiny_config, **changes, tracking={"tensorboard": True, "wandb": "offline", "wandb_project": "discs"})
     records = wandb_records(run)
     rows = history(records)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
@@ -123,8 +129,13 @@ def test_wandb_offline_has_everything_in_the_runs_folder_and_no_secret(
     assert "eval_loss_after" in {i.key for summary in summaries for i in summary.update}
     assert summary_of(run)["warnings"] == []
     files = [file for place in (run, tmp_path / "profiles") for file in place.rglob("*") if file.is_file()]
-    assert len(files) > 10
-    assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
+    names = {file.name for file in files}
+    assert {"config.json", "summary.json", "README.md", "report.html", "state.json", "metrics.jsonl"} <= names
+    assert any(file.suffix == ".wandb" for file in files) and any("tfevents" in name for name in names)
+    shown = "".join(capfd.readouterr())
+    for secret in SECRETS.values():
+        assert [file for file in files if secret.encode() in file.read_bytes()] == []
+        assert secret not in shown
     assert [f for f in (tmp_path / "home").rglob("*") if f.is_file()] == [], "wandb wrote outside the run's folder"
 
 
