@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -36,7 +37,7 @@ from simpletune.adapters.methods.layers import all_layers
 from simpletune.apps.cli import lora as verbs
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.engine.quant.precision import FP32, Int8, Nf4, WeightPrecision
+from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import SafetensorsWriter
@@ -64,9 +65,13 @@ def files(pipeline: Path) -> dict[str, Path]:
     return found | {"other": write_lora(random_lora(pipeline, 2, 3), folder / "other.safetensors", "kohya")}
 
 
-def base_model(pipeline: Path, precision: WeightPrecision | None = None) -> nn.Module:
-    model = SD3().model_copy(update={"pretrained": str(pipeline)})
-    return model.load_denoiser(precision or FP32(), CPU)
+@functools.cache
+def in_fp32(pipeline: Path) -> nn.Module:
+    return SD3().model_copy(update={"pretrained": str(pipeline)}).load_denoiser(FP32(), CPU)
+
+
+def base_model(pipeline: Path) -> nn.Module:
+    return copy.deepcopy(in_fp32(pipeline))
 
 
 def diffusers_own(pipeline: Path) -> StableDiffusion3Pipeline:
@@ -158,7 +163,7 @@ def test_two_loras_at_once_are_the_sum_of_their_deltas(pipeline: Path, files: di
 
 
 def test_two_loras_on_a_quantised_base(pipeline: Path, files: dict[str, Path]) -> None:
-    model = base_model(pipeline, Int8(compute="fp32"))
+    model = SD3().model_copy(update={"pretrained": str(pipeline)}).load_denoiser(Int8(compute="fp32"), CPU)
     base = velocity(model)
     load_loras(model, [(files["kohya"], 0.5), (files["other"], 0.5)])
     effect = live(pipeline, (files["kohya"], 0.5), (files["other"], 0.5)) - velocity(base_model(pipeline))
