@@ -131,7 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
     def hang_up(self, how: str) -> None:
         self.close_connection = True
         if how == "stall":
-            time.sleep(0.4)
+            self.connection.settimeout(60)
+            self.connection.recv(1)  # until the client hangs up
         if how == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.rfile.close()

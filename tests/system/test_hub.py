@@ -72,8 +72,7 @@ def hub(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
-        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+        impatient(monkeypatch, 20.0)
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
         monkeypatch.setattr(ours, "PAUSE", 0.0)
         for module in (file_download, _http):
@@ -81,6 +80,12 @@ def hub(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         forget()
         yield hub
         forget()
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The hub has this time for an answer."""
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(constants, name, seconds)
 
 
 def forget() -> None:
@@ -239,7 +244,7 @@ def test_tries_again_where_huggingface_hub_does_not(status: int | str, hub: Fake
 
 
 def test_a_file_that_stalls(hub: FakeHub, run, monkeypatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
     hub.failure = Failure("stall", on="weights", method="GET")
     code, said = run()
     assert code == 2
@@ -326,8 +331,10 @@ FAILURES: dict[str, tuple[Failure | dict, str]] = {  # how the hub fails, or wha
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_failures_in_plain_words(case: str, hub: FakeHub, run) -> None:
+def test_failures_in_plain_words(case: str, hub: FakeHub, run, monkeypatch) -> None:
     how, expected = FAILURES[case]
+    if case == "slow":
+        impatient(monkeypatch, 0.2)
     vars(hub).update(how if isinstance(how, dict) else {"failure": how})
     code, said = run()
     assert code == 2

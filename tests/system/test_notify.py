@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from inbox import Inbox
@@ -93,16 +92,15 @@ def test_what_cannot_be_reached_or_parsed_does_not_show_the_path() -> None:
 
 
 def test_a_server_that_hangs_delays_little_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notify, "WAIT", 1.0)
+    monkeypatch.setattr(notify, "WAIT", 60.0)
     warned: list[str] = []
     with Inbox(hangs=True) as inbox:
-        began = time.monotonic()
         sender = Sender(Receiver("Slack", "127.0.0.1", inbox.url + SECRET), warned.append)
         for _ in range(2 * notify.PENDING):
             sender.send(message())
-        sent = time.monotonic() - began
+        monkeypatch.setattr(notify, "WAIT", 0.1)
         sender.close()
-        assert sent < 1 and time.monotonic() - began < 3
+        assert len(inbox.posted) <= 1, "while the server still has the first, all are sent and the end is reached"
     assert warned == ["notification: Slack (127.0.0.1) is slow: a message was dropped"]
 
 

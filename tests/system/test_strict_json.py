@@ -63,10 +63,10 @@ def test_depth(opening: str, closing: str) -> None:
 
 def test_a_duplicate_among_many_keys_is_found_in_linear_time() -> None:
     keys = ",".join(f'"{number}":0' for number in range(100_000))
-    clock = time.perf_counter()
+    clock = time.process_time()
     with pytest.raises(JsonError, match='"last" appears twice'):
         parse(f'{{{keys},"last":0,"last":0}}', max_bytes=2**24)
-    assert time.perf_counter() - clock < 5  # seconds; quadratic takes minutes
+    assert time.process_time() - clock < 60  # seconds; quadratic takes many minutes
 
 
 def test_the_largest_that_is_read() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,18 @@ from simpletune.apps.cli.main import main
 from simpletune.commands.caption import caption as captioning
 from simpletune.commands.caption.caption import CaptionRequest, add_prefixes, run
 from simpletune.commands.caption.captioner import Captioner
-from simpletune.commands.caption.loading import PRECISIONS, estimate_memory, find_captioner, load_captioner
+from simpletune.commands.caption.loading import (
+    PRECISIONS,
+    CaptionerInfo,
+    estimate_memory,
+    find_captioner,
+    load_captioner,
+)
 from simpletune.commands.caption.record import RECORD, Record
 from simpletune.data.sources.caption_files import ChangedCaption, caption_file, write_caption
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.engine.quant.precision import FP32
+from simpletune.engine.quant.precision import FP32, WeightPrecision
 from simpletune.engine.tensors import all_tensors
 from simpletune.estimate.simulate.simulate_stages import accounting_of
 from simpletune.system.gpus import Card
@@ -37,6 +44,30 @@ KINDS = tuple(WRITERS)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("captioners")
     return {kind: write(place / kind) for kind, write in WRITERS.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_are_read_once() -> Iterator[None]:
+    """``run`` reads and measures a model at its first use; later ones are copies."""
+    models: dict[object, Captioner] = {}
+    sizes: dict[object, tuple[int, int]] = {}
+
+    def load(about: CaptionerInfo, precision: WeightPrecision, device: torch.device, prompt: str | None) -> Captioner:
+        key = (about.place.folder, precision.weights, prompt)
+        if key not in models:
+            models[key] = load_captioner(about, precision, device, prompt)
+        return copy.deepcopy(models[key])
+
+    def estimate(about: CaptionerInfo, precision: WeightPrecision, *rest: int) -> tuple[int, int]:
+        key = (about.place.folder, precision.weights, *rest)
+        if key not in sizes:
+            sizes[key] = estimate_memory(about, precision, *rest)
+        return sizes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captioning, "load_captioner", load)
+        patch.setattr(captioning, "estimate_memory", estimate)
+        yield
 
 
 @pytest.fixture
@@ -62,7 +93,7 @@ def request(place: Path, model: Path, **changes: object) -> CaptionRequest:
 
 
 def loaded(folder: Path, prompt: str | None = None) -> Captioner:
-    return load_captioner(find_captioner(str(folder)), FP32(), CPU, prompt)
+    return captioning.load_captioner(find_captioner(str(folder)), FP32(), CPU, prompt)
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------

@@ -352,7 +352,7 @@ def test_a_library_that_crashes_or_hangs_does_not_end_the_doctor() -> None:
         assert signal.SIGSEGV.name in crashed and "Fatal: no such symbol" in crashed
         assert asked.ask("three")["pid"] != first["pid"]
         asked.seconds, began = 1.0, time.monotonic()
-        assert "no answer within 1 s" in asked.ask("hang")["error"] and time.monotonic() - began < 10
+        assert "no answer within 1 s" in asked.ask("hang")["error"] and time.monotonic() - began < 50
         asked.seconds = 30.0
         assert "exit code 3" in asked.ask("exit")["error"]
         assert asked.ask("one") == first  # an answer is kept

@@ -18,9 +18,10 @@ from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.evaluate import evaluate_arguments
 from simpletune.apps.cli.main import main
+from simpletune.commands.evaluate import estimate
 from simpletune.commands.evaluate import evaluate as command
 from simpletune.commands.evaluate.encoders import find_encoder
-from simpletune.commands.evaluate.estimate import estimate_stages
+from simpletune.commands.evaluate.estimate import estimate_stages, speeds_at_hand
 from simpletune.commands.evaluate.evaluate import evaluate, plan_of
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluationPlan, evaluated_weights, identity, shots_of
@@ -28,6 +29,7 @@ from simpletune.commands.evaluate.prompts import Prompt
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.runs.folder import read_scores
 from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 
 PROMPTS = ["a large red zorp on the left", "a small blue zorp", "a green star"]
@@ -46,6 +48,26 @@ def run(tiny_config: dict, copy_run: TrainOnce) -> Path:
     tiny_config["validation"] = {"prompts": PROMPTS, "every": None, "steps": 2, "guidance": 2.0, "loss_samples": 0}
     tiny_config["validation"] |= {"width": 32, "height": 32}
     return copy_run(tiny_config)
+
+
+class Counted:
+    """A CPU that takes a millisecond for each operation, whatever it computes."""
+
+    cuda = False
+    rates: dict = {}
+    launch = 0.0
+
+    def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
+        return 0.0
+
+    def host(self, what: str) -> float:
+        return 1e-3 if what == "operation" else 0.0
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction does not measure this CPU."""
+    monkeypatch.setattr(estimate, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
 
 
 def parsed(run: Path, *words: object) -> argparse.Namespace:
@@ -68,14 +90,12 @@ def table(run: Path) -> dict:
 
 
 def test_every_point_has_every_score_and_they_are_the_references(
-    run: Path, encoders: list[str], tiny_pictures: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, encoders: list[str], unpredicted: None, tiny_pictures: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert evaluate(parsed(run, "--encoders", *encoders, "--strengths", 0.5, 1)) == run / "evaluation.json"
+    assert evaluate(parsed(run, "--encoders", *encoders, "--strengths", 0.5)) == run / "evaluation.json"
     result = table(run)
     said = capsys.readouterr().out
-    assert [each["title"] for each in result["points"]] == [
-        "base", "step 2 x 0.5", "step 2 x 1", "step 4 x 0.5", "step 4 x 1",
-    ]  # fmt: skip
+    assert [each["title"] for each in result["points"]] == ["base", "step 2 x 0.5", "step 4 x 0.5"]
     assert result["prompts"]["scored"] == ["a large red on the left", "a small blue", "a green star"]
     assert result["main"] == {"subject_fidelity": "eye", "prompt_fidelity": "reader"}
     assert result["real"] == {"pictures": 6, "of": 6}
@@ -110,8 +130,8 @@ def test_every_point_has_every_score_and_they_are_the_references(
     last, first = (result["points"][n]["scores"]["prompt_fidelity"]["reader"] for n in (-1, 0))
     assert last["from_base"]["value"] == pytest.approx(last["value"] - first["value"], abs=2e-6)
     assert last["from_base"]["low"] is last["from_base"]["high"] is None and last["from_base"]["error"] > 0  # 3 prompts
-    assert "evaluate 5 models x 8 pictures (the run's prompts), 40 to draw" in said
-    assert "predict draw:" in said and "predict eye:" in said and "eye (dino), the run's prompts" in said
+    assert "evaluate 3 models x 8 pictures (the run's prompts), 24 to draw" in said
+    assert "eye (dino), the run's prompts" in said
 
 
 def test_pres_is_drawn_without_the_token_from_the_noise_of_the_subject() -> None:
@@ -162,32 +182,33 @@ def test_a_stopped_evaluation_goes_on_and_gives_the_same_table(
 ) -> None:
     whole = tmp_path / "whole"
     shutil.copytree(run, whole)
-    evaluate(parsed(whole, "--encoders", *encoders, *more))
+    words = ("--encoders", *encoders, "--seeds", 1, *more)
+    evaluate(parsed(whole, *words))
     for stop in ([3, -1], [2, -1], [-1, 5]):
         stops[:] = stop
         with pytest.raises(KeyboardInterrupt):
-            evaluate(parsed(run, "--encoders", *encoders, *more))
+            evaluate(parsed(run, *words))
         assert not (run / "evaluation.json").exists()
     stops[:] = [-1, -1]
-    evaluate(parsed(run, "--encoders", *encoders, *more))
-    assert stops == [-1, -1 - (2 * (24 + 6) - 5)], "nothing is drawn again, and only what was missing is embedded"
+    evaluate(parsed(run, *words))
+    assert stops == [-1, -1 - (2 * (15 + 6) - 5)], "nothing is drawn again, and only what was missing is embedded"
     own, other = (json.dumps(table(each)).replace(each.name, "") for each in (run, whole))
     assert own == other
     stops[:] = [0, 0]
-    evaluate(parsed(run, "--encoders", *encoders, *more))  # nothing is left to do
+    evaluate(parsed(run, *words))  # nothing is left to do
 
 
 def test_missing_and_damaged_pictures_are_drawn_again_alone(
     run: Path, encoders: list[str], stops: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evaluate(parsed(run, "--encoders", *encoders))
+    evaluate(parsed(run, "--encoders", encoders[0], "--seeds", 1))
     before, first = table(run), run / table(run)["points"][1]["pictures"][0]
     second = run / table(run)["points"][2]["pictures"][1]
     honest = first.read_bytes()
     first.unlink()
     second.write_bytes(second.read_bytes()[:60])
     stops[:] = [2, 0]
-    evaluate(parsed(run, "--encoders", *encoders))
+    evaluate(parsed(run, "--encoders", encoders[0], "--seeds", 1))
     assert table(run) == before and first.read_bytes() == honest
     said = capsys.readouterr().out
     assert f"{second} is damaged: renamed to {second.name}.damaged; drawing it again" in said and "2 to draw" in said
@@ -250,7 +271,9 @@ def test_a_run_without_checkpoints_has_its_result(tiny_config: dict, copy_run: T
 
 def test_strength_0_is_the_base_s_twin_and_no_number_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [point.weights.scale for point in evaluated_weights(run, [0.0, 0.5, 0.0])] == [1.0, 0.0, 0.5, 0.0, 0.5]
-    assert [point.name(run) for point in evaluated_weights(run, [0.5])] == ["base", "tiny@2:0.5", "tiny@4:0.5"]
+    points = evaluated_weights(run, [0.5, 1.0])
+    assert [point.name(run) for point in points] == ["base", "tiny@2:0.5", "tiny@2:1", "tiny@4:0.5", "tiny@4:1"]
+    assert [point.title for point in points[-2:]] == ["step 4 x 0.5", "step 4 x 1"]
     with pytest.raises(SystemExit):
         main(["evaluate", str(run), "--strengths", "nan"])
     assert "nan is not a number, such as 0.8" in capsys.readouterr().err
@@ -278,47 +301,29 @@ def test_a_full_model_has_no_strength(tiny_config: dict, copy_run: TrainOnce) ->
         evaluated_weights(run, [0.5])
 
 
-def test_only_a_prediction_draws_nothing(run: Path, encoders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_prediction_draws_nothing(
+    run: Path, encoders: list[str], counted: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", str(run), "--device", "cpu", "--encoders", *encoders, "--predict"]) == 0
     said = capsys.readouterr().out
-    assert "predict draw:" in said and "predict decode:" in said
+    assert all(f"predict {name}: " in said for name in ("text", "draw", "decode", "eye", "reader"))
     assert not (run / "evaluation.json").exists() and Gallery(run).lacking(["x"]) == ["x"]
 
 
 def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
-    run: Path, encoders: list[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, encoders: list[str], counted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simpletune.commands.evaluate import estimate as module
-    from simpletune.system.gpus import Card
-
     session, plan = planned(run, "--encoders", *encoders)
     found = estimate_stages(plan, command.encoders_of(False, encoders), 5)
     assert set(found) == {"text", "draw", "decode", "eye", "reader"}
     assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
     session.device = torch.device("cuda")
-    monkeypatch.setattr(module, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
+    monkeypatch.setattr(estimate, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
     with pytest.raises(UserError, match=r"text needs .* MiB \(predicted\) and tiny has 512. Use --resident-blocks 0"):
         estimate_stages(plan, command.encoders_of(False, encoders), 5)
 
 
-class Counted:
-    """A CPU that takes a millisecond for each operation, whatever it computes."""
-
-    cuda = False
-    rates: dict = {}
-    launch = 0.0
-
-    def seconds(self, kind: str, dtype: str, extents: tuple[int, ...]) -> float:
-        return 0.0
-
-    def host(self, what: str) -> float:
-        return 1e-3 if what == "operation" else 0.0
-
-
-def test_predicted_time_is_that_of_every_operation(run: Path, encoders: list[str], monkeypatch) -> None:
-    from simpletune.commands.evaluate import estimate as module
-
-    monkeypatch.setattr(module, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
+def test_predicted_time_is_that_of_every_operation(run: Path, encoders: list[str], counted: None) -> None:
     known = command.encoders_of(False, encoders)
 
     def found(pictures: int, *words: object) -> dict[str, float]:
@@ -331,11 +336,13 @@ def test_predicted_time_is_that_of_every_operation(run: Path, encoders: list[str
     assert one["draw"] > 3 * 0.05 and one["text"] > 0, "3 passes of at least 50 operations"
 
 
-def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path) -> None:
-    from simpletune.commands.evaluate.estimate import speeds_at_hand
+def test_a_calibrated_cpu_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from simpletune.estimate.timing import cpu_speed
     from simpletune.estimate.timing.constants import VERSION, Constants, Grid, constants_file, write_constants
     from simpletune.system.environment import cpu_name
 
+    monkeypatch.setattr(cpu_speed, "current_cpu_speeds", lambda: "measured")
+    assert speeds_at_hand(tmp_path, None) == ("measured", "measured on this CPU now")
     threads = torch.get_num_threads()
     constants = Constants(
         version=VERSION, device="a CPU", kind="cpu", capability=None, memory_bytes=None, threads=threads,

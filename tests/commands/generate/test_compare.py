@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import parsed
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_encoders import write_dino
 
@@ -22,20 +24,23 @@ from simpletune.commands.generate.compare import (
     without_twins,
 )
 from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
-from simpletune.commands.generate.session import open_session
+from simpletune.commands.generate.session import GeneratedImages, GenerationSession, open_session
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.runs.weights import BASE, checkpoints_of, overwrite
+from simpletune.runs.weights import BASE, Weights, checkpoints_of, overwrite
 from simpletune.runs.weights_names import LORA_FILE
 from simpletune.stages.png import generation_parameters
+from simpletune.stages.sample import PictureRequest
 from simpletune.system.options import UserError
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder of two runs: ``lora``, and ``full`` with an average of its weights; two checkpoints each."""
     place = tmp_path_factory.mktemp("compared")
     for name, more in {"lora": {"rank": 2}, "full": {}}.items():
@@ -44,8 +49,8 @@ def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.Temp
             "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"method": name, **more},
             "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.05}, "train": {"steps": 4},
             "memory": {"checkpointing": "none"}, "checkpoint": {"every": 2}, "profile": {"max_traces": 0},
-            "validation": {"prompts": [], "loss_samples": 0},
-            "output": {"runs": str(place), "profiles": str(place / "p"), "cache": str(place / "c"), "report": False},
+            "validation": {"prompts": [], "steps": 2, "loss_samples": 0},
+            "output": {"runs": str(place), "profiles": str(place / "p"), "cache": str(shared_cache), "report": False},
         }  # fmt: skip
         train(validate(config | ({"ema": {"decay": 0.5}} if name == "full" else {}), "test"))
     return place
@@ -53,6 +58,15 @@ def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.Temp
 
 def saved(run: Path, step: int) -> Path:
     return checkpoint.checkpoint_folder(run, step)
+
+
+def grey(
+    session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]
+) -> list[GeneratedImages]:
+    """Stands in for ``GenerationSession.draw_all`` where the pictures' values do not matter."""
+    with session.stages.stage("denoise"):
+        picture, latents, count = Image.new("RGB", (32, 32), "grey"), torch.zeros(1, 16, 4, 4), len(requests)
+    return [GeneratedImages(weights, [picture] * count, [latents] * count, 0.1, 0.1) for weights in models]
 
 
 def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path, capsys) -> None:
@@ -84,7 +98,10 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
     assert without_twins(models) == models, "the values decide, not the step"
 
 
-def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: Path, tmp_path: Path, capsys) -> None:
+def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(
+    runs: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GenerationSession, "draw_all", grey)
     for number, name in enumerate(("first", "second", "newest")):
         shutil.copytree(runs / "lora", tmp_path / name)
         file = tmp_path / name / "config.json"
@@ -109,10 +126,11 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(runs: P
     assert f"{latest}: always opens" in said and 'url=0002/compare.html"' in latest.read_text()
 
 
-def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path) -> None:
+def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs / "lora", run)
     first = generate(parsed(generate_arguments, "--run", run, "--prompt", ""))
+    monkeypatch.setattr(GenerationSession, "draw_all", grey)
     second = generate(parsed(generate_arguments, "--run", run, "--prompt", "", "--base"))
     assert (first.name, second.name) == ("0001-lora-seed0.png", "0002-base-seed0.png")
     assert generation_parameters(first)["prompt"] == "" and generation_parameters(first)["loras"] == [["run", 1.0]]

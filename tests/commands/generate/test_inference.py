@@ -22,8 +22,8 @@ from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
 from simpletune.commands.generate import session as session_module
 from simpletune.commands.generate.compare import compare, latent_distance
-from simpletune.commands.generate.generate import generate
-from simpletune.commands.generate.session import GenerationSession, GenerationSpeed, SharedBase
+from simpletune.commands.generate.generate import build_requests, choose_weights, generate
+from simpletune.commands.generate.session import GenerationSession, GenerationSpeed, SharedBase, open_session
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
@@ -136,7 +136,7 @@ def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(c
     ("memory", "precision"),
     [
         ({}, Int8(compute="fp32")),
-        ({"modulation": "plan"}, FP32()),
+        pytest.param({"modulation": "plan"}, FP32(), marks=pytest.mark.slow),
         ({"resident_blocks": 0}, Nf4(compute="fp32")),
         ({"resident_blocks": 0, "modulation": "plan"}, Int8(compute="fp32")),
     ],
@@ -157,10 +157,10 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     for name, weights in models.items():  # freshly loaded
         transformer, modulation = load_weights(config, weights, CPU, {SIZE})
         sampler = Sampler(transformer, config.model, precision, modulation)
-        expected[name] = sampler.latents(requests(1), text.load)[0]
+        expected[name] = sampler.latents(requests(1, steps=1), text.load)[0]
     for name in order:
         transformer, modulation = shared.use(models[name])
-        drawn = Sampler(transformer, config.model, precision, modulation).latents(requests(1), text.load)[0]
+        drawn = Sampler(transformer, config.model, precision, modulation).latents(requests(1, steps=1), text.load)[0]
         torch.testing.assert_close(drawn, expected[name], rtol=0, atol=0 if name == "base" else 1e-6)
         assert name == "base" or latent_distance(drawn, expected["base"]) > 1e-3
         assert any(lora_layers(transformer)) == (name not in ("base",)) or modulation is not None
@@ -232,11 +232,13 @@ def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> Non
 
 
 def small(add, *words: object) -> argparse.Namespace:
-    return parsed(add, *words, "--runs", "/nowhere", "--size", "32x32")
+    return parsed(add, *words, "--runs", "/nowhere", "--size", "32x32", "--steps", "2")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch) -> Path:
+def here(tmp_path: Path, shared_cache: Path, monkeypatch) -> Path:
+    """The current folder, with the session's cache in it."""
+    (tmp_path / ".cache").symlink_to(shared_cache)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -287,7 +289,7 @@ def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, lo
 )
 def test_what_cannot_be_drawn_is_said(words: str, message, tiny_pipeline: Path, loras, here: Path, monkeypatch) -> None:
     monkeypatch.setattr(Int8, "can_offload", False)  # as a precision might be that keeps pointers of its own
-    given = ["--model", tiny_pipeline, "--prompt", "x", *words.format(**loras).split()]
+    given = ["--model", tiny_pipeline, "--prompt", "a red disc", *words.format(**loras).split()]
     with pytest.raises(UserError, match=message):
         generate(small(generate_arguments, *given))
 
@@ -300,14 +302,15 @@ def test_the_demo_model_draws_at_its_own_size_and_refuses_one_without_positions(
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
-    words = ["--model", tiny_pipeline, "--precision", "fp32", "--prompt", "a red disc", "--output"]
-    both = ["--lora", f"{loras['a']}:0.5", "--lora", loras["b"]]
-    live = generate(small(generate_arguments, *words, "live.png", *both))
-    fused = generate(small(generate_arguments, *words, "fused.png", *both, "--fuse"))
-    one = generate(small(generate_arguments, *words, "one.png", *both[:2]))
-    live_values, fused_values, one_values = (np.asarray(Image.open(file), int) for file in (live, fused, one))
-    assert abs(live_values - fused_values).max() <= 1 and abs(live_values - one_values).max() > 1
-    assert Image.open(live).text["weights"].count(" + ") == 1
+    words = ["--model", tiny_pipeline, "--precision", "fp32", "--prompt", "a red disc", "--lora", f"{loras['a']}:0.5"]
+    both = [*words, "--lora", loras["b"]]
+    session = open_session(args := small(generate_arguments, *words))
+    given = (small(generate_arguments, *more) for more in (both, [*both, "--fuse"], words))
+    models = [choose_weights(session, each)[1] for each in given]
+    drawn = session.draw_all(models, build_requests(session, args))
+    live, fused, one = (np.asarray(each.pictures[0], int) for each in drawn)
+    assert abs(live - fused).max() <= 1 and abs(live - one).max() > 1
+    assert models[0].label.count(" + ") == 1
 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 L4 = find_card("L4")
 
 
-def write(folder: Path, count: int, side: int = 700, name: str = "{}.png", caption: str | None = None) -> Path:
+def write(folder: Path, count: int, side: int = 64, name: str = "{}.png", caption: str | None = None) -> Path:
     """Write different plain pictures, each with a caption beside it if there is one; ``{}`` is the number."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
 import shutil
@@ -35,7 +37,7 @@ from simpletune.adapters.methods.layers import all_layers
 from simpletune.apps.cli import lora as verbs
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.engine.quant.precision import FP32, Int8, Nf4, WeightPrecision
+from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import SafetensorsWriter
@@ -63,9 +65,19 @@ def files(pipeline: Path) -> dict[str, Path]:
     return found | {"other": write_lora(random_lora(pipeline, 2, 3), folder / "other.safetensors", "kohya")}
 
 
-def base_model(pipeline: Path, precision: WeightPrecision | None = None) -> nn.Module:
-    model = SD3().model_copy(update={"pretrained": str(pipeline)})
-    return model.load_denoiser(precision or FP32(), CPU)
+@functools.cache
+def in_fp32(pipeline: Path) -> nn.Module:
+    return SD3().model_copy(update={"pretrained": str(pipeline)}).load_denoiser(FP32(), CPU)
+
+
+def base_model(pipeline: Path) -> nn.Module:
+    return copy.deepcopy(in_fp32(pipeline))
+
+
+def diffusers_own(pipeline: Path) -> StableDiffusion3Pipeline:
+    """diffusers' pipeline, of which only the transformer is used."""
+    unused = dict.fromkeys(f"{part}{n}" for part in ("tokenizer", "text_encoder") for n in ("", "_2", "_3"))
+    return StableDiffusion3Pipeline.from_pretrained(pipeline, vae=None, **unused, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -91,6 +103,7 @@ def run(*words: object) -> None:
     assert main([str(word) for word in words]) == 0
 
 
+@functools.cache
 def live(pipeline: Path, *loras: tuple[Path, float]) -> torch.Tensor:
     model = base_model(pipeline)
     load_loras(model, loras)
@@ -103,14 +116,14 @@ def test_the_layouts_do_the_same_live_and_the_same_as_in_diffusers(pipeline: Pat
     assert (expected - base).abs().max() > 0.1 * base.abs().max()
     for layout in ("kohya", "comfy"):
         assert_close(live(pipeline, (files[layout], 1.0)), expected)
-    theirs = StableDiffusion3Pipeline.from_pretrained(pipeline, dtype=torch.float32)
+    theirs = diffusers_own(pipeline)
     theirs.load_lora_weights(files["diffusers"])
     assert_close(velocity(theirs.transformer), expected)
 
 
 def test_what_diffusers_makes_of_the_other_layouts(pipeline: Path, files: dict[str, Path], caplog, tmp_path) -> None:
     """What ``inspect`` says of diffusers is what diffusers does."""
-    theirs = StableDiffusion3Pipeline.from_pretrained(pipeline, dtype=torch.float32)
+    theirs = diffusers_own(pipeline)
     base = velocity(theirs.transformer)
     with caplog.at_level(logging.ERROR):
         theirs.load_lora_weights(files["kohya"])
@@ -150,7 +163,7 @@ def test_two_loras_at_once_are_the_sum_of_their_deltas(pipeline: Path, files: di
 
 
 def test_two_loras_on_a_quantised_base(pipeline: Path, files: dict[str, Path]) -> None:
-    model = base_model(pipeline, Int8(compute="fp32"))
+    model = SD3().model_copy(update={"pretrained": str(pipeline)}).load_denoiser(Int8(compute="fp32"), CPU)
     base = velocity(model)
     load_loras(model, [(files["kohya"], 0.5), (files["other"], 0.5)])
     effect = live(pipeline, (files["kohya"], 0.5), (files["other"], 0.5)) - velocity(base_model(pipeline))

@@ -134,7 +134,7 @@ def test_inspect_reads_them_and_notices_changed_tensors(run: Path, tmp_path: Pat
 
 
 def test_a_thumbnail_is_small_whatever_the_picture(tmp_path: Path) -> None:
-    noise = Image.effect_noise((1500, 900), 200).convert("RGB")
+    noise = Image.effect_noise((600, 360), 200).convert("RGB")
     noise.save(tmp_path / "noise.png")
     uri = small_jpeg(tmp_path / "noise.png")
     assert uri is not None and len(uri) <= MOST and picture(uri).size == (256, 256)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKL, ModelMixin
+from parts_read_once import READ
 from PIL import Image
 from transformers import PreTrainedModel
 
@@ -26,7 +27,7 @@ from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import FileCache, crop_key
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared import prompts
+from simpletune.models.shared import parts, prompts
 from simpletune.stages.encode import prepare
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -265,37 +266,33 @@ def test_t5_is_encoded_alone_where_it_is_added_or_made_longer(data: dict, calls:
     assert {encoder for encoder, _ in calls.prompts} == {"t5"} and longer.shape == (CLIP + 12, 32)
 
 
-@pytest.mark.parametrize(
-    ("section", "change", "prompts", "pictures"),
-    [
-        ("model", {"vae": "other"}, 0, 3),
+def test_what_changes_the_tensors_makes_other_files(
+    data: dict, calls: Calls, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    vae = AutoencoderKL.from_pretrained(tiny_pipeline / "vae")  # the same with one weight changed
+    next(vae.parameters()).data.view(-1)[0] += 1
+    vae.save_pretrained(tmp_path / "vae")
+    run(data)
+    before = {file: file.read_bytes() for file in files(data)}
+    for section, change, prompts_made, pictures in (
+        ("model", {"vae": str(tmp_path / "vae")}, 0, 3),
         ("precision", {"weights": "bf16"}, 6, 3),
         ("data", {"aspect": "square"}, 0, 2),  # a is square already
         ("data", {"crop": "random"}, 0, 3),
         ("data", {"resolution": 48}, 0, 3),
-    ],
-    ids=["autoencoder", "dtype", "square", "crop", "resolution"],
-)
-def test_what_changes_the_tensors_makes_other_files(
-    section: str, change: dict, prompts: int, pictures: int, data: dict, calls: Calls, tiny_pipeline: Path, tmp_path
-) -> None:
-    run(data)
-    before = {file: file.read_bytes() for file in files(data)}
-    calls.clear()
-    if "vae" in change:  # the same autoencoder with one weight changed
-        vae = AutoencoderKL.from_pretrained(tiny_pipeline / "vae")
-        next(vae.parameters()).data.view(-1)[0] += 1
-        vae.save_pretrained(tmp_path / "vae")
-        change = {"vae": str(tmp_path / "vae")}
-    data[section] |= change
-    run(data)
-    assert (len(calls.prompts), calls.pictures) == (prompts, pictures)
-    assert len(files(data)) == len(before) + prompts // 2 + pictures  # two encoders fill one entry
+    ):
+        calls.clear()
+        known = len(files(data))
+        run(data | {section: data[section] | change})
+        assert (len(calls.prompts), calls.pictures) == (prompts_made, pictures), change
+        assert len(files(data)) == known + prompts_made // 2 + pictures, change  # two encoders fill one entry
     assert {file: file.read_bytes() for file in before} == before
 
 
 def test_encoders_are_loaded_one_at_a_time_and_freed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """When one is loaded, none of those before is alive; nor is any when all is done. T5: test_text_layers.py."""
+    for module, name in READ.items():
+        monkeypatch.setattr(module, name, getattr(parts, name))
     data["model"]["t5"] = True
     alive: list[weakref.ref] = []
     at_load: list[int] = []
@@ -437,8 +434,8 @@ def test_a_folder_of_an_earlier_version_is_joined_without_encoding(data: dict, c
     side = resolve_folders(validate(data, "test")).model.prompts(torch.float32)
     for encoder in side.encoders:
         older[encoder.name] = FileCache(Path(data["output"]["cache"]) / "text" / side.fingerprint(encoder))
-        for prompt, parts in zip(prompts, side.encode(encoder, prompts, CPU), strict=True):
-            older[encoder.name].save(prompt, parts)
+        for prompt, entry in zip(prompts, side.encode(encoder, prompts, CPU), strict=True):
+            older[encoder.name].save(prompt, entry)
     older["clip_g"].file("a blue circle").write_bytes(b"damaged")
     calls.clear()
     prepared = run(data)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import parsed
 from launching import Launcher
 from PIL import Image, ImageChops
 from safetensors.torch import load_file, save_file
@@ -15,8 +16,10 @@ from tiny_runs import TrainOnce, merged, run_with, saved_weights
 from two_processes import run_of, together
 
 from simpletune.adapters.methods.adapter import OUTPUT
+from simpletune.apps.cli.generate import compare_arguments
 from simpletune.apps.cli.main import main
-from simpletune.commands.generate.compare import FIGURES
+from simpletune.commands.generate.compare import FIGURES, models_to_compare
+from simpletune.commands.generate.session import open_session
 from simpletune.commands.train.class_pictures import class_folder, class_requests
 from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
@@ -29,6 +32,7 @@ from simpletune.system.options import ConfigError, UserError
 from simpletune.system.safetensors_file import read_header
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
+CACHED = ["first", "second"]  # names of runs, of which the second reads the quantised base from the cache
 
 
 @pytest.fixture
@@ -54,28 +58,31 @@ def assert_equal_pictures(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "names"),
     [
-        {},
-        {"precision": {"weights": "int8"}, "memory": {"checkpointing": "all", "resident_blocks": 0}},
-        {"precision": {"weights": "nf4"}, "train": {"reduce": "exact"}, "adapter": {"method": "dora", "rank": 2}},
-        {"precision": {"weights": "fp32", "compute": "fp16"}, "memory": {"modulation": "plan"}},
-        {"adapter": {"method": "partial"}},
+        ({"precision": {"weights": "int8"}, "memory": {"checkpointing": "all", "resident_blocks": 0}}, CACHED),
+        ({"precision": {"weights": "nf4"}, "train": {"reduce": "exact"}, "adapter": {"method": "dora", "rank": 2}},
+         CACHED),
+        ({"precision": {"weights": "fp32", "compute": "fp16"}, "memory": {"modulation": "plan"}}, ["first"]),
+        ({"adapter": {"method": "partial"}}, ["first"]),
     ],
     ids=str,
-)
-def test_it_is_training_on_the_merged_model(changes: dict, tiny_config: dict, style: Path, tmp_path: Path) -> None:
-    tiny_config = tiny_config | {"adapter": changes.pop("adapter", tiny_config["adapter"])}
-    loras, base = (f"{style}:0.8", f"{style}@2"), tiny_config["model"]["pretrained"]
-    whole = merge(*loras, "--base", base, out=tmp_path / "whole")
-    plain = run_with(tiny_config, name="plain", **changes)
+)  # fmt: skip
+def test_it_is_training_on_the_merged_model(
+    changes: dict, names: list[str], tiny_config: dict, style: Path, tmp_path: Path
+) -> None:
+    """As a LoRA in fp32 the next test trains."""
+    tiny_config |= {"adapter": changes.pop("adapter", tiny_config["adapter"]), "train": {"steps": 2}}
+    loras = (f"{style}:0.8", f"{style}@2")
+    whole = merge(*loras, "--base", tiny_config["model"]["pretrained"], out=tmp_path / "whole")
     expected = run_with(tiny_config, name="whole", model={"transformer": str(whole)}, **changes)
-    for name in ("first", "second"):  # the second reads the quantised base from the cache
+    if names == CACHED:
+        run_with(tiny_config, name="plain", **changes)  # whose quantised base is another
+    for name in names:
         run = run_with(tiny_config, name=name, model=on_top_of(*loras), **changes)
         assert [row["loss"] for row in read_metrics(run)] == [row["loss"] for row in read_metrics(expected)]
         result = Path("transformer") / WEIGHTS if (run / "transformer").exists() else Path(OUTPUT)
         assert_equal(run / result, expected / result)
-    assert [row["loss"] for row in read_metrics(run)] != [row["loss"] for row in read_metrics(plain)]
 
 
 def test_its_result_on_top_of_them_draws_what_training_drew(tiny_config: dict, style: Path, tmp_path: Path) -> None:
@@ -101,15 +108,14 @@ def test_its_result_on_top_of_them_draws_what_training_drew(tiny_config: dict, s
 
 
 def test_compare_shows_the_base_without_them_too(tiny_config: dict, style: Path, tmp_path: Path) -> None:
-    run = run_with(tiny_config, name="child", model=on_top_of(style))
+    run = run_with(tiny_config, name="child", model=on_top_of(style), train={"steps": 1})
     words = ["--prompt", "a red disc", "--steps", "1", "--scale", "1", "--out", str(tmp_path / "out")]
     assert main(["compare", "--run", str(run), *words]) == 0
     models = json.loads((tmp_path / "out" / FIGURES).read_text())["models"]
     assert [each["title"] for each in models] == ["base alone", "base", "LoRA child x 1"]
     assert models[1]["latent_distance_from_base"][0] > 0
-    assert main(["compare", "--run", str(style), *words[:-1], str(tmp_path / "plain")]) == 0
-    plain = json.loads((tmp_path / "plain" / FIGURES).read_text())["models"]
-    assert [each["title"] for each in plain] == ["base", "LoRA style x 1"]
+    args = parsed(compare_arguments, "--run", style, "--scale", "1")
+    assert [each.title for each in models_to_compare(open_session(args), args)] == ["base", "LoRA style x 1"]
 
 
 def test_finish_and_whole_models_have_the_same_base(tiny_config: dict, style: Path) -> None:
@@ -130,8 +136,9 @@ def test_finish_and_whole_models_have_the_same_base(tiny_config: dict, style: Pa
 
 def test_resumed_it_gives_the_same_bits_and_needs_the_same_files(tiny_config: dict, style: Path, capsys) -> None:
     changes = {"name": "child", "model": on_top_of(style, f"{style}@2:-0.5"), "checkpoint": {"every": 2}}
-    whole = saved_weights(run_with(tiny_config, **changes), 4)
-    run = run_with(tiny_config, **changes, train={"steps": 2})
+    run = run_with(tiny_config, **changes)
+    whole = saved_weights(run, 4)
+    shutil.rmtree(checkpoint.checkpoint_folder(run, 4))
     assert run_with(tiny_config, "latest", **changes) == run
     torch.testing.assert_close(saved_weights(run, 4), whole, rtol=0, atol=0)
     with pytest.raises(UserError, match=r"--resume: .*\n  model.loras: "):
@@ -158,6 +165,7 @@ def test_the_run_names_them(tiny_config: dict, style: Path) -> None:
     run = run_with(tiny_config, **changes)
     file = checkpoint.checkpoint_folder(style, 2) / OUTPUT
     about = {"name": "style@2", "sha256": sha256_of(file), "steps": 2, "scale": 0.5}
+    assert read_metrics(run)[0]["loss"] != read_metrics(style)[0]["loss"], "the loss of the base without them"
     assert json.loads((run / "stack.json").read_text()) == {"loras": [about]}
     assert json.loads((run / "summary.json").read_text())["on_top_of"] == [about]
     header = read_header(run / OUTPUT)["__metadata__"]

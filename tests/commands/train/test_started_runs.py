@@ -53,17 +53,17 @@ def start_at(parent: object, **more: object) -> dict[str, Any]:
     ids=str,
 )
 def test_a_run_begins_with_its_parent(changes: dict, tiny_config: dict, parent: Path) -> None:
-    optimizer = {**changes.pop("optimizer", {}), **FROZEN}
+    tiny_config["train"]["steps"], optimizer = 1, {**changes.pop("optimizer", {}), **FROZEN}
     child = run_with(tiny_config, name="child", adapter=start_at(parent), optimizer=optimizer, **changes)
     torch.testing.assert_close(load_file(child / OUTPUT), load_file(parent / OUTPUT), rtol=0, atol=0)
 
 
 def test_a_resumed_run_needs_no_parent(tiny_config: dict, parent: Path) -> None:
     changes = {"name": "child", "adapter": start_at(f"{parent}@2"), "checkpoint": {"every": 2}}
-    whole = saved_weights(run_with(tiny_config, **changes), 4)
-    fresh = run_with(tiny_config, name="fresh", checkpoint={"every": 2})
-    assert any(not torch.equal(tensor, saved_weights(fresh, 4)[name]) for name, tensor in whole.items())
-    run = run_with(tiny_config, **changes, train={"steps": 2})
+    run = run_with(tiny_config, **changes)
+    whole, fresh = saved_weights(run, 4), saved_weights(parent, 4)  # the parent began as a run without one does
+    assert any(not torch.equal(tensor, fresh[name]) for name, tensor in whole.items())
+    shutil.rmtree(checkpoint.checkpoint_folder(run, 4))
     shutil.rmtree(parent)
     assert run_with(tiny_config, "latest", **changes) == run
     torch.testing.assert_close(saved_weights(run, 4), whole, rtol=0, atol=0)
