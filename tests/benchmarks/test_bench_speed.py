@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pair, speed, speed_rows
+from benchmarks import speed, speed_rows
 from benchmarks.diffusers_training import DreamBooth, Flags
 from benchmarks.roofline import least_seconds
 from benchmarks.tiny_models import tiny_sd3
@@ -162,37 +162,10 @@ def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) ->
 
 def test_the_yardstick_learns(pipeline: Path) -> None:
     with speed.accelerator_on(CPU, "no") as accelerator:
-        theirs = recipe(pipeline, accelerator, lr=0.02)
+        theirs = recipe(pipeline, accelerator, lr=0.05)
         pixels, text, pooled = torch.rand(2, 3, 32, 32), torch.randn(2, 32, 96), torch.randn(2, 80)
         losses = []
-        for _ in range(30):
+        for _ in range(12):
             torch.manual_seed(5)
             losses.append(theirs.step(pixels, text, pooled).item())
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.slow
-def test_a_pair_of_whole_processes(tmp_path: Path) -> None:
-    job = pair.Job(tmp_path, 2, layers=1, size=64)
-    job.prepare()
-    row = pair.one_round(job, "0", ours_first=True)
-    assert row["process_ratio"] == pytest.approx(row["process"] / row["their_process"], rel=1e-3)
-    assert 0 < row["their_after"] < row["their_process"] and row["saved_ratio"] > row["process_ratio"]
-    assert row["launcher"] > 0 and row["launched_ratio"] < row["process_ratio"]
-    theirs = tmp_path / "theirs-0"
-    assert (theirs / "pytorch_lora_weights.safetensors").exists() and list(theirs.glob("logs/**/events*"))
-    ours = json.loads((tmp_path / "runs" / "process-0" / "config.json").read_text())
-    assert ours["validation"]["prompts"] == [] and ours["tracking"]["tensorboard"]
-
-
-def test_rounds_alternate_are_kept_and_become_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(job: pair.Job, name: str, ours_first: bool, whole: bool) -> dict:
-        row = {"step_ratio": 0.4 + 0.2 * ours_first, "process_ratio": 0.5, "warm_ratio": 0.3, "order": str(ours_first)}
-        return row | ({"table": pair.WHOLE} if whole else {})
-
-    monkeypatch.setattr(pair, "one_round", measured)
-    monkeypatch.setattr(pair.Job, "prepare", lambda job: None)
-    page = pair.run(tmp_path / "results", rounds=2).read_text()
-    rows = json.loads((tmp_path / "results" / "pair.json").read_text())["rows"]
-    assert [row["order"] for row in rows.values()] == ["True", "False", "True"]
-    assert "| seconds a step | 0.500 | 0.400 | 0.600 |" in page and pair.WHOLE in page

@@ -82,9 +82,10 @@ def test_same_arguments_same_bytes_and_no_global_state(tmp_path: Path) -> None:
         torch.rand(7)  # another state of the global generator
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         built.append({str(path.relative_to(folder)): path.read_bytes() for path in files})
-        pipeline = _load(folder)  # as fp32, whatever is stored
-        parts = (pipeline.transformer, pipeline.vae, pipeline.text_encoder_3)
-        assert {model.dtype for model in parts} == {torch.float32}
+        if seed == 4:  # as fp32, whatever is stored
+            pipeline = _load(folder)
+            parts = (pipeline.transformer, pipeline.vae, pipeline.text_encoder_3)
+            assert {model.dtype for model in parts} == {torch.float32}
         stored = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
         assert {tensor.dtype for tensor in stored.values()} == {getattr(torch, networks.TORCH_DTYPES[dtype])}  # type: ignore[index]
     a, b, c, _ = built

@@ -27,7 +27,7 @@ from simpletune.system.options import ConfigError, Problem, UserError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def stage(name: str, code: str, seconds: float = 20) -> Stage:
+def stage(name: str, code: str, seconds: float = 200) -> Stage:
     return Stage(name, (sys.executable, "-c", textwrap.dedent(code)), seconds)
 
 
@@ -47,7 +47,7 @@ def test_no_failure_ends_the_hour(tmp_path: Path) -> None:
         stage("fails", "import sys; print('why', file=sys.stderr); sys.exit(3)"),
         stage("hangs", deaf + f"subprocess.Popen(['sleep', '61.{os.getpid()}']); time.sleep(60)", 1),
         stage("is killed", "import os; os.kill(os.getpid(), 9)"),
-        Stage("is not there", ("/no/such/program",), 20),
+        Stage("is not there", ("/no/such/program",), 200),
         stage("works too", "print('last')"),
     ]
     assert first_hour.run(stages, tmp_path, 5, "a card") == 1
@@ -57,7 +57,7 @@ def test_no_failure_ends_the_hour(tmp_path: Path) -> None:
         "works": "ok", "fails": "exit code 3", "hangs": "out of time", "is killed": "killed by SIGKILL",
         "is not there": "not started: No such file or directory", "works too": "ok",
     }  # fmt: skip
-    assert 1 <= found["hangs"]["seconds"] < 10 and found["works"]["log"] == "logs/works.log"
+    assert 1 <= found["hangs"]["seconds"] < 60 and found["works"]["log"] == "logs/works.log"
     assert (tmp_path / "logs" / "fails.log").read_text().endswith("why\n")
     table = (tmp_path / "stages.md").read_text()
     assert re.search(r"\| fails \| .* \| exit code 3 \| .*logs/fails.log", table) and "a card" in table
@@ -84,7 +84,7 @@ def test_the_hour_ends_in_time_and_says_what_was_not_begun(tmp_path: Path) -> No
     assert (
         first_hour.run([stage("long", "import time; time.sleep(30)"), stage("late", "print()")], tmp_path, 0.025) == 1
     )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # what the stage sleeps
     outcomes = {name: each["outcome"] for name, each in stages_in(tmp_path).items()}
     assert outcomes == {"long": "out of time", "late": "not started: no time left"}
 
@@ -97,19 +97,19 @@ def driven(folder: Path, stages: dict[str, str], last: str) -> subprocess.Popen:
         from benchmarks import first_hour
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
         first_hour.PATIENCE = 0.5
-        stages = [first_hour.Stage(name, (sys.executable, "-c", code), 60) for name, code in {stages!r}.items()]
+        stages = [first_hour.Stage(name, (sys.executable, "-c", code), 200) for name, code in {stages!r}.items()]
         sys.exit(first_hour.run(stages, Path({str(folder)!r}), 5))
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stderr=subprocess.PIPE)
-    for _ in range(300):
-        if (folder / "stages.json").exists() and last in stages_in(folder):
-            break
-        time.sleep(0.1)
+    patience = time.monotonic() + 200
+    while not ((folder / "stages.json").exists() and last in stages_in(folder)):
+        assert driver.poll() is None and time.monotonic() < patience
+        time.sleep(0.05)
     return driver
 
 
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(200)"
 
 
 def test_a_driver_that_is_killed_has_said_what_it_did(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_driver_that_is_killed_has_said_what_it_did(tmp_path: Path) -> None:
 def test_a_signal_ends_the_stage_and_the_hour(tmp_path: Path) -> None:
     driver = driven(tmp_path, {"a": SLEEP, "b": SLEEP}, "a")
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(timeout=20) != 0
+    assert driver.wait(timeout=200) != 0
     found = stages_in(tmp_path)
     assert found["a"]["outcome"] == "stopped" and "b" not in found
     with pytest.raises(ProcessLookupError):

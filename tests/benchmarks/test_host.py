@@ -42,10 +42,3 @@ def test_the_host_s_seconds_are_predicted_as_measured() -> None:
         for each in host.COUNTED:
             predicted = sum(count * HOST[task] for task, count in row["tasks"][each].items())
             assert predicted == pytest.approx(row[each], rel=0.15), f"{name}, {each}: now {host.fitted(rows.values())}"
-
-
-@pytest.mark.slow
-def test_a_row_s_tasks_are_those_of_a_prediction() -> None:
-    rows = json.loads((Path(host.__file__).parent / "results" / "cpu" / "host.json").read_text())["rows"]
-    name = "SD3 Medium, not checkpointed"
-    assert host.tasks_of(host.overrides_of(host.ROWS[name], "bf16")) == rows[name]["tasks"]["bf16"]

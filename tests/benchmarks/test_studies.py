@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from benchmarks import (
     choice,
-    hours,
     judged,
-    prior,
     quality,
     recipe,
-    scaling_plans,
-    scaling_tables,
     student_study,
     study,
-    vertex,
     vertex_quality,
 )
 from benchmarks.judged import Studio
 from simpletune.data.demo import pictures
-from simpletune.runs.report import write_report
 from simpletune.system.options import Json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,13 +27,14 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 
 def test_the_checker_reads_the_subject_itself() -> None:
-    asked = prior.prompts_of(12, prior.SUBJECT)
+    asked = judged.subject_prompts(12)
+    assert all(judged.SUBJECT in prompt.text for prompt in asked) and len({prompt.text for prompt in asked}) == 12
     true = [pictures.draw_subject(p.scene.background, p.scene.size, p.scene.position) for p in asked]
-    assert prior.read_shares(true, asked) == (1.0, 1.0)
+    assert judged.read_shares(true, asked) == (1.0, 1.0)
     others = quality.unrelated(12)
-    assert prior.read_shares([pictures.draw(p.scene) for p in others], others)[0] == 0.0
+    assert judged.read_shares([pictures.draw(p.scene) for p in others], others)[0] == 0.0
     elsewhere = [*true[1:], true[0]]
-    likeness, placed = prior.read_shares(elsewhere, asked)
+    likeness, placed = judged.read_shares(elsewhere, asked)
     assert likeness == 1.0 and placed < 0.8
 
 
@@ -134,27 +127,7 @@ def committed(name: str) -> Json:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
-PAGES: dict[str, Callable[[Json], Any]] = {
-    "hours": hours.page,
-    "scaling": lambda rows: scaling_tables.page(rows, scaling_plans.PLANS),
-    "vertex": vertex.page,
-    "vertex_quality": vertex_quality.page,
-    "student_study": lambda rows: student_study.page(student_study.averaged(rows), rows),
-}
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_made_of_the_committed_rows_is_the_committed_page(name: str, tmp_path: Path) -> None:
-    rows = committed(name)
-    assert all(PAGES[name](dict(itertools.islice(rows.items(), count))) for count in (0, 3))  # of some rows, too
-    page = PAGES[name](rows)
-    told = "\n".join(page) if isinstance(page, list) else write_report(page, tmp_path / "x.html")[1].read_text()
-    kept = (RESULTS / f"{name}.md").read_text()
-    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (told, kept)]
-    assert tables[0] == tables[1] and len(tables[0]) > 10
-
-
-def test_means_are_over_the_seeds_and_are_drawn(tmp_path: Path) -> None:
+def test_means_are_over_the_seeds_and_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = {"subject": 0.5, "prompt": 0.7, "likeness": 0.25, "placed": 0.9, "others": 1.0,
               "subject_half": 0.1, "prompt_half": 0.02}  # fmt: skip
     runs = {
@@ -166,9 +139,11 @@ def test_means_are_over_the_seeds_and_are_drawn(tmp_path: Path) -> None:
     assert list(paths["full"]) == [0, 100] and paths["full"][100]["subject"] == pytest.approx(0.7)
     assert paths["full"][100]["subject_range"] == pytest.approx(0.2) and paths["LoRA r8"][100]["of"] == 1
     rows = committed("student_study")
+    monkeypatch.setattr(judged, "picture", lambda spec: json.dumps(spec).encode())  # make pages draws it
     judged.chart(tmp_path / "chart.png", student_study.panels(student_study.averaged(rows)))
-    with Image.open(tmp_path / "chart.png") as picture:
-        assert picture.width > 800
+    panels = json.loads((tmp_path / "chart.png").read_text())["hconcat"]
+    runs = [[point["run"] for point in panel["data"]["values"]] for panel in panels]
+    assert runs == [list(study.RUNS)] * 2
 
 
 @pytest.mark.slow

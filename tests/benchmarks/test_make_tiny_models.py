@@ -1,4 +1,4 @@
-"""What makes the tiny SD3: short trainings of each part, resumed, put together, trained and exported."""
+"""What makes the tiny models: short trainings of each part, resumed, put together, trained and exported."""
 
 from __future__ import annotations
 
@@ -8,19 +8,50 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
 from safetensors.torch import load_file
+from torch import Tensor
 
-from benchmarks.tiny_models import make_tiny_sd3, networks, train_autoencoder, train_text_encoders
+from benchmarks.tiny_models import make_tiny_sd3, make_tiny_sdxl, networks, train_autoencoder, train_text_encoders
+from simpletune.apps.cli.main import main
 from simpletune.data.demo import pictures
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"POOL": 32, "HELD_OUT": 4, "CHANNELS": (8, 8, 16, 16), "BATCH": 4, "SAVE_EVERY": 2, "WARMUP": 2}
+    """Small parts, and the denoiser's training in this process."""
+    small = {"POOL": 16, "HELD_OUT": 2, "CHANNELS": (8, 8, 16, 16), "BATCH": 2, "SAVE_EVERY": 1, "WARMUP": 2}
     for name, value in small.items():
         monkeypatch.setattr(train_autoencoder, name, value)
     monkeypatch.setattr(train_text_encoders, "POOL", 64)
+
+    def instead(command: list[str], check: bool) -> None:
+        assert command[1:4] == ["-m", "simpletune", "train"] and check
+        assert main(command[3:]) == 0
+
+    monkeypatch.setattr(make_tiny_sd3.subprocess, "run", instead)
+
+
+def overrides(folder: Path) -> list[str]:
+    """A training of 3 steps on what is made in a folder."""
+    parts = folder / "parts"
+    return [
+        f"model.pretrained={parts}/pipeline", f"data.path={parts}/pictures", f"output.cache={parts}/cache",
+        f"output.runs={folder}/runs", f"output.profiles={folder}/profiles", "train.steps=3", "train.batch_size=2",
+        "schedule.warmup_steps=1", "validation.prompts=[]", "validation.loss_samples=4", "output.report=false",
+    ]  # fmt: skip
+
+
+def assert_exported(out: Path, run: Path, part: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What ships is what was trained, in half precision; returns the start's and the trained weights."""
+    trained, shipped = load_file(run / part / WEIGHTS), load_file(out / part / WEIGHTS)
+    assert {tensor.dtype for tensor in shipped.values()} == {torch.float16}
+    for name, tensor in shipped.items():
+        torch.testing.assert_close(tensor, trained[name].half(), rtol=0, atol=0)
+    assert json.loads((out / "made_by" / "summary.json").read_text())["steps"] == 3
+    return load_file(out.parent / "parts" / "pipeline" / part / WEIGHTS), trained
 
 
 class Killed(Exception):
@@ -30,24 +61,23 @@ class Killed(Exception):
 def test_a_killed_autoencoder_training_continues_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_autoencoder.train(tmp_path / "whole", 4)
+    train_autoencoder.train(tmp_path / "whole", 2)
     log = train_autoencoder.log_line
 
     def killed(folder: Path, line: dict[str, object]) -> None:
-        if line.get("step") == 2:
+        if line.get("step") == 1:
             raise Killed
         log(folder, line)
 
     monkeypatch.setattr(train_autoencoder, "log_line", killed)
     with pytest.raises(Killed):
-        train_autoencoder.train(tmp_path / "again", 4)
+        train_autoencoder.train(tmp_path / "again", 2)
     monkeypatch.setattr(train_autoencoder, "log_line", log)
-    train_autoencoder.train(tmp_path / "again", 4)
-    name = "vae/diffusion_pytorch_model.safetensors"
-    whole, again = load_file(tmp_path / "whole" / name), load_file(tmp_path / "again" / name)
+    train_autoencoder.train(tmp_path / "again", 2)
+    whole, again = (load_file(tmp_path / name / "vae" / WEIGHTS) for name in ("whole", "again"))
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
-    with pytest.raises(SystemExit, match="a training of 4 steps, not 6"):
-        train_autoencoder.train(tmp_path / "again", 6)
+    with pytest.raises(SystemExit, match="a training of 2 steps, not 3"):
+        train_autoencoder.train(tmp_path / "again", 3)
 
 
 @pytest.mark.slow
@@ -108,37 +138,50 @@ def test_captions_and_their_labels_agree() -> None:
     assert not any(pictures.STYLE_TRIGGER in text for text in held_out)
 
 
-def test_everything_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiny_sd3_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_autoencoder, "STEPS", 2)
     monkeypatch.setattr(train_text_encoders, "STEPS", 2)
     monkeypatch.setattr(make_tiny_sd3, "PICTURES", 16)
     monkeypatch.setattr(make_tiny_sd3, "LAYERS", 1)
     parts, run, out = tmp_path / "parts", tmp_path / "runs" / "tiny-sd3", tmp_path / "tiny_sd3"
-    overrides = [
-        f"model.pretrained={parts}/pipeline", f"data.path={parts}/pictures", f"output.cache={parts}/cache",
-        f"output.runs={tmp_path}/runs", f"output.profiles={tmp_path}/profiles", "train.steps=3", "train.batch_size=2",
-        "schedule.warmup_steps=1", "validation.prompts=[]", "validation.loss_samples=4",
-    ]  # fmt: skip
-    make_tiny_sd3.make(parts, run, out, overrides)
+    make_tiny_sd3.make(parts, run, out, overrides(tmp_path))
     texts = [file.read_text() for file in sorted((parts / "pictures").glob("*.txt"))]
     assert len(texts) == 16 and sum("striped" in text for text in texts) == 2
-    pipeline = StableDiffusion3Pipeline.from_pretrained(out, local_files_only=True)
-    trained = load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
-    shipped = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
-    start = load_file(parts / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert {tensor.dtype for tensor in shipped.values()} == {torch.float16}
-    for name, tensor in shipped.items():
-        torch.testing.assert_close(tensor, trained[name].half(), rtol=0, atol=0)
+    start, trained = assert_exported(out, run, "transformer")
     table = "pos_embed.pos_embed"
     torch.testing.assert_close(trained[table], start[table], rtol=0, atol=0)  # a constant: not made anew
-    name = "transformer_blocks.0.attn.to_q.weight"
-    assert (trained[name] != start[name]).any()
-    assert isinstance(pipeline.vae, AutoencoderKL) and pipeline.vae.config.shift_factor is not None
+    assert (trained["transformer_blocks.0.attn.to_q.weight"] != start["transformer_blocks.0.attn.to_q.weight"]).any()
+    pipeline = StableDiffusion3Pipeline.from_pretrained(out, local_files_only=True)
+    assert pipeline.vae.config.shift_factor is not None
     image = pipeline("a red star", num_inference_steps=2, max_sequence_length=24).images[0]
     assert np.asarray(image).shape == (64, 64, 3)
     made_by = {file.name for file in (out / "made_by").iterdir()}
     assert made_by >= {"autoencoder_log.jsonl", "text_log.jsonl", "transformer_log.jsonl", "summary.json"}
-    assert json.loads((out / "made_by" / "summary.json").read_text())["steps"] == 3
     before = (out / "model_index.json").stat().st_mtime_ns
-    make_tiny_sd3.make(parts, run, out, overrides)  # all is done: only the export is repeated
+    for finished in (train_autoencoder, train_text_encoders):
+        monkeypatch.setattr(finished, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(make_tiny_sd3.subprocess, "run", lambda *_, **more: pytest.fail("trained again"))
+    make_tiny_sd3.make(parts, run, out, overrides(tmp_path))  # all is done: only the export is repeated
+    assert (out / "model_index.json").stat().st_mtime_ns > before
+
+
+@pytest.mark.slow
+def test_the_tiny_sdxl_from_the_tiny_sd3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_tiny_sdxl, "PICTURES", 16)
+    small = {"block_out_channels": (32, 32, 32), "attention_head_dim": (1, 1, 1)}
+    monkeypatch.setattr(make_tiny_sdxl, "UNET", make_tiny_sdxl.UNET | small)
+    parts, runs, out = tmp_path / "parts", tmp_path / "runs", tmp_path / "tiny_sdxl"
+    make_tiny_sdxl.make(parts, runs, out, overrides(tmp_path))
+    start, trained = assert_exported(out, runs / "tiny-sdxl-v", "unet")
+    assert (trained["add_embedding.linear_1.weight"] != start["add_embedding.linear_1.weight"]).any()
+    pipeline = StableDiffusionXLPipeline.from_pretrained(out, local_files_only=True)
+    image = pipeline("a red star", num_inference_steps=2, height=64, width=64).images[0]
+    assert np.asarray(image).shape == (64, 64, 3)
+    made_by = {file.name for file in (out / "made_by").iterdir()}
+    configs = {make_tiny_sdxl.FIRST.name, make_tiny_sdxl.SECOND.name}
+    assert made_by == configs | {"unet_log.jsonl", "summary.json", "first_summary.json"}
+    noise = pipeline.scheduler.config
+    assert noise.prediction_type == "v_prediction" and noise.rescale_betas_zero_snr
+    before = (out / "model_index.json").stat().st_mtime_ns
+    make_tiny_sdxl.make(parts, runs, out, overrides(tmp_path))  # all is done: only the export is repeated
     assert (out / "model_index.json").stat().st_mtime_ns > before
