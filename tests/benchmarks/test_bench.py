@@ -30,7 +30,7 @@ from benchmarks import (
     vertex,
     which_method,
 )
-from benchmarks.table import Results, shown
+from benchmarks.table import Results, selected, shown
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
@@ -58,6 +58,14 @@ def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
     assert "- command: `python -m benchmarks some-grid`\n- device: none\n" in text
     assert "| x | 1,234 | 0.500 |" in text and "hidden" not in text
     assert (shown(None), shown(12.34), shown("word")) == ("", "12.3", "word")
+
+
+def test_rows_are_chosen_by_parts_or_by_whole_names() -> None:
+    rows = {"LoRA int8, 1024 px": 1, "LoRA int8, 1024 px, batch 4": 2, "full": 3}
+    assert selected(rows, "") == list(rows) and selected(rows, "1024") == list(rows)[:2]
+    assert selected(rows, "full; LoRA int8, 1024 px") == ["LoRA int8, 1024 px", "full"]
+    with pytest.raises(UserError, match="'batch 8'"):
+        selected(rows, "full; batch 8")
 
 
 def committed(name: str) -> dict:
@@ -101,8 +109,6 @@ def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(quality, "STEPS", 2)
     overrides = ["train.steps=2", "schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache",
                  "validation.loss_samples=2"]  # fmt: skip
-    with pytest.raises(Exception, match="none of the 3 rows"):
-        quality.run(tmp_path, 4, 60, "no such row", overrides)
     table = quality.run(tmp_path, 4, 60, "base", overrides)
     rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
     assert set(rows) == {"base, fp32", "base, fp32, the trigger word"}
@@ -292,23 +298,13 @@ def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatc
     assert "| small, batch 1, bf16 |" in page
 
 
-def test_every_method_is_one_of_both_models_and_grows_with_its_size(tmp_path: Path) -> None:
-    bench, counts = which_method.Bench(tmp_path, 1, []), dict[str, list[int]]()
+def test_every_method_is_one_of_both_models(tmp_path: Path) -> None:
+    bench = which_method.Bench(tmp_path, 1, [])
     for name, method in which_method.METHODS.items():
         tiny = resolve_folders(bench.config(method.for_tiny(), "x"))
+        assert tiny.precision.weights == "fp32" and not tiny.tracking.tensorboard and tiny.checkpoint.every is None
         for config in (tiny, which_method.on_sd3_medium(method)):
-            shapes = config.model.known_shapes()
-            assert not list(config.adapter.problems(shapes))
-            numbers = [] if config.text.trains else [config.adapter.trainable(shapes)]  # vectors are not the adapter's
-            counts.setdefault(f"{name.partition(',')[0]}-{config.name}", []).extend(numbers)
-        assert tiny.precision.weights == "fp32"
-        if method.targeted:
-            assert tiny.adapter.targets == list(which_method.TARGETS)
-    lora = counts["LoRA-x"]
-    assert lora[0] < lora[1] == lora[3] < lora[2]  # the last one keeps the base's prediction
-    others = [numbers for name, numbers in counts.items() if name.partition("-")[0] not in ("LoRA", "full")]
-    growing = [numbers for numbers in others if len(numbers) == 3]
-    assert len(growing) >= 10 and all(sorted(set(numbers)) == numbers for numbers in growing)
+            assert not list(config.adapter.problems(config.model.known_shapes())), name
 
 
 @pytest.mark.slow
@@ -321,9 +317,6 @@ def test_a_method_is_judged_timed_and_predicted(tmp_path: Path, monkeypatch: pyt
     assert base["drift"] == 0 < row["drift"] and 0 <= row["style"] <= 1 and row["of"] == 2
     assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"] and row["peak"] > 3000
     assert "| LoHa, rank 2 |" in page and (tmp_path / "which_method.png").exists()
-    before = (tmp_path / "which_method.json").read_bytes()
-    which_method.run(tmp_path, 2, 60, rows, [])  # nothing is left to measure
-    assert (tmp_path / "which_method.json").read_bytes() == before
 
 
 def test_the_memory_of_lokr_s_step_is_lora_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,12 +339,7 @@ def test_the_memory_of_lokr_s_step_is_lora_s(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "BLOCKS": 1,
-        "SIZE": 64,
-        "ROUNDS": 2,
-        "SHIPPED": dict([list(methods.SHIPPED.items())[1]]),
-    }.items():
+    for name, value in {"BLOCKS": 1, "SIZE": 64, "ROUNDS": 2, "SHIPPED": {"sd3_medium_lora_24gb": "none"}}.items():
         monkeypatch.setattr(methods, name, value)
     page = methods.run(tmp_path, 60, "lokr, factor 16, rank 16").read_text()
     (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
@@ -399,23 +387,15 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         assert vertex.largest_batch(job, card) == expected and len(tried) <= 30
 
 
-def test_training_loss_chooses_the_end_of_its_lowest_part() -> None:
-    losses = [5.0, 1.0, 2.0, 2.0, 1.0, 9.0]
-    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+def test_a_choice_is_by_the_lowest_part_and_its_rise_by_noise(tmp_path: Path) -> None:
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate([5.0, 1.0, 2.0, 2.0, 1.0, 9.0], 1)]
     assert choice.by_training_loss(metrics, [2, 4, 6]) == 4
-    assert choice.by_training_loss(metrics[:2], [2]) == 2
-
-
-def test_held_out_losses_are_split_by_the_noise_of_their_samples(tmp_path: Path) -> None:
     draws = [["picture", "caption", level] for level in (0.9, 0.1, 0.5, 0.3)]
     write_safetensors({"a": torch.zeros(1)}, tmp_path / DRIFT, {"of": json.dumps({"training": draws})})
-    rows = [
-        {"step": step, "held_out": True, "eval_loss": 5.0, "eval_losses": [2.0 + step, 8.0 - step, 4.0, 6.0]}
-        for step in (0, 1, 2)
-    ]
+    rows = [{"step": step, "held_out": True, "eval_loss": 5.0, "eval_losses": [2.0 + step, 8.0 - step, 4.0, 6.0]}
+            for step in (0, 1, 2)]  # fmt: skip
     (tmp_path / EVALUATIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = choice.losses_by_noise(tmp_path, [1, 2])
     assert found["levels"] == [[0.1, 0.1], [0.3, 0.3], [0.5, 0.5], [0.9, 0.9]]
     assert found["by_step"] == {"0": [8.0, 6.0, 4.0, 2.0], "1": [7.0, 6.0, 4.0, 3.0], "2": [6.0, 6.0, 4.0, 4.0]}
     assert choice.rises({"losses": found, "held_out_step": 1}) == {"low_noise": -1.0, "high_noise": 1.0}
-    assert choice.rises({"held_out_step": 1}) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import cards
 from benchmarks.cards import Sample, applied, fitted, run
 from simpletune.commands.doctor import bench_steps
 from simpletune.commands.doctor.bench import RUNS
+from simpletune.config.schema import TrainConfig
 from simpletune.estimate.timing.sections import COMPUTE, KernelWork, StreamWork
 from simpletune.system.gpus import GIB, card_named_by_driver
 from simpletune.system.options import UserError
@@ -75,14 +77,6 @@ def test_a_fit_to_what_is_predicted_already_and_to_nothing_keeps_todays_constant
     assert set(fitted(today).values()) == {1.0}
 
 
-def test_few_steps_move_only_the_constants_that_they_show() -> None:
-    step = steps(T4)[0]
-    slow = Sample(step.card, step.core, step.sections, 2 * step.predicted())
-    found = fitted([slow])
-    assert found["PRODUCTS", "T4"] < 0.6
-    assert all(0.85 < scale < 1.01 for (name, _), scale in found.items() if name != "PRODUCTS")
-
-
 def test_the_page_shows_predicted_and_measured_and_what_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +127,12 @@ def test_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_the_work_of_a_run_is_recorded_for_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tiny model, as on a machine without a card."""
     honest = bench_steps.run_config
-    monkeypatch.setattr(bench_steps, "run_config", lambda overrides, capability: honest(overrides, None))
+
+    def small(overrides: Sequence[str], capability: tuple[int, int] | None) -> TrainConfig:
+        config = honest(overrides, None)
+        return config.model_copy(update={"data": config.data.model_copy(update={"resolution": 64})})
+
+    monkeypatch.setattr(bench_steps, "run_config", small)
     name = "LoRA int8, streamed, 512 px"
     assert name in RUNS
     kinds = {work.kind for section in cards.recorded.__wrapped__(name, (7, 5)) for work in section.work}

@@ -89,47 +89,32 @@ def test_the_hour_ends_in_time_and_says_what_was_not_begun(tmp_path: Path) -> No
     assert outcomes == {"long": "out of time", "late": "not started: no time left"}
 
 
-def driven(folder: Path, stages: dict[str, str], last: str) -> subprocess.Popen:
-    """A process that runs stages, once it has begun the last of those that a test waits for."""
+def test_a_signal_ends_the_stage_and_the_hour_and_the_next_call_goes_on(tmp_path: Path) -> None:
     code = f"""
         import signal, sys
         from pathlib import Path
         from benchmarks import first_hour
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
         first_hour.PATIENCE = 0.5
-        stages = [first_hour.Stage(name, (sys.executable, "-c", code), 200) for name, code in {stages!r}.items()]
-        sys.exit(first_hour.run(stages, Path({str(folder)!r}), 5))
+        codes = {{"one": "", "two": "import time; time.sleep(200)", "three": ""}}
+        stages = [first_hour.Stage(name, (sys.executable, "-c", code), 200) for name, code in codes.items()]
+        sys.exit(first_hour.run(stages, Path({str(tmp_path)!r}), 5))
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stderr=subprocess.PIPE)
     patience = time.monotonic() + 200
-    while not ((folder / "stages.json").exists() and last in stages_in(folder)):
+    while not ((tmp_path / "stages.json").exists() and "two" in stages_in(tmp_path)):  # said before it has ended
         assert driver.poll() is None and time.monotonic() < patience
         time.sleep(0.05)
-    return driver
-
-
-SLEEP = "import time; time.sleep(200)"
-
-
-def test_a_driver_that_is_killed_has_said_what_it_did(tmp_path: Path) -> None:
-    driver = driven(tmp_path, {"one": "", "two": SLEEP}, "two")
-    driver.kill()
-    driver.wait()
-    found = stages_in(tmp_path)
-    os.killpg(found["two"]["pid"], signal.SIGKILL)
-    assert (found["one"]["outcome"], found["two"]["outcome"]) == ("ok", "running")
-    assert first_hour.run([stage("one", "raise SystemExit(1)"), stage("two", "")], tmp_path, 5) == 0
-
-
-def test_a_signal_ends_the_stage_and_the_hour(tmp_path: Path) -> None:
-    driver = driven(tmp_path, {"a": SLEEP, "b": SLEEP}, "a")
+    assert stages_in(tmp_path)["two"]["outcome"] == "running"
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(timeout=200) != 0
+    driver.communicate(timeout=200)
     found = stages_in(tmp_path)
-    assert found["a"]["outcome"] == "stopped" and "b" not in found
+    assert {name: each["outcome"] for name, each in found.items()} == {"one": "ok", "two": "stopped"}
+    assert driver.returncode
     with pytest.raises(ProcessLookupError):
-        os.killpg(found["a"]["pid"], 0)
+        os.killpg(found["two"]["pid"], 0)
+    assert first_hour.run([stage("one", "raise SystemExit(1)"), stage("two", "")], tmp_path, 5) == 0
 
 
 # The order
@@ -178,19 +163,6 @@ def test_a_dry_run_and_one_without_a_card_start_nothing(
     assert shown.index("smoke") < shown.index("memory targets") < shown.index("-m pytest")
     assert first_hour.main([]) == 3 and "simpletune doctor" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-# Rows by name, and memory that is only measured
-
-
-def test_rows_are_chosen_by_parts_or_by_whole_names() -> None:
-    rows = {"LoRA int8, 1024 px": 1, "LoRA int8, 1024 px, batch 4": 2, "full": 3}
-    assert selected(rows, "") == list(rows)
-    assert selected(rows, "1024") == ["LoRA int8, 1024 px", "LoRA int8, 1024 px, batch 4"]
-    assert selected(rows, "LoRA int8, 1024 px") == ["LoRA int8, 1024 px"]
-    assert selected(rows, "full; LoRA int8, 1024 px") == ["LoRA int8, 1024 px", "full"]
-    with pytest.raises(UserError, match="'batch 8'"):
-        selected(rows, "full; batch 8")
 
 
 FAKE = """

@@ -40,7 +40,7 @@ def overrides(folder: Path) -> list[str]:
     return [
         f"model.pretrained={parts}/pipeline", f"data.path={parts}/pictures", f"output.cache={parts}/cache",
         f"output.runs={folder}/runs", f"output.profiles={folder}/profiles", "train.steps=3", "train.batch_size=2",
-        "schedule.warmup_steps=1", "validation.prompts=[]", "validation.loss_samples=4", "output.report=false",
+        "schedule.warmup_steps=1", "validation.prompts=[]", "validation.loss_samples=2", "output.report=false",
     ]  # fmt: skip
 
 
@@ -141,12 +141,12 @@ def test_captions_and_their_labels_agree() -> None:
 def test_the_tiny_sd3_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_autoencoder, "STEPS", 2)
     monkeypatch.setattr(train_text_encoders, "STEPS", 2)
-    monkeypatch.setattr(make_tiny_sd3, "PICTURES", 16)
+    monkeypatch.setattr(make_tiny_sd3, "PICTURES", 8)
     monkeypatch.setattr(make_tiny_sd3, "LAYERS", 1)
     parts, run, out = tmp_path / "parts", tmp_path / "runs" / "tiny-sd3", tmp_path / "tiny_sd3"
     make_tiny_sd3.make(parts, run, out, overrides(tmp_path))
     texts = [file.read_text() for file in sorted((parts / "pictures").glob("*.txt"))]
-    assert len(texts) == 16 and sum("striped" in text for text in texts) == 2
+    assert len(texts) == 8 and sum("striped" in text for text in texts) == 1
     start, trained = assert_exported(out, run, "transformer")
     table = "pos_embed.pos_embed"
     torch.testing.assert_close(trained[table], start[table], rtol=0, atol=0)  # a constant: not made anew

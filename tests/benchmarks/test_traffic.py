@@ -13,7 +13,7 @@ from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.system.options import Json
 
 COMMITTED = json.loads((Path(traffic.__file__).parent / "results" / "cpu" / "traffic.json").read_text())["rows"]
-FAST = [f"{traffic.DEMO}int8 products", f"{traffic.DEMO}full, adamw_bf16 in backward"]
+FAST = [f"{traffic.DEMO}int8", f"{traffic.DEMO}int8 products", f"{traffic.DEMO}full, adamw_bf16 in backward"]
 OTHERS = [pytest.param(name, marks=pytest.mark.pages) for name in traffic.ROWS if name not in FAST]
 TOLERANCE = 0.01
 
