@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import (
@@ -25,7 +24,6 @@ from benchmarks import (
     memory,
     memory_row,
     methods,
-    quality,
     student_study,
     vertex,
     which_method,
@@ -100,25 +98,6 @@ def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monke
     found = memory_row.measure((), "cpu")
     assert set(found) == {"measured_mib", "reserved_mib", "rss_mib"} and found["measured_mib"] == 3
     assert not any("s/step" in title or "seconds" in key for key, title in memory.COLUMNS.items())
-
-
-@pytest.mark.slow
-def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality, "PRECISIONS", {"fp32": quality.PRECISIONS["fp32"]})
-    monkeypatch.setattr(quality, "TUNED", {"LoRA": []})
-    monkeypatch.setattr(quality, "STEPS", 2)
-    overrides = ["train.steps=2", "schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache",
-                 "validation.loss_samples=2"]  # fmt: skip
-    table = quality.run(tmp_path, 4, 60, "base", overrides)
-    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
-    assert set(rows) == {"base, fp32", "base, fp32, the trigger word"}
-    assert rows["base, fp32"]["drift"] == 0
-    quality.run(tmp_path, 4, 60, "", overrides)
-    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
-    assert rows["LoRA"]["bytes"] > 1000 and rows["LoRA"]["drift"] > 0
-    assert "LoRA" in table.read_text()
-    with Image.open(tmp_path / "quality.png") as picture:
-        assert picture.height > 2 * 64
 
 
 @pytest.mark.slow
@@ -201,19 +180,6 @@ def test_the_error_of_one_int8_product(tmp_path: Path, monkeypatch: pytest.Monke
     assert outliers["both"] > 1.4 * normal["both"] and channels["int8_gradient"] > 1.4 * normal["int8_gradient"]
     turned = rows["rotation: small [64, 48], outliers"]
     assert turned["both_rotated"] < turned["both"] and "## One product" in page and "## Rotation" in page
-
-
-@pytest.mark.slow
-def test_int8_losses_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "STEPS", 2)
-    monkeypatch.setattr(int8, "RUNS", {name: int8.RUNS[name] for name in ("bf16", "int8 products and gradients")})
-    overrides = ["schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache", "validation.loss_samples=2"]
-    int8.run(tmp_path, 60, "bf16; int8; embedded", overrides)
-    rows = json.loads((tmp_path / "int8.json").read_text())["rows"]
-    ours, bf16 = rows["int8 products and gradients"], rows["bf16"]
-    assert float(bf16["apart"]) == 0 < float(ours["apart"]) < 0.05 and len(ours["losses"]) == 2
-    with Image.open(tmp_path / "int8.png") as picture:
-        assert picture.width > 700
 
 
 def test_the_command_runs_the_grid_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -307,18 +273,6 @@ def test_every_method_is_one_of_both_models(tmp_path: Path) -> None:
             assert not list(config.adapter.problems(config.model.known_shapes())), name
 
 
-@pytest.mark.slow
-def test_a_method_is_judged_timed_and_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(which_method, "ROUNDS", 2)
-    monkeypatch.setattr(which_method, "STEPS", 2)
-    rows = "base;LoHa, rank 2"
-    page = which_method.run(tmp_path, 2, 60, rows, ["train.steps=6"]).read_text()
-    base, row = json.loads((tmp_path / "which_method.json").read_text())["rows"].values()
-    assert base["drift"] == 0 < row["drift"] and 0 <= row["style"] <= 1 and row["of"] == 2
-    assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"] and row["peak"] > 3000
-    assert "| LoHa, rank 2 |" in page and (tmp_path / "which_method.png").exists()
-
-
 def test_the_memory_of_lokr_s_step_is_lora_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two blocks of SD3 Medium's width, whose step is not timed."""
     folder = tmp_path / "wide"
@@ -335,18 +289,6 @@ def test_the_memory_of_lokr_s_step_is_lora_s(tmp_path: Path, monkeypatch: pytest
     (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
     assert 300 < row[shipped] < 600 and row[f"{shipped}_ratio"] <= 1 and f"| {name} |" in page
     assert row["least"] <= row["ratio"] <= row["most"]
-
-
-@pytest.mark.slow
-def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"BLOCKS": 1, "SIZE": 64, "ROUNDS": 2, "SHIPPED": {"sd3_medium_lora_24gb": "none"}}.items():
-        monkeypatch.setattr(methods, name, value)
-    page = methods.run(tmp_path, 60, "lokr, factor 16, rank 16").read_text()
-    (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
-    expected = committed("methods")["lokr, factor 16, rank 16"]
-    for key in ("parameters", *methods.SHIPPED, *(f"{name}_ratio" for name in methods.SHIPPED)):
-        assert row[key] == pytest.approx(expected[key], rel=0.01)
-    assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
 
 
 def test_the_committed_steps_of_methods_meet_their_targets() -> None:

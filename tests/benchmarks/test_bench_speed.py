@@ -63,34 +63,6 @@ def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert config.model.known_config() and config.model.text_tokens > 0 and Path(config.data.path).is_dir()
 
 
-@pytest.mark.slow
-def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path, monkeypatch) -> None:
-    wanted = {name: speed_rows.demo_grid()[name] for name in ("diffusers, LoRA", "LoRA int8", "full bf16")}
-    few = {
-        name: speed_rows.Row((*row.overrides, *SMALL), row.beside if name != "full bf16" else None)
-        for name, row in wanted.items()
-    }
-    monkeypatch.setattr(speed, "demo_grid", lambda: few)
-    monkeypatch.setattr(speed, "SECONDS", 0.1)
-    with pytest.raises(UserError, match="none of the 3 rows"):
-        speed.run(tmp_path, 60, "nothing", "demo", "cpu")
-    speed.run(tmp_path, 60, "LoRA", "demo", "cpu")
-    first = json.loads((tmp_path / "speed.json").read_text())["rows"]
-    assert "full bf16" not in first and first["copy"]["rate"] > 0
-    page = speed.run(tmp_path, 60, "", "demo", "cpu").read_text()
-    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
-    assert rows["LoRA int8"]["seconds_per_step"] == first["LoRA int8"]["seconds_per_step"]
-    for name in few:
-        row = rows[name]
-        assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
-        assert row["tflops"] * 1e12 * row["seconds_per_step"] == pytest.approx(row["flops_per_step"])
-        assert row["floor"] > 0 and row["times_floor"] == pytest.approx(row["seconds_per_step"] / row["floor"])
-        assert row["peak_mib"] > 10 and row["linears"] > 0 and row["attention"] > 0
-    assert rows["diffusers, LoRA"]["times_diffusers"] == 1 and rows["diffusers, LoRA"]["autoencoder"] > 0
-    assert rows["LoRA int8"]["autoencoder"] == 0 and rows["LoRA int8"]["quantisation"] > 0
-    assert "| full bf16 |" in page and "| copy |" in page
-
-
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
     ranges = [Span("ProfilerStep#1", 0, 100, 1), Span("Optimizer.step#AdamW.step", 60, 80, 1)]
     starts = {"aten::addmm_": 1, "aten::_scaled_dot_product_flash_attention": 11, "_QuantisedProduct": 21,

@@ -13,7 +13,6 @@ from benchmarks import (
     choice,
     judged,
     quality,
-    recipe,
     student_study,
     study,
     vertex_quality,
@@ -46,25 +45,6 @@ def test_the_demos_prompts_are_chosen_by_number_from_the_fixed_set(name: str) ->
     others = quality.unrelated(100)
     assert validation["prompts"] == [named[1].text, named[2].text, others[3].text]
     assert validation["unrelated_prompts"] == [others[0].text, others[50].text]
-
-
-@pytest.mark.slow
-def test_the_recipes_table_has_means_over_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(quality, "STEPS", 2)
-    monkeypatch.setattr(recipe, "SEEDS", 2)
-    monkeypatch.setattr(recipe, "ROWS", {"one": [], recipe.TWICE: [], "SDXL: two": []})
-    overrides = ["train.steps=1", "train.batch_size=2", "schedule.warmup_steps=0", "optimizer.lr=0.1",
-                 "validation.loss_samples=2",
-                 f"output.cache={tmp_path}/cache"]  # fmt: skip
-    table = recipe.run(tmp_path, 2, 60, "", overrides).read_text()
-    rows = json.loads((tmp_path / "recipe.json").read_text())["rows"]
-    assert list(rows) == ["base", "SDXL: base", "one", recipe.TWICE, "SDXL: two"] and recipe.TWICE in table
-    assert rows["base"]["pixels"] == 0 < rows["one"]["pixels"] and rows["one"]["seeds"] == 2
-    assert rows["one"]["training"] > 0 and rows["one"]["training"] != rows[recipe.TWICE]["training"]
-    assert rows["SDXL: base"]["pixels"] == 0 < rows["SDXL: two"]["pixels"]
-    with Image.open(tmp_path / "recipe.png") as picture:
-        assert picture.height > 3 * 64
 
 
 def test_a_set_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +134,6 @@ def test_strips_become_one_sheet_and_scores_figures(tmp_path: Path) -> None:
     scores = {"subject_fidelity": {"tiny-dino": dino, "tiny-clip": clip}, "prompt_fidelity": {"tiny-clip": clip}}
     found = {"subject": 0.4, "subject_half": 0.1, "prompt": 0.7, "prompt_half": 0.02}
     assert judged.fidelities_of({"scores": scores}) == pytest.approx(found)
-
-
-@pytest.mark.slow
-def test_a_study_runs_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base's pictures are drawn once; a row that is there is not measured again."""
-    monkeypatch.chdir(ROOT)
-    short = ["train.steps=6", "checkpoint.every=3"]
-    page = vertex_quality.run(tmp_path, 2, 5, "LoRA r8, seed 0; batch 32, rate by batch", short)
-    rows = json.loads((tmp_path / "vertex_quality.json").read_text())["rows"]
-    assert list(rows["LoRA r8, seed 0"]["points"]) == ["0", "3", "6"]
-    assert rows["batch 32, rate by batch"]["rate"] == 0.008 and 0 < rows["batch 32, rate by batch"]["subject"] < 1
-    assert (tmp_path / "vertex_quality.png").exists() and (tmp_path / "vertex_quality_pictures.png").exists() is False
-    monkeypatch.setattr(Studio, "tuned", lambda *_: pytest.fail("measured again"))
-    assert vertex_quality.run(tmp_path, 2, 5, "LoRA r8, seed 0", short) == page
 
 
 @pytest.mark.parametrize("stem", ["vertex_quality", "student_study"])
