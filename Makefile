@@ -6,8 +6,8 @@ BENCHMARK_TESTS := tests/benchmarks tests/data/storage/test_remote_cache.py test
 SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels coverage torture torture-together web screens compare predictions docs map mutants canary \
-	image tiny-sd3 \
+.PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels pages coverage torture \
+	torture-together web screens compare predictions docs map mutants canary image tiny-sd3 \
 	tiny-sdxl tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -67,6 +67,9 @@ kernels: setup  ## compile the Triton kernels for several cards with two version
 softgpu:  ## run the GPU path with values and races on a GPU in software (docs/explanation/without-a-gpu.md); needs .venv-cuda; 25 min on 2 cores beside some work (27 November 2026)
 	PYTHONPATH=. tests/gpu/softgpu/run python -m pytest -m softgpu -n 2 tests/gpu/softgpu
 	PYTHONPATH=. SOFT_SEED=1 tests/gpu/softgpu/run python -m pytest -m gpu -n 2 --timeout 1200 -p softgpu.selection tests/gpu/real
+
+pages: setup  ## make committed pages again from their rows, and predict some of their rows again; 1 min 10 s of processor time (29 November 2026)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m pages --timeout 900
 
 coverage: setup  ## show which code the tests run, and why the rest is not run; 16 min beside other work (23 November 2026)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report json:.coverage-fast.json

@@ -65,11 +65,7 @@ class Sample:
 
 
 def run(out: Path, folder: Path = FOLDER) -> Path:
-    """Write the table.
-
-    Args:
-        out: folder of the page.
-        folder: of the files.
+    """Write the table of the files in ``folder`` into ``out``.
 
     Raises:
         UserError: files are broken or no card's; each is named, and nothing is written.

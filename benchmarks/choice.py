@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TypedDict
 
 from PIL import Image
 
-from benchmarks import prior
-from benchmarks.judged import lacking
+from benchmarks.judged import lacking, read_shares, subject_prompts
 from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, prompts_of, unrelated
-from benchmarks.table import Results, describe_machine
+from benchmarks.table import Results, describe_machine, prompted
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.commands.train.train import train
 from simpletune.config.validation_schedule import TRAINED
@@ -29,7 +28,6 @@ from simpletune.runs.best_checkpoint import FIDELITY, choose_best, held_out_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DRIFT, read_metrics
 from simpletune.runs.weights import BASE, Weights, run_result
-from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.system.safetensors_file import read_header
 from simpletune.system.sheets import grid
@@ -148,34 +146,10 @@ SETS = {
 }
 
 
-class Row(TypedDict):
-    """One fine-tuning: scores, and the steps that were chosen."""
-
-    last: float
-    chosen: float
-    step: int
-    by: str
-    difference: float
-    default: float
-    default_step: int
-    held_out: float
-    held_out_step: int
-    training: float
-    training_step: int
-    best: float
-    scores: dict[str, float]
-    losses: Json
-
-
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str], chosen: str = "first") -> Path:
-    """Measure missing rows; write ``choice.json`` and ``choice.md``, or ``choice_second.json`` and its page.
+    """Measure the missing rows of a set, with ``count`` prompts per score with the trigger word and as many without.
 
     Args:
-        folder: for the results.
-        count: prompts per score, with and without the trigger word.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-        overrides: for the demo's configuration.
         chosen: one of ``SETS``, or ``pictures``: train two rows of the second set again, and draw with them.
 
     Returns:
@@ -190,12 +164,13 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
         return file
     wanted = SETS[chosen]
     columns = COLUMNS if chosen == "third" else {key: title for key, title in COLUMNS.items() if key not in RULE}
-    results = Results(folder / wanted.stem, columns)
+    words = prompted("choice", count) + f" --set {chosen}" * (chosen != "first")
+    results = Results(folder / wanted.stem, columns, words)
     quality = Quality(folder, count, overrides)
-    for name, options in results.missing(wanted.rows, minutes, only):
-        found = measure(quality, options, count)
-        say(f"bench   {name}: last {found['last']:.3f}, chosen {found['chosen']:.3f} by {found['by']}")
-        results.add(name, {**found})
+    results.measure(
+        {name: partial(measure, quality, options, count) for name, options in wanted.rows.items()}, minutes, only,
+        lambda row: f"last {row['last']:.3f}, chosen {row['chosen']:.3f} by {row['by']}",
+    )  # fmt: skip
     rows: list[Json] = [row for name, row in results.rows.items() if name in wanted.rows]
     for each in rows:
         each |= rises(each)
@@ -210,7 +185,7 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     return results.write_table(title, f"{wanted.about}\n\n{ABOUT}{told}", describe_machine())
 
 
-def measure(quality: Quality, options: list[str], count: int) -> Row:
+def measure(quality: Quality, options: list[str], count: int) -> Json:
     """Fine-tune once, choose, and score every checkpoint."""
     options = with_checkpoints(options)
     folder = train(quality.config(options, "choice"))
@@ -293,9 +268,8 @@ def draw_loss_or_score(quality: Quality, runs: dict[str, Path], rows: Json, coun
     sheets = []
     for name, folder in runs.items():
         options, row = with_checkpoints(SECOND[name]), rows[name]
-        asked = prior.prompts_of(2, prior.SUBJECT) if SUBJECT[0] in options else prompts_of(
-            2, STYLE, pictures.STYLE_TRIGGER
-        )  # fmt: skip
+        of_subject = SUBJECT[0] in options
+        asked = subject_prompts(2) if of_subject else prompts_of(2, STYLE, pictures.STYLE_TRIGGER)
         losses = {each["step"]: each["eval_loss"] for each in held_out_rows(folder)}
         last = max(map(int, row["scores"]))
         models = {"base": 0, "lowest loss": row["held_out_step"], "by fidelity": row["step"], "last": last}
@@ -324,5 +298,5 @@ def style_shares(easel: Easel, count: int) -> tuple[float, float]:
 
 def subject_shares(easel: Easel, count: int) -> tuple[float, float]:
     """The shares of pictures that are read as the subject, and of attributes that prompts with its word ask for."""
-    asked = prior.prompts_of(count, prior.SUBJECT)
-    return prior.read_shares(easel.draw(asked), asked)
+    asked = subject_prompts(count)
+    return read_shares(easel.draw(asked), asked)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from benchmarks.roofline import finish
 from benchmarks.table import Results, describe_machine
 from simpletune.engine.quant.int8_conv import Int8Conv2d
-from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 
 TIME_WIDTH, ROUNDS, MIB = 1280, 12, 2**20
@@ -94,27 +93,13 @@ def measure(channels: int, size: int, batch: int, kind: str) -> dict[str, float]
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:
-    """Measure missing rows; write ``convolutions.json`` and ``convolutions.md``.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
+    """Measure missing rows and write their table."""
+    results = Results(folder / "convolutions", COLUMNS)
     rows = {
         f"{name}, batch {batch}, {kind}": partial(measure, *shape, batch, kind)
         for name, shape in RESNETS.items()
         for kind in TYPES
         for batch in BATCHES
     }
-    results = Results(folder / "convolutions", COLUMNS)
-    for name, row in results.missing(rows, minutes, only):
-        results.add(name, row())
-        say(f"bench   {name}")
+    results.measure(rows, minutes, only)
     return results.write_table("Frozen int8 convolutions: time and memory", ABOUT, describe_machine())

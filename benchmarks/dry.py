@@ -25,6 +25,7 @@ from simpletune.system.devices import sm
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
 
+L4 = "L4"
 LAUNCHER = "tests/gpu/dry_gpu/run"
 MEDIAN, WORST = 0.005, 0.02  # goals for the error of the prediction
 COLUMNS = {
@@ -48,23 +49,20 @@ workspace (input, weight and output once more), in both columns. Not real either
 {summary}"""
 
 
-def run(folder: Path, minutes: float, only: str, cards: list[str], again: bool) -> str:
+def run(folder: Path, minutes: float, only: str, cards: list[str] | None, again: bool) -> str:
     """Measure the missing rows on each card until the time is up.
 
     Args:
-        folder: for the results; each card has a subfolder.
-        minutes: start no row of a card after this many.
-        only: text that row names must contain.
-        cards: names.
+        cards: names, each of which has a subfolder; None: the L4.
         again: predict the measured rows again and measure none.
 
     Returns:
         The tables' files.
 
     Raises:
-        UserError: no row name contains ``only``, or the simulated card cannot be started.
+        UserError: the simulated card cannot be started.
     """
-    return "\n".join(str(of_card(find_card(name), folder, minutes, only, again)) for name in cards)
+    return "\n".join(str(of_card(find_card(name), folder, minutes, only, again)) for name in cards or [L4])
 
 
 def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) -> Path:
@@ -74,7 +72,8 @@ def of_card(card: Card, folder: Path, minutes: float, only: str, again: bool) ->
         The Markdown table.
     """
     rows = rows_of(card.capability)
-    results = Results(folder / f"dry-{card.name.lower()}" / "memory", COLUMNS)
+    words = "dry" + f" --card {card.name}" * (card.name != L4)
+    results = Results(folder / f"dry-{card.name.lower()}" / "memory", COLUMNS, words)
     if again:
         for name, found in results.rows.items():
             results.add(name, compared(predict(rows[name], card.capability) | measured_part(found)))

@@ -15,24 +15,23 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.quality import GUIDANCE, Easel, prompts_of
+from benchmarks.quality import GUIDANCE, STEPS, Easel, prompts_of
+from benchmarks.quiet import ALONE, quiet_config
 from benchmarks.table import Results, describe_machine
 from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
-from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
 from simpletune.models.sd3.joint_block import use_joint_blocks
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import crop_positions
 from simpletune.runs.weights import BASE, Weights, run_result
-from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.system.console import say
-from simpletune.system.devices import choose_device
 from simpletune.system.options import Json
 
+DEMO = Path("configs/demo.json")
 SIZES = [(64, 64), (48, 48), (80, 80), (96, 64), (64, 96)]
-PROMPTS, STEPS = 32, 12
+PROMPTS = 32
 BAND = 8  # an edge of gradients is an eighth of the side
 RIM = 2  # and of a picture two pixels
 GRADIENTS, AUTOENCODER = "gradients, SD3.5 Medium", "autoencoder of the tiny SD3"
@@ -111,7 +110,7 @@ def deviations(images: list[Image.Image]) -> dict[str, float]:
 
 def autoencoder() -> Json:
     """How far the outermost pixels of decoded latents are from the picture, in levels of 255, by side."""
-    config = resolve_folders(read_config(Path("configs/demo.json"))[0])
+    config = resolve_folders(read_config(DEMO)[0])
     vae = config.model.load_vae(torch.device("cpu"), torch.float32)
     images = [
         pictures.draw(scene, seed=n) for n, scene in enumerate(pictures.sample_scenes(PROMPTS, seed=9, held_out=True))
@@ -125,31 +124,17 @@ def autoencoder() -> Json:
     return {**found, "most": max(found.values()) - min(found.values()), "all": float(error.mean())}
 
 
-def drawn(config: TrainConfig, weights: Weights, size: tuple[int, int]) -> list[Image.Image]:
-    """Draw the prompts at a size, width first."""
-    device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-    config = resolve_folders(config)
-    easel = Easel(config, weights, device)
-    prompts = prompts_of(PROMPTS, "striped", pictures.STYLE_TRIGGER)
-    easel.text.fill([prompt.text for prompt in prompts] + [""], device)
-    requests = [PictureRequest(p.text, p.seed, "", *size, STEPS, GUIDANCE) for p in prompts]
-    sampler = Sampler(easel.transformer, config.model, config.precision, easel.modulation, objective=config.objective)
-    return generate_pictures(sampler, easel.vae, config.model, requests, easel.text.load)
-
-
 def demo_at_sizes(names: list[str]) -> Iterator[tuple[str, Json]]:
     """Train the demo, and compare its pictures' edges with the base's, by size."""
     if not names:
         return
-    scratch = Path(tempfile.mkdtemp(prefix="simpletune-edges-"))
-    places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "name=edges"]
-    quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "checkpoint.every=null"]
-    quiet += ["tracking.tensorboard=false", "output.report=false", "memory.crop_positions=false"]
-    config = read_config(Path("configs/demo.json"), [*places, *quiet])[0]
+    scratch = tempfile.mkdtemp(prefix="simpletune-edges-")
+    config = quiet_config(DEMO, scratch, "edges", [], (*ALONE, "memory.crop_positions=false"))
     result = run_result(train(config))
+    prompts = prompts_of(PROMPTS, "striped", pictures.STYLE_TRIGGER)
     for name in names:
         size, weights = PICTURES[name]
-        found = deviations(drawn(config, weights or result, size))
+        found = deviations(Easel.of(config, weights or result).draw(prompts, size))
         yield name, {**found, "most": max(found.values()) - min(found.values())}
 
 

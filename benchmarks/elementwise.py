@@ -162,16 +162,8 @@ def source_hash() -> str:
 def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Compile the missing rows with the installed version of Triton, and write the table of all versions.
 
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-
     Raises:
-        UserError: a row breaks a rule.
+        UserError: a row breaks a rule, or Triton is not installed.
     """
     try:
         import triton

@@ -159,9 +159,9 @@ def run_one(stage: Stage, folder: Path, limit: float, record: Record) -> tuple[s
         except OSError as error:
             record.put(stage, outcome=f"not started: {error.strerror}")
             return f"not started: {error.strerror}", 0.0
-        record.put(stage, outcome=RUNNING, pid=process.pid, command=stage.shown())
         try:
             with ended(process):
+                record.put(stage, outcome=RUNNING, pid=process.pid, command=stage.shown())
                 code = process.wait(timeout=limit)
             outcome = OK if code == 0 else fate(code)
         except subprocess.TimeoutExpired:

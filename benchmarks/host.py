@@ -12,6 +12,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from benchmarks.memory import BF16, config_of
 from benchmarks.table import Results, describe_machine
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.timing.datasheet import HOST
-from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 STEPS = 25
@@ -80,13 +80,16 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         UserError: the simulated card cannot be started, or measured nothing.
     """
     results = Results(folder / "host", COLUMNS)
-    for name, row in results.missing(ROWS, minutes, only):
-        tasks = {each: tasks_of(overrides_of(row, each)) for each in COUNTED}
-        results.add(name, compared(measured(row)) | {"tasks": tasks})
-        say(f"bench   {name}: {results.rows[name]['bf16']:.3f} s")
+    rows = {name: partial(measure, row) for name, row in ROWS.items()}
+    results.measure(rows, minutes, only, lambda row: f"{row['bf16']:.3f} s")
     versions: Mapping[str, str] = next((row["versions"] for row in results.rows.values()), {})
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     return results.write_table("The host's part of a step", ABOUT, {**describe_machine(), "versions on it": said})
+
+
+def measure(row: Row) -> Json:
+    """Measure a row on a simulated card, and count the tasks in it."""
+    return compared(measured(row)) | {"tasks": {each: tasks_of(overrides_of(row, each)) for each in COUNTED}}
 
 
 def tasks_of(overrides: tuple[str, ...]) -> dict[str, float]:

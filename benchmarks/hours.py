@@ -17,12 +17,11 @@ from benchmarks import hours_tables, vertex
 from benchmarks.hours_tables import is_within, ratio_of
 from benchmarks.predicted_seconds import card_named, config_of, predicted, training, with_range
 from benchmarks.published import LORA, SD15, Row, costs, rows
-from benchmarks.table import Results
+from benchmarks.table import Results, command_of
 from simpletune.estimate.job_time import OTHER_CORES, STATED
 from simpletune.runs.report import write_report
 from simpletune.runs.report.charts import picture
 from simpletune.runs.report.content import Fact, Report, ReportChart
-from simpletune.system.console import say
 from simpletune.system.options import Json
 
 TITLE = "Hours and prices, predicted and published"
@@ -31,37 +30,31 @@ LEAD = (
     "Beside published figures SD3's blocks are diffusers', as their authors ran them; ours are faster. "
     "Published: by others, on their cards. Nothing was fitted to a published figure. "
     f"Range: the device at {STATED[0]} to {STATED[1]} times its seconds, the host at {OTHER_CORES[0]} to "
-    f"{OTHER_CORES[1]}, folded as the step is."
+    f"{OTHER_CORES[1]}, folded as the step is. Command: {command_of('hours')}."
 )
 OURS = ("T4", "L4", "A10G", "RTX4090", "A100-40GB", "H100")  # cards with a price
 SIDES = (256, 512, 1024)
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:
-    """Predict the rows that are missing, then write the page and its figure.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The page; its Markdown version and the figure are beside it.
-    """
+    """Predict the rows that are missing, then write the page; its Markdown version and the figure are beside it."""
     results, known = Results(folder / "hours", {}), Results(folder / "vertex", {}).rows
-    for name, row in results.missing(jobs(known), minutes, only):
-        say(f"bench   {name}")
-        results.add(name, {key: rounded(value) for key, value in row().items()})
+    results.measure({name: partial(rounded, row) for name, row in jobs(known).items()}, minutes, only)
     beside = [row for row in rows() if row.key in results.rows]
     if beside:
         write_figure(folder / "hours.png", ratios(beside, results.rows))
     return write_report(page(results.rows), folder / "hours.html")[0]
 
 
-def rounded(value: object) -> object:
+def rounded(row: Callable[[], Json]) -> Json:
+    """Compute a row; five digits of each number."""
+    return {key: digits(value) for key, value in row().items()}
+
+
+def digits(value: object) -> object:
     """Five digits of a number, or of each in a list."""
     if isinstance(value, list):
-        return [rounded(each) for each in value]
+        return [digits(each) for each in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -110,33 +110,28 @@ def run(
     folder: Path,
     minutes: float = 8.0,
     only: str = "",
-    prices: Prices | None = None,
-    workload: Workload = Workload(),
+    price: Iterable[tuple[str, float]] = (),
+    prices: Path | None = None,
+    **workload: Any,
 ) -> Path:
-    """Measure all rows, and write JSON and Markdown.
+    """Measure all rows in one process, diffusers always, and write their table.
 
     Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain; diffusers is always measured.
-        prices: of this machine, for the cost table.
-        workload: of every row.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
+        price: of this machine, by name, for the cost table.
+        prices: file of more prices.
+        workload: fields of `Workload`; None: the default.
     """
+    work = Workload(**{name: value for name, value in workload.items() if value is not None})
+    known = merge_prices(price, prices)
     asked = {name for name in ROWS if only in name}
     if not asked:
         raise no_such_row(ROWS, only)
     asked |= {BASELINE, BASELINE_LORA, *(ROWS[name].more_steps for name in asked)}
-    results = Results(folder / "inference", COLUMNS)
+    results = Results(folder / "inference", COLUMNS, words_of(work, price))
     results.rows.clear()  # compare every row with diffusers in the same process
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
-        job = prepare(workload, Path(place))
+        job = prepare(work, Path(place))
         baselines: dict[bool, Round] = {}
         beside = Beside(job)
         for name, way in ROWS.items():
@@ -148,8 +143,16 @@ def run(
             away = max(latent_distance(a, b) for a, b in zip(best.latents, baseline.latents, strict=True))
             results.add(name, {**row, "differs": f"{away:.1e}" if away else "0", "lora": bool(way.lora)})
             say(f"bench   {name}: {row['seconds_per_picture']:.4f} s per picture")
-    finish(results, prices or {})
-    return write_page(results, job, workload.model, prices or {})
+    finish(results, known)
+    return write_page(results, job, work.model, known)
+
+
+def words_of(work: Workload, price: Iterable[tuple[str, float]]) -> str:
+    """The grid's word and the arguments that its figures depend on."""
+    words = {"model": work.model, "size": work.size and f"{work.size[0]}x{work.size[1]}", "steps": work.steps,
+             "rounds": work.rounds}  # fmt: skip
+    given = [f"--{name} {value}" for name, value in words.items() if value != getattr(Workload, name)]
+    return " ".join(["inference", *given, *(f"--price {name}={per_hour:g}" for name, per_hour in price)])
 
 
 def write_page(results: Results, job: Job, model: str, prices: Prices) -> Path:

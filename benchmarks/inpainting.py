@@ -21,7 +21,7 @@ from PIL import Image, ImageFilter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.table import Results, describe_machine
+from benchmarks.table import Results, describe_machine, prompted
 from benchmarks.tiny_models import checker
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
@@ -43,7 +43,7 @@ COLUMNS = {
     "colour": "colour", "kept": "shape and colour of the picture below", "seconds": "seconds of training",
 }  # fmt: skip
 ABOUT = f"""\
-`python -m benchmarks inpainting`: the tiny SDXL, widened by zero weights, trained in full for {TRAINED} steps on
+The tiny SDXL, widened by zero weights, trained in full for {TRAINED} steps on
 {PICTURES} of the demo's pictures with {VARIANTS} random holes each. Captions and prompts name neither background nor
 style. Prompts ask for another shape and colour in a picture, and the hole covers the old shape; drawn in {STEPS} steps
 at guidance {GUIDANCE:g}. *Outside of the hole*: mean difference of values from the picture (0 to 255), at least 8
@@ -194,18 +194,8 @@ def prepared(folder: Path) -> Path:
 
 
 def run(folder: Path, count: int, minutes: float, only: str) -> Path:
-    """Measure missing rows; write ``inpainting.json``, ``inpainting.md`` and a contact sheet.
-
-    Args:
-        folder: for the results.
-        count: pictures per score.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-    """
-    results, sheets = Results(folder / "inpainting", COLUMNS), []
+    """Measure missing rows with ``count`` pictures per score; write their table and a contact sheet."""
+    results, sheets = Results(folder / "inpainting", COLUMNS, prompted("inpainting", count)), []
     rows = {"widened, not trained": None, **{f"trained, seed {seed}": seed for seed in SEEDS}}
     with tempfile.TemporaryDirectory(prefix="simpletune-inpainting-") as place:
         scratch = prepared(Path(place))

@@ -17,14 +17,13 @@ from torch import nn
 
 from benchmarks import int8_rotation
 from benchmarks.int8_rotation import relative
+from benchmarks.quiet import QUIET, quiet_config
 from benchmarks.table import Results, describe_machine
 from simpletune.commands.train.train import train
-from simpletune.config.load import read_config
 from simpletune.engine.quant import int8_products
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
 from simpletune.runs.report.charts import picture
-from simpletune.system.console import say
 
 CONFIG, STEPS, ENDS, SMOOTH = Path("benchmarks/style.json"), 100, 10, 9
 INT8 = ["precision.weights=int8", "precision.compute=bf16"]
@@ -69,10 +68,8 @@ times as large; *channels*: {OUTLIERS} rows of the weight are, too.
 def loss_row(options: list[str], overrides: list[str]) -> dict[str, Any]:
     """Run the demo once."""
     with tempfile.TemporaryDirectory(prefix="simpletune-int8-") as scratch:
-        places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
-        quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", "name=int8"]
-        config = read_config(CONFIG, [f"train.steps={STEPS}", *options, *overrides, *places, *quiet])[0]
-        run = train(config)
+        settings = [f"train.steps={STEPS}", *options, *overrides]
+        run = train(quiet_config(CONFIG, scratch, "int8", settings, (*QUIET, "output.report=false")))
         losses = [float(row["loss"]) for row in read_metrics(run)]
         summary = read_json_or_none(run / SUMMARY) or {}
     figures = {"first": sum(losses[:ENDS]) / ENDS, "last": sum(losses[-ENDS:]) / ENDS}
@@ -163,24 +160,9 @@ def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
 
 
 def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure missing rows; write ``int8.json``, ``int8.md`` and ``int8.png``.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-        overrides: for the demo's configuration.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
+    """Measure missing rows; write their table and a chart of the losses."""
     results = Results(folder / "int8", COLUMNS)
-    for name, measure in results.missing(grid(overrides), minutes, only):
-        results.add(name, measure())
-        say(f"bench   {name}")
+    results.measure(grid(overrides), minutes, only)
     base = results.rows.get("bf16", {}).get("losses", [])
     for name in [name for name in RUNS if name in results.rows and base]:
         losses = results.rows[name]["losses"]
@@ -188,9 +170,5 @@ def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:
         results.add(name, {**results.rows[name], "apart": f"{apart:.5f}"})
     if base:
         draw(results.rows, results.stem.with_suffix(".png"))
-    return results.write_table(
-        "int8 products: losses and errors",
-        ABOUT,
-        describe_machine(),
-        {ONE: ERRORS, int8_rotation.TABLE: int8_rotation.COLUMNS},
-    )
+    more = {ONE: ERRORS, int8_rotation.TABLE: int8_rotation.COLUMNS}
+    return results.write_table("int8 products: losses and errors", ABOUT, describe_machine(), more)

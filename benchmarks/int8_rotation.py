@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.quiet import quiet_config
 from simpletune.commands.train.set_up import set_up
-from simpletune.config.load import read_config
 from simpletune.engine.quant.int8_linear import Int8Linear, Int8Product, shared_rows
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.rotation import Rotation
@@ -93,9 +93,7 @@ def embedded_row(group: str) -> dict[str, str]:
 def _embedded() -> tuple[tuple[str, Tensor, Tensor], ...]:
     """Name, input [n, i] and weight [o, i] of each linear layer in the tiny SD3's blocks, in fp32."""
     with tempfile.TemporaryDirectory(prefix="simpletune-int8-") as scratch:
-        places = [f"output.runs={scratch}/runs", f"output.profiles={scratch}/profiles", "output.report=false"]
-        quiet = ["validation.prompts=[]", "tracking.tensorboard=false", "precision.weights=fp32", "name=activations"]
-        config = read_config(Path("benchmarks/style.json"), [*places, *quiet])[0]
+        config = quiet_config(Path("benchmarks/style.json"), scratch, "activations", ["precision.weights=fp32"])
         run = set_up(config, AttemptRecorder(run_folder(config), 0.0))
         found: list[tuple[str, Tensor, Tensor]] = []
 

@@ -10,30 +10,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from PIL import Image
 
-from benchmarks.quality import Easel, Prompt, file_name
+from benchmarks.quality import Easel, Prompt, file_name, write_strip
+from benchmarks.quiet import QUIET, quiet_config
+from benchmarks.table import Results
+from benchmarks.tiny_models import checker
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.commands.evaluate.generate import FOLDER
 from simpletune.commands.train.train import train
-from simpletune.config.load import read_config
-from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import ENCODERS
+from simpletune.data.demo import ENCODERS, pictures
 from simpletune.runs.folder import read_scores
 from simpletune.runs.report.charts import picture
-from simpletune.runs.weights import BASE, Weights, run_result
-from simpletune.system.devices import choose_device
+from simpletune.runs.weights import BASE, run_result
 from simpletune.system.options import Json, UserError
 from simpletune.system.sheets import grid
 
 DINO, CLIP = (name.removeprefix("demo:") for name in ENCODERS)
 """Titles of the demo's encoders: pictures; pictures and prompts."""
-QUIET = (
-    "profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "tracking.tensorboard=false",
-    "output.report=false", "checkpoint.keep_last=all",
-)  # fmt: skip
+MORE = (*QUIET, "validation.every=null", "output.report=false")
 FIDELITIES = {"subject": ("subject_fidelity", DINO), "prompt": ("prompt_fidelity", CLIP)}
+
+
+SUBJECT = f"{pictures.SUBJECT_TRIGGER} figure"
+READ_AS = ("ring", "purple")  # what the checker reads in every picture of the subject that `pictures` draws
+PLACED = ("background", "size", "position")
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Studio:
 
     def config(self, options: Sequence[str], name: str) -> TrainConfig:
         """Return the configuration of one run."""
-        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", f"name={name}"]
-        return read_config(self.file, [*QUIET, *options, *self.overrides, *places])[0]
+        settings = ["checkpoint.keep_last=all", *options, *self.overrides]
+        return quiet_config(self.file, self.scratch, name, settings, MORE)
 
     def tuned(self, options: Sequence[str], name: str) -> Tuned:
         """Fine-tune once."""
@@ -75,11 +78,6 @@ class Studio:
         clock = time.process_time()
         folder = train(config)
         return Tuned(folder, config, time.process_time() - clock)
-
-    def easel(self, config: TrainConfig, weights: Weights = BASE) -> Easel:
-        """Load weights for drawing."""
-        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        return Easel(resolve_folders(config), weights, device)
 
     def fidelity(self, run: Tuned, seeds: int) -> dict[int, Json]:
         """Evaluate a run with the demo's encoders; the base's pictures are drawn once for all runs of a precision.
@@ -103,7 +101,34 @@ class Studio:
 
     def at(self, run: Tuned, step: int) -> Easel:
         """Load the base (0) or a checkpoint for drawing."""
-        return self.easel(run.config, BASE if step == 0 else run_result(run.folder, step=step))
+        return Easel.of(run.config, BASE if step == 0 else run_result(run.folder, step=step))
+
+
+def subject_prompts(count: int) -> list[Prompt]:
+    """Create prompts for the demo's subject, on various backgrounds, at various places."""
+    scenes = [
+        pictures.Scene("circle", "purple", background, size, position, "flat")
+        for background in ("cream", "lavender", "white", "sky")
+        for position in pictures.POSITIONS
+        for size in pictures.SIZES
+    ]
+    chosen = [scenes[index] for index in np.random.default_rng(3).permutation(len(scenes))[:count]]
+    template, name = pictures.SUBJECT_TEMPLATE, pictures.SUBJECT_TRIGGER
+    texts = [template.format(size=s.size, subject=name, position=s.position, background=s.background) for s in chosen]
+    return [Prompt(text, scene, 500 + row) for row, (text, scene) in enumerate(zip(texts, chosen, strict=True))]
+
+
+def read_shares(images: list[Image.Image], prompts: list[Prompt]) -> tuple[float, float]:
+    """Score pictures of the subject by the demo's checker.
+
+    Returns:
+        The share read as the checker reads the subject itself (the star leaves a hole in the disc), and the mean share
+        of background, size and position read as asked.
+    """
+    readings = [checker.read_picture(image) for image in images]
+    scores = checker.score(images, [prompt.scene for prompt in prompts])
+    alike = [(reading.shape, reading.colour) == READ_AS for reading in readings]
+    return float(np.mean(alike)), float(np.mean([scores[name] for name in PLACED]))
 
 
 def fidelities_of(point: Json) -> Json:
@@ -132,14 +157,16 @@ def lacking(rows: Iterable[str], found: Container[str]) -> list[str]:
     return ["", f"Not measured yet: {'; '.join(left)}."] if left else []
 
 
+def write_page(results: Results, lines: Sequence[str], rows: Iterable[str]) -> Path:
+    """Write a page of results, and at its end the rows that they lack."""
+    file = results.stem.with_suffix(".md")
+    file.write_text("\n".join([*lines, *lacking(rows, results.rows)]) + "\n", encoding="utf-8")
+    return file
+
+
 def strip(easel: Easel, prompts: Sequence[Prompt], file: Path) -> None:
     """Draw prompts side by side into a file."""
-    images = easel.draw(list(prompts))
-    sheet = Image.new("RGB", (64 * len(images), 64))
-    for number, image in enumerate(images):
-        sheet.paste(image, (64 * number, 0))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(file)
+    write_strip(easel.draw(prompts), file)
 
 
 def sheet_of(strips: Sequence[tuple[str, Path]], file: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.int8_kernels import WORDS_SPILL, Row, gelu_rows, products_arguments, rotated_rows, rows_arguments
-from benchmarks.table import Results, describe_machine
+from benchmarks.table import Results, describe_machine, listed
 from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
@@ -227,14 +227,6 @@ def source_hash(source: Path = SOURCE, text: str | None = None) -> str:
 def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Compile the missing rows with the installed version of Triton, and write the table of all versions.
 
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-
     Raises:
         UserError: a row breaks a rule, or Triton is not installed.
     """
@@ -273,8 +265,8 @@ def markdown(
         cards: their architectures: 89 for sm_89.
         cell: a row in words.
     """
-    lines = [f"# {title}", "", about, ""]
-    lines += [f"- {name}: {value}" for name, value in describe_machine().items() if name != "device"]
+    machine = {name: value for name, value in describe_machine().items() if name != "device"}
+    lines = [f"# {title}", "", about, "", *listed("make kernels", machine)]
     tables: dict[str, dict[str, dict[str, Json]]] = {}
     for name, found in rows.items():
         version, _, rest = name.partition(": ")

@@ -33,18 +33,11 @@ ABOUT = (
 def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Measure the rows that are missing, until the time is up.
 
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: row names or parts of them, separated by ``;``.
-
-    Returns:
-        The Markdown table.
-
     Raises:
         UserError: the process died at a row; the other rows are stored.
     """
-    results, stored = Results(folder / "memory", memory.COLUMNS), stored_predictions()
+    results = Results(folder / "memory", memory.COLUMNS, "memory --measure-only")
+    stored = stored_predictions()
     names = [name for name in selected(memory.ROWS, only) if not memory.ROWS[name].whole and results.lacks(name)]
     deadline, died = time.monotonic() + 60 * minutes, []
     while names and time.monotonic() < deadline:

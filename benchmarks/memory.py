@@ -10,14 +10,14 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.table import Results, describe_machine
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
-from simpletune.system.console import say
+from simpletune.system.options import Json
 
 CONFIG = Path("configs/sd3_medium_lora_r16_int8.json")
 ENOUGH = ("schedule.warmup_steps=0", "device=auto", "memory.modulation=resident")  # rows name the plan
@@ -142,7 +142,7 @@ def config_of(overrides: tuple[str, ...], capability: tuple[int, int] | None = N
     return config if capability is None else settle_compute(config, capability)
 
 
-def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
+def predict(overrides: tuple[str, ...]) -> Json:
     """Predict one row on fake tensors."""
     from simpletune.estimate.simulate.simulate import simulate
 
@@ -156,7 +156,7 @@ def predict(overrides: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
+def predict_job(overrides: tuple[str, ...]) -> Json:
     """Predict one row of the whole job on fake tensors."""
     from simpletune.estimate.simulate.reports import with_workspaces
     from simpletune.estimate.simulate.simulate_stages import simulate_parts
@@ -173,26 +173,18 @@ def predict_job(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def run(folder: Path, minutes: float, only: str = "") -> Path:
-    """Measure the missing rows, each in its own process, until the time is up.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-    """
+    """Measure the missing rows, each in its own process, and write their table."""
     results = Results(folder / "memory", COLUMNS)
-    for name, row in results.missing(ROWS, minutes, only):
-        found = _in_process(row)
-        results.add(name, {**found, "target_mib": row.target_mib})
-        measured = f", measured {found['measured_mib']}" if "measured_mib" in found else ""
-        say(f"bench   {name}: predicted {found['predicted_mib']:,} MiB{measured}")
+
+    def told(row: Json) -> str:
+        measured = f", measured {row['measured_mib']}" if "measured_mib" in row else ""
+        return f"predicted {row['predicted_mib']:,} MiB{measured}"
+
+    results.measure({name: partial(_in_process, row) for name, row in ROWS.items()}, minutes, only, told)
     return results.write_table("Memory of SD3 Medium's training step", ABOUT, describe_machine(), {WHOLE_JOB: STAGES})
 
 
-def _in_process(row: Row) -> dict[str, Any]:
+def _in_process(row: Row) -> Json:
     """Measure a row in its own process.
 
     Raises:
@@ -200,4 +192,4 @@ def _in_process(row: Row) -> dict[str, Any]:
     """
     command = [sys.executable, "-m", "benchmarks.memory_row", json.dumps(row.overrides), *["whole"] * row.whole]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return {**json.loads(done.stdout.splitlines()[-1]), "target_mib": row.target_mib}

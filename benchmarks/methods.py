@@ -18,7 +18,6 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.weights import fill_model
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import assemble
-from simpletune.system.console import say
 from simpletune.system.options import Json
 
 LORA: Json = {"method": "lora", "rank": 16}
@@ -98,22 +97,8 @@ def measure(adapter: Json) -> dict[str, float]:
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:
-    """Measure missing rows; write ``methods.json`` and ``methods.md``.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
+    """Measure missing rows and write their table."""
     results = Results(folder / "methods", COLUMNS)
     rows = {name: partial(measure, adapter) for name, adapter in METHODS.items()}
-    for name, row in results.missing(rows, minutes, only):
-        results.add(name, row())
-        say(f"bench   {name}: {results.rows[name]['ratio']:.2f} times LoRA's step")
+    results.measure(rows, minutes, only, lambda row: f"{row['ratio']:.2f} times LoRA's step")
     return results.write_table("Other adapters against LoRA: time and memory of a step", ABOUT, describe_machine())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.dry import LAUNCHER
@@ -21,7 +22,6 @@ from benchmarks.table import Results, describe_machine
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.system.console import say
 from simpletune.system.options import Json, UserError
 
 GIB = 2**30
@@ -131,19 +131,22 @@ def run(folder: Path, minutes: float, only: str = "") -> Path:
         UserError: the simulated card cannot be started, or measured nothing.
     """
     results = Results(folder / "peaks", COLUMNS)
-    for name, row in results.missing(ROWS, minutes, only):
-        predicted = simulate(row.read(), capability=SM_89).peak
-        found: Json = {
-            "published_gib": row.published,
-            "predicted_gib": round(predicted.bytes / GIB, 2),
-            "ours": row.ours,
-        }
-        found["less"] = round(100 * (1 - found["predicted_gib"] / row.published))
-        if row.has_plain:
-            found |= {key: plain_peak(name, wide) for key, wide in (("plain_gib", False), ("plain_fp32_gib", True))}
-        results.add(name, found)
-        say(f"bench   {name}: {found['predicted_gib']} GiB, published {row.published}")
+    results.measure(
+        {name: partial(measure, name) for name in ROWS}, minutes, only,
+        lambda row: f"{row['predicted_gib']} GiB, published {row['published_gib']}",
+    )  # fmt: skip
     return results.write_table("Published peaks of memory, and ours", ABOUT, describe_machine())
+
+
+def measure(name: str) -> Json:
+    """Predict a row, and run diffusers' and PEFT's."""
+    row = ROWS[name]
+    predicted = round(simulate(row.read(), capability=SM_89).peak.bytes / GIB, 2)
+    less = round(100 * (1 - predicted / row.published))
+    found: Json = {"published_gib": row.published, "predicted_gib": predicted, "ours": row.ours, "less": less}
+    if row.has_plain:
+        found |= {key: plain_peak(name, wide) for key, wide in (("plain_gib", False), ("plain_fp32_gib", True))}
+    return found
 
 
 def plain_peak(name: str, wide: bool) -> float:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.table import Results, describe_machine
+from benchmarks.quiet import quiet_config
+from benchmarks.table import Results, describe_machine, prompted
 from benchmarks.tiny_models import checker
 from simpletune.commands.train.train import train
-from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
@@ -30,8 +29,8 @@ from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, run_result
 from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.stages.text_cache import TextCache
-from simpletune.system.console import say
 from simpletune.system.devices import choose_device
+from simpletune.system.options import Json
 from simpletune.system.sheets import grid
 
 CONFIG = Path("benchmarks/style.json")
@@ -128,10 +127,16 @@ class Easel:
         self.text = TextCache(config.model, dtype, config.output.place)
         self.vae = config.model.load_vae(device, dtype)
 
-    def draw(self, prompts: list[Prompt]) -> list[Image.Image]:
-        """Draw one picture per prompt."""
+    @classmethod
+    def of(cls, config: TrainConfig, weights: Weights = BASE) -> Easel:
+        """An easel of the model, on the device that a run of this configuration would use."""
+        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
+        return cls(resolve_folders(config), weights, device)
+
+    def draw(self, prompts: Sequence[Prompt], size: tuple[int, int] = SIZE) -> list[Image.Image]:
+        """Draw one picture per prompt, of a width and height."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
-        requests = [PictureRequest(p.text, p.seed, "", 64, 64, STEPS, GUIDANCE) for p in prompts]
+        requests = [PictureRequest(p.text, p.seed, "", *size, STEPS, GUIDANCE) for p in prompts]
         config = self.config
         sampler = Sampler(self.transformer, config.model, config.precision, self.modulation, objective=config.objective)
         return generate_pictures(sampler, self.vae, config.model, requests, self.text.load)
@@ -154,6 +159,23 @@ def drift(images: list[Image.Image], base: list[Image.Image]) -> float:
     return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() / 255 for a, b in pairs]))
 
 
+def write_strip(images: Sequence[Image.Image], file: Path) -> None:
+    """Write pictures side by side."""
+    strip = Image.new("RGB", (SIZE[0] * len(images), SIZE[1]))
+    for number, image in enumerate(images):
+        strip.paste(image, (SIZE[0] * number, 0))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    strip.save(file)
+
+
+def write_sheet(rows: Iterable[str], folder: Path, title: str) -> None:
+    """Write a contact sheet of the rows that have a strip in a folder; it gets the folder's name."""
+    strips = {name: folder / f"{file_name(name)}.png" for name in rows}
+    shown: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
+    if shown:
+        grid(shown, [title]).save(folder.with_suffix(".png"))
+
+
 class Quality:
     """The grid and the data that its rows share.
 
@@ -165,24 +187,20 @@ class Quality:
 
     def __init__(self, folder: Path, count: int, overrides: list[str]):
         self.count, self.overrides = count, overrides
-        self.results = Results(folder / "quality", COLUMNS)
+        self.results = Results(folder / "quality", COLUMNS, prompted("quality", count))
         self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-quality-"))
         self.drawn: dict[tuple[Prompt, ...], list[Image.Image]] = {}
         self.folder = folder / "quality"
 
     def config(self, options: list[str], name: str = "quality") -> TrainConfig:
         """Return the demo's configuration with changes; runs and traces go to a scratch folder."""
-        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles"]
-        quiet = ["profile.max_traces=0", "validation.prompts=[]", "tracking.tensorboard=false", f"name={name}"]
-        return read_config(CONFIG, [*options, *self.overrides, *places, *quiet])[0]
+        return quiet_config(CONFIG, self.scratch, name, [*options, *self.overrides])
 
     def easel(self, options: list[str], weights: Weights = BASE) -> Easel:
         """Load weights for drawing, on the device that a run would use."""
-        config = self.config(options)
-        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        return Easel(resolve_folders(config), weights, device)
+        return Easel.of(self.config(options), weights)
 
-    def base_row(self, name: str, options: list[str]) -> dict[str, Any]:
+    def base_row(self, name: str, options: list[str]) -> Json:
         """Score the base model in one precision, in all styles."""
         easel = self.easel(options)
         prompts = prompts_of(2 * self.count, None, None)
@@ -206,20 +224,9 @@ class Quality:
     def keep_pictures(self, name: str, easel: Easel) -> None:
         """Draw three prompts with the trigger word and one without with a row's model."""
         images = easel.draw([*prompts_of(3, STYLE, pictures.STYLE_TRIGGER), *unrelated(2)[1:]])
-        sheet = Image.new("RGB", (64 * len(images), 64))
-        for number, image in enumerate(images):
-            sheet.paste(image, (64 * number, 0))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        sheet.save(self.folder / f"{file_name(name)}.png")
+        write_strip(images, self.folder / f"{file_name(name)}.png")
 
-    def write_grid(self) -> None:
-        """Write a contact sheet of all rows with pictures."""
-        strips = {name: self.folder / f"{file_name(name)}.png" for name in self.rows()}
-        rows: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
-        if rows:
-            grid(rows, ["three prompts with the trigger word, one without"]).save(self.folder.with_suffix(".png"))
-
-    def tuned_row(self, name: str, options: list[str]) -> dict[str, Any]:
+    def tuned_row(self, name: str, options: list[str]) -> Json:
         """Fine-tune once, and score the result."""
         config = self.config(options)
         clock = time.perf_counter()
@@ -243,14 +250,14 @@ class Quality:
             "of": len(with_trigger),
         }
 
-    def trigger_row(self) -> dict[str, Any]:
+    def trigger_row(self) -> Json:
         """Score the base on prompts with the trigger word, before fine-tuning."""
         prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
         return {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
 
-    def rows(self) -> dict[str, Callable[[], dict[str, Any]]]:
+    def rows(self) -> dict[str, Callable[[], Json]]:
         """Return every row's name and the function that measures it."""
-        rows: dict[str, Callable[[], dict[str, Any]]] = {
+        rows: dict[str, Callable[[], Json]] = {
             f"base, {name}": partial(self.base_row, f"base, {name}", options) for name, options in PRECISIONS.items()
         }
         rows["base, fp32, the trigger word"] = self.trigger_row
@@ -258,25 +265,10 @@ class Quality:
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure missing rows; write ``quality.json`` and ``quality.md``.
-
-    Args:
-        folder: for the results.
-        count: prompts per score.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-        overrides: for the demo's configuration.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
+    """Measure missing rows with ``count`` prompts per score; write their table and a contact sheet."""
     quality = Quality(folder, count, overrides)
-    for name, measure in quality.results.missing(quality.rows(), minutes, only):
-        row = measure()
-        say(f"bench   {name}: prompt {row['prompt']:.2f}, style {row['style']:.2f}")
-        quality.results.add(name, row)
-    quality.write_grid()
+    quality.results.measure(
+        quality.rows(), minutes, only, lambda row: f"prompt {row['prompt']:.2f}, style {row['style']:.2f}"
+    )
+    write_sheet(quality.rows(), quality.folder, "three prompts with the trigger word, one without")
     return quality.results.write_table("Quality on the tiny SD3", ABOUT, describe_machine())

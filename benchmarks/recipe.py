@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import tempfile
 import time
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from benchmarks.quality import STYLE, Easel, accuracies, drift, prompts_of, unrelated
-from benchmarks.table import Results, describe_machine
+from benchmarks.quiet import ALONE, quiet_config
+from benchmarks.table import Results, describe_machine, prompted
 from benchmarks.tiny_models import checker
 from simpletune.commands.train.train import train
-from simpletune.config.load import read_config
-from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, run_result
-from simpletune.system.console import say
-from simpletune.system.devices import choose_device
 from simpletune.system.sheets import grid
 
 SEEDS = 5
@@ -78,10 +75,8 @@ class Recipes:
 
     def config(self, name: str, options: list[str], seed: int = 0) -> TrainConfig:
         """Return the configuration of one run of a row."""
-        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", "name=recipe"]
-        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.every=null", "checkpoint.every=null"]
-        quiet += ["tracking.tensorboard=false", "output.report=false", f"train.seed={seed}"]
-        return read_config(CONFIGS[_model_of(name)], [*options, *self.overrides, *places, *quiet])[0]
+        more = (*ALONE, f"train.seed={seed}")
+        return quiet_config(CONFIGS[_model_of(name)], self.scratch, "recipe", [*options, *self.overrides], more)
 
     def base(self, name: str) -> tuple[list[Image.Image], list[Image.Image]]:
         """What a row's base draws."""
@@ -123,8 +118,7 @@ class Recipes:
 
     def _drawn(self, config: TrainConfig, weights: Weights) -> tuple[list[Image.Image], list[Image.Image]]:
         """Draw the prompts with the trigger, and the others."""
-        device, _ = choose_device(config.device, config.precision.compute, config.is_demo)
-        easel = Easel(resolve_folders(config), weights, device)
+        easel = Easel.of(config, weights)
         return easel.draw(self.with_trigger), easel.draw(self.others)
 
     def _scores(self, name: str, drawn: tuple[list[Image.Image], list[Image.Image]]) -> dict[str, float]:
@@ -150,26 +144,14 @@ def _model_of(name: str) -> str:
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure missing rows; write ``recipe.json``, ``recipe.md`` and, of the rows measured now, ``recipe.png``.
-
-    Args:
-        folder: for the results.
-        count: prompts per score.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-        overrides: for the demo's configuration.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
-    results, recipes = Results(folder / "recipe", COLUMNS), Recipes(count, overrides)
-    for name, _ in results.missing(dict.fromkeys([*(f"{model}base" for model in CONFIGS), *ROWS]), minutes, only):
-        row = recipes.row(name)
-        say(f"bench   {name}: {row['style']:.0%} striped with the trigger, {row['others']:.0%} without")
-        results.add(name, row)
+    """Measure missing rows with ``count`` prompts per score; write their table and a sheet of those measured now."""
+    results = Results(folder / "recipe", COLUMNS, prompted("recipe", count))
+    recipes = Recipes(count, overrides)
+    rows = {name: partial(recipes.row, name) for name in (*(f"{model}base" for model in CONFIGS), *ROWS)}
+    results.measure(
+        rows, minutes, only,
+        lambda row: f"{row['style']:.0%} striped with the trigger, {row['others']:.0%} without",
+    )  # fmt: skip
     if len(recipes.sheets) > 1:
         titles = [prompt.text for prompt in (*recipes.with_trigger[:SHOWN], *recipes.others[:SHOWN])]
         grid(recipes.sheets, titles).save(folder / "recipe.png")

@@ -18,7 +18,6 @@ from benchmarks.scaling_tables import page
 from benchmarks.table import Results
 from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.runs.report import write_report
-from simpletune.system.console import say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
@@ -28,20 +27,9 @@ NO_EVALUATION = ("validation.prompts=[]", "validation.loss_samples=0")
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:
-    """Measure and predict the rows that are missing, then write the page.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The page; its Markdown version is beside it.
-    """
+    """Measure and predict the rows that are missing, then write the page; its Markdown version is beside it."""
     results = Results(folder / "scaling", {})
-    for name, row in results.missing(jobs(), minutes, only):
-        say(f"bench   {name}")
-        results.add(name, {key: rounded(value) for key, value in row().items()})
+    results.measure({name: partial(rounded, row) for name, row in jobs().items()}, minutes, only)
     return write_report(page(results.rows, PLANS), folder / "scaling.html")[0]
 
 

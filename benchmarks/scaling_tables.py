@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from benchmarks.cluster import DATA, FABRICS, MACHINE
+from benchmarks.table import command_of
 from simpletune.runs.report.content import Fact, Report, ReportChart, ReportSection, ReportTable
 from simpletune.system.options import Json
 
@@ -16,7 +17,7 @@ TITLE = "Training on several cards: measured here, predicted, published"
 LEAD = (
     "Measured: processes of this machine's CPU, one thread each. Predicted: from the operations of our own step, each "
     "card's stated figures and stated bandwidths; on no card. Published: by others. Nothing was fitted to a published "
-    "figure."
+    f"figure. Command: {command_of('scaling')}."
 )
 HEAD = ("cards", "global batch", "micro-batch x passes", "pictures/s", "a card", "efficiency", "update sharded",
         "exchange exposed", "bound by", "days", "card-hours", "cost", "published pictures/s", "its efficiency",

@@ -44,14 +44,7 @@ def run(folder: Path, minutes: float, only: str = "", model: str | None = None, 
     """Measure the rows that are missing, until the time is up.
 
     Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
         model: demo, or None: SD3 Medium's size on a GPU, else demo.
-        device: auto, cuda or cpu.
-
-    Returns:
-        The Markdown table.
 
     Raises:
         UserError: rows failed; the others were measured.

@@ -92,14 +92,7 @@ def run(folder: Path, minutes: float, only: str, model: str | None, overrides: l
     """Complete the missing runs, each in its own process, then write the report on all of them.
 
     Args:
-        folder: for the results.
-        minutes: start no run after this many.
-        only: text that names must contain.
         model: a hub name, a folder or a file; None: the tiny model.
-        overrides: changes to every run's configuration.
-
-    Returns:
-        The page; its Markdown version is beside it.
     """
     results = Results(folder / "study", {})
     runs = {name: config_of(name, model, overrides) for name in RUNS}
@@ -113,7 +106,7 @@ def run(folder: Path, minutes: float, only: str, model: str | None, overrides: l
     done = {name: run_folder(runs[name][2]) for name in RUNS if name in results.rows}
     published = ReportTable("Not measured here", PUBLISHED_HEAD, PUBLISHED)
     section = ReportSection("published", "What others published", PUBLISHED_NOTES, tables=[published])
-    lead = ABOUT_REAL if model else ABOUT_TINY
+    lead = f"{ABOUT_REAL if model else ABOUT_TINY} Command: {results.command}."
     report = make_report(list(done.values()), title=TITLE, lead=lead, names=list(done), more=[section])
     return write_report(report, folder / "study.html")[0]
 

@@ -1,9 +1,9 @@
-"""Store a grid's rows in a JSON file, and write them as a Markdown table with machine and versions."""
+"""Store a grid's rows in a JSON file, and write them as a Markdown table with command, machine and versions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from simpletune.runs.folder import read_json_or_none
 from simpletune.system.atomic import write_json
 from simpletune.system.console import say
 from simpletune.system.environment import describe_machine
-from simpletune.system.options import UserError
+from simpletune.system.options import Json, UserError
 
 Row = TypeVar("Row")
 
@@ -47,10 +47,12 @@ class Results:
     Args:
         stem: path of the files without suffix.
         columns: keys of the columns, and their titles.
+        words: of the command that measures them; None: the grid is named as the files are.
     """
 
-    def __init__(self, stem: Path, columns: Mapping[str, str]):
+    def __init__(self, stem: Path, columns: Mapping[str, str], words: str | None = None):
         self.stem, self.columns = stem, columns
+        self.command = command_of(stem.name.replace("_", "-") if words is None else words)
         self.rows: dict[str, dict[str, Any]] = (read_json_or_none(stem.with_suffix(".json")) or {}).get("rows", {})
 
     def lacks(self, name: str) -> bool:
@@ -76,6 +78,28 @@ class Results:
                 say("bench   time is up; run the same command again to continue")
                 break
             yield name, rows[name]
+
+    def measure(
+        self,
+        rows: Mapping[str, Callable[[], Json]],
+        minutes: float,
+        only: str = "",
+        told: Callable[[Json], str] | None = None,
+    ) -> None:
+        """Measure and add the rows that are missing, until the time is up.
+
+        Args:
+            rows: of the whole grid, by name, and what measures each.
+            minutes: start no row after this many.
+            only: row names or parts of them, separated by ``;``.
+            told: a row's figures for the line that is printed after it.
+
+        Raises:
+            UserError: a part of ``only`` selects no row.
+        """
+        for name, row in self.missing(rows, minutes, only):
+            self.add(name, row())
+            say(f"bench   {name}" + (f": {told(self.rows[name])}" if told else ""))
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         """Add a row and save it to disk."""
@@ -103,7 +127,7 @@ class Results:
         """
         more = more or {}
         rest = {name: row for name, row in self.rows.items() if row.get("table") not in more}
-        lines = [f"# {title}", "", about, "", *(f"- {name}: {value}" for name, value in machine.items()), ""]
+        lines = [f"# {title}", "", about, "", *listed(self.command, machine), ""]
         lines += table(self.columns, rest)
         for heading, columns in more.items():
             rows = {name: row for name, row in self.rows.items() if row.get("table") == heading}
@@ -112,6 +136,21 @@ class Results:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return file
+
+
+def command_of(words: str) -> str:
+    """The command that measures a grid, given what follows ``python -m benchmarks``."""
+    return f"python -m benchmarks {words}"
+
+
+def prompted(grid: str, count: int) -> str:
+    """A grid's word, and the number of prompts per score if it is not the default."""
+    return grid if count == 100 else f"{grid} --prompts {count}"
+
+
+def listed(command: str, machine: Mapping[str, str]) -> list[str]:
+    """What a page says of its making: the command, hardware and versions."""
+    return [f"- command: `{command}`", *(f"- {name}: {value}" for name, value in machine.items())]
 
 
 def table(columns: Mapping[str, str], rows: Mapping[str, Mapping[str, Any]]) -> list[str]:

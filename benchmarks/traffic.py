@@ -20,7 +20,6 @@ from simpletune.estimate.timing.datasheet import DatasheetSpeeds
 from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.estimate.timing.speeds import ITEM, SCALES
 from simpletune.estimate.timing.timeline import step_seconds
-from simpletune.system.console import say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
@@ -127,23 +126,10 @@ def measure(file: Path, overrides: tuple[str, ...]) -> Json:
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:
-    """Count missing rows; write ``traffic.json`` and ``traffic.md``.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
+    """Count missing rows and write their table."""
     results = Results(folder / "traffic", COLUMNS)
-    for name, row in results.missing({name: partial(measure, *row) for name, row in ROWS.items()}, minutes, only):
-        results.add(name, row())
-        say(f"bench   {name}: {results.rows[name]['gb']:.1f} GB, {results.rows[name]['seconds']:.3f} s")
+    rows = {name: partial(measure, *row) for name, row in ROWS.items()}
+    results.measure(rows, minutes, only, lambda row: f"{row['gb']:.1f} GB, {row['seconds']:.3f} s")
     shown = Results(folder / "traffic", COLUMNS)
     base = results.rows.get("LoRA r16, bf16")
     known = [name for name in ROWS if name in results.rows and not name.startswith(DEMO)]

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.table import Results
+from benchmarks.table import Results, command_of
 from simpletune.config.load import read_config
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.job_estimate import estimate, needed
 from simpletune.runs.report import write_report
 from simpletune.runs.report.content import Fact, Report, ReportChart, ReportSection, ReportTable
-from simpletune.system.console import say
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json
 
@@ -30,7 +29,7 @@ TITLE = "Stable Diffusion 1.5: the tables of the Vertex report"
 LEAD = (
     "Published: Stable Diffusion v1-5 by DreamBooth and DreamBooth with LoRA on Vertex Model Garden (A100 40 GB, batch "
     "4, rank 8, 512 px unless said). Counted: from the model's shapes. Predicted: our own training step run without "
-    "values, on no card."
+    f"values, on no card. Command: {command_of('vertex')}."
 )
 MIB = 2**20
 GB = 1e9
@@ -96,22 +95,16 @@ WHY = [
 
 
 def run(folder: Path, minutes: float, only: str) -> Path:
-    """Predict the rows that are missing, then write the page.
-
-    Args:
-        folder: for the results.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-
-    Returns:
-        The page; its Markdown version is beside it.
-    """
+    """Predict the rows that are missing, then write the page; its Markdown version is beside it."""
     results = Results(folder / "vertex", {})
-    for name, row in results.missing(rows(), minutes, only):
-        say(f"bench   {name}")
-        began = time.perf_counter()
-        results.add(name, {**row(), "seconds": round(time.perf_counter() - began, 1)})
+    results.measure({name: partial(timed, row) for name, row in rows().items()}, minutes, only)
     return write_report(page(results.rows), folder / "vertex.html")[0]
+
+
+def timed(row: Callable[[], Json]) -> Json:
+    """Compute a row, and how long that takes."""
+    began = time.perf_counter()
+    return {**row(), "seconds": round(time.perf_counter() - began, 1)}
 
 
 def rows() -> dict[str, Callable[[], Json]]:

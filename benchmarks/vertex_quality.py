@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks import judged, prior, vertex
+from benchmarks import judged, vertex
 from benchmarks.judged import Studio, Tuned
 from benchmarks.quality import PRECISIONS, accuracies, file_name, unrelated
-from benchmarks.table import Results, describe_machine, table
+from benchmarks.table import Results, describe_machine, listed, prompted, table
 from simpletune.estimate.job_estimate import estimate
 from simpletune.estimate.job_time import job_time
-from simpletune.system.console import say
 from simpletune.system.gpus import find_card
 from simpletune.system.options import Json
 
@@ -91,31 +90,14 @@ a line that begins at 0.05 USD."""
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure missing rows; write ``vertex_quality.json``, its page, its chart and its pictures.
-
-    Args:
-        folder: for the results.
-        count: prompts per score of the checker.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-        overrides: for the configuration.
-
-    Returns:
-        The Markdown page.
-    """
-    results = Results(folder / "vertex_quality", {})
+    """Measure missing rows with ``count`` prompts per score of the checker; write page, chart and pictures."""
+    results = Results(folder / "vertex_quality", {}, prompted("vertex-quality", count))
     study = Study(folder / "vertex_quality", count, overrides)
-    for name, measure in results.missing(study.rows(), minutes, only):
-        say(f"bench   {name}")
-        results.add(name, measure())
-    found = results.rows
-    if paths := measured_paths(found):
-        judged.chart(results.stem.with_suffix(".png"), panels(found, paths))
+    results.measure(study.rows(), minutes, only)
+    if paths := measured_paths(results.rows):
+        judged.chart(results.stem.with_suffix(".png"), panels(results.rows, paths))
     judged.sheet_of(study.strips(), folder / "vertex_quality_pictures.png")
-    file = results.stem.with_suffix(".md")
-    lines = [*page(found), *judged.lacking(study.rows(), found)]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
+    return judged.write_page(results, page(results.command, results.rows), study.rows())
 
 
 class Study:
@@ -130,7 +112,7 @@ class Study:
     def __init__(self, folder: Path, count: int, overrides: list[str]):
         self.folder = folder
         self.studio = Studio(CONFIG, overrides)
-        self.subject, self.others = prior.prompts_of(count, prior.SUBJECT), unrelated(count)
+        self.subject, self.others = judged.subject_prompts(count), unrelated(count)
 
     def rows(self) -> dict[str, Callable[[], Json]]:
         """Name every row and what measures it."""
@@ -173,7 +155,7 @@ class Study:
         for step, point in found.items():
             easel = self.studio.at(run, step)
             asked = easel.draw(self.subject)
-            likeness, placed = prior.read_shares(asked, self.subject)
+            likeness, placed = judged.read_shares(asked, self.subject)
             point |= {"likeness": round(likeness, 4), "placed": round(placed, 4)}
             point["others"] = round(accuracies(easel.draw(self.others), self.others)["prompt"], 4)
             if name.endswith(f"seed {SEEDS[0]}"):
@@ -259,9 +241,9 @@ def batch_rows(found: Mapping[str, Json], rule: str) -> dict[str, Json]:
             if same.get(batch, name) in found}  # fmt: skip
 
 
-def page(found: Mapping[str, Json]) -> list[str]:
+def page(command: str, found: Mapping[str, Json]) -> list[str]:
     """Lay out the Markdown page."""
-    machine = [f"- {name}: {value}" for name, value in describe_machine().items()]
+    machine = listed(command, describe_machine())
     steps: dict[str, Json] = {}
     for method, path in measured_paths(found).items():
         for step, point in path.items():

@@ -29,8 +29,11 @@ from benchmarks.quality import (
     file_name,
     prompts_of,
     unrelated,
+    write_sheet,
+    write_strip,
 )
-from benchmarks.table import Results, describe_machine
+from benchmarks.quiet import QUIET, quiet_config
+from benchmarks.table import Results, describe_machine, prompted
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
@@ -45,10 +48,8 @@ from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatche
 from simpletune.stages.step.train_step import assemble
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
-from simpletune.system.console import say
 from simpletune.system.devices import choose_device
 from simpletune.system.options import Json
-from simpletune.system.sheets import grid
 from simpletune.system.stage_timer import StageTimer
 
 DEMO, MIB = Path("benchmarks/style.json"), 2**20
@@ -120,8 +121,6 @@ METHODS: dict[str, Method] = {
     "partial, attention": partly("*.attn*"),
     "partial, blocks": partly("transformer_blocks.*"),
     "full": Method(("adapter.method=full",), 5e-4, FULL_8GB, targeted=False),
-}
-OF_TEXT: dict[str, Method] = {
     **{f"output embeddings, {count}": embeddings("output", count) for count in (1, 2, 4)},
     **{f"input embeddings, {count}": embeddings("input", count) for count in (1, 2, 4)},
     **{f"LoRA, rank 16, with input embeddings, {count}": embeddings("input", count, True) for count in (1, 2, 4)},
@@ -143,11 +142,6 @@ Medium's training step at 1024 px by the same method and size on its default tar
 `{FULL_8GB}` for full and partial, with `memory.checkpointing=all`, predicted by running the step on fake tensors."""
 
 
-def methods() -> dict[str, Method]:
-    """Every row's method, as far as the configuration knows it."""
-    return METHODS | (OF_TEXT if "text" in TrainConfig.model_fields else {})
-
-
 class Bench:
     """What the rows share.
 
@@ -165,10 +159,8 @@ class Bench:
 
     def config(self, options: list[str], name: str) -> TrainConfig:
         """Return the configuration of one run on the tiny model."""
-        places = [f"output.runs={self.scratch}/runs", f"output.profiles={self.scratch}/profiles", f"name={name}"]
-        quiet = ["profile.max_traces=0", "validation.prompts=[]", "validation.loss_samples=0", "checkpoint.every=null"]
-        quiet += ["tracking.tensorboard=false", "output.report=false"]
-        return read_config(DEMO, [*options, *self.overrides, *places, *quiet])[0]
+        more = (*QUIET, "validation.loss_samples=0", "checkpoint.every=null", "output.report=false")
+        return quiet_config(DEMO, self.scratch, name, [*options, *self.overrides], more)
 
     def drawn(self, config: TrainConfig, weights: Weights, run: Path | None = None) -> list[Image.Image]:
         """Draw the prompts with the style's word, then the others, as ``simpletune generate`` does."""
@@ -186,11 +178,7 @@ class Bench:
             config = self.config([*PRECISIONS["fp32"]], "base")
             self.of_base = images if name == "base" else self.drawn(config, BASE)
         found = accuracies(images[:count], self.styled)
-        strip = Image.new("RGB", (SIZE[0] * 5, SIZE[1]))
-        for place, image in enumerate([*images[:3], images[count], images[-1]]):
-            strip.paste(image, (SIZE[0] * place, 0))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        strip.save(self.folder / f"{file_name(name)}.png")
+        write_strip([*images[:3], images[count], images[-1]], self.folder / f"{file_name(name)}.png")
         return {
             "style": found["style"],
             "prompt": found["prompt"],
@@ -234,15 +222,7 @@ class Bench:
     def rows(self) -> Mapping[str, Callable[[], Json]]:
         """Name every row and what measures it."""
         found: dict[str, Callable[[], Json]] = {"base": self.base_row}
-        return found | {name: partial(self.row, name, method) for name, method in methods().items()}
-
-    def write_grid(self) -> None:
-        """Write a contact sheet of all rows with pictures."""
-        strips = {name: self.folder / f"{file_name(name)}.png" for name in self.rows()}
-        shown: list[tuple[str, list[Image.Image]]] = [(n, [Image.open(f)]) for n, f in strips.items() if f.exists()]
-        if shown:
-            title = "three with the style's word, two without"
-            grid(shown, [title]).save(self.folder.with_suffix(".png"))
+        return found | {name: partial(self.row, name, method) for name, method in METHODS.items()}
 
 
 def request_of(prompt: Prompt) -> PictureRequest:
@@ -271,26 +251,12 @@ def on_sd3_medium(method: Method) -> TrainConfig:
 
 
 def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str]) -> Path:
-    """Measure missing rows; write ``which_method.json``, its table and its pictures.
-
-    Args:
-        folder: for the results.
-        count: prompts per score.
-        minutes: start no row after this many.
-        only: text that row names must contain.
-        overrides: for the demo's configuration.
-
-    Returns:
-        The Markdown table.
-
-    Raises:
-        UserError: no row name contains ``only``.
-    """
-    results = Results(folder / "which_method", COLUMNS)
+    """Measure missing rows with ``count`` prompts per score; write their table and a contact sheet."""
+    results = Results(folder / "which_method", COLUMNS, prompted("which-method", count))
     bench = Bench(folder, count, overrides)
-    for name, measure in results.missing(bench.rows(), minutes, only):
-        row = measure()
-        say(f"bench   {name}: style {row['style']:.2f}, prompt {row['prompt']:.2f}, drift {row['drift']:.3f}")
-        results.add(name, row)
-    bench.write_grid()
+    results.measure(
+        bench.rows(), minutes, only,
+        lambda row: f"style {row['style']:.2f}, prompt {row['prompt']:.2f}, drift {row['drift']:.3f}",
+    )  # fmt: skip
+    write_sheet(bench.rows(), bench.folder, "three with the style's word, two without")
     return results.write_table("Which method? All of them on the tiny SD3", ABOUT, describe_machine())

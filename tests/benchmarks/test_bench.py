@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from slow_cases import drawn
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import (
     choice,
     convolutions,
-    dry_rows,
-    estimate,
     inference,
     int8,
+    measured_memory,
     memory,
     memory_row,
     methods,
-    prior,
-    quality,
+    student_study,
     vertex,
     which_method,
 )
-from benchmarks.table import Results, shown
+from benchmarks.table import Results, selected, shown
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
-from simpletune.data.demo import pictures
+from simpletune.data.demo import SHIPPED
 from simpletune.estimate.job_estimate import needed
-from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import DRIFT, EVALUATIONS
 from simpletune.system import prices
 from simpletune.system.gpus import Card
@@ -48,19 +44,26 @@ RESULTS = Path(benchmarks.__file__).parent / "results" / "cpu"
 
 def test_rows_are_kept_on_disk_and_shown(tmp_path: Path) -> None:
     columns = {"what": "", "a": "first", "b": "second"}
-    results = Results(tmp_path / "grid", columns)
-    assert results.lacks("x")
-    results.add("x", {"a": 1234, "b": 0.5, "c": "hidden"})
-    again = Results(tmp_path / "grid", columns)
+    results = Results(tmp_path / "new" / "some_grid", columns)
+    assert results.write_table("Title", "About.", {}).read_text().splitlines()[-2:] == [
+        "|  | first | second |", "|---|---|---|"
+    ]  # fmt: skip
+    results.measure({"x": lambda: {"a": 1234, "b": 0.5, "c": "hidden"}, "y": dict}, 60, "x")
+    again = Results(tmp_path / "new" / "some_grid", columns)
     assert not again.lacks("x") and again.lacks("y")
+    again.measure({"x": lambda: pytest.fail("measured again")}, 60)
     text = again.write_table("Title", "About.", {"device": "none"}).read_text()
-    assert "| x | 1,234 | 0.500 |" in text and "hidden" not in text and "- device: none" in text
+    assert "- command: `python -m benchmarks some-grid`\n- device: none\n" in text
+    assert "| x | 1,234 | 0.500 |" in text and "hidden" not in text
     assert (shown(None), shown(12.34), shown("word")) == ("", "12.3", "word")
 
 
-def test_a_table_without_rows_goes_into_a_new_folder(tmp_path: Path) -> None:
-    text = Results(tmp_path / "new" / "grid", {"what": "", "a": "first"}).write_table("Title", "About.", {}).read_text()
-    assert text.splitlines()[-2:] == ["|  | first |", "|---|---|"]
+def test_rows_are_chosen_by_parts_or_by_whole_names() -> None:
+    rows = {"LoRA int8, 1024 px": 1, "LoRA int8, 1024 px, batch 4": 2, "full": 3}
+    assert selected(rows, "") == list(rows) and selected(rows, "1024") == list(rows)[:2]
+    assert selected(rows, "full; LoRA int8, 1024 px") == ["LoRA int8, 1024 px", "full"]
+    with pytest.raises(UserError, match="'batch 8'"):
+        selected(rows, "full; batch 8")
 
 
 def committed(name: str) -> dict:
@@ -86,14 +89,6 @@ def test_the_memory_grid_and_the_simulated_l4_predict_the_same() -> None:
     assert {name: pair for name, pair in both.items() if abs(pair[0] - pair[1]) > 0.55} == {}  # whole MiB, and tenths
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", drawn([name for name in memory.ROWS if name not in dry_rows.GRID], 1))
-def test_rows_of_the_memory_grid_alone_are_todays(name: str) -> None:
-    row = memory.ROWS[name]
-    found = (memory.predict_job if row.whole else memory.predict)(row.overrides)
-    assert found["predicted_mib"] == pytest.approx(committed("memory")[name]["predicted_mib"], rel=1e-3)
-
-
 def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights are uninitialised: zeros take less power, so a card that is limited by power would look faster."""
     bytes_of = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), 3 * 2**20)
@@ -106,61 +101,6 @@ def test_the_memory_grid_measures_no_time(tiny_config: dict, write_config, monke
 
 
 @pytest.mark.slow
-def test_the_quality_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quality, "PRECISIONS", {"fp32": quality.PRECISIONS["fp32"]})
-    monkeypatch.setattr(quality, "TUNED", {"LoRA": []})
-    monkeypatch.setattr(quality, "STEPS", 2)
-    overrides = ["train.steps=2", "schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache",
-                 "validation.loss_samples=2"]  # fmt: skip
-    with pytest.raises(Exception, match="none of the 3 rows"):
-        quality.run(tmp_path, 4, 60, "no such row", overrides)
-    table = quality.run(tmp_path, 4, 60, "base", overrides)
-    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
-    assert set(rows) == {"base, fp32", "base, fp32, the trigger word"}
-    assert rows["base, fp32"]["drift"] == 0
-    quality.run(tmp_path, 4, 60, "", overrides)
-    rows = json.loads((tmp_path / "quality.json").read_text())["rows"]
-    assert rows["LoRA"]["bytes"] > 1000 and rows["LoRA"]["drift"] > 0
-    assert "LoRA" in table.read_text()
-    with Image.open(tmp_path / "quality.png") as picture:
-        assert picture.height > 2 * 64
-
-
-@pytest.mark.slow
-def test_the_grid_of_priors_compares_with_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = "prior.prompt=figure"
-    monkeypatch.setattr(prior, "ROWS", {"without": [], "kept": ["prior.method=base_prediction", named]})
-    monkeypatch.setattr(prior, "SEEDS", 1)
-    monkeypatch.setattr(quality, "STEPS", 2)
-    overrides = ["train.steps=2", "schedule.warmup_steps=1", "optimizer.lr=0.05", f"output.cache={tmp_path}/cache"]
-    table = prior.run(tmp_path, 2, 60, "", overrides)
-    rows = json.loads((tmp_path / "prior.json").read_text())["rows"]
-    assert list(rows) == ["base", "without", "kept"] and "kept" in table.read_text()
-    assert rows["base"]["class_drift"] == rows["base"]["drift"] == 0 < rows["kept"]["class_drift"]
-    with Image.open(tmp_path / "prior.png") as picture:
-        assert picture.height > 3 * 64
-
-
-def test_fidelity_is_1_for_the_figure_and_0_for_an_empty_background() -> None:
-    prompts = prior.prompts_of(3, prior.CLASS)
-    scenes = [prompt.scene for prompt in prompts]
-    figures = [pictures.draw_subject(scene.background, scene.size, scene.position) for scene in scenes]
-    empty = [Image.new("RGB", (64, 64), pictures.BACKGROUNDS[scene.background]) for scene in scenes]
-    assert prior.fidelity(figures, prompts) == 1 and prior.fidelity(empty, prompts) == 0
-    assert {prior.SUBJECT in prompt.text for prompt in prior.prompts_of(3, prior.SUBJECT)} == {True}
-    assert {prior.SUBJECT in prompt.text for prompt in prompts} == {False}
-
-
-def test_with_a_prior_the_committed_class_drifts_far_less_at_equal_fidelity() -> None:
-    rows = committed("prior")
-    without = sorted((row["fidelity"], row["class_drift"]) for name, row in rows.items() if name.startswith("without"))
-    for method, share in (("base's prediction", 0.5), ("class pictures", 0.7)):
-        kept = max((row for name, row in rows.items() if name.startswith(method)), key=lambda row: row["fidelity"])
-        assert without[0][0] < kept["fidelity"] <= without[-1][0]
-        assert kept["class_drift"] < share * np.interp(kept["fidelity"], *zip(*without, strict=True)), method
-
-
-@pytest.mark.slow
 def test_inference_is_measured_against_diffusers_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,8 +110,7 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     monkeypatch.setattr(inference, "ROWS", {name: inference.ROWS[name] for name in wanted})
     with pytest.raises(UserError, match=f"none of the {len(wanted)} rows .*'nothing'"):
         inference.run(tmp_path, only="nothing")
-    workload = inference.Workload(size=(32, 32), steps=2, rounds=1, device="cpu")
-    page = inference.run(tmp_path, prices=inference.own_prices([("spot", 0.36)]), workload=workload).read_text()
+    page = inference.run(tmp_path, price=[("spot", 0.36)], size=(32, 32), steps=2, rounds=1, device="cpu").read_text()
     rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
     assert list(rows) == wanted
     for name in ("simpletune, prompts new", "modulation plan", "LoRA r16, fused"):
@@ -180,7 +119,8 @@ def test_inference_is_measured_against_diffusers_in_one_process(
     for row in rows.values():
         assert row["seconds_per_picture"] == pytest.approx(row["encode"] + row["denoise"] + row["decode"])
         assert row["cost"]["spot"] == pytest.approx(0.0001 * row["seconds_per_picture"])
-    assert 0.2 < rows["diffusers"]["faster"] < 5 and re.search(r"- spot: 0.36 per hour, as of 20\d\d-", page)
+    assert rows["diffusers"]["faster"] > 0 and re.search(r"- spot: 0.36 per hour, as of 20\d\d-", page)
+    assert "`python -m benchmarks inference --size 32x32 --steps 2 --rounds 1 --price spot=0.36`" in page
 
 
 def test_speed_at_equal_steps_is_reported_apart_from_fewer_steps(tmp_path: Path) -> None:
@@ -231,41 +171,44 @@ def test_a_file_of_prices_needs_dates_and_sources(tmp_path: Path) -> None:
             prices.read_prices(file)
 
 
-@pytest.mark.slow
-def test_int8_products_are_measured_beside_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_one_int8_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "LAYERS", {"small": (64, 48)})
-    monkeypatch.setattr(int8, "STEPS", 2)
-    monkeypatch.setattr(int8, "RUNS", {name: int8.RUNS[name] for name in ("bf16", "int8 products and gradients")})
-    overrides = ["schedule.warmup_steps=1", "device=cpu", f"output.cache={tmp_path}/cache", "validation.loss_samples=2"]
-    page = int8.run(tmp_path, 60, "", overrides).read_text()
+    page = int8.run(tmp_path, 60, "small [64, 48], ", []).read_text()
     rows = json.loads((tmp_path / "int8.json").read_text())["rows"]
-    ours, bf16 = rows["int8 products and gradients"], rows["bf16"]
-    assert float(bf16["apart"]) == 0 < float(ours["apart"]) < 0.05 and len(ours["losses"]) == 2
     normal, outliers, channels = (rows[f"small [64, 48], {kind}"] for kind in ("normal", "outliers", "channels"))
     assert max(normal["weights"], normal["activations"]) < normal["both"] < 1.5
     assert outliers["both"] > 1.4 * normal["both"] and channels["int8_gradient"] > 1.4 * normal["int8_gradient"]
-    assert "## One product" in page
-    with Image.open(tmp_path / "int8.png") as picture:
-        assert picture.width > 700
+    turned = rows["rotation: small [64, 48], outliers"]
+    assert turned["both_rotated"] < turned["both"] and "## One product" in page and "## Rotation" in page
 
 
-def test_the_command_runs_the_grid_that_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
-    given = {"overrides": ["train.steps=2"], "rows": ["--rows", "base"], "prompts": ["--prompts", "7"]}
-    given |= {"model": ["--model", "some/model"], "price": ["--price", "spot=0.5"], "set": ["--set", "second"]}
-    for run, takes in benchmarks.GRIDS.items():
-        grid = benchmarks.name_of(run)
-        module = importlib.import_module(f"benchmarks.{grid.replace('-', '_')}")
-        monkeypatch.setattr(module, "run", lambda *words, grid=grid, **more: f"{grid} {words} {more}")
+def test_the_command_runs_the_grid_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    given = {"overrides": ["train.steps=2"], "rows": ["--rows", "base"], "prompts": ["--prompts", "7"],
+             "model": ["--model", "some/model"], "price": ["--price", "spot=0.5"], "set": ["--set", "second"],
+             "card": ["--card", "T4", "--card", "H100"], "predict": ["--predict"]}  # fmt: skip
+    taken = {"overrides": "overrides=['train.steps=2']", "rows": "only='base'", "prompts": "count=7",
+             "model": "model='some/model'", "price": "price=[('spot', 0.5)]", "set": "chosen='second'",
+             "card": "cards=['T4', 'H100']", "predict": "again=True"}  # fmt: skip
+    for grid, (_, takes) in benchmarks.GRIDS.items():
+        module = importlib.import_module(f"benchmarks.{grid}")
+        inspect.signature(module.run).bind(tmp_path, **vars_of(grid))
+        told = lambda out, grid=grid, **more: f"{grid} {out} {', '.join(f'{k}={v!r}' for k, v in more.items())}"  # noqa: E731
+        monkeypatch.setattr(module, "run", told)
         words = [word for name, portion in given.items() if name in takes for word in portion]
         words += [] if grid == "cards" else ["--minutes", "3"]  # it measures nothing
-        assert benchmarks.main([grid, *words, "--out", str(tmp_path)]) == 0
+        assert benchmarks.main([benchmarks.name_of(grid), *words, "--out", str(tmp_path)]) == 0
         said = capsys.readouterr().out
-        assert said.startswith(f"{grid} ({tmp_path!r},") and ("3.0" in said) == (grid != "cards")
-        assert ("'base'" in said) == (grid not in ("pair", "cards"))
-        assert ("train.steps=2" in said) == ("overrides" in takes)
-        assert ("'spot': Price(per_hour=0.5, " in said) == (grid == "inference")
-        assert ("'second'" in said) == (grid == "choice")
-        assert ("some/model" in said) == (grid in ("inference", "study", "speed"))
+        assert said.startswith(f"{grid} {tmp_path} ") and ("minutes=3.0" in said) == (grid != "cards")
+        assert {name for name, words in taken.items() if words in said} == set(takes) & set(taken), grid
+    monkeypatch.setattr(measured_memory, "run", lambda out, **more: f"measured into {out}: {more}")
+    assert benchmarks.main(["memory", "--measure-only", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"measured into {tmp_path}: {{'minutes': 8.0, 'only': ''}}\n"
+
+
+def vars_of(grid: str) -> dict[str, object]:
+    """What the command line passes to a grid's ``run``."""
+    given = vars(benchmarks.parser().parse_args([benchmarks.name_of(grid)]))
+    return {name: value for name, value in given.items() if name not in ("grid", "module", "out", "measure_only")}
 
 
 def test_a_users_mistake_is_a_message_and_an_exit_code(tmp_path: Path, capsys) -> None:
@@ -280,8 +223,8 @@ def test_a_users_mistake_is_a_message_and_an_exit_code(tmp_path: Path, capsys) -
     assert "error: --rows: none of the" in capsys.readouterr().err
 
 
-def test_the_memory_grid_and_the_study_are_predicted(
-    tiny_config: dict, write_config, tmp_path: Path, monkeypatch
+def test_the_memory_grid_and_the_studys_peaks_are_predicted(
+    tiny_config: dict, write_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a tiny model, and in this process."""
 
@@ -295,19 +238,17 @@ def test_the_memory_grid_and_the_study_are_predicted(
     rows = {"rank 2": memory.Row((), 10), "rank 64": memory.Row(("adapter.rank=64",)),
             "job": memory.Row((), whole=True)}  # fmt: skip
     monkeypatch.setattr(memory, "ROWS", rows)
-    monkeypatch.setattr(estimate, "PUBLISHED", {name: estimate.PUBLISHED[name] for name in ("full", estimate.LAST)})
     monkeypatch.setattr(subprocess, "run", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "rank 2" not in memory.run(tmp_path, 0).read_text()  # time is up at once
-    told = estimate.run(tmp_path, 5)
-    assert "no row was measured" in told and "| full | " in told
+    page = memory.run(tmp_path, 5).read_text()
     found = json.loads((tmp_path / "memory.json").read_text())["rows"]
     assert found["rank 2"]["predicted_mib"] < found["rank 64"]["predicted_mib"] and found["rank 2"]["target_mib"] == 10
     assert found["job"]["predicted_mib"] == max(found["job"][stage] for stage in ("text", "latents", "train"))
-    assert "## The whole job, by stage" in (tmp_path / "memory.md").read_text()
-    full, last = json.loads((tmp_path / "study_predicted.json").read_text())["rows"].values()
-    assert full["published_gb"] == 20.26 and full["difference_gb"] < -20
-    assert "published less r1's" in told and "| 16.8 |" in told and full["predicted_gb"] > last["predicted_gb"]
+    assert "## The whole job, by stage" in page
+    row = student_study.predicted_row("LoRA r1, int8")
+    assert (row["published_gb"], row["published_step"]) == (3.50, 1.35)
+    assert 0 < row["predicted_gb"] < 0.1 and 0 < row["step"] < 1
 
 
 def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,80 +264,54 @@ def test_convolutions_are_measured_beside_frozen_ones(tmp_path: Path, monkeypatc
     assert "| small, batch 1, bf16 |" in page
 
 
-def test_every_method_is_one_of_both_models_and_grows_with_its_size(tmp_path: Path) -> None:
-    bench, counts = which_method.Bench(tmp_path, 1, []), dict[str, list[int]]()
-    for name, method in which_method.methods().items():
+def test_every_method_is_one_of_both_models(tmp_path: Path) -> None:
+    bench = which_method.Bench(tmp_path, 1, [])
+    for name, method in which_method.METHODS.items():
         tiny = resolve_folders(bench.config(method.for_tiny(), "x"))
+        assert tiny.precision.weights == "fp32" and not tiny.tracking.tensorboard and tiny.checkpoint.every is None
         for config in (tiny, which_method.on_sd3_medium(method)):
-            shapes = config.model.known_shapes()
-            assert not list(config.adapter.problems(shapes))
-            numbers = [] if config.text.trains else [config.adapter.trainable(shapes)]  # vectors are not the adapter's
-            counts.setdefault(f"{name.partition(',')[0]}-{config.name}", []).extend(numbers)
-        assert tiny.precision.weights == "fp32"
-        if method.targeted:
-            assert tiny.adapter.targets == list(which_method.TARGETS)
-    lora = counts["LoRA-x"]
-    assert lora[0] < lora[1] == lora[3] < lora[2]  # the last one keeps the base's prediction
-    others = [numbers for name, numbers in counts.items() if name.partition("-")[0] not in ("LoRA", "full")]
-    growing = [numbers for numbers in others if len(numbers) == 3]
-    assert len(growing) >= 10 and all(sorted(set(numbers)) == numbers for numbers in growing)
+            assert not list(config.adapter.problems(config.model.known_shapes())), name
 
 
-@pytest.mark.slow
-def test_a_method_is_judged_timed_and_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(which_method, "ROUNDS", 2)
-    monkeypatch.setattr(which_method, "STEPS", 2)
-    rows = "base;LoHa, rank 2"
-    page = which_method.run(tmp_path, 2, 60, rows, ["train.steps=6"]).read_text()
-    base, row = json.loads((tmp_path / "which_method.json").read_text())["rows"].values()
-    assert base["drift"] == 0 < row["drift"] and 0 <= row["style"] <= 1 and row["of"] == 2
-    assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"] and row["peak"] > 3000
-    assert "| LoHa, rank 2 |" in page and (tmp_path / "which_method.png").exists()
-    before = (tmp_path / "which_method.json").read_bytes()
-    which_method.run(tmp_path, 2, 60, rows, [])  # nothing is left to measure
-    assert (tmp_path / "which_method.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_other_adapters_are_measured_beside_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "BLOCKS": 1,
-        "SIZE": 64,
-        "ROUNDS": 2,
-        "SHIPPED": dict([list(methods.SHIPPED.items())[1]]),
-    }.items():
-        monkeypatch.setattr(methods, name, value)
-    page = methods.run(tmp_path, 60, "lokr, factor 16, rank 16").read_text()
+def test_the_memory_of_lokr_s_step_is_lora_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks of SD3 Medium's width, whose step is not timed."""
+    folder = tmp_path / "wide"
+    shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = folder / "transformer" / "config.json"
+    wide = {"num_layers": 2, "num_attention_heads": 24, "caption_projection_dim": 1536, "pos_embed_max_size": 192}
+    file.write_text(json.dumps(json.loads(file.read_text()) | wide))
+    honest, small = methods.with_adapter, (f"model.pretrained={folder}", "model.t5_length=77")
+    monkeypatch.setattr(methods, "with_adapter", lambda *given: honest(*given, *small))
+    monkeypatch.setattr(methods, "stepper", lambda adapter: lambda: None)
+    name, shipped = "lokr, factor 16, rank 16", next(iter(methods.SHIPPED))
+    monkeypatch.setattr(methods, "SHIPPED", {shipped: methods.SHIPPED[shipped]})
+    page = methods.run(tmp_path, 60, name).read_text()
     (row,) = json.loads((tmp_path / "methods.json").read_text())["rows"].values()
-    expected = committed("methods")["lokr, factor 16, rank 16"]
-    for key in ("parameters", *methods.SHIPPED, *(f"{name}_ratio" for name in methods.SHIPPED)):
-        assert row[key] == pytest.approx(expected[key], rel=0.01)
-    assert row["least"] <= row["ratio"] <= row["most"] and "| lokr, factor 16, rank 16 |" in page
+    assert 300 < row[shipped] < 600 and row[f"{shipped}_ratio"] <= 1 and f"| {name} |" in page
+    assert row["least"] <= row["ratio"] <= row["most"]
 
 
-def test_the_committed_steps_of_methods_meet_their_targets_and_their_peaks_are_todays() -> None:
+def test_the_committed_steps_of_methods_meet_their_targets() -> None:
     """With checkpointing; the shipped 24 GB configuration has none, so that DoRA keeps each layer's output."""
-    rows, (shipped, blocks) = committed("methods"), next(iter(methods.SHIPPED.items()))
+    rows, shipped = committed("methods"), next(iter(methods.SHIPPED))
     assert set(rows) >= set(methods.METHODS)
-    name = "lokr, factor 16, rank 16"
-    lokr, dora = rows[name], rows["dora, rank 16"]
+    lokr, dora = rows["lokr, factor 16, rank 16"], rows["dora, rank 16"]
     assert lokr["parameters"] == 191 * (16 * 16 + 2 * 16 * 96) and lokr["ratio"] <= 1.15
     assert all(lokr[f"{each}_ratio"] <= 1.05 for each in methods.SHIPPED)
     assert dora["parameters"] == 191 * (2 * 16 * 1536 + 1536) and dora["ratio"] <= 1.15
     assert dora[f"{shipped}_ratio"] <= 1.05
-    config = methods.with_adapter(shipped, methods.METHODS[name], f"memory.checkpointing={blocks}")
-    found = simulate(config).peak.bytes / methods.MIB
-    assert found == pytest.approx(lokr[shipped], rel=1e-3)
 
 
-def test_the_counts_of_the_vertex_report_are_the_published_ones() -> None:
+def test_the_counts_of_the_vertex_report_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters by rank, to the last digit; the tensors of the published files, without their headers."""
+    honest = vertex.file_bytes
     for rank, (trained, total, size) in vertex.COUNTS.items():
+        monkeypatch.setattr(vertex, "file_bytes", honest if rank == 8 else lambda config: 0)
         row = vertex.counts(rank)
         assert (row["trained"], row["total"]) == (trained, total)
-        tensors, file = row["tensor_bytes"], row["file_bytes"]
+        tensors = row["tensor_bytes"]
         assert tensors == 4 * trained and round(tensors / 2**20, 2) == round(1.52 * rank / 4, 2)
-        assert 0 < size - tensors / 2**20 < 0.06 and 0 < file - tensors < 0.06 * 2**20  # the headers
+        assert 0 < size - tensors / 2**20 < 0.06 and (rank != 8 or 0 < row["file_bytes"] - tensors < 0.06 * 2**20)
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
@@ -414,23 +329,15 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
         assert vertex.largest_batch(job, card) == expected and len(tried) <= 30
 
 
-def test_training_loss_chooses_the_end_of_its_lowest_part() -> None:
-    losses = [5.0, 1.0, 2.0, 2.0, 1.0, 9.0]
-    metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+def test_a_choice_is_by_the_lowest_part_and_its_rise_by_noise(tmp_path: Path) -> None:
+    metrics = [{"step": step, "loss": loss} for step, loss in enumerate([5.0, 1.0, 2.0, 2.0, 1.0, 9.0], 1)]
     assert choice.by_training_loss(metrics, [2, 4, 6]) == 4
-    assert choice.by_training_loss(metrics[:2], [2]) == 2
-
-
-def test_held_out_losses_are_split_by_the_noise_of_their_samples(tmp_path: Path) -> None:
     draws = [["picture", "caption", level] for level in (0.9, 0.1, 0.5, 0.3)]
     write_safetensors({"a": torch.zeros(1)}, tmp_path / DRIFT, {"of": json.dumps({"training": draws})})
-    rows = [
-        {"step": step, "held_out": True, "eval_loss": 5.0, "eval_losses": [2.0 + step, 8.0 - step, 4.0, 6.0]}
-        for step in (0, 1, 2)
-    ]
+    rows = [{"step": step, "held_out": True, "eval_loss": 5.0, "eval_losses": [2.0 + step, 8.0 - step, 4.0, 6.0]}
+            for step in (0, 1, 2)]  # fmt: skip
     (tmp_path / EVALUATIONS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = choice.losses_by_noise(tmp_path, [1, 2])
     assert found["levels"] == [[0.1, 0.1], [0.3, 0.3], [0.5, 0.5], [0.9, 0.9]]
     assert found["by_step"] == {"0": [8.0, 6.0, 4.0, 2.0], "1": [7.0, 6.0, 4.0, 3.0], "2": [6.0, 6.0, 4.0, 4.0]}
     assert choice.rises({"losses": found, "held_out_step": 1}) == {"low_noise": -1.0, "high_noise": 1.0}
-    assert choice.rises({"held_out_step": 1}) == {}

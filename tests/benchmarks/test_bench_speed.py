@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pair, speed, speed_rows
+from benchmarks import speed, speed_rows
 from benchmarks.diffusers_training import DreamBooth, Flags
 from benchmarks.roofline import least_seconds
 from benchmarks.tiny_models import tiny_sd3
@@ -61,34 +61,6 @@ def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_p
     for row in speed_rows.grid().values():
         config = speed.config_of(row.overrides)
         assert config.model.known_config() and config.model.text_tokens > 0 and Path(config.data.path).is_dir()
-
-
-@pytest.mark.slow
-def test_the_grid_goes_on_where_it_stopped_and_its_figures_agree(tmp_path: Path, monkeypatch) -> None:
-    wanted = {name: speed_rows.demo_grid()[name] for name in ("diffusers, LoRA", "LoRA int8", "full bf16")}
-    few = {
-        name: speed_rows.Row((*row.overrides, *SMALL), row.beside if name != "full bf16" else None)
-        for name, row in wanted.items()
-    }
-    monkeypatch.setattr(speed, "demo_grid", lambda: few)
-    monkeypatch.setattr(speed, "SECONDS", 0.1)
-    with pytest.raises(UserError, match="none of the 3 rows"):
-        speed.run(tmp_path, 60, "nothing", "demo", "cpu")
-    speed.run(tmp_path, 60, "LoRA", "demo", "cpu")
-    first = json.loads((tmp_path / "speed.json").read_text())["rows"]
-    assert "full bf16" not in first and first["copy"]["rate"] > 0
-    page = speed.run(tmp_path, 60, "", "demo", "cpu").read_text()
-    rows = json.loads((tmp_path / "speed.json").read_text())["rows"]
-    assert rows["LoRA int8"]["seconds_per_step"] == first["LoRA int8"]["seconds_per_step"]
-    for name in few:
-        row = rows[name]
-        assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
-        assert row["tflops"] * 1e12 * row["seconds_per_step"] == pytest.approx(row["flops_per_step"])
-        assert row["floor"] > 0 and row["times_floor"] == pytest.approx(row["seconds_per_step"] / row["floor"])
-        assert row["peak_mib"] > 10 and row["linears"] > 0 and row["attention"] > 0
-    assert rows["diffusers, LoRA"]["times_diffusers"] == 1 and rows["diffusers, LoRA"]["autoencoder"] > 0
-    assert rows["LoRA int8"]["autoencoder"] == 0 and rows["LoRA int8"]["quantisation"] > 0
-    assert "| full bf16 |" in page and "| copy |" in page
 
 
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
@@ -162,37 +134,10 @@ def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) ->
 
 def test_the_yardstick_learns(pipeline: Path) -> None:
     with speed.accelerator_on(CPU, "no") as accelerator:
-        theirs = recipe(pipeline, accelerator, lr=0.02)
+        theirs = recipe(pipeline, accelerator, lr=0.05)
         pixels, text, pooled = torch.rand(2, 3, 32, 32), torch.randn(2, 32, 96), torch.randn(2, 80)
         losses = []
-        for _ in range(30):
+        for _ in range(12):
             torch.manual_seed(5)
             losses.append(theirs.step(pixels, text, pooled).item())
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.slow
-def test_a_pair_of_whole_processes(tmp_path: Path) -> None:
-    job = pair.Job(tmp_path, 2, layers=1, size=64)
-    job.prepare()
-    row = pair.one_round(job, "0", ours_first=True)
-    assert row["process_ratio"] == pytest.approx(row["process"] / row["their_process"], rel=1e-3)
-    assert 0 < row["their_after"] < row["their_process"] and row["saved_ratio"] > row["process_ratio"]
-    assert row["launcher"] > 0 and row["launched_ratio"] < row["process_ratio"]
-    theirs = tmp_path / "theirs-0"
-    assert (theirs / "pytorch_lora_weights.safetensors").exists() and list(theirs.glob("logs/**/events*"))
-    ours = json.loads((tmp_path / "runs" / "process-0" / "config.json").read_text())
-    assert ours["validation"]["prompts"] == [] and ours["tracking"]["tensorboard"]
-
-
-def test_rounds_alternate_are_kept_and_become_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(job: pair.Job, name: str, ours_first: bool, whole: bool) -> dict:
-        row = {"step_ratio": 0.4 + 0.2 * ours_first, "process_ratio": 0.5, "warm_ratio": 0.3, "order": str(ours_first)}
-        return row | ({"table": pair.WHOLE} if whole else {})
-
-    monkeypatch.setattr(pair, "one_round", measured)
-    monkeypatch.setattr(pair.Job, "prepare", lambda job: None)
-    page = pair.run(tmp_path / "results", rounds=2).read_text()
-    rows = json.loads((tmp_path / "results" / "pair.json").read_text())["rows"]
-    assert [row["order"] for row in rows.values()] == ["True", "False", "True"]
-    assert "| seconds a step | 0.500 | 0.400 | 0.600 |" in page and pair.WHOLE in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +81,10 @@ def test_same_arguments_same_bytes_and_no_global_state(tmp_path: Path) -> None:
         torch.rand(7)  # another state of the global generator
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         built.append({str(path.relative_to(folder)): path.read_bytes() for path in files})
-        pipeline = _load(folder)  # as fp32, whatever is stored
-        parts = (pipeline.transformer, pipeline.vae, pipeline.text_encoder_3)
-        assert {model.dtype for model in parts} == {torch.float32}
+        if seed == 4:  # as fp32, whatever is stored
+            pipeline = _load(folder)
+            parts = (pipeline.transformer, pipeline.vae, pipeline.text_encoder_3)
+            assert {model.dtype for model in parts} == {torch.float32}
         stored = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
         assert {tensor.dtype for tensor in stored.values()} == {getattr(torch, networks.TORCH_DTYPES[dtype])}  # type: ignore[index]
     a, b, c, _ = built
@@ -93,17 +93,10 @@ def test_same_arguments_same_bytes_and_no_global_state(tmp_path: Path) -> None:
     assert len(weights) == 5 and all(a[name] != c[name] for name in weights)
 
 
-def test_the_pipeline_draws_offline_and_survives_saving(pipeline: Any, tmp_path: Path) -> None:
-    pipeline.save_pretrained(tmp_path)
-    again = _load(tmp_path)
-    for before, after in zip(_encode(pipeline, PROMPTS), _encode(again, PROMPTS), strict=True):
-        assert torch.equal(before, after)
-    images = [
-        np.asarray(p(PROMPTS[0], num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images[0])
-        for p in (pipeline, again)
-    ]
-    assert images[0].shape == (64, 64, 3) and images[0].std() > 1.0
-    assert np.array_equal(*images)
+def test_the_pipeline_draws_offline(pipeline: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    image = np.asarray(pipeline(PROMPTS[0], num_inference_steps=2, generator=generator).images[0])
+    assert image.shape == (64, 64, 3) and image.std() > 1.0
 
 
 def test_prompts_differ_in_every_embedding_and_clip_pools_at_the_end_of_the_text(pipeline: Any) -> None:
@@ -132,17 +125,6 @@ def test_each_demo_word_is_one_token_and_no_text_fails(pipeline: Any) -> None:
     assert pipeline.tokenizer_3.decode(pipeline.tokenizer_3("A Red star, 42!").input_ids[:-1]) == "A Red star, 42!"
 
 
-def test_merges_make_one_token_whatever_words_come_before() -> None:
-    words = ["red", "reed", "greed", "gr", "edge", "deer", "eee", "eeee", "a", "banana", "nab"]
-    ranks = {pair: rank for rank, pair in enumerate(vocabulary.clip_merges(words))}
-    for word in words:
-        pieces = [*word[:-1], word[-1] + vocabulary.END_OF_WORD]
-        while pairs := [pair for pair in zip(pieces, pieces[1:], strict=False) if pair in ranks]:
-            at = next(i for i in range(len(pieces)) if (pieces[i], pieces[i + 1]) == min(pairs, key=ranks.__getitem__))
-            pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-        assert pieces == [word + vocabulary.END_OF_WORD]
-
-
 def test_positions_lie_half_a_radian_apart_and_serve_all_buckets(pipeline: Any) -> None:
     transformer = pipeline.transformer
     table = transformer.pos_embed.pos_embed.reshape(32, 32, 192)  # [row, column, hidden], loaded from the file
@@ -156,10 +138,8 @@ def test_positions_lie_half_a_radian_apart_and_serve_all_buckets(pipeline: Any) 
             assert transformer(z_t, prompt_embeds, pooled, torch.tensor([500.0])).sample.shape == z_t.shape
 
 
-@pytest.mark.parametrize("sizes", [tiny_sd3.Sizes(), tiny_sd3.MINIMAL], ids=["default", "minimal"])
-def test_lora_has_a_gradient_everywhere_it_can(tmp_path: Path, sizes: tiny_sd3.Sizes) -> None:
-    tiny_sd3.build(tmp_path / "model", sizes)
-    pipeline = _load(tmp_path / "model")
+def test_lora_has_a_gradient_everywhere_it_can(folder: Path) -> None:
+    pipeline = _load(folder)
     transformer = pipeline.transformer.requires_grad_(False)
     names = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     transformer.add_adapter(LoraConfig(r=2, target_modules=[f"attn.{name}" for name in names]))
@@ -175,22 +155,6 @@ def test_lora_has_a_gradient_everywhere_it_can(tmp_path: Path, sizes: tiny_sd3.S
         if "lora_B" in name and (parameter.grad is None or float(parameter.grad.norm()) < 1e-6)
     }
     assert without == {last}  # the last block drops its text stream, as in SD3
-
-
-def test_other_tools_infer_the_sizes_and_latents_are_of_unit_size(folder: Path, pipeline: Any) -> None:
-    weights = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
-    hidden = weights["pos_embed.proj.weight"].shape[0]
-    config = pipeline.transformer.config
-    assert hidden // 64 == config.num_layers == config.num_attention_heads == 3  # ComfyUI's rule
-    assert math.isqrt(weights["pos_embed.pos_embed"].shape[1]) == config.pos_embed_max_size
-    assert pipeline.scheduler.config.shift == 1.0
-    drawn = [np.asarray(pictures.draw(scene, seed=9)) for scene in pictures.sample_scenes(16, seed=9)]
-    pixels = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 127.5 - 1.0
-    with torch.no_grad():
-        z_0 = pipeline.vae.encode(pixels).latent_dist.mode()
-    z_0 = (z_0 - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
-    assert z_0.shape == (16, 16, 8, 8)
-    assert abs(float(z_0.mean())) < 0.1 and float(z_0.std()) == pytest.approx(1.0, abs=0.1)
 
 
 def test_what_cannot_be_built_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from simpletune.system.options import ConfigError, Problem, UserError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def stage(name: str, code: str, seconds: float = 20) -> Stage:
+def stage(name: str, code: str, seconds: float = 200) -> Stage:
     return Stage(name, (sys.executable, "-c", textwrap.dedent(code)), seconds)
 
 
@@ -47,7 +47,7 @@ def test_no_failure_ends_the_hour(tmp_path: Path) -> None:
         stage("fails", "import sys; print('why', file=sys.stderr); sys.exit(3)"),
         stage("hangs", deaf + f"subprocess.Popen(['sleep', '61.{os.getpid()}']); time.sleep(60)", 1),
         stage("is killed", "import os; os.kill(os.getpid(), 9)"),
-        Stage("is not there", ("/no/such/program",), 20),
+        Stage("is not there", ("/no/such/program",), 200),
         stage("works too", "print('last')"),
     ]
     assert first_hour.run(stages, tmp_path, 5, "a card") == 1
@@ -57,7 +57,7 @@ def test_no_failure_ends_the_hour(tmp_path: Path) -> None:
         "works": "ok", "fails": "exit code 3", "hangs": "out of time", "is killed": "killed by SIGKILL",
         "is not there": "not started: No such file or directory", "works too": "ok",
     }  # fmt: skip
-    assert 1 <= found["hangs"]["seconds"] < 10 and found["works"]["log"] == "logs/works.log"
+    assert 1 <= found["hangs"]["seconds"] < 60 and found["works"]["log"] == "logs/works.log"
     assert (tmp_path / "logs" / "fails.log").read_text().endswith("why\n")
     table = (tmp_path / "stages.md").read_text()
     assert re.search(r"\| fails \| .* \| exit code 3 \| .*logs/fails.log", table) and "a card" in table
@@ -84,52 +84,37 @@ def test_the_hour_ends_in_time_and_says_what_was_not_begun(tmp_path: Path) -> No
     assert (
         first_hour.run([stage("long", "import time; time.sleep(30)"), stage("late", "print()")], tmp_path, 0.025) == 1
     )
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # what the stage sleeps
     outcomes = {name: each["outcome"] for name, each in stages_in(tmp_path).items()}
     assert outcomes == {"long": "out of time", "late": "not started: no time left"}
 
 
-def driven(folder: Path, stages: dict[str, str], last: str) -> subprocess.Popen:
-    """A process that runs stages, once it has begun the last of those that a test waits for."""
+def test_a_signal_ends_the_stage_and_the_hour_and_the_next_call_goes_on(tmp_path: Path) -> None:
     code = f"""
         import signal, sys
         from pathlib import Path
         from benchmarks import first_hour
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
         first_hour.PATIENCE = 0.5
-        stages = [first_hour.Stage(name, (sys.executable, "-c", code), 60) for name, code in {stages!r}.items()]
-        sys.exit(first_hour.run(stages, Path({str(folder)!r}), 5))
+        codes = {{"one": "", "two": "import time; time.sleep(200)", "three": ""}}
+        stages = [first_hour.Stage(name, (sys.executable, "-c", code), 200) for name, code in codes.items()]
+        sys.exit(first_hour.run(stages, Path({str(tmp_path)!r}), 5))
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     driver = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stderr=subprocess.PIPE)
-    for _ in range(300):
-        if (folder / "stages.json").exists() and last in stages_in(folder):
-            break
-        time.sleep(0.1)
-    return driver
-
-
-SLEEP = "import time; time.sleep(60)"
-
-
-def test_a_driver_that_is_killed_has_said_what_it_did(tmp_path: Path) -> None:
-    driver = driven(tmp_path, {"one": "", "two": SLEEP}, "two")
-    driver.kill()
-    driver.wait()
-    found = stages_in(tmp_path)
-    os.killpg(found["two"]["pid"], signal.SIGKILL)
-    assert (found["one"]["outcome"], found["two"]["outcome"]) == ("ok", "running")
-    assert first_hour.run([stage("one", "raise SystemExit(1)"), stage("two", "")], tmp_path, 5) == 0
-
-
-def test_a_signal_ends_the_stage_and_the_hour(tmp_path: Path) -> None:
-    driver = driven(tmp_path, {"a": SLEEP, "b": SLEEP}, "a")
+    patience = time.monotonic() + 200
+    while not ((tmp_path / "stages.json").exists() and "two" in stages_in(tmp_path)):  # said before it has ended
+        assert driver.poll() is None and time.monotonic() < patience
+        time.sleep(0.05)
+    assert stages_in(tmp_path)["two"]["outcome"] == "running"
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(timeout=20) != 0
+    driver.communicate(timeout=200)
     found = stages_in(tmp_path)
-    assert found["a"]["outcome"] == "stopped" and "b" not in found
+    assert {name: each["outcome"] for name, each in found.items()} == {"one": "ok", "two": "stopped"}
+    assert driver.returncode
     with pytest.raises(ProcessLookupError):
-        os.killpg(found["a"]["pid"], 0)
+        os.killpg(found["two"]["pid"], 0)
+    assert first_hour.run([stage("one", "raise SystemExit(1)"), stage("two", "")], tmp_path, 5) == 0
 
 
 # The order
@@ -178,19 +163,6 @@ def test_a_dry_run_and_one_without_a_card_start_nothing(
     assert shown.index("smoke") < shown.index("memory targets") < shown.index("-m pytest")
     assert first_hour.main([]) == 3 and "simpletune doctor" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-# Rows by name, and memory that is only measured
-
-
-def test_rows_are_chosen_by_parts_or_by_whole_names() -> None:
-    rows = {"LoRA int8, 1024 px": 1, "LoRA int8, 1024 px, batch 4": 2, "full": 3}
-    assert selected(rows, "") == list(rows)
-    assert selected(rows, "1024") == ["LoRA int8, 1024 px", "LoRA int8, 1024 px, batch 4"]
-    assert selected(rows, "LoRA int8, 1024 px") == ["LoRA int8, 1024 px"]
-    assert selected(rows, "full; LoRA int8, 1024 px") == ["LoRA int8, 1024 px", "full"]
-    with pytest.raises(UserError, match="'batch 8'"):
-        selected(rows, "full; batch 8")
 
 
 FAKE = """

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peaks
-from benchmarks.memory import SM_89
-from simpletune.estimate.simulate.simulate import simulate
 
 COMMITTED = json.loads((Path(peaks.__file__).parent / "results" / "cpu" / "peaks.json").read_text())["rows"]
 
@@ -32,10 +30,21 @@ def test_diffusers_with_peft_explains_the_checkpointed_rows() -> None:
         assert row["plain_fp32_gib"] == pytest.approx(row["published_gib"], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["SD 1.x, bf16, checkpointed"])
-def test_a_committed_prediction_is_today_s(name: str) -> None:
-    peak = simulate(peaks.ROWS[name].read(), capability=SM_89).peak
-    assert round(peak.bytes / peaks.GIB, 2) == COMMITTED[name]["predicted_gib"]
+def test_a_row_is_predicted_beside_what_was_published(
+    tiny_config: dict, write_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tiny model, whose GiB are MiB."""
+    file = write_config(tiny_config | {"data": tiny_config["data"] | {"resolution": 64}})
+    rows = {name: peaks.Row(20.0, file, ("memory.checkpointing=none", f"precision.weights={name}"))
+            for name in ("bf16", "int8")}  # fmt: skip
+    monkeypatch.setattr(peaks, "ROWS", rows)
+    monkeypatch.setattr(peaks, "GIB", 2**20)
+    monkeypatch.setattr(peaks, "plain_peak", lambda name, wide: 2.0 if wide else 1.0)
+    page = peaks.run(tmp_path, 5).read_text()
+    found = json.loads((tmp_path / "peaks.json").read_text())["rows"]
+    first, int8 = (found[name]["predicted_gib"] for name in rows)
+    assert 0 < int8 < first and "| bf16 | 20.0 | 1.000 | 2.000 |" in page
+    assert found["bf16"]["less"] == round(100 * (1 - first / 20)) and "plain_gib" not in found["int8"]
 
 
 @pytest.mark.dry

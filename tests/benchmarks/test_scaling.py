@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,21 +34,16 @@ def job(batch: int = 2048, micro: int = 16, gradients: int = 4 * 10**9, sample: 
     return Stated(SimpleNamespace(train=train), batch)  # type: ignore[arg-type]
 
 
-def test_a_step_is_divided_over_cards() -> None:
+def test_a_step_is_divided_over_cards_and_exchanged_at_the_bus_bandwidth() -> None:
+    """busbw = bytes / seconds x 2 (n - 1) / n (nccl-tests, doc/PERFORMANCE.md)."""
     for cards, expected in {1: (16, 128), 8: (16, 16), 128: (16, 1), 256: (8, 1), 2048: (1, 1)}.items():
-        micro, passes = divided(2048, 16, cards)
-        assert (micro, passes) == expected and micro * passes * cards == 2048
+        assert divided(2048, 16, cards) == expected and math.prod(expected) * cards == 2048
     assert divided(240, 16, 10) == (12, 2)
     with pytest.raises(ValueError, match="2048 pictures cannot be divided over 3 cards"):
         divided(2048, 16, 3)
-
-
-def test_an_exchange_takes_its_bytes_at_the_bus_bandwidth() -> None:
-    """busbw = bytes / seconds x 2 (n - 1) / n (nccl-tests, doc/PERFORMANCE.md)."""
     assert exchange_seconds(10**9, 1, FABRIC) == 0
     for cards, bandwidth in ((2, 200e9), (8, 200e9), (16, 80e9)):
-        seconds = exchange_seconds(10**9, cards, FABRIC)
-        assert 10**9 / seconds * 2 * (cards - 1) / cards == pytest.approx(bandwidth)
+        assert 10**9 / exchange_seconds(10**9, cards, FABRIC) * 2 * (cards - 1) / cards == pytest.approx(bandwidth)
 
 
 def test_only_what_the_last_backward_pass_does_not_hide_is_added() -> None:
@@ -99,7 +95,7 @@ def test_the_update_is_what_a_step_takes_beside_its_passes() -> None:
     assert sharded == pytest.approx(seconds[8] * 8 / (seconds[64] * 64)) and sharded > plain
 
 
-def test_processes_that_fail_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_fail_are_said() -> None:
     with pytest.raises(Exception, match="failed on 2 processes"):
         measured_scaling.launch(["-c", "import os; exit(int(os.environ['RANK']))"], 2)
     assert measured_scaling.launch(["-c", "import os; print(os.environ['WORLD_SIZE'])"], 2) == "2\n"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.tiny_models import tiny_encoders_data
 from benchmarks.tiny_models import train_tiny_encoders as script
 from simpletune.commands.evaluate import scores
 from simpletune.commands.evaluate.encoders import ImageEncoder, find_encoder
@@ -35,8 +36,8 @@ def embedded(encoder: ImageEncoder, drawn: list) -> np.ndarray:
 
 def test_the_shipped_encoders_are_as_good_as_their_card_says(dino: ImageEncoder, clip: ImageEncoder) -> None:
     said = json.loads((SHIPPED / "accuracy.json").read_text())
-    assert script.dino_accuracy(dino.model, 100) >= said["tiny_dino"]["figure"] - 0.1
-    found = script.clip_accuracy(clip.model, clip.tokenizer, 100)  # type: ignore[attr-defined]
+    assert script.dino_accuracy(dino.model, 60) >= said["tiny_dino"]["figure"] - 0.1
+    found = script.clip_accuracy(clip.model, clip.tokenizer, 60)  # type: ignore[attr-defined]
     assert found.keys() == said["tiny_clip"].keys()
     assert all(value >= said["tiny_clip"][name] - 0.08 for name, value in found.items()), found
     assert (SHIPPED / "README.md").read_text() == script.card(said)
@@ -75,8 +76,12 @@ def test_neither_encoder_sees_the_demos_figure_or_held_out_triples(monkeypatch: 
     monkeypatch.setattr(pictures, "draw", lambda scene, *more: seen.append(scene) or honest(scene, *more))
     chosen = script.figures(400, 0)
     assert len(set(chosen)) == len(chosen) and sum(not figure[3] for figure in chosen) > 50
-    assert (*pictures.SUBJECT[:2], "flat", *pictures.SUBJECT[2:]) not in script.figures(20_000, 0)
-    for number, figure in enumerate(chosen[:200]):
+    own = (*pictures.SUBJECT[:2], "flat", *pictures.SUBJECT[2:])
+    assert own not in script.figures(400, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_encoders_data, "SUBJECT", ("", "", "", ""))
+        assert own in script.figures(400, 16), "this seed draws the demo's figure, too"
+    for number, figure in enumerate(chosen[:100]):
         script.view(figure, number)
     _, captions, known = script.scenes_with_captions(200, 3, held_out=False)
     assert seen and not any(pictures.is_held_out(each.shape, each.colour, each.background) for each in seen)
@@ -88,9 +93,11 @@ def test_neither_encoder_sees_the_demos_figure_or_held_out_triples(monkeypatch: 
 
 
 def test_the_script_makes_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"FIGURES": 24, "SCENES": 24, "BATCH": 8, "LAYERS": 1}.items():
+    for name, value in {"FIGURES": 12, "SCENES": 12, "BATCH": 4, "LAYERS": 1}.items():
         monkeypatch.setattr(script, name, value)
+    honest = script.clip_accuracy
     monkeypatch.setattr(script, "dino_accuracy", lambda model: 0.25)
+    monkeypatch.setattr(script, "clip_accuracy", lambda *encoder: honest(*encoder, 20))
     script.make(tmp_path / "made", dino_steps=4, clip_steps=4)
     expected = {file.relative_to(SHIPPED) for file in SHIPPED.rglob("*")}
     assert {file.relative_to(tmp_path / "made") for file in (tmp_path / "made").rglob("*")} == expected
@@ -100,19 +107,3 @@ def test_the_script_makes_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyP
         logged = [json.loads(line) for line in (tmp_path / "made" / f"tiny_{kind}_log.jsonl").read_text().splitlines()]
         assert logged[-1]["step"] == 4 and math.isfinite(logged[-1]["loss"])
     assert "| 25.0% | 0.5% |" in (tmp_path / "made" / "README.md").read_text()
-
-
-def test_training_learns() -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(2, 1)
-    data = torch.randn(64, 2)
-    target = data.sum(1, keepdim=True)
-    lost = []
-
-    def loss(step: int) -> torch.Tensor:
-        value = (layer(data) - target).square().mean()
-        lost.append(value.item())
-        return value
-
-    script.fit(list(layer.parameters()), 600, loss, Path("/dev/null"))
-    assert lost[-1] < 0.05 * lost[0]

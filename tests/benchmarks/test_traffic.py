@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import traffic
-from benchmarks.table import Results
 from simpletune.estimate.timing.sections import KernelWork, StreamWork
 from simpletune.system.options import Json
 
 COMMITTED = json.loads((Path(traffic.__file__).parent / "results" / "cpu" / "traffic.json").read_text())["rows"]
-SMALL = [name for name in traffic.ROWS if name.startswith(traffic.DEMO)]
-LARGE = [name for name in traffic.ROWS if name not in SMALL]
 FAST = [f"{traffic.DEMO}int8", f"{traffic.DEMO}int8 products", f"{traffic.DEMO}full, adamw_bf16 in backward"]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in (*SMALL, *LARGE) if name not in FAST]
+OTHERS = [pytest.param(name, marks=pytest.mark.pages) for name in traffic.ROWS if name not in FAST]
 TOLERANCE = 0.01
 
 
@@ -82,16 +79,3 @@ def test_classes_add_up_work_by_hand() -> None:
     assert found["launches"] == {
         "products": 4, "attention": 2, "element-wise": 2, "gelu": 4, "copies": 1, "norms": 1.5,
     }  # fmt: skip
-
-
-def test_the_page_has_the_committed_rows(tmp_path: Path) -> None:
-    results = Results(tmp_path / "traffic", traffic.COLUMNS)
-    for name, row in COMMITTED.items():
-        results.add(name, row)
-    page = traffic.run(tmp_path, 0, "").read_text()
-    kept = (Path(traffic.__file__).parent / "results" / "cpu" / "traffic.md").read_text()
-
-    def rows(text: str) -> list[str]:
-        return [line for line in text.splitlines() if line.startswith("|")]
-
-    assert rows(page) == rows(kept) and len(rows(page)) == 2 + len(LARGE)

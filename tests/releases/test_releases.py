@@ -52,10 +52,11 @@ def test_a_killed_run_is_finished_without_training(release: Path) -> None:
 def test_a_killed_run_goes_on_from_its_checkpoint_and_cache(
     about: dict[str, Any], release: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "configs/stopped.json", "--resume", "latest"]) == 0
+    shutil.copytree(release / "runs/stopped", release / "again/runs/stopped")
+    assert main(["train", "configs/stopped.json", "output.runs=again/runs", "--resume", "latest"]) == 0
     said = capsys.readouterr().out
     assert "step-000002: step 2 of 4" in said and "latents" not in said and "prompts in" not in said
-    assert release_files.losses(release, "stopped") == pytest.approx(about["losses"], rel=TOLERANCE)
+    assert release_files.losses(release / "again", "stopped") == pytest.approx(about["losses"], rel=TOLERANCE)
 
 
 def test_a_finished_run_is_reported_and_drawn_with(about: dict[str, Any], release: Path) -> None:

@@ -117,7 +117,8 @@ def main() -> None:
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
     about = f"{datetime.now(UTC):%d %B %Y}, commit {commit.stdout.strip()}, Python {platform.python_version()}."
     suite = f"pytest {' '.join(arguments)}" if arguments else "The fast suite"
-    text = f"# The newest libraries\n\n{suite} with the newest of everything, upper bounds ignored. {about}\n\n"
+    newest = f"{suite} with the newest of everything, upper bounds ignored (`make canary`)"
+    text = f"# The newest libraries\n\n{newest}. {about}\n\n"
     text += table(wanted, versions, lacking, counts, failures)
     print(text)
     if options.out:

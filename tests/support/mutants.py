@@ -159,6 +159,8 @@ def table(mutants: list[Mutant], seed: int) -> str:
     lines = [
         f"# Mutants of seed {seed}",
         "",
+        f"`make mutants SEED={seed}` draws them and runs the tests.",
+        "",
         "| room | mutants | killed | survived | no test |",
         "|---|---|---|---|---|",
     ]

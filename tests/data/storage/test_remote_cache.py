@@ -18,9 +18,9 @@ from cached_samples import fill as fill_with
 from cached_samples import require_all as require_those
 from launching import Launcher
 from object_store import BUCKET, Fault, Faults, faults, reached, server  # noqa: F401
+from ranges_server import serving_ranges
 from tiny_runs import run_with, saved_weights
 
-from benchmarks.ranges_server import serving_ranges
 from simpletune.data.storage import shard_cache
 from simpletune.data.storage.cache import name_of
 from simpletune.data.storage.copies import LocalCopies

@@ -1,17 +1,10 @@
-"""A plain file server that supports ranges, for ``python -m benchmarks remote-cache`` and for tests.
-
-    python -m benchmarks.ranges_server FOLDER [SECONDS]
-
-serves a folder, waits SECONDS before each response, and prints the port.
-"""
+"""A plain file server that supports ranges."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,12 +14,10 @@ from pathlib import Path
 class _Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     folder: Path
-    pause: float
     requests: list[tuple[str, str]]
 
     def do_GET(self) -> None:
         """Answer with a file or a range of it."""
-        time.sleep(self.pause)
         self.requests.append((self.command, self.path))
         try:
             with open(self.folder / self.path.lstrip("/"), "rb") as file:
@@ -56,24 +47,14 @@ class _Files(BaseHTTPRequestHandler):
         """Keep quiet."""
 
 
-def _server(folder: Path, requests: list[tuple[str, str]], pause: float = 0.0) -> ThreadingHTTPServer:
-    handler = type("Files", (_Files,), {"folder": folder, "requests": requests, "pause": pause})
-    return ThreadingHTTPServer(("127.0.0.1", 0), handler)
-
-
 @contextmanager
 def serving_ranges(folder: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Serve a folder; yield its URL and the requests, as they come."""
     requests: list[tuple[str, str]] = []
-    server = _server(folder, requests)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-
-
-if __name__ == "__main__":
-    here = _server(Path(sys.argv[1]), [], float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
-    print(here.server_port, flush=True)
-    here.serve_forever()
+    handler = type("Files", (_Files,), {"folder": folder, "requests": requests})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", requests
+        finally:
+            server.shutdown()

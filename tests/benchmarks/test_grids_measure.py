@@ -1,0 +1,78 @@
+"""Every grid that trains, draws or times something here measures a few small rows, writes its page, and goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import edges, inpainting, int8, methods, quality, recipe, speed, which_method
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = "validation.loss_samples=2 schedule.warmup_steps=0 train.steps=2"
+SMALL: dict[str, tuple[str, list[str]]] = {
+    "quality": (f"--prompts 2 --rows 'base, fp32;LoRA r1' {ONE}", ["quality.png", "quality/lora-r1-int8.png"]),
+    "recipe": (f"--prompts 2 --rows 'base;the demo, 100' {ONE}", ["recipe.png"]),
+    "which-method": (f"--prompts 2 --rows 'base;LoHa, rank 2' {ONE}", ["which_method.png"]),
+    "student-study": (f"--prompts 2 --rows 'LoRA r1, seed 0' {ONE}", ["student_study.png"]),
+    "vertex-quality": ("--prompts 2 --rows 'LoRA r8, seed 0' train.steps=2 checkpoint.every=1", ["vertex_quality.png"]),
+    "choice": (
+        "--prompts 2 --set second --rows 'subject: LoRA r8' train.steps=4 checkpoint.every=2 schedule.warmup_steps=0",
+        [],
+    ),
+    "inpainting": ("--prompts 2 --rows 'not trained;seed 0'", ["inpainting.png"]),
+    "edges": ("--rows 'autoencoder;48x48'", []),
+    "int8": (f"--rows 'bf16;int8 products and gradients;down, embedded' {ONE}", ["int8.png"]),
+    "methods": ("--rows 'lokr, factor 16, rank 16'", []),
+    "speed": ("--device cpu --rows 'diffusers, full;LoRA int8;full bf16'", []),
+    "scaling": ("--rows 'LoRA, 1 on;LoRA, exchange'", ["scaling.html"]),
+}
+"""The arguments of each grid, and the files that it writes beside its table."""
+FEWER: list[tuple[Any, str, object]] = [
+    (quality, "STEPS", 2), (which_method, "STEPS", 2), (which_method, "ROUNDS", 2), (recipe, "SEEDS", 1),
+    (inpainting, "PICTURES", 8), (inpainting, "TRAINED", 2), (inpainting, "STEPS", 2), (edges, "PROMPTS", 2),
+    (edges, "ALONE", (*edges.ALONE, *ONE.split())), (int8, "STEPS", 2), (int8, "ENDS", 1), (methods, "BLOCKS", 1),
+    (methods, "SIZE", 64), (methods, "ROUNDS", 2), (methods, "SHIPPED", {"sd3_medium_lora_24gb": "none"}),
+    (speed, "SECONDS", 0.1),
+]  # fmt: skip
+
+
+def numbers(value: object) -> Iterator[float]:
+    """All numbers in a row."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", SMALL)
+def test_a_grid_measures_a_few_rows_and_goes_on(grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for module, name, value in FEWER:
+        monkeypatch.setattr(module, name, value)
+    words, files = SMALL[grid]
+    command = [grid, *shlex.split(words), "--minutes", "60", "--out", str(tmp_path)]
+    assert benchmarks.main(command) == 0
+    (data,) = tmp_path.glob("*.json")
+    rows = json.loads(data.read_text())["rows"]
+    assert rows and all(math.isfinite(number) for number in numbers(rows))
+    page = data.with_suffix(".md").read_text()
+    assert f"python -m benchmarks {grid}" in page and page.count("\n|") > 2
+    assert [name for name in files if not (tmp_path / name).stat().st_size > 1000] == []
+    before = data.read_bytes()
+    assert benchmarks.main(command) == 0 and data.read_bytes() == before  # nothing is left to measure
+    base = [row["drift"] for name, row in rows.items() if name.startswith("base") and "drift" in row]
+    assert not any(base)
+    if grid == "methods":
+        committed = json.loads((ROOT / "benchmarks/results/cpu/methods.json").read_text())["rows"]
+        (name,) = rows
+        for key in ("parameters", *methods.SHIPPED, *(f"{each}_ratio" for each in methods.SHIPPED)):
+            assert rows[name][key] == pytest.approx(committed[name][key], rel=0.01)
