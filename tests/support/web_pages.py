@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 from starlette.testclient import TestClient
 
 from simpletune.apps.web.access import Access
@@ -18,3 +19,10 @@ def open_pages(folder: Path, runs: str = "runs", token: str | None = None) -> Te
     """Return a client of the pages whose root is ``folder``, with the header that a browser sends with its forms."""
     app, _ = make_app(make_roots(folder / runs, [folder]), Access(HOSTS, token))
     return TestClient(app, base_url=ADDRESS, headers={"origin": ADDRESS}, follow_redirects=False)
+
+
+def many_pages(folder: Path) -> httpx.AsyncClient:
+    """Return a client of the same pages for hundreds of requests: one event loop serves them all."""
+    app, _ = make_app(make_roots(folder / "runs", [folder]), Access(HOSTS, None))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url=ADDRESS, headers={"origin": ADDRESS})
