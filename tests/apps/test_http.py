@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 from serving import BlockingGenerator, blocking, running, until
+from web_pages import pages_served
 
 from simpletune.apps import http
-from simpletune.apps.web.access import Access
-from simpletune.apps.web.app import PageServer, make_app
-from simpletune.apps.web.roots import make_roots
 
 PATHS = {"web": "/start/change", "serve": "/predict"}  # that read a body
 KINDS = {"web": "application/x-www-form-urlencoded", "serve": "application/json"}
@@ -34,16 +31,8 @@ def address(app: str, tmp_path: Path) -> Iterator[tuple[str, int]]:
             it.wait_ready()
             yield it.service.socket.getsockname()[:2]
         return
-    bound = http.bind("127.0.0.1", 0)
-    server = PageServer(*make_app(make_roots(tmp_path / "runs", [tmp_path]), Access({"127.0.0.1"})))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield bound.getsockname()[:2]
-    server.watch.close()
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with pages_served(tmp_path) as found:
+        yield found
 
 
 def begun(app: str, address: tuple[str, int], *headers: str) -> bytes:

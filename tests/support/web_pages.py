@@ -1,14 +1,19 @@
-"""The pages of ``simpletune web`` without a server: a client in this process, on the test's own folders."""
+"""The pages of ``web`` in this process, on the test's own folders: clients without a server, and a server."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from serving import until
 from starlette.testclient import TestClient
 
+from simpletune.apps.http import bind
 from simpletune.apps.web.access import Access
-from simpletune.apps.web.app import make_app
+from simpletune.apps.web.app import PageServer, make_app
 from simpletune.apps.web.roots import make_roots
 
 ADDRESS = "http://127.0.0.1:8100"
@@ -26,3 +31,18 @@ def many_pages(folder: Path) -> httpx.AsyncClient:
     app, _ = make_app(make_roots(folder / "runs", [folder]), Access(HOSTS, None))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url=ADDRESS, headers={"origin": ADDRESS})
+
+
+@contextmanager
+def pages_served(folder: Path) -> Iterator[tuple[str, int]]:
+    """Host and port of a server of the pages, in a thread."""
+    bound = bind("127.0.0.1", 0)
+    server = PageServer(*make_app(make_roots(folder / "runs", [folder]), Access({"127.0.0.1"})))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield bound.getsockname()[:2]
+    server.watch.close()
+    server.should_exit = True
+    thread.join(60)
+    assert not thread.is_alive()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from serving import PROMPT, Running, dom, element, make_full_run, make_run, needs_browser, real, running
+from serving import PROMPT, Running, make_full_run, make_run, real, running
 
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import models, server
@@ -93,13 +93,3 @@ def test_what_training_left_alone_is_in_memory_once(live: Running) -> None:
     base, whole = (dict(loaded[name].denoiser.named_parameters()) for name in ("base", "whole"))
     apart = {path for path in whole if whole[path].data_ptr() != base[path].data_ptr()}
     assert apart == {"proj_out.weight", "proj_out.bias"}
-
-
-@needs_browser
-def test_the_page_shows_the_base_beside_the_runs_model(live: Running, tmp_path: Path) -> None:
-    text = dom(live, tmp_path, prompt=PROMPT, seed=3)
-    assert "whole (full model), 1 LoRA and the base" in text and ">Model</span>" in text
-    assert f'alt="base: {PROMPT}"' in element(text, "before") and f'alt="whole: {PROMPT}"' in element(text, "after")
-    assert "×" not in element(text, "after").split("figcaption")[1]
-    assert ">whole</option>" in text and ">base only</option>" in text
-    assert "disabled" in text[text.index('id="scale"') :].split(">")[0]
