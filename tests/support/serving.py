@@ -20,7 +20,7 @@ from PIL import Image
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
-from simpletune.apps.cli.main import parse
+from simpletune.apps.cli.main import main, parse
 from simpletune.apps.http import bind
 from simpletune.apps.serve import server
 from simpletune.apps.serve.app import HttpOptions
@@ -75,6 +75,13 @@ def make_full_run(run: Path, name: str = "whole") -> Path:
             parameter.data.mul_(1.5)
     Full().export(transformer, folder, {})
     return folder
+
+
+def generate(file: Path, run: Path, *words: str) -> bytes:
+    """The pixels that ``simpletune generate`` draws of a run, with seed 3."""
+    given = ["--run", str(run), "--prompt", PROMPT, "--seed", "3", "--out", str(file), "--overwrite"]
+    assert main(["generate", *given, *words]) == 0
+    return Image.open(file).convert("RGB").tobytes()
 
 
 class BlockingGenerator:
@@ -156,7 +163,7 @@ def running(service: server.Service) -> Iterator[Running]:
     finally:
         it.client.close()
         service.worker.stop(at_once=True)
-        it.thread.join(20)
+        it.thread.join(60)
         assert not it.thread.is_alive()
 
 
@@ -184,7 +191,7 @@ def pixels(text: str) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB").tobytes()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     """Wait for a condition; an AssertionError if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():
