@@ -11,7 +11,7 @@ import pytest
 from serving import PROMPT, BlockingGenerator, Running, blocking, element, running, until
 from slow_cases import slow_but
 from web_browser import DESKTOP, PHONE, Browser, browsing, make_root, needs_browser
-from web_pages import pages_served
+from web_pages import address_of, pages_served
 
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import ImageRequest
@@ -39,7 +39,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live.Estimator, "want", lambda *_: None)
         patch.setattr(queue, "ensure_runner", lambda _: None)
-        with pages_served(make_root(tmp_path_factory.mktemp("root"))) as (host, port):
+        with pages_served(make_root(tmp_path_factory.mktemp("root"))) as server:
+            host, port = address_of(server)
             yield f"http://{host}:{port}"
 
 

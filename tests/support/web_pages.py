@@ -11,7 +11,7 @@ import httpx
 from serving import until
 from starlette.testclient import TestClient
 
-from simpletune.apps.http import bind
+from simpletune.apps.http import HttpServer, bind
 from simpletune.apps.web.access import Access
 from simpletune.apps.web.app import PageServer, make_app
 from simpletune.apps.web.roots import make_roots
@@ -34,15 +34,21 @@ def many_pages(folder: Path) -> httpx.AsyncClient:
 
 
 @contextmanager
-def pages_served(folder: Path) -> Iterator[tuple[str, int]]:
-    """Host and port of a server of the pages, in a thread."""
+def pages_served(folder: Path) -> Iterator[PageServer]:
+    """A server of the pages, in a thread."""
     bound = bind("127.0.0.1", 0)
     server = PageServer(*make_app(make_roots(folder / "runs", [folder]), Access({"127.0.0.1"})))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     until(lambda: server.started)
-    yield bound.getsockname()[:2]
+    yield server
     server.watch.close()
     server.should_exit = True
     thread.join(60)
     assert not thread.is_alive()
+
+
+def address_of(server: HttpServer) -> tuple[str, int]:
+    """Host and port of a server that runs."""
+    host, port = server.servers[0].sockets[0].getsockname()[:2]
+    return host, port

@@ -458,7 +458,7 @@ def test_the_first_signal_lets_the_request_in_hand_finish() -> None:
         it.thread.join(60)
         assert not it.thread.is_alive()
         with pytest.raises(httpx.ConnectError):
-            httpx.get(address)
+            httpx.get(address, timeout=60)
 
 
 def test_the_second_signal_does_not() -> None:
@@ -482,7 +482,7 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
         first = process.stdout.readline()
         address = re.search(r"serving base, first at (http://127\.0\.0\.1:\d+/); loading", first)
         assert address, first
-        until(lambda: httpx.get(f"{address[1]}health").status_code == 200)
+        until(lambda: httpx.get(f"{address[1]}health", timeout=60).status_code == 200)
         answer = httpx.post(f"{address[1]}predict", json={"instances": [{"text": PROMPT}]}, timeout=60)
         assert len(pixels(answer.json()["predictions"][0])) == 3 * 64 * 64
         process.send_signal(signal.SIGTERM)
@@ -533,8 +533,8 @@ def test_vertex_says_where_it_wants_to_be_answered(run: Path, capsys: pytest.Cap
     with running(service) as it:
         it.wait_ready()
         at = f"http://127.0.0.1:{port}"
-        assert httpx.get(f"{at}/v1/ok").status_code == 200
-        answer = httpx.post(f"{at}/v1/models/7:predict", json={"instances": [{"text": "a"}]})
+        assert it.client.get(f"{at}/v1/ok").status_code == 200
+        answer = it.client.post(f"{at}/v1/models/7:predict", json={"instances": [{"text": "a"}]})
         assert list(answer.json()["predictions"][0]) == ["output"]
     with pytest.raises(UserError, match="AIP_HTTP_PORT: no is not a port"):
         server.build(parse(["serve", "--run", str(run)]), {"AIP_HTTP_PORT": "no"})
@@ -627,7 +627,7 @@ def test_bodies_are_not_read_in_the_loop_that_answers_others(stub: Running, monk
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(stub.predict, "a")
         for _ in range(5):
-            assert httpx.get(stub.service.address + "health", timeout=60).status_code == 200
+            assert stub.client.get("/health").status_code == 200
         assert not sent.done()
         held.set()
         assert sent.result().status_code == 400
