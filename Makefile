@@ -86,7 +86,7 @@ torture-together: setup  ## kill one or all of a run's 1, 2 or 4 processes 40 ti
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests/support $(PY) tests/trainings/torture_together.py
 
 web: setup  ## click through the pages in headless Chromium (apt-get install chromium chromium-driver), slow tests included; 2 min 20 s on 2 cores (27 November 2026)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/apps/web/test_web_browser.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -rs -m "slow or not slow" --timeout 900 tests/apps/test_browser.py tests/apps/web/test_web_browser.py
 
 screens: setup  ## draw docs/images/web_*: every page in every state, light on a desktop and dark on a phone; 3 min beside other work
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) tests/support/web_screens.py

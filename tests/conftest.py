@@ -354,3 +354,20 @@ def unet_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
         return build_pipeline(folder, version, whole)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def served_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that tests of ``simpletune serve`` serve; another LoRA, ``second``, lies beside it. Only read it."""
+    from serving import make_run
+
+    return make_run(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
+    """The pixels that ``simpletune generate`` draws of a run with these words, drawn once in the session."""
+    from serving import generate
+
+    folder = tmp_path_factory.mktemp("generated")
+    return functools.cache(lambda run, *words: generate(folder / "drawn.png", run, *words))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from serving import BlockingGenerator, blocking, running, until
+from web_pages import address_of, pages_served
 
 from simpletune.apps import http
-from simpletune.apps.web.access import Access
-from simpletune.apps.web.app import PageServer, make_app
-from simpletune.apps.web.roots import make_roots
 
 PATHS = {"web": "/start/change", "serve": "/predict"}  # that read a body
 KINDS = {"web": "application/x-www-form-urlencoded", "serve": "application/json"}
@@ -27,23 +24,26 @@ def app(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def address(app: str, tmp_path: Path) -> Iterator[tuple[str, int]]:
-    """Host and port of a server that runs."""
-    if app == "serve":
-        with running(blocking(BlockingGenerator(blocked=False))) as it:
-            it.wait_ready()
-            yield it.service.socket.getsockname()[:2]
+def server(app: str, tmp_path: Path) -> Iterator[http.HttpServer]:
+    """A server that runs."""
+    if app == "web":
+        with pages_served(tmp_path) as found:
+            yield found
         return
-    bound = http.bind("127.0.0.1", 0)
-    server = PageServer(*make_app(make_roots(tmp_path / "runs", [tmp_path]), Access({"127.0.0.1"})))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield bound.getsockname()[:2]
-    server.watch.close()
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with running(blocking(BlockingGenerator(blocked=False))) as it:
+        it.wait_ready()
+        yield it.service.server
+
+
+@pytest.fixture
+def address(server: http.HttpServer) -> tuple[str, int]:
+    return address_of(server)
+
+
+def get(address: tuple[str, int], **headers: str) -> httpx.Response:
+    """The answer to a request on a connection of its own."""
+    with httpx.Client(timeout=60, verify=False) as client:  # certificates take longer to read than the answer
+        return client.get(f"http://{address[0]}:{address[1]}/", headers=headers)
 
 
 def begun(app: str, address: tuple[str, int], *headers: str) -> bytes:
@@ -66,21 +66,25 @@ def read_all(connection: socket.socket) -> bytes:
 def test_a_connection_on_which_no_headers_arrive_is_closed(
     sent: bytes, answered: bool, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "HEADER_TIMEOUT", 0.5)
-    with socket.create_connection(address, timeout=5) as connection:
+    get = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    monkeypatch.setattr(http, "HEADER_TIMEOUT", 600 if answered else 0.3)
+    with socket.create_connection(address, timeout=60) as connection:
         if answered:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            connection.sendall(get)
             assert connection.recv(12) == b"HTTP/1.1 200"
-        connection.sendall(sent)
-        read_all(connection)
+            monkeypatch.setattr(http, "HEADER_TIMEOUT", 0.3)  # from the next answer on
+            connection.sendall(get)
+        with suppress(ConnectionError):  # it may be closed before all is sent
+            connection.sendall(sent)
+            read_all(connection)
 
 
 def test_a_body_that_is_too_large_is_not_read(app: str, address: tuple[str, int]) -> None:
-    with socket.create_connection(address, timeout=5) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(begun(app, address, "Content-Length: 99999999"))
         answer = read_all(connection)
         assert answer.startswith(b"HTTP/1.1 413") and b"is larger than" in answer
-    with socket.create_connection(address, timeout=5) as connection:  # of unknown length
+    with socket.create_connection(address, timeout=60) as connection:  # of unknown length
         connection.sendall(begun(app, address, "Transfer-Encoding: chunked"))
         with pytest.raises(ConnectionError):
             while True:
@@ -88,16 +92,20 @@ def test_a_body_that_is_too_large_is_not_read(app: str, address: tuple[str, int]
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for_and_a_client_that_leaves_is_no_error(
-    app: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    app: str,
+    server: http.HttpServer,
+    address: tuple[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with socket.create_connection(address, timeout=5) as connection:
+    handled = server.server_state.tasks
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
-        time.sleep(0.2)
-    assert httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 200
-    time.sleep(0.2)
+        until(lambda: bool(handled))
+    until(lambda: not handled)
     assert "Traceback" not in capfd.readouterr().err
     monkeypatch.setattr(http, "BODY_TIMEOUT", 0.3)
-    with socket.create_connection(address, timeout=5) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(begun(app, address, "Content-Length: 100") + b"a=1")
         answer = read_all(connection)
         assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in answer
@@ -107,7 +115,7 @@ def test_a_host_that_only_begins_with_its_name_is_not_its_own(address: tuple[str
     name, port = address
     wrong = f"127.0.0.1:{port}@evil", "evil@127.0.0.1", "127.0.0.1:x", "127.0.0.1:", "127.0.0.1/evil", "127.0.0.1 evil"
     for given, status in (*((host, 421) for host in wrong), (f"{name}:{port}", 200)):
-        answer = httpx.get(f"http://{name}:{port}/", headers={"Host": given})
+        answer = get(address, Host=given)
         assert answer.status_code == status, given
         assert "default-src 'none'" in answer.headers["content-security-policy"]
 
@@ -115,10 +123,10 @@ def test_a_host_that_only_begins_with_its_name_is_not_its_own(address: tuple[str
 def test_no_more_connections_than_may(app: str, address: tuple[str, int]) -> None:
     """Neither is without a limit; the one of ``serve`` follows from its queue."""
     most = {"web": 256, "serve": 4 * 32 + 64}[app]
-    held = [socket.create_connection(address, timeout=5) for _ in range(most)]
+    held = [socket.create_connection(address, timeout=60) for _ in range(most)]
     try:
-        until(lambda: httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 503)
+        until(lambda: get(address).status_code == 503)
     finally:
         for connection in held:
             connection.close()
-    until(lambda: httpx.get(f"http://{address[0]}:{address[1]}/").status_code == 200)
+    until(lambda: get(address).status_code == 200)

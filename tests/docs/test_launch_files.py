@@ -138,18 +138,18 @@ def catches(pid: int, number: signal.Signals) -> bool:
 def test_slurm_trains_once(cluster: Path) -> None:
     script = (LAUNCH / "slurm.sbatch").read_text()
     assert "#SBATCH --requeue" in script and "#SBATCH --signal=B:USR1@180" in script
-    assert slurm(cluster, "demo", "train.steps=9").wait(20) == 0 and not requeued(cluster)
+    assert slurm(cluster, "demo", "train.steps=9").wait(120) == 0 and not requeued(cluster)
     assert "train.steps=9" in launched(cluster).training_script_args
     require_training(launched(cluster), "2", "8", "node-a", None)
-    assert slurm(cluster, "wrong").wait(20) == 2 and len([s for s in said(cluster) if s.startswith("torchrun")]) == 1
+    assert slurm(cluster, "wrong").wait(120) == 2 and len([s for s in said(cluster) if s.startswith("torchrun")]) == 1
 
 
 @pytest.mark.parametrize("number, again", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_slurm_saves_at_a_signal_and_queues_again_only_if_time_is_over(
     number: signal.Signals, again: bool, cluster: Path
 ) -> None:
-    job = slurm(cluster, "demo", LAST="100")
-    late = time.monotonic() + 20
+    job = slurm(cluster, "demo", LAST="3000")
+    late = time.monotonic() + 120
     while not (cluster.parent / "log").exists() or not any(s.startswith("torchrun") for s in said(cluster)):
         assert time.monotonic() < late
         time.sleep(0.02)
@@ -157,5 +157,5 @@ def test_slurm_saves_at_a_signal_and_queues_again_only_if_time_is_over(
         assert time.monotonic() < late
         time.sleep(0.02)
     job.send_signal(number)
-    assert job.wait(20) == 1
+    assert job.wait(120) == 1
     assert "saved" in said(cluster) and requeued(cluster) == again

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+from imports import Import, imports_in, imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "simpletune"
@@ -21,21 +23,14 @@ def modules() -> dict[str, Path]:
     return dict(zip(names, files, strict=True))
 
 
-@functools.cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
-def imports_of(name: str, among: dict[str, Path], texts: dict[str, ast.Module] | None = None) -> Iterator[str]:
-    """Modules that a module imports, those of late imports and for type checkers included."""
-    for node in ast.walk(texts[name] if texts else tree_of(among[name])):
+def targets_of(name: str, nodes: Iterable[Import], among: Collection[str]) -> Iterator[str]:
+    """Modules that a module's import statements name."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert not node.level, f"{name}: a relative import"
             found = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
         for target in found:
             while target and target not in among:
                 target = target.rpartition(".")[0]
@@ -70,7 +65,19 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    return {name: set(imports_of(name, modules())) for name in modules()}
+    """What each module imports, late and for type checkers, too."""
+    return {name: set(targets_of(name, imports_of(file), modules())) for name, file in modules().items()}
+
+
+def test_imports_are_those_that_python_reads() -> None:
+    text = (
+        '"""import nothing at all\n\nfrom here on"""\nimport a, b.c as d  # (e)\nfrom f import (  # g(\n    h,\n)\n'
+        "if k:\n    from . import l\n\n\ndef m():\n    import n.o, \\\n        p\n    from q.r import *\nimported = s\n"
+    )
+    tree = ast.parse(text)
+    expected = [ast.dump(node) for node in ast.walk(tree) if isinstance(node, Import)]
+    assert sorted(map(ast.dump, imports_in(text))) == sorted(expected) and len(expected) == 5
+    assert [*map(ast.dump, imports_in(text, indented=False))] == expected[:2]
 
 
 def test_the_package_has_these_rooms_and_nothing_beside_them() -> None:
@@ -95,13 +102,7 @@ def with_packages(name: str, targets: set[str]) -> set[str]:
 
 def test_any_module_can_be_imported_first() -> None:
     first = {
-        name: {
-            target
-            for node in tree_of(file).body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for target in imports_of(name, modules(), {name: ast.Module([node], [])})
-        }
-        for name, file in modules().items()
+        name: set(targets_of(name, imports_of(file, indented=False), modules())) for name, file in modules().items()
     }
     assert circle({name: with_packages(name, targets) for name, targets in first.items()}) == []
     assert circle({"p": {"p.a"}, "p.a": with_packages("p.a", {"q"}), "q": with_packages("q", {"p.b"}), "p.b": set()})
@@ -113,15 +114,13 @@ def test_an_upward_import_and_a_circle_are_noticed() -> None:
         "simpletune.data": "",
         "simpletune.data.b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import simpletune.engine.a",
     }
-    paths = dict.fromkeys(texts, Path())
-    trees = {name: ast.parse(text) for name, text in texts.items()}
-    made = {name: set(imports_of(name, paths, trees)) for name in texts}
+    made = {name: set(targets_of(name, imports_in(text), texts)) for name, text in texts.items()}
     assert upward(made) == ["simpletune.engine.a imports simpletune.data.b"]
     assert set(circle(made)) == {"simpletune.engine.a", "simpletune.data.b"}
 
 
 def test_every_package_says_what_it_answers() -> None:
-    silent = [file for file in PACKAGE.rglob("__init__.py") if not ast.get_docstring(tree_of(file))]
+    silent = [file for file in PACKAGE.rglob("__init__.py") if not ast.get_docstring(ast.parse(file.read_text()))]
     assert silent == []
 
 

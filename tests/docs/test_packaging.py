@@ -15,6 +15,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from imports import imports_of
 from packages import SOURCES, build, copy_sources
 
 from simpletune.apps.cli.main import main
@@ -57,7 +58,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_reads_its_configurations(
     """Without git, as in a container, its version is the fallback."""
     folder = tmp_path / "checkout"
     copy_sources(folder)
-    wheel = build(folder, "wheel")
+    wheel = build(folder, "wheel", **{"--global-option": "--quiet", "--build-option": "--compression=stored"})
     assert wheel.name.split("-")[1] == FALLBACK
     walk = os.walk(ROOT / "simpletune", followlinks=True)
     files = [Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names]
@@ -198,10 +199,9 @@ def imported(folder: Path) -> list[tuple[str, str]]:
     """(distribution, file) of every import outside the standard library and the project, late and typing-only too."""
     brought_by, found = distributions(), []
     for file in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules = [str(node.module)]
+        for node in imports_of(file):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+            assert isinstance(node, ast.Import) or not node.level, f"{file}: a relative import"
             for top in {module.split(".")[0] for module in modules} - OWN - sys.stdlib_module_names:
                 found += [(normal(name), file.relative_to(ROOT).as_posix()) for name in brought_by.get(top, [top])]
     return found

@@ -1,7 +1,11 @@
-"""README, CONTRIBUTING and docs: commands run after the demo or are parsed; verbs, grids, paths and links exist."""
+"""README, CONTRIBUTING and docs: commands run after the demo or are parsed; verbs, grids, paths and links exist.
+
+docs/explanation/one-step.md names the files and functions that a step of the demo passes through, in their order.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import runpy
@@ -9,41 +13,73 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 from documented import NOT_RUN, PAGES, Command, commands, inline_verbs
 from PIL import Image
 from slow_cases import slow_but
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.__main__ import GRIDS, name_of
 from benchmarks.__main__ import parser as grids_parser
+from simpletune.apps.cli import main as command_line
 from simpletune.apps.cli.main import VERB_GROUPS, VERBS, main, parse
 from simpletune.config.load import read_config
 from simpletune.estimate.timing import calibrate, composite, host_probes, stopwatch
 from simpletune.estimate.timing.probes import TimingProbe
+from simpletune.system.options import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = (ROOT / "docs" / "reference" / "commands.md").read_text()
 FOLDERS = ("simpletune", "configs", "benchmarks", "inference", "profiles", "tests", "docs")
+PACKAGE, ONE_STEP = ROOT / "simpletune", ROOT / "docs" / "explanation" / "one-step.md"
+SPINE = ("training/", "stages/step/")
+"""Where every function of a step is on its page; of other folders every file is."""
 DIFFUSERS_SCRIPTS = {"train_dreambooth_lora_sd3.py", "train_dreambooth_sd3.py"}
 SHOWN = [command for page in PAGES for command in commands(page)]
 RUN_ON = [page for page in PAGES if any(command.why_not_run() is None for command in commands(page))]
 QUICK = ["validation.steps=2", "validation.loss_samples=4"]
-DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "profile.max_traces=1", *QUICK]
+FEW = ["data.path=demo:subject", "train.batch_size=1"]  # 5 pictures
+DEMO = ["train.steps=8", "checkpoint.every=4", "validation.every=null", "profile.max_traces=1", *QUICK, *FEW]
 SHORTER = {"@100": "@4", "@200": "@8", "steps=250": "steps=8", "every=50": "every=4"}  # than on the pages
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def passed() -> dict[str, None]:
+    """``file::function`` of the package by their first call between the ends of the third and the fourth update of the
+    demo, without functions inside functions."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, passed: dict[str, None]) -> Path:
     """A folder in which the demo was run, for a few steps."""
-    folder = tmp_path_factory.mktemp("readme")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert main(["train", "demo", *DEMO, "device=cpu"]) == 0
+    folder, updates = tmp_path_factory.mktemp("readme"), list[object]()
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in file.parents and "<" not in frame.f_code.co_qualname:
+            passed[f"{file.relative_to(PACKAGE)}::{frame.f_code.co_qualname}"] = None
+
+    def updated(*_: object) -> None:
+        updates.append(None)
+        sys.setprofile(called if len(updates) == 3 else None)
+
+    hook = register_optimizer_step_post_hook(updated)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            assert main(["train", "demo", *DEMO, "device=cpu"]) == 0
+    finally:
+        hook.remove()
+        sys.setprofile(None)
+    assert len(updates) >= 8  # the prediction for the traces simulates some more
     return folder
 
 
@@ -104,16 +140,49 @@ def test_the_commands_of_a_page_run_after_the_demo(
             assert "peak memory" in shown, command
 
 
-@pytest.mark.parametrize("command", SHOWN, ids=str)
-def test_every_command_is_parsed_and_its_configuration_read(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("demo")
+def test_the_page_of_a_step_names_functions_in_their_order_every_file_and_the_whole_spine(
+    passed: dict[str, None],
+) -> None:
+    calls = list(passed)
+    begins = next(place for place, call in enumerate(calls) if "before_step" in call)
+    calls = calls[begins:] + calls[:begins]  # what follows the update in a step stands last
+    text = ONE_STEP.read_text()
+    named = re.findall(r"`([\w/]+\.py::[\w.]+)`", text)
+    assert [name for name in named if name not in calls] == []
+    assert named == sorted(named, key=calls.index)
+    assert sorted({call.partition("::")[0] for call in calls} - set(re.findall(r"[\w/]+\.py", text))) == []
+    assert [call for call in calls if call.startswith(SPINE) and f"`{call}`" not in text] == []
+
+
+@pytest.fixture(scope="module")
+def one_parser() -> Iterator[None]:
+    """The command line's parser is made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "parser", functools.cache(command_line.parser))
+        yield
+
+
+@pytest.mark.usefixtures("one_parser")
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_is_parsed_and_its_configuration_read(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        try:
+            read(command)
+        except (SystemExit, UserError) as error:
+            raise AssertionError(f"{command}: {error}") from error
+
+
+def read(command: Command) -> None:
+    """Parse a command, and read its configuration."""
     words = command.words()
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), command
     elif words[:3] == ["python", "-m", "benchmarks"]:
         grids_parser().parse_args(words[3:])
     elif words[0] in ("python", "./test.sh"):
-        assert (ROOT / words[words[0] == "python"]).is_file()
+        assert (ROOT / words[words[0] == "python"]).is_file(), command
     else:
         if words[0] == "./train.sh":
             words = ["train", *(words[1:] or ["demo"])]

@@ -2,7 +2,7 @@
 
 The scripts are copied to a folder whose path has a space, and see a PATH of fakes and the few tools named here.
 tests/gpu/dry_gpu/setup.sh, which makes another environment by the same rules, is tested here, too, and .ci/run, which
-calls it after test.sh.
+calls it after test.sh. Of rows that take the same path through a script, all but one are slow.
 """
 
 import ensurepip
@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 import pytest
+from slow_cases import slow_but
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = (
@@ -102,14 +103,14 @@ class Machine:
     def run(self, script: str, *arguments: str, status: int = 0, cwd: Path | None = None, **environment: str) -> str:
         """What was printed on both streams by a script that ends with this status."""
         process = self.start(script, *arguments, cwd=cwd, **environment)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == status, output
         return output
 
     def kill_during_pip(self, script: str, calls: int, **environment: str) -> None:
         """Start a script, and kill it once pip was called so often."""
-        process = self.start(script, FAKE_PIP_SECONDS="30", **environment)
-        deadline = time.monotonic() + 20
+        process = self.start(script, FAKE_PIP_SECONDS="300", **environment)
+        deadline = time.monotonic() + 120
         while len(self.calls("pip")) < calls and time.monotonic() < deadline:
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
@@ -144,10 +145,11 @@ def ready(machine: Machine) -> Machine:
 # Compiler, Python, NVIDIA driver
 
 
-ROWS = [(True, True, []), (False, True, ["a C compiler"]), (True, False, ["Python.h"])]
+NEITHER = (False, False, ["a C compiler and Python.h"])
+ROWS = [(True, True, []), (False, True, ["a C compiler"]), (True, False, ["Python.h"]), NEITHER]
 
 
-@pytest.mark.parametrize("compiler, header, lacks", [*ROWS, (False, False, ["a C compiler and Python.h"])])
+@pytest.mark.parametrize("compiler, header, lacks", slow_but(ROWS[:2], ROWS))
 def test_a_card_without_what_triton_compiles_with_is_said_once(
     machine: Machine, tmp_path: Path, compiler: bool, header: bool, lacks: list[str]
 ) -> None:
@@ -174,23 +176,23 @@ def test_a_fresh_machine_installs_and_trains_and_the_next_call_starts_at_once(ma
     assert machine.calls("run") == [f"{machine.root}: -m simpletune train configs/demo.json"] * 2
 
 
-@pytest.mark.parametrize(
-    "pythons, chosen, words",
-    [
-        (
-            "",
-            "",
-            r"3\.11 or newer; none of python3\.13 .*python was found.*sudo apt install python3\.11 python3\.11-venv",
-        ),
-        ("python=2.7.18 python3=3.9.18", "", r"; python3 is 3\.9\.18\..*pyenv install 3\.11.*uv python install 3\.11"),
-        ("python3=3.11.2-no-venv", "", r"3\.11 \(python3\) cannot make a virtual .*sudo apt install python3\.11-venv"),
-        ("python3=3.11.7 old=3.10.13", "old", r"old is 3\.10\.13"),
-        ("python3=3.11.7", "absent", r"none of absent was found"),
-        ("python3=3.9.18 python3.12=3.12.1", "", "Python 3.12.1"),
-        ("python3.12=3.12.1-no-venv python3=3.11.7", "", "Python 3.11.7"),
-        ("python3=3.11.7 mine=3.13.0", "mine", "Python 3.13.0"),
-    ],
-)
+PYTHONS = [
+    (
+        "",
+        "",
+        r"3\.11 or newer; none of python3\.13 .*python was found.*sudo apt install python3\.11 python3\.11-venv",
+    ),
+    ("python=2.7.18 python3=3.9.18", "", r"; python3 is 3\.9\.18\..*pyenv install 3\.11.*uv python install 3\.11"),
+    ("python3=3.11.2-no-venv", "", r"3\.11 \(python3\) cannot make a virtual .*sudo apt install python3\.11-venv"),
+    ("python3=3.11.7 old=3.10.13", "old", r"old is 3\.10\.13"),
+    ("python3=3.11.7", "absent", r"none of absent was found"),
+    ("python3=3.9.18 python3.12=3.12.1", "", "Python 3.12.1"),
+    ("python3.12=3.12.1-no-venv python3=3.11.7", "", "Python 3.11.7"),
+    ("python3=3.11.7 mine=3.13.0", "mine", "Python 3.13.0"),
+]
+
+
+@pytest.mark.parametrize("pythons, chosen, words", slow_but([PYTHONS[0], PYTHONS[3], PYTHONS[6]], PYTHONS))
 def test_the_newest_usable_python_is_taken_or_the_chosen_one(
     machine: Machine, pythons: str, chosen: str, words: str
 ) -> None:
@@ -285,17 +287,16 @@ CUDA = 'nvidia-cublas==13.1; platform_system == "Linux"'
 ELSEWHERE = 'nvidia-cublas==13.1; platform_system == "Windows"'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wheels", "cpu", "chosen", "installed"),
     [
         pytest.param([("2.13.0+cpu", ""), ("2.13.0", CUDA), ("2.15.0", "")], "", "torch==2.13.0+cpu", "",
                      id="cpu build"),
-        pytest.param([("2.13.0", CUDA), ("2.12.0", ELSEWHERE), ("2.11.0", "")], "", "torch==2.12.0", "", id="older",
-                     marks=pytest.mark.slow),
-        pytest.param([("2.13.0", CUDA), ("2.10.0", "")], "", "", "", id="only cuda", marks=pytest.mark.slow),
+        pytest.param([("2.13.0", CUDA), ("2.12.0", ELSEWHERE), ("2.11.0", "")], "", "torch==2.12.0", "", id="older"),
+        pytest.param([("2.13.0", CUDA), ("2.10.0", "")], "", "", "", id="only cuda"),
         # what it needs stands in its wheel alone, of which pip would download the whole
-        pytest.param([("2.13.0", "", False, 20)], "2.12.0+cpu", "", "2.12.0+cpu", id="no metadata",
-                     marks=pytest.mark.slow),
+        pytest.param([("2.13.0", "", False, 20)], "2.12.0+cpu", "", "2.12.0+cpu", id="no metadata"),
     ],
 )  # fmt: skip
 def test_torch_without_cuda_is_found_by_its_metadata(
@@ -330,6 +331,7 @@ def test_torch_without_cuda_is_found_by_its_metadata(
         assert [path for path in Index.asked if path.startswith("/index/") and path.endswith(".whl")] == []
 
 
+@pytest.mark.slow
 def test_a_new_or_unknown_driver_does_not_stop_the_install(machine: Machine) -> None:
     machine.python()
     for answer, status, said in (
@@ -387,7 +389,7 @@ def test_a_set_up_killed_after_any_of_its_steps_is_finished_by_the_next_call(mac
         shutil.rmtree(venv, ignore_errors=True)
         machine.log.unlink(missing_ok=True)
         process = machine.start("train.sh", DIES_AT=str(steps))
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, output
@@ -416,7 +418,7 @@ def test_a_venv_whose_python_is_gone_or_that_was_moved_is_made_anew(ready: Machi
 @pytest.mark.skipif(shutil.which("flock") is None, reason="without flock there is no lock")
 def test_two_calls_at_once_install_once(machine: Machine, tmp_path: Path) -> None:
     machine.python()
-    gate, late = tmp_path / "gate", time.monotonic() + 60
+    gate, late = tmp_path / "gate", time.monotonic() + 120
     first = machine.start("train.sh", FAKE_PIP_GATE=str(gate))
     while not machine.calls("pip"):
         assert time.monotonic() < late
@@ -425,25 +427,27 @@ def test_two_calls_at_once_install_once(machine: Machine, tmp_path: Path) -> Non
     assert second.stdout is not None
     said = second.stdout.readline()  # comes while the first one holds the lock
     gate.touch()
-    outputs = [first.communicate(timeout=60)[0], said + second.communicate(timeout=60)[0]]
+    outputs = [first.communicate(timeout=120)[0], said + second.communicate(timeout=120)[0]]
     assert [first.returncode, second.returncode] == [0, 0], outputs
     assert sum("waiting for another set-up" in output for output in outputs) == 1
     assert len(machine.calls("pip")) == 1 and len(machine.calls("run")) == 2
 
 
-def test_failed_install_shows_the_log_and_the_remedy(machine: Machine) -> None:
+ERRORS = [
+    ("Failed to establish a new connection: ConnectionError", "index could not be reached. Check the network"),
+    ("[Errno 28] No space left on device", "The disk is full"),
+    ("No matching version (from versions: none)", "has nothing for Python 3.11.7. Check the network"),
+    ("No matching distribution found for torch", "no fitting version for Python 3.11.7"),
+    ("something else", "then run the same command again"),
+]
+
+
+@pytest.mark.parametrize("error, remedy", slow_but(ERRORS[1:2], ERRORS))
+def test_failed_install_shows_the_log_and_the_remedy(machine: Machine, error: str, remedy: str) -> None:
     machine.python()
-    for error, remedy in (
-        ("Failed to establish a new connection: ConnectionError", "index could not be reached. Check the network"),
-        ("[Errno 28] No space left on device", "The disk is full"),
-        ("No matching version (from versions: none)", "has nothing for Python 3.11.7. Check the network"),
-        ("No matching distribution found for torch", "no fitting version for Python 3.11.7"),
-        ("something else", "then run the same command again"),
-    ):
-        shutil.rmtree(machine.root / ".venv", ignore_errors=True)
-        output = machine.run("train.sh", status=4, FAKE_PIP_ERROR=error)
-        assert f"| ERROR: {error}" in output and remedy in output
-        assert "Installing simpletune failed (exit status 1)." in output and "the project/.venv/install.log" in output
+    output = machine.run("train.sh", status=4, FAKE_PIP_ERROR=error)
+    assert f"| ERROR: {error}" in output and remedy in output
+    assert "Installing simpletune failed (exit status 1)." in output and "the project/.venv/install.log" in output
     assert machine.calls("run") == []
     assert "remaking" not in machine.run("train.sh"), "the failure leaves nothing behind that needs cleaning"
 
@@ -461,7 +465,7 @@ def contents(folder: Path) -> dict[str, str | None]:
     return found
 
 
-@pytest.fixture(params=["train.sh", DRY])
+@pytest.fixture(params=["train.sh", pytest.param(DRY, marks=pytest.mark.slow)])
 def setting(request: pytest.FixtureRequest, machine: Machine, tmp_path: Path) -> tuple[Machine, str, Path]:
     """A machine, one of the scripts that set up, and where its environment lies."""
     machine.python()
@@ -477,19 +481,19 @@ def precious(folder: Path, *names: str) -> None:
         (folder / name).write_text("years of work")
 
 
-@pytest.mark.parametrize(
-    "kind, reason",
-    [
-        ("folder", r"\(it has no Python.*\) and is not emptied: set-up did not make it, and without pyvenv\.cfg"),
-        ("file", r"is not emptied: it is not a folder\.\n +Move it away: mv -i \S+"),
-        ("link to a folder", r"\(it has no Python.*: it is a link, .* through a link\.\n +Remove the link.* rm \S+"),
-        ("link to an empty folder", r"it is a link"),
-        ("link to a file", r"it is a link"),
-        ("link to a broken environment", r"it is a link"),
-        ("link to an unfinished environment", r"\(an earlier set-up stopped halfway\).* it is a link"),
-        ("link to nothing", r"\(its target is gone\) .* it is a link"),
-    ],
-)
+KINDS = [
+    ("folder", r"\(it has no Python.*\) and is not emptied: set-up did not make it, and without pyvenv\.cfg"),
+    ("file", r"is not emptied: it is not a folder\.\n +Move it away: mv -i \S+"),
+    ("link to a folder", r"\(it has no Python.*: it is a link, .* through a link\.\n +Remove the link.* rm \S+"),
+    ("link to an empty folder", r"it is a link"),
+    ("link to a file", r"it is a link"),
+    ("link to a broken environment", r"it is a link"),
+    ("link to an unfinished environment", r"\(an earlier set-up stopped halfway\).* it is a link"),
+    ("link to nothing", r"\(its target is gone\) .* it is a link"),
+]
+
+
+@pytest.mark.parametrize("kind, reason", slow_but([KINDS[0], KINDS[1], KINDS[6]], KINDS))
 def test_somebody_s_files_are_not_deleted(
     setting: tuple[Machine, str, Path], tmp_path: Path, kind: str, reason: str
 ) -> None:
@@ -516,6 +520,7 @@ def test_somebody_s_files_are_not_deleted(
         assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_link_is_seen_behind_a_slash(machine: Machine, tmp_path: Path) -> None:
     machine.python()
     precious(tmp_path / "elsewhere", "pyvenv.cfg")
@@ -526,16 +531,19 @@ def test_a_link_is_seen_behind_a_slash(machine: Machine, tmp_path: Path) -> None
         assert contents(tmp_path) == before
 
 
-def test_an_empty_folder_and_a_broken_environment_are_used(setting: tuple[Machine, str, Path]) -> None:
+TRACES = [None, "pyvenv.cfg", ".simpletune-installing", ".simpletune-installed-run", ".simpletune-installed-dev"]
+
+
+@pytest.mark.parametrize("trace", slow_but(TRACES[:2], TRACES))
+def test_an_empty_folder_and_a_broken_environment_are_used(
+    setting: tuple[Machine, str, Path], trace: str | None
+) -> None:
     machine, script, venv = setting
-    installed = [f".simpletune-installed-{extra}" for extra in ("run", "dev")]
-    for trace in (None, "pyvenv.cfg", ".simpletune-installing", *installed):
-        shutil.rmtree(venv, ignore_errors=True)
-        venv.mkdir()
-        if trace is not None:
-            precious(venv, trace)
-        assert "making" in machine.run(script) and not (venv / "thesis.txt").exists()
-        assert machine.run(script) == ""
+    venv.mkdir()
+    if trace is not None:
+        precious(venv, trace)
+    assert "making" in machine.run(script) and not (venv / "thesis.txt").exists()
+    assert machine.run(script) == ""
 
 
 def test_a_set_up_killed_while_it_empties_is_made_anew(setting: tuple[Machine, str, Path]) -> None:
@@ -583,6 +591,7 @@ def test_a_hand_made_environment_that_works_is_used(setting: tuple[Machine, str,
     assert before.items() <= contents(hand_made).items() and venv.is_symlink() == linked
 
 
+@pytest.mark.parametrize("hand_made", slow_but(["a folder"], ["linked", "a folder"]), indirect=True)
 def test_a_hand_made_environment_is_kept_when_it_breaks_later(
     setting: tuple[Machine, str, Path], hand_made: Path
 ) -> None:
@@ -755,19 +764,19 @@ def test_the_server_runs_make_dry_after_the_tests(server: Machine) -> None:
 NO_NETWORK = "HTTPSConnectionPool(host='index.invalid'): Max retries exceeded"
 
 
-@pytest.mark.parametrize(
-    "environment, words",
-    [
-        ({"FAKE_FREE_GIB": "9"}, r"the disk is too small: .*/\.venv-cuda needs 10 GiB .*; 9 GiB are free"),
-        ({"FAKE_TMP_GIB": "2"}, r"the disk is too small: .*/tmp needs 3 GiB .*; 2 GiB are free"),
-        ({"FAKE_PIP_ERROR": "[Errno 28] No space left on device"}, "the disk is too small: Installing torch"),
-        ({"FAKE_PIP_ERROR": NO_NETWORK}, r"the wheels cannot be had: Installing torch 2\.13\.0"),
-        ({"FAKE_PIP_ERROR": "No matching distribution found for torch"}, "the wheels cannot be had: Installing torch"),
-        ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build"},
-         r"the wheels cannot be had: .* torch 2\.13\.0 is not a CUDA build"),
-        ({"FAKE_SLOW": DRY}, r"the wheels cannot be had: \.venv-cuda was not made within 3[56]\d\d s"),
-    ],
-)  # fmt: skip
+SKIPS: list[tuple[dict[str, str], str]] = [
+    ({"FAKE_FREE_GIB": "9"}, r"the disk is too small: .*/\.venv-cuda needs 10 GiB .*; 9 GiB are free"),
+    ({"FAKE_TMP_GIB": "2"}, r"the disk is too small: .*/tmp needs 3 GiB .*; 2 GiB are free"),
+    ({"FAKE_PIP_ERROR": "[Errno 28] No space left on device"}, "the disk is too small: Installing torch"),
+    ({"FAKE_PIP_ERROR": NO_NETWORK}, r"the wheels cannot be had: Installing torch 2\.13\.0"),
+    ({"FAKE_PIP_ERROR": "No matching distribution found for torch"}, "the wheels cannot be had: Installing torch"),
+    ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build"},
+     r"the wheels cannot be had: .* torch 2\.13\.0 is not a CUDA build"),
+    ({"FAKE_SLOW": DRY}, r"the wheels cannot be had: \.venv-cuda was not made within 3[56]\d\d s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("environment, words", slow_but([SKIPS[0], SKIPS[3], SKIPS[6]], SKIPS))
 def test_a_server_that_cannot_run_make_dry_says_why_and_passes(
     server: Machine, environment: dict[str, str], words: str
 ) -> None:
@@ -776,7 +785,7 @@ def test_a_server_that_cannot_run_make_dry_says_why_and_passes(
     assert server.calls("make") == []
 
 
-@pytest.mark.parametrize("tool", ["gcc", "make"])
+@pytest.mark.parametrize("tool", slow_but(["gcc"], ["gcc", "make"]))
 def test_without_a_compiler_make_dry_is_skipped(server: Machine, tool: str) -> None:
     (server.bin / tool).unlink()
     output = server.run(".ci/run")
@@ -787,19 +796,19 @@ def test_without_a_compiler_make_dry_is_skipped(server: Machine, tool: str) -> N
     assert "SKIPPED: there is no C compiler with Python.h: Python.h: No such file\n" in server.run(".ci/run")
 
 
-@pytest.mark.parametrize(
-    "environment, status",
-    [
-        ({"FAKE_PIP_ERROR": "ResolutionImpossible"}, 4),
-        ({"FAKE_VENV_ERROR": NO_NETWORK}, 4),
-        ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "pytest>=9.2 is not installed"}, 4),
-        ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build\npytest is not"}, 4),
-        ({"DRY_VENV": "pyproject.toml"}, 3),
-        ({"FAKE_MAKE_STATUS": "2"}, 2),
-        ({"FAKE_SLOW": "make"}, 124),
-        ({"FAKE_SLOW": "./test.sh"}, 124),
-    ],
-)
+FAILURES: list[tuple[dict[str, str], int]] = [
+    ({"FAKE_PIP_ERROR": "ResolutionImpossible"}, 4),
+    ({"FAKE_VENV_ERROR": NO_NETWORK}, 4),
+    ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "pytest>=9.2 is not installed"}, 4),
+    ({"FAKE_RUN_FAILS": "lacking.py", "FAKE_RUN_ERROR": "torch 2.13.0 is not a CUDA build\npytest is not"}, 4),
+    ({"DRY_VENV": "pyproject.toml"}, 3),
+    ({"FAKE_MAKE_STATUS": "2"}, 2),
+    ({"FAKE_SLOW": "make"}, 124),
+    ({"FAKE_SLOW": "./test.sh"}, 124),
+]
+
+
+@pytest.mark.parametrize("environment, status", slow_but([FAILURES[0], FAILURES[6], FAILURES[7]], FAILURES))
 def test_other_failures_fail_the_server(server: Machine, environment: dict[str, str], status: int) -> None:
     output = server.run(".ci/run", status=status, **environment)
     assert "SKIPPED" not in output
@@ -807,7 +816,7 @@ def test_other_failures_fail_the_server(server: Machine, environment: dict[str, 
     assert (slow[1] if slow else None) == environment.get("FAKE_SLOW")
 
 
-@pytest.mark.parametrize("before", [480, 2400, 4500])
+@pytest.mark.parametrize("before", slow_but([2400], [480, 2400, 4500]))
 def test_the_server_takes_90_minutes_at_most(server: Machine, before: int) -> None:
     """A slow machine waits for make dry: it has what the tests and the set-up leave."""
     server.run(".ci/dry", str(before))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +24,55 @@ def test_a_page_says_what_the_code_says(name: str, generate: dict[str, Any]) -> 
     assert (DOCS / "reference" / name).read_text() == generate["page"](name), "stale: make docs"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built without a warning."""
-    place = tmp_path_factory.mktemp("site") / "site"
-    done = subprocess.run([sys.executable, str(DOCS / "build_site.py"), str(place)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return place
+@pytest.fixture
+def builder() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "build_site.py"))
 
 
-def test_every_page_is_in_the_site(site: Path) -> None:
-    pages = {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")} - {Path("README.html")}
-    assert [page for page in sorted(pages) if not (site / page).is_file()] == []
-    assert (site / "index.html").is_file()
+def test_every_page_is_copied_with_what_it_links_to(builder: dict[str, Any], tmp_path: Path) -> None:
+    builder["copy_with_links"](tmp_path / "docs")
+    pages = {page.relative_to(DOCS) for page in DOCS.rglob("*.md")} - {Path("README.md")} | {Path("index.md")}
+    assert [page for page in sorted(pages) if not (tmp_path / "docs" / page).is_file()] == []
+    copied = [*(tmp_path / "docs").rglob("*.md")]
+    links = {
+        page: [link[2] for link in builder["LINK"].finditer(page.read_text()) if link[2][0] != "#"] for page in copied
+    }
+    assert [(page, link) for page in copied for link in links[page] if not (page.parent / link).is_file()] == []
+    outside = [link for link in links[tmp_path / "docs" / "explanation" / "scaling.md"] if "../repository/" in link]
+    assert outside, "results of benchmarks"
 
 
-def test_a_link_that_leaves_the_folder_leads_to_a_copy(site: Path) -> None:
-    results = re.findall(r'href="(\.\./repository/[^"#]+)', (site / "explanation" / "scaling.html").read_text())
-    assert results and all((site / "explanation" / link).is_file() for link in results)
-
-
-def test_the_site_asks_no_other_host(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        loaded = re.findall(r'<(?:link|script|img)[^>]+(?:src|href)="(https?://[^"]+)', page.read_text())
-        assert loaded == [], page
-
-
-def test_a_broken_link_is_refused(tmp_path: Path) -> None:
-    build = runpy.run_path(str(DOCS / "build_site.py"))
+@pytest.fixture
+def small(builder: dict[str, Any], tmp_path: Path) -> Path:
+    """A folder of documentation with one page, built with the settings of all."""
     folder = tmp_path / "docs"
     folder.mkdir()
-    (folder / "README.md").write_text("# Here\n\n[there](no-such-page.md)\n")
     (folder / "zensical.toml").write_text((DOCS / "zensical.toml").read_text())
-    build["build"].__globals__.update(DOCS=folder, ROOT=tmp_path, CONFIGURATION=folder / "zensical.toml")
+    (folder / "README.md").write_text("# Here\n\n[the same](#here)\n")
+    builder["build"].__globals__.update(DOCS=folder, ROOT=tmp_path, CONFIGURATION=folder / "zensical.toml")
+    return folder
+
+
+def loaded_from_elsewhere(site: Path) -> list[str]:
+    """What pages load from other hosts."""
+    tag = re.compile(r'<(?:link|script|img)[^>]+(?:src|href)="(https?://[^"]+)')
+    return [url for page in site.rglob("*.html") for url in tag.findall(page.read_text())]
+
+
+def test_a_site_asks_no_other_host(small: Path, builder: dict[str, Any], tmp_path: Path) -> None:
+    builder["build"](tmp_path / "site")
+    assert (tmp_path / "site" / "index.html").is_file() and loaded_from_elsewhere(tmp_path / "site") == []
+
+
+def test_a_broken_link_is_refused(small: Path, builder: dict[str, Any], tmp_path: Path) -> None:
+    (small / "README.md").write_text("# Here\n\n[there](no-such-page.md)\n")
     with pytest.raises(SystemExit, match="does not exist"):
-        build["build"](tmp_path / "site")
+        builder["build"](tmp_path / "site")
+
+
+@pytest.mark.slow
+def test_the_whole_site_is_built_without_a_warning(builder: dict[str, Any], tmp_path: Path) -> None:
+    builder["build"](tmp_path / "site")
+    pages = {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")} - {Path("README.html")}
+    assert [page for page in sorted(pages) if not (tmp_path / "site" / page).is_file()] == []
+    assert (tmp_path / "site" / "index.html").is_file() and loaded_from_elsewhere(tmp_path / "site") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,11 @@ def copy_sources(folder: Path) -> None:
             shutil.copy(ROOT / name, folder)
 
 
-def build(folder: Path, kind: str) -> Path:
-    """The sdist or wheel of a folder, in its dist/."""
-    code = "import sys, setuptools.build_meta as b; print(getattr(b, f'build_{sys.argv[1]}')('dist'))"
-    command = [sys.executable, "-c", code, kind]
+def build(folder: Path, kind: str, **settings: str) -> Path:
+    """The sdist or wheel of a folder, in its dist/; with settings of setuptools' build backend."""
+    code = "import json, sys, setuptools.build_meta as b; "
+    code += "print(getattr(b, f'build_{sys.argv[1]}')('dist', json.loads(sys.argv[2])))"
+    command = [sys.executable, "-c", code, kind, json.dumps(settings)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder / "dist" / done.stdout.splitlines()[-1]

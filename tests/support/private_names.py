@@ -18,10 +18,12 @@ import sys
 import sysconfig
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from imports import Import, imports_in
 
 PACKAGE = Path(__file__).resolve().parents[2] / "simpletune"
 LIBRARIES = ("torch", "diffusers", "peft", "transformers", "accelerate", "bitsandbytes")
@@ -49,22 +51,33 @@ def private_names(package: Path = PACKAGE) -> dict[str, set[str]]:
     """The files that use each dotted name of another library of which a part begins with one underscore."""
     found: dict[str, set[str]] = {}
     for file in package.rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        names: dict[str, str] = {}  # what the file calls a library's module or name
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                tops = {alias.name.partition(".")[0] for alias in node.names if not alias.asname}
-                names |= {top: top for top in tops} | {alias.asname: alias.name for alias in node.names if alias.asname}
-            elif isinstance(node, ast.ImportFrom):
-                names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        uses = [*names.values(), *(dotted(node, names) for node in ast.walk(tree) if isinstance(node, ast.Attribute))]
-        for use in uses:
-            if use.partition(".")[0] in LIBRARIES and re.search(r"\._(?!_)", use):
+        text = file.read_text(encoding="utf-8")
+        names = {known: meant for known, meant in names_of(imports_in(text)).items() if is_of_libraries(meant)}
+        if not names:
+            continue
+        chain = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})(?:\s*\.\s*\w+)*?\s*\.\s*_(?!_)")
+        # only a file that may use one is parsed: to parse all takes seconds
+        tree = ast.parse(text) if chain.search(text) else ast.Module([], [])
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for use in {*names.values(), *(dotted(node, names) for node in nodes)}:
+            if re.search(r"\._(?!_)", use):
                 found.setdefault(use, set()).add(str(file.relative_to(package.parent)))
     for owner, words in ON_OBJECTS.items():
         found |= {f"{owner}.{word}": {"ON_OBJECTS"} for word in words.split()}
     # of a chain, such as torch._C._autograd and torch._C, the longest
     return {use: found[use] for use in sorted(found) if not any(other.startswith(f"{use}.") for other in found)}
+
+
+def names_of(imports: Iterable[Import]) -> dict[str, str]:
+    """What imports call a module or a name, and the dotted name that it stands for."""
+    names: dict[str, str] = {}
+    for node in imports:
+        if isinstance(node, ast.Import):
+            tops = {alias.name.partition(".")[0] for alias in node.names if not alias.asname}
+            names |= {top: top for top in tops} | {alias.asname: alias.name for alias in node.names if alias.asname}
+        else:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def dotted(node: ast.expr, names: dict[str, str]) -> str:
@@ -74,6 +87,10 @@ def dotted(node: ast.expr, names: dict[str, str]) -> str:
     if isinstance(node, ast.Attribute) and (owner := dotted(node.value, names)):
         return f"{owner}.{node.attr}"
     return ""
+
+
+def is_of_libraries(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES
 
 
 def has(name: str, read: Read) -> bool:
@@ -90,12 +107,27 @@ def has(name: str, read: Read) -> bool:
         if not here:
             break
         place, texts, parts = folder, here, parts[1:]
-    for node in ast.walk(ast.parse(texts[0])) if parts and texts else ():
-        if isinstance(node, ast.ImportFrom) and not node.level and parts[0] in [alias.name for alias in node.names]:
-            path = str(node.module).replace(".", "/")
-            texts += filter(None, (read(f"{path}.py"), read(f"{path}/__init__.py")))
+    for module in modules_that_bring(parts[0], texts[0]) if parts and texts else ():
+        path = module.replace(".", "/")
+        texts += filter(None, (read(f"{path}.py"), read(f"{path}/__init__.py")))
     texts += filter(None, map(read, OF_CPP if name.startswith("torch.") else ()))
-    return bool(place) and all(any(re.search(rf"\b{re.escape(part)}\b", text) for text in texts) for part in parts)
+    return bool(place) and all(any(part in words_of(text) for text in texts) for part in parts)
+
+
+def modules_that_bring(name: str, text: str) -> list[str]:
+    """The modules from which a module imports a name."""
+    nodes = [node for node in brought_in(text) if isinstance(node, ast.ImportFrom) and not node.level]
+    return [str(node.module) for node in nodes if name in [alias.name for alias in node.names]]
+
+
+@functools.cache
+def brought_in(text: str) -> list[Import]:
+    return imports_in(text)
+
+
+@functools.cache
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
 
 
 @functools.cache

@@ -7,24 +7,20 @@ import html
 import io
 import json
 import re
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import httpx
-import pytest
 import torch
 from PIL import Image
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
-from simpletune.apps.cli.main import parse
+from simpletune.apps.cli.main import main, parse
 from simpletune.apps.http import bind
 from simpletune.apps.serve import server
 from simpletune.apps.serve.app import HttpOptions
@@ -81,6 +77,13 @@ def make_full_run(run: Path, name: str = "whole") -> Path:
     return folder
 
 
+def generate(file: Path, run: Path, *words: str) -> bytes:
+    """The pixels that ``simpletune generate`` draws of a run, with seed 3."""
+    given = ["--run", str(run), "--prompt", PROMPT, "--seed", "3", "--out", str(file), "--overwrite"]
+    assert main(["generate", *given, *words]) == 0
+    return Image.open(file).convert("RGB").tobytes()
+
+
 class BlockingGenerator:
     """Returns a fixed image once ``release`` is set; records what it started, counts what was cancelled."""
 
@@ -108,8 +111,12 @@ class BlockingGenerator:
             self.cancelled += 1
             raise
         buffer = io.BytesIO()
-        Image.new("RGB", (16, 16), "red").save(buffer, format="PNG")
+        Image.new("RGB", (16, 16), self.colour(image)).save(buffer, format="PNG")
         return buffer.getvalue()
+
+    def colour(self, image: ImageRequest) -> str:
+        """Of the fixed image."""
+        return "red"
 
     def peak_bytes(self) -> dict[str, float]:
         """A fixed figure."""
@@ -156,7 +163,7 @@ def running(service: server.Service) -> Iterator[Running]:
     finally:
         it.client.close()
         service.worker.stop(at_once=True)
-        it.thread.join(20)
+        it.thread.join(60)
         assert not it.thread.is_alive()
 
 
@@ -166,9 +173,15 @@ def real(run: Path, *words: str) -> server.Service:
     return server.build(parse(["serve", "--run", str(run), "--lora", second, "--port", "0", *words]))
 
 
-def blocking(generator: BlockingGenerator, limits: Limits = Limits(), **options: Any) -> server.Service:  # noqa: B008 frozen
+def blocking(
+    generator: BlockingGenerator,
+    limits: Limits = Limits(),  # noqa: B008 frozen
+    names: tuple[str, ...] = ("base", "one"),
+    tuned: str | None = None,
+    **options: Any,
+) -> server.Service:
     """A server of a generator that waits."""
-    capabilities = Capabilities(("base", "one"), PictureRequest("", 7, "", 64, 64, 3, 3.0), limits)
+    capabilities = Capabilities(names, PictureRequest("", 7, "", 64, 64, 3, 3.0), limits, tuned)
     options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
     return server.Service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
 
@@ -178,32 +191,12 @@ def pixels(text: str) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB").tobytes()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     """Wait for a condition; an AssertionError if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
-
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-
-
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-
-
-def dom(it: Running, profile: Path, **fields: object) -> str:
-    """The page after it has drawn what its address says."""
-    assert BROWSER is not None
-    words = (
-        "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic --no-first-run --disable-sync "
-        "--disable-background-networking --disable-component-update --virtual-time-budget=15000 "
-        f"--user-data-dir={profile} --dump-dom"
-    )
-    address = f"{it.service.address}?{urlencode({'run': 1, **fields})}"
-    done = subprocess.run([BROWSER, *words.split(), address], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def element(text: str, name: str) -> str:

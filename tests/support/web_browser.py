@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = shutil.which("chromedriver")
@@ -30,6 +31,37 @@ MISSING = [
 ]
 needs_browser = pytest.mark.skipif(bool(MISSING), reason=f"no browser: {' and '.join(MISSING)} missing")
 DESKTOP, PHONE = (1280, 900), (390, 844)
+HOSTILE = "a<img src=x onerror=document.title='owned'>'\"&amp;"
+
+
+def pictures(folder: Path, count: int = 4) -> Path:
+    """Write pictures that differ."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+def make_run(folder: Path, **settings: object) -> Path:
+    """Write a finished run as its files."""
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"name": folder.name, "train": {"steps": 3}, **settings}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 3, "loss": 0.25}\n')
+    (folder / "summary.json").write_text('{"steps": 3, "steps_per_epoch": 1, "output": "x"}')
+    Image.new("RGB", (300, 100), "teal").save(folder / "samples" / "step-3.png")
+    return folder
+
+
+def make_root(root: Path) -> Path:
+    """Write pictures and runs, one of each with a hostile name, and a hostile configuration."""
+    pictures(root / "pics")
+    pictures(root / HOSTILE.replace("/", ""))
+    make_run(root / "runs" / "old", adapter={"rank": 4})
+    make_run(root / "runs" / HOSTILE.replace("/", ""), about=HOSTILE, adapter={"rank": HOSTILE})
+    (root / "hostile.json").write_text(
+        json.dumps({"name": HOSTILE, "about": HOSTILE, "data": {"path": HOSTILE, "prompt": HOSTILE}, HOSTILE: 1})
+    )
+    return root
 
 
 @dataclass
@@ -210,3 +242,8 @@ class Browser:
             for each in result["violations"]
             for node in each["nodes"]
         ]
+
+    def overflow(self) -> int:
+        """By how many pixels the page is wider than the window."""
+        whole = "document.documentElement"
+        return int(self.driver.execute_script(f"return {whole}.scrollWidth - {whole}.clientWidth"))

@@ -26,12 +26,13 @@ BEFORE = [
     ["check", "demo"],
     ["init", "pics", "--yes"],
     ["import", "peer.json", "--out", "imported.json"],
-    ["data", "pics.json", "--out", "looked"],
+    ["data", "pics.json", "model.pretrained=org/none", "--out", "looked"],  # without tokenizers: transformers takes 1 s
     ["estimate", "demo"],
 ]
 TRAIN = ["train", "demo", "data.path=pics", "train.steps=2", "schedule.warmup_steps=1", "checkpoint.every=1"]
 TRAIN += ["checkpoint.keep_last=1", "validation.every=2", "validation.steps=1", "output.cache=cache"]
-RUN = [TRAIN, TRAIN, [*TRAIN, "train.steps=4", "--resume", "latest"], [*DRAW, "--run", "runs/demo"]]
+LOOK = ["data", "demo", "data.path=pics", "--out", "looked"]
+RUN = [TRAIN, TRAIN, [*TRAIN, "train.steps=4", "--resume", "latest"], [*DRAW, "--run", "runs/demo"], LOOK]
 
 
 @pytest.fixture
@@ -75,6 +76,7 @@ def test_before_a_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_and_a_picture(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, _, _ = run_as_both(place, RUN, capsys)
     assert (there / "drawn.png").read_bytes() == (place / "drawn.png").read_bytes()
+    assert (there / "looked/data.json").read_bytes() == (place / "looked/data.json").read_bytes()
     assert listed(there / "runs") == listed(place / "runs")
     runs = [folder / "runs" / "demo" for folder in (there, place)]
     for name in ("pytorch_lora_weights.safetensors", "checkpoints/step-000004/trainable.safetensors"):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from serving import PROMPT, BlockingGenerator, Running, blocking, make_run, pixels, real, running, until
+from serving import PROMPT, BlockingGenerator, Running, blocking, pixels, real, running, until
 
 from simpletune.apps import http
 from simpletune.apps.cli.main import main, parse
@@ -41,18 +41,17 @@ from simpletune.system.options import UserError
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("serve"))
+@pytest.fixture
+def run(served_run: Path) -> Path:
+    return served_run
 
 
 @pytest.fixture(scope="module")
-def live(run: Path) -> Iterator[Running]:
+def live(served_run: Path) -> Iterator[Running]:
     """The real model, served."""
-    with running(real(run, "--max-side", "128", "--max-steps", "20", "--max-prompt", "300")) as it:
+    with running(real(served_run, "--max-side", "128", "--max-steps", "20", "--max-prompt", "300")) as it:
         it.wait_ready()
         yield it
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -82,32 +81,30 @@ def problems(answer: httpx.Response) -> dict[str, str]:
     ids=["base", "lora", "other lora", "no guidance"],
 )  # fmt: skip
 def test_a_picture_is_the_one_that_generate_draws(
-    parameters: dict[str, Any], words: list[str], live: Running, run: Path, tmp_path: Path
+    parameters: dict[str, Any], words: list[str], live: Running, run: Path, generated: Callable[..., bytes]
 ) -> None:
     words = [str(run.parent / word) if word in ("first", "second") else word for word in words]
-    file = tmp_path / "generated.png"
-    assert main(["generate", "--run", str(run), "--prompt", PROMPT, "--seed", "3", "--output", str(file), *words]) == 0
-    assert live.pictures(PROMPT, seed=3, **parameters) == [Image.open(file).convert("RGB").tobytes()]
+    assert live.pictures(PROMPT, seed=3, **parameters) == [generated(run, *words)]
 
 
 def test_the_base_is_untouched_by_loras_and_each_lora_by_the_other(live: Running) -> None:
     names = ["base", "first", "second"]
-    once = {name: live.pictures(PROMPT, lora=name)[0] for name in names}
+    once = {name: live.pictures(PROMPT, lora=name, num_inference_steps=1)[0] for name in names}
     assert len(set(once.values())) == 3
     mixed = [{"text": PROMPT, "lora": name} for name in ("second", "base", "first", "base")]
-    assert live.pictures(*mixed) == [once[name] for name in ("second", "base", "first", "base")]
-    assert live.pictures(PROMPT, lora="first", lora_scale=0)[0] == once["base"]
+    assert live.pictures(*mixed, num_inference_steps=1) == [once[name] for name in ("second", "base", "first", "base")]
+    assert live.pictures(PROMPT, lora="first", lora_scale=0, num_inference_steps=1)[0] == once["base"]
 
 
-@pytest.mark.parametrize("number", [9, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [6, pytest.param(32, marks=pytest.mark.slow)])
 def test_many_at_once_and_none_depends_on_the_others(number: int, live: Running) -> None:
     prompts = [PROMPT, PROMPT.replace("red", "blue"), PROMPT.replace("circle", "star")]
     asked = [
-        ({"prompt": prompts[n % 3], "seed": n, "lora": ("base", "first", "second")[n // 3 % 3]}) for n in range(number)
+        ({"prompt": prompts[n // 3 % 3], "seed": n, "lora": ("base", "first", "second")[n % 3]}) for n in range(number)
     ]
     with ThreadPoolExecutor(number) as pool:
-        together = list(pool.map(lambda instance: live.pictures(instance, num_inference_steps=2), asked))
-    alone = [live.pictures(instance, num_inference_steps=2) for instance in reversed(asked)]
+        together = list(pool.map(lambda instance: live.pictures(instance, num_inference_steps=1), asked))
+    alone = [live.pictures(instance, num_inference_steps=1) for instance in reversed(asked)]
     assert together == alone[::-1]
     assert len({each[0] for each in together}) == number
 
@@ -153,20 +150,20 @@ def test_with_a_modulation_plan_the_base_is_untouched_and_a_lora_of_what_it_take
     second, file = str(run.parent / "second"), tmp_path / "generated.png"
     plan = ["--model", str(demo.SHIPPED), "--precision", "fp32", "--modulation", "plan", "--device", "cpu"]
     service = server.build(parse(["serve", *plan, "--lora", f"second={second}", "--port", "0"]))
-    settings = {"width": 64, "height": 64, "num_inference_steps": 2, "seed": 3, "guidance_scale": 3}
+    settings = {"width": 64, "height": 64, "num_inference_steps": 1, "seed": 3, "guidance_scale": 3}
     with running(service) as it:
         it.wait_ready()
         before, tuned, after = it.pictures(
             *({"prompt": PROMPT, "lora": name} for name in ("base", "second", "base")), **settings
         )
     assert before == after != tuned
-    words = ["--size", "64x64", "--steps", "2", "--seed", "3", "--guidance", "3", "--prompt", PROMPT]
+    words = ["--size", "64x64", "--steps", "1", "--seed", "3", "--guidance", "3", "--prompt", PROMPT]
     assert main(["generate", *plan, *words, "--lora", second, "--output", str(file)]) == 0
     # generate encodes both prompts at once: last bits of T5's 256 tokens may differ
     generated = np.asarray(Image.open(file).convert("RGB"), float).ravel()
     assert np.abs(np.frombuffer(tuned, np.uint8) - generated).max() <= 2
     with running(server.build(parse(["serve", *plan, "--lora", f"x={run}", "--port", "0"]))) as it:
-        it.thread.join(20)
+        it.thread.join(60)
         assert isinstance(it.failure, UserError)
         assert "norm1.linear" in str(it.failure) and "--modulation resident" in str(it.failure)
 
@@ -426,7 +423,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     service = blocking(BlockingGenerator())
     service.worker._load = load
     with running(service) as it:
-        it.thread.join(20)
+        it.thread.join(60)
         assert isinstance(it.failure, UserError)
 
 
@@ -458,10 +455,10 @@ def test_the_first_signal_lets_the_request_in_hand_finish() -> None:
         assert it.client.get("/health").status_code == 503
         generator.release.set()
         assert len(in_hand.result().json()["predictions"]) == 2
-        it.thread.join(20)
+        it.thread.join(60)
         assert not it.thread.is_alive()
         with pytest.raises(httpx.ConnectError):
-            httpx.get(address)
+            httpx.get(address, timeout=60)
 
 
 def test_the_second_signal_does_not() -> None:
@@ -473,7 +470,7 @@ def test_the_second_signal_does_not() -> None:
         for _ in range(2):
             it.service.server.handle_exit(signal.SIGINT, None)
         assert in_hand.result().status_code == 503
-        it.thread.join(20)
+        it.thread.join(60)
         assert not it.thread.is_alive() and it.failure is None
 
 
@@ -485,11 +482,11 @@ def test_the_command_serves_until_it_is_told_to_stop(run: Path, tmp_path: Path) 
         first = process.stdout.readline()
         address = re.search(r"serving base, first at (http://127\.0\.0\.1:\d+/); loading", first)
         assert address, first
-        until(lambda: httpx.get(f"{address[1]}health").status_code == 200)
+        until(lambda: httpx.get(f"{address[1]}health", timeout=60).status_code == 200)
         answer = httpx.post(f"{address[1]}predict", json={"instances": [{"text": PROMPT}]}, timeout=60)
         assert len(pixels(answer.json()["predictions"][0])) == 3 * 64 * 64
         process.send_signal(signal.SIGTERM)
-        out, log = process.communicate(timeout=30)
+        out, log = process.communicate(timeout=120)
     assert process.returncode == 0 and out.rstrip().endswith("stopped")
     line = json.loads(log.splitlines()[-1])
     expected = {"method": "POST", "path": "/predict", "status": 200, "pictures": 1, "loras": ["base"]}
@@ -536,8 +533,8 @@ def test_vertex_says_where_it_wants_to_be_answered(run: Path, capsys: pytest.Cap
     with running(service) as it:
         it.wait_ready()
         at = f"http://127.0.0.1:{port}"
-        assert httpx.get(f"{at}/v1/ok").status_code == 200
-        answer = httpx.post(f"{at}/v1/models/7:predict", json={"instances": [{"text": "a"}]})
+        assert it.client.get(f"{at}/v1/ok").status_code == 200
+        answer = it.client.post(f"{at}/v1/models/7:predict", json={"instances": [{"text": "a"}]})
         assert list(answer.json()["predictions"][0]) == ["output"]
     with pytest.raises(UserError, match="AIP_HTTP_PORT: no is not a port"):
         server.build(parse(["serve", "--run", str(run)]), {"AIP_HTTP_PORT": "no"})
@@ -619,40 +616,37 @@ def test_a_failure_in_the_server_is_an_answer_and_a_line_of_the_log(begun: bool,
     assert len(lines) == 1 and len(sent) == (1 if begun else 2)
 
 
-def test_while_large_bodies_are_read_it_still_says_that_it_is_ready(stub: Running) -> None:
-    body = ("{" + ",".join(f'"{number:x}":0' for number in range(27_000)) + ',"0":0}').encode()
-    address = stub.service.address + "predict"
-    with ThreadPoolExecutor(4) as pool:
-        sent = [pool.submit(httpx.post, address, content=body, headers=JSON) for _ in range(16)]
-        seconds = []
-        while not all(each.done() for each in sent):
-            clock = time.monotonic()
-            assert stub.client.get("/health").status_code == 200
-            seconds.append(time.monotonic() - clock)
-    assert [each.result().status_code for each in sent] == [400] * 16
-    assert statistics.median(seconds) < 0.2 and max(seconds) < 2  # seconds, on a busy machine; one body once took 7
-
-
 def test_bodies_are_not_read_in_the_loop_that_answers_others(stub: Running, monkeypatch: Any) -> None:
     held = threading.Event()
 
     def slow(body: bytes, capabilities: Capabilities) -> list[Any]:
-        assert held.wait(20)
+        assert held.wait(120)
         raise RequestError(400, "slow")
 
     monkeypatch.setattr(app, "read_requests", slow)
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(stub.predict, "a")
         for _ in range(5):
-            assert httpx.get(stub.service.address + "health", timeout=5).status_code == 200
+            assert stub.client.get("/health").status_code == 200
         assert not sent.done()
         held.set()
         assert sent.result().status_code == 400
 
 
 def test_a_request_that_takes_longer_than_its_headers_may_is_answered(monkeypatch: Any) -> None:
-    monkeypatch.setattr(http, "HEADER_TIMEOUT", 0.2)
-    generator = BlockingGenerator(steps=120)
-    with running(blocking(generator)) as it:
+    generator, due = BlockingGenerator(steps=100_000), threading.Event()
+    honest = http.TimedProtocol._close_unless_headers_came
+
+    def close(connection: http.TimedProtocol) -> None:
+        honest(connection)
+        if generator.started:
+            due.set()
+
+    with running(blocking(generator)) as it, ThreadPoolExecutor(1) as pool:
         it.wait_ready()
-        assert it.predict("a").status_code == 200  # after 0.6 s
+        monkeypatch.setattr(http, "HEADER_TIMEOUT", 1.0)
+        monkeypatch.setattr(http.TimedProtocol, "_close_unless_headers_came", close)
+        asked = pool.submit(httpx.post, f"{it.service.address}predict", json={"instances": [{"text": "a"}]}, timeout=60)
+        assert due.wait(60)
+        generator.release.set()
+        assert asked.result().status_code == 200

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-import gc
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from serving import PROMPT, Running, dom, element, make_full_run, make_run, needs_browser, real, running
+from serving import PROMPT, Running, make_full_run, real, running
 
-from simpletune.apps.cli.main import main, parse
+from simpletune.apps.cli.main import parse
 from simpletune.apps.serve import models, server
 from simpletune.apps.serve.models import Models, ServedModels
 from simpletune.runs.weights import Weights
@@ -22,8 +21,8 @@ from simpletune.system.options import UserError
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_full_run(make_run(tmp_path_factory.mktemp("full")))
+def run(served_run: Path) -> Path:
+    return make_full_run(served_run)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +30,13 @@ def live(run: Path) -> Iterator[Running]:
     with running(real(run, "--max-side", "128")) as it:
         it.wait_ready()
         yield it
-    gc.unfreeze()
 
 
-def test_base_is_the_base_and_the_full_model_has_the_runs_name(live: Running, run: Path, tmp_path: Path) -> None:
-    second, file = str(run.parent / "second"), tmp_path / "drawn.png"
-    expected = {}
-    for name, words in {"base": ["--base"], "whole": [], "second": ["--lora", second]}.items():
-        given = ["--run", str(run), "--prompt", PROMPT, "--seed", "3", "--out", str(file), "--overwrite", *words]
-        assert main(["generate", *given]) == 0
-        expected[name] = Image.open(file).convert("RGB").tobytes()
+def test_base_is_the_base_and_the_full_model_has_the_runs_name(
+    live: Running, run: Path, served_run: Path, generated: Callable[..., bytes]
+) -> None:
+    second = generated(served_run, "--lora", str(run.parent / "second"))
+    expected = {"base": generated(served_run, "--base"), "whole": generated(run), "second": second}
     assert len(set(expected.values())) == 3
     names = ["whole", "base", "second", "whole"]
     asked = [{"prompt": PROMPT, "model": name} for name in names]
@@ -93,13 +89,3 @@ def test_what_training_left_alone_is_in_memory_once(live: Running) -> None:
     base, whole = (dict(loaded[name].denoiser.named_parameters()) for name in ("base", "whole"))
     apart = {path for path in whole if whole[path].data_ptr() != base[path].data_ptr()}
     assert apart == {"proj_out.weight", "proj_out.bias"}
-
-
-@needs_browser
-def test_the_page_shows_the_base_beside_the_runs_model(live: Running, tmp_path: Path) -> None:
-    text = dom(live, tmp_path, prompt=PROMPT, seed=3)
-    assert "whole (full model), 1 LoRA and the base" in text and ">Model</span>" in text
-    assert f'alt="base: {PROMPT}"' in element(text, "before") and f'alt="whole: {PROMPT}"' in element(text, "after")
-    assert "×" not in element(text, "after").split("figcaption")[1]
-    assert ">whole</option>" in text and ">base only</option>" in text
-    assert "disabled" in text[text.index('id="scale"') :].split(">")[0]

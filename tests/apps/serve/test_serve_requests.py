@@ -136,4 +136,4 @@ def test_a_large_body_is_refused_in_little_time(body: bytes, message: str) -> No
     clock = time.process_time()
     with pytest.raises(RequestError, match=message):
         read_requests(body, CAPABILITIES)
-    assert time.process_time() - clock < 0.5
+    assert time.process_time() - clock < 3  # a hundred times what it takes, and half of what it once took

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from benchmarks.tiny_models import vocabulary
+from simpletune.apps.cli.main import main
 from simpletune.apps.web import data_page, data_set, processes
 from simpletune.apps.web.data_page import caption_words
 from simpletune.apps.web.roots import make_roots
@@ -38,19 +40,25 @@ from simpletune.system.options import UserError
 HOSTILE = "<img src=x onerror=alert(1)> \"&'.png"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Five pictures in a root: one wide, one with a hostile name and caption, one unreadable, one without a caption."""
-    place = tmp_path / "pictures"
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five pictures: one wide, one with a hostile name and caption, one unreadable, one without a caption."""
+    place = tmp_path_factory.mktemp("data") / "pictures"
     (place / "sub").mkdir(parents=True)
     for index, name in enumerate(("a.png", "sub/b c.jpg", HOSTILE, "d.png")):
-        pixels = np.random.default_rng(index).integers(0, 256, (600, 900, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(place / name)
+        pixels = np.random.default_rng(index).integers(0, 256, (12, 18, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((900, 600), Image.Resampling.NEAREST).save(place / name)
     (place / "e.png").write_bytes(b"no picture")
     (place / "a.txt").write_text("a red dog, grass\n")
     (place / "sub" / "b c.txt").write_text("a red cat, grass, sky\n")
     (place / HOSTILE).with_suffix(".txt").write_text("</textarea><script>alert(2)</script>\n")
     return place
+
+
+@pytest.fixture
+def folder(pictures: Path, tmp_path: Path) -> Path:
+    """A copy of the pictures in a root."""
+    return Path(shutil.copytree(pictures, tmp_path / "pictures"))
 
 
 @pytest.fixture
@@ -402,13 +410,28 @@ def test_captioning_is_started_and_stopped(
     assert wait_for(client, "/data/captioning", "The last captioning")
 
 
-def test_a_check_finds_duplicates_and_what_is_unusable(client: TestClient, folder: Path, tmp_path: Path) -> None:
+def test_a_check_finds_duplicates_and_what_is_unusable(
+    client: TestClient, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb runs in this process, while one that waits for its end stands for it."""
+    (tmp_path / "waits.py").write_text(
+        "import pathlib, sys, time\nwhile not pathlib.Path('checked').exists(): time.sleep(0.01)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started, honest = [], processes.start
+    monkeypatch.setattr(
+        processes, "start",
+        lambda roots, words, name: started.append(list(words)) or honest(roots, [], name, module="waits"),
+    )  # fmt: skip
     (folder / "copy.png").write_bytes((folder / "a.png").read_bytes())
     (folder / "copy.txt").write_text("a copy")
     (folder / "e.txt").write_text("text beside no picture")
     form = {"place": "pictures", "source": "0"}
     assert "data-start-check" in client.get("/data/check", params=form).text
     assert "Checking" in client.post("/data/check", data=form).text
+    (words,) = started
+    assert main(words) == 0
+    (tmp_path / "checked").touch()
     text = wait_for(client, "/data/check", "data-checked")
     assert "Identical files: 1 group" in text and 'alt="a.png"' in text and 'alt="copy.png"' in text
     assert "e.png</th>" in text and "d.png</th>" in text and "is not a picture that Pillow can read" in text

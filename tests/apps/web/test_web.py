@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Hashable
 from pathlib import Path
 
@@ -26,11 +24,6 @@ def make_run(folder: Path, **row: object) -> Path:
     (folder / "config.json").write_text(json.dumps({"name": folder.name, "train": {"steps": 10}}))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 0.5, **row}) + "\n")
     return folder
-
-
-def test_the_server_needs_no_torch() -> None:
-    code = "import sys, simpletune.apps.web.app; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_only_its_own_pages_change_anything(tmp_path: Path) -> None:
@@ -113,17 +106,11 @@ def test_the_state_of_a_run_is_read_from_the_ends_of_its_files(tmp_path: Path) -
 def test_pages_learn_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "PERIOD", 0.01)
     stamps: dict[str, Hashable] = {"runs": 1, "run:a": 1}
-    looks = []
-
-    def look() -> dict[str, Hashable]:
-        looks.append(1)
-        return dict(stamps)
 
     async def scenario() -> None:
-        watch = FileWatcher(look)
+        watch = FileWatcher(lambda: dict(stamps))
         streams = [watch.stream() for _ in range(20)]
         assert [await anext(each) for each in streams] == [b"retry: 2000\nevent: hello\ndata: []\n\n"] * 20
-        await asyncio.sleep(0.05)
         number, _ = await watch.since(-1)
         stamps.update({"run:a": 2, "run:b": 1})
         assert [await anext(each) for each in streams] == [b'event: changed\ndata: ["run:a", "run:b"]\n\n'] * 20
@@ -135,11 +122,10 @@ def test_pages_learn_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await anext(each) == b"event: bye\ndata: []\n\n"
             with pytest.raises(StopAsyncIteration):
                 await anext(each)
-        seen = len(looks)
-        await asyncio.sleep(0.05)
-        assert len(looks) == seen  # nobody listens: nobody looks
+        assert watch._task is not None
+        await watch._task  # ends: nobody listens, nobody looks
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_change_of_a_run_is_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pages in headless Chromium: a newcomer's path by real clicks, accessibility, many tabs, hostile names, kills."""
+"""The pages of ``web`` in headless Chromium: a newcomer's path by clicks, many tabs, hostile names, kills."""
 
 from __future__ import annotations
 
@@ -12,43 +12,26 @@ from urllib.parse import urlsplit
 from urllib.request import urlretrieve
 
 import pytest
-from PIL import Image
-from slow_cases import slow_but
-from web_browser import DESKTOP, PHONE, Browser, Server, browsing, needs_browser, serving
+from web_browser import (
+    DESKTOP,
+    HOSTILE,
+    PHONE,
+    Browser,
+    Server,
+    browsing,
+    make_root,
+    make_run,
+    needs_browser,
+    pictures,
+    serving,
+)
 
-pytestmark = needs_browser
-HOSTILE = "a<img src=x onerror=document.title='owned'>'\"&amp;"
-
-
-def pictures(folder: Path, count: int = 4) -> Path:
-    folder.mkdir(parents=True)
-    for number in range(count):
-        Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
-    return folder
-
-
-def make_run(folder: Path, **settings: object) -> Path:
-    """A finished run as its files."""
-    (folder / "samples").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"name": folder.name, "train": {"steps": 3}, **settings}))
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 3, "loss": 0.25}\n')
-    (folder / "summary.json").write_text('{"steps": 3, "steps_per_epoch": 1, "output": "x"}')
-    Image.new("RGB", (300, 100), "teal").save(folder / "samples" / "step-3.png")
-    return folder
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with pictures and with runs, one of them with a hostile name."""
-    root = tmp_path_factory.mktemp("root")
-    pictures(root / "pics")
-    pictures(root / HOSTILE.replace("/", ""))
-    make_run(root / "runs" / "old", adapter={"rank": 4})
-    make_run(root / "runs" / HOSTILE.replace("/", ""), about=HOSTILE, adapter={"rank": HOSTILE})
-    (root / "hostile.json").write_text(
-        json.dumps({"name": HOSTILE, "about": HOSTILE, "data": {"path": HOSTILE, "prompt": HOSTILE}, HOSTILE: 1})
-    )
-    return root
+    return make_root(tmp_path_factory.mktemp("root"))
 
 
 @pytest.fixture(scope="module")
@@ -65,25 +48,8 @@ def light(server: Server) -> Iterator[Browser]:
 
 FOCUSED = "const e = document.activeElement; return e.name || e.id || e.dataset.opens || e.className || e.tagName"
 TAB, ENTER = "\ue004", "\ue007"  # as WebDriver names the keys
-PAGES = ("/", "/start", "/start?file=hostile.json", "/start?from=old", "/run/old", "/data", "/queued/none")
 
 
-@pytest.mark.parametrize("path", slow_but(["/start"], PAGES))
-def test_every_page_is_accessible_silent_and_stays_on_the_server(server: Server, light: Browser, path: str) -> None:
-    light.look(False, DESKTOP)
-    light.open(server.url + path)
-    if path == "/start":
-        light.driver.execute_script("document.querySelectorAll('details').forEach((each) => each.open = true)")
-    assert light.violations() == []
-    light.look(True, PHONE)
-    assert light.violations("color-contrast") == []
-    assert overflow(light) <= 0
-    light.look(False, DESKTOP)
-    assert [each for each in light.complaints() if not ("404" in each and path in each)] == []
-    assert "owned" not in light.driver.title
-
-
-@pytest.mark.slow
 def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
     light.open(server.url + "/")
     light.until(lambda: HOSTILE.replace("/", "") in light.text("#runs"), "the run's name")
@@ -96,7 +62,6 @@ def test_hostile_names_stay_text(server: Server, light: Browser) -> None:
     assert light.complaints() == []
 
 
-@pytest.mark.slow
 def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Server, light: Browser) -> None:
     light.open(server.url + "/start")
     light.fill('[name="data.path"]', "pics")
@@ -131,7 +96,6 @@ def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Ser
     assert light.complaints() == []
 
 
-@pytest.mark.slow
 def test_pictures_come_to_the_page_and_fill_the_form(
     server: Server, folder: Path, light: Browser, tmp_path: Path
 ) -> None:
@@ -174,7 +138,6 @@ def test_pictures_come_to_the_page_and_fill_the_form(
     assert list(folder.glob(".*.part")) == []
 
 
-@pytest.mark.slow
 def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, light: Browser) -> None:
     light.open(server.url + "/start")
     assert press(light, TAB) == "skip"
@@ -193,7 +156,6 @@ def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, li
     assert not (folder / "runs" / ".web" / "queue.json").exists()
 
 
-@pytest.mark.slow
 def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> None:
     files = sorted(pictures(tmp_path / "elsewhere").iterdir())
     root = tmp_path / "root"
@@ -222,7 +184,6 @@ def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> Non
         tab_to(browser, "download-result")
 
 
-@pytest.mark.slow
 def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, server: Server, light: Browser) -> None:
     with serving(folder) as second:
         light.open(second.url + "/")
@@ -234,7 +195,6 @@ def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, serve
     light.complaints()  # of requests to a server that is gone
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_newcomers_path(tmp_path: Path) -> None:
     """From an empty folder, without typing a path: upload, Start, live loss and pictures, stop, continue, compare, the
@@ -285,7 +245,7 @@ def test_a_newcomers_path(tmp_path: Path) -> None:
             assert browser.violations() == [], page
             browser.look(True, PHONE)
             assert browser.violations("color-contrast") == [], page
-            assert overflow(browser) <= 0, page
+            assert browser.overflow() <= 0, page
     with serving(root) as server:  # the address outlives a server
         there = urlsplit(address).path
         urlretrieve(server.url + there, tmp_path / "lora.safetensors")
@@ -323,12 +283,6 @@ def tab_to(browser: Browser, name: str) -> None:
     assert any(press(browser, TAB) == name for _ in range(60)), f"{name} cannot be reached by Tab"
 
 
-def overflow(browser: Browser) -> int:
-    """By how many pixels a page is wider than the window."""
-    whole = "document.documentElement"
-    return int(browser.driver.execute_script(f"return {whole}.scrollWidth - {whole}.clientWidth"))
-
-
 def step_of(browser: Browser) -> int:
     return int(browser.text("#run-state").partition("step ")[2].partition(" of")[0].replace(",", ""))
 
@@ -347,7 +301,6 @@ def layers_in_diffusers(file: Path) -> int:
     return sum("lora_A" in name for name, _ in transformer.named_parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_page_that_is_killed_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
     pictures(tmp_path / "pics")
@@ -377,7 +330,6 @@ def test_a_page_that_is_killed_in_the_middle_of_a_run_loses_nothing(tmp_path: Pa
         assert [json.loads(row)["step"] for row in rows] == list(range(1, 61))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_twelve_tabs_of_a_browser_stay_alive(folder: Path, server: Server, light: Browser) -> None:
     driver = light.driver
@@ -399,7 +351,6 @@ def test_twelve_tabs_of_a_browser_stay_alive(folder: Path, server: Server, light
     driver.switch_to.window(first)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_thirty_streams_cost_at_most_three_percent_of_a_core(folder: Path, server: Server) -> None:
     address = urlsplit(server.url)

@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from html.parser import HTMLParser
@@ -366,7 +365,7 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
         "import json, sys, time, pathlib\n"
         "data = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
         f"open({str(calls)!r}, 'a').write(str(data['train']['steps']) + ' ')\n"
-        "time.sleep(60 if data['train']['steps'] == 9 else 0)\n"
+        "time.sleep(600 if data['train']['steps'] == 9 else 0)\n"
         "if data['train']['steps'] == 13: sys.exit('error: no model here. Get one')\n"
         "print('warning', json.dumps({'stages': {'train': {'peak_allocated_mib': 5.0}}, 'host_ram_gib': 1,\n"
         "  'disk_gib': 2, 'download_gib': 0, 'time': None, 'peak_allocated_mib': 5.0}))\n"
@@ -390,13 +389,11 @@ def test_the_live_line_is_predicted_by_a_child_and_kept(tmp_path: Path, monkeypa
     assert "stale" not in shown and "5 MiB" in shown and "2.00 GiB" in shown
     text, _ = change(client, values, name="another")  # what does not matter to it changes nothing
     assert 'class="card live"' in text
-    begun = time.monotonic()
     text, values = change(client, values, train__steps="9")
     assert "stale" in text and "5 MiB" in text  # the last figures, greyed
     until(lambda: "9 " in calls.read_text(), 100)
     text, values = change(client, values, train__steps="10")  # the newest wins: 9 is given up
     until(lambda: live.cached_estimate(roots, json.loads(values["state"])["live"]) is not None, 100)
-    assert time.monotonic() - begun < 50
     text, values = change(client, values, train__steps="13")
     key = json.loads(values["state"])["live"]
     until(lambda: live.cached_estimate(roots, key) is not None, 100)
