@@ -8,6 +8,7 @@ import io
 import json
 import os
 import struct
+import sys
 import time
 import warnings
 from pathlib import Path
