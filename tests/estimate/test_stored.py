@@ -189,7 +189,7 @@ def test_rows_of_other_sources_are_kept_if_a_sample_of_them_comes_out_equal(
     assert again("newest") == rows
 
 
-@pytest.mark.pages
+@pytest.mark.slow
 def test_the_stored_predictions_are_of_todays_sources_and_some_are_computed_equal() -> None:
     assert stored.is_current(stored.FILE), "run make predictions"
     if stored.other_versions():
