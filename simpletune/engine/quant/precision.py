@@ -273,6 +273,9 @@ class Int8(QuantisedPrecision):
 # optimum-quanto's linear layer saves input and weight for the backward pass, so it needs more memory than ``int8``
 # without checkpointing. Order matters: quantise, freeze, then add the adapter. Convolutions stay in the compute type:
 # for quanto's, PEFT 0.21 builds the factors as quanto layers without a weight.
+#
+# torch's CPU kernel for bf16 inputs and int8 weights (_weight_int8pack_mm, 2.13) loads 16 columns at a time, beyond the
+# end of rows of another width: layers of such widths, which no published model has, stay in the compute type.
 class Int8Quanto(QuantisedPrecision):
     """int8 weights in the blocks' linear layers by optimum-quanto, for a frozen base."""
 
@@ -284,7 +287,7 @@ class Int8Quanto(QuantisedPrecision):
     def quantises(self, layer: nn.Module) -> bool:
         from torch import nn
 
-        return isinstance(layer, nn.Linear)
+        return isinstance(layer, nn.Linear) and layer.in_features % 16 == 0
 
     def convert(self, name: str, layer: nn.Module) -> nn.Module:
         try:

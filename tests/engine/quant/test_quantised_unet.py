@@ -176,3 +176,9 @@ def test_a_cached_base_is_dequantised_for_tools(
     weight, ours = plain[f"{name}.weight"], kept.get(f"{name}.weight")
     largest = weight.abs().amax((1, 2, 3), keepdim=True)
     assert ours.shape == weight.shape and ((ours - weight).abs() <= largest / 127 * 0.51).all()
+
+
+@pytest.mark.parametrize(("width", "quantised"), [(16, True), (64, True), (4, False), (24, False), (40, False)])
+def test_quanto_leaves_layers_whose_rows_torch_s_kernel_reads_beyond(width: int, quantised: bool) -> None:
+    """``_weight_int8pack_mm`` loads 16 columns at a time, and a process dies where the next page is not its own."""
+    assert Int8Quanto().quantises(nn.Linear(width, 8)) is quantised
