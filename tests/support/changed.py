@@ -216,8 +216,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[COUNTS] = [0, 0]
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the change does not concern."""
+    """Leave out what the change does not concern, of the tests that the markers leave."""
     selection = config.stash[SELECTION]
     chosen = [item for item in items if selection.holds(item.nodeid)]
     left_out = [item for item in items if not selection.holds(item.nodeid)]
