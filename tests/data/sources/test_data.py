@@ -566,7 +566,7 @@ for mode in ("RGBA", "LA", "I;16"):
         os.wait()
         continue
     data = io.BytesIO()
-    Image.new(mode, (4000, 3000), 9).save(data, "PNG", compress_level=1)
+    Image.new(mode, (6000, 4000), 9).save(data, "PNG", compress_level=1)
     before = peak()
     decode(data.getvalue())
     print((peak() - before) // 1024, flush=True)
@@ -575,7 +575,7 @@ for mode in ("RGBA", "LA", "I;16"):
 
 
 def test_a_decoded_picture_takes_no_more_than_itself_one_result_and_a_strip() -> None:
-    """MiB by which the peak of a process grows that decodes 12 million pixels: 46 each, of which the picture that was
-    written counts for one, and 80 for the copies of a strip. Copies of the whole make it 274 and 206."""
+    """MiB by which the peak of a process grows that decodes 24 million pixels: 92 each, of which the picture that was
+    written counts for one, and 80 for the copies of a strip. Copies of the whole make it 365 and 275."""
     told = subprocess.run([sys.executable, "-c", PEAKS], check=True, capture_output=True, text=True).stdout.split()
-    assert len(told) == 3 and all(40 < int(found) < 165 for found in told), told
+    assert len(told) == 3 and all(80 < int(found) < 220 for found in told), told
