@@ -45,7 +45,7 @@ def test_no_failure_ends_the_hour(tmp_path: Path) -> None:
     stages = [
         stage("works", "print('one line')"),
         stage("fails", "import sys; print('why', file=sys.stderr); sys.exit(3)"),
-        stage("hangs", deaf + f"subprocess.Popen(['sleep', '61.{os.getpid()}']); time.sleep(60)", 1),
+        stage("hangs", deaf + f"subprocess.Popen(['sleep', '201.{os.getpid()}']); time.sleep(200)", 1),
         stage("is killed", "import os; os.kill(os.getpid(), 9)"),
         Stage("is not there", ("/no/such/program",), 200),
         stage("works too", "print('last')"),
@@ -57,11 +57,11 @@ def test_no_failure_ends_the_hour(tmp_path: Path) -> None:
         "works": "ok", "fails": "exit code 3", "hangs": "out of time", "is killed": "killed by SIGKILL",
         "is not there": "not started: No such file or directory", "works too": "ok",
     }  # fmt: skip
-    assert 1 <= found["hangs"]["seconds"] < 60 and found["works"]["log"] == "logs/works.log"
+    assert 1 <= found["hangs"]["seconds"] < 200 and found["works"]["log"] == "logs/works.log"
     assert (tmp_path / "logs" / "fails.log").read_text().endswith("why\n")
     table = (tmp_path / "stages.md").read_text()
     assert re.search(r"\| fails \| .* \| exit code 3 \| .*logs/fails.log", table) and "a card" in table
-    left = subprocess.run(["pgrep", "-f", f"sleep 61.{os.getpid()}"], capture_output=True, text=True)
+    left = subprocess.run(["pgrep", "-f", f"sleep 201.{os.getpid()}"], capture_output=True, text=True)
     assert left.stdout == ""  # a stage's own children end with it
 
 
@@ -82,9 +82,9 @@ def test_what_is_done_is_not_repeated_and_what_failed_is(tmp_path: Path) -> None
 def test_the_hour_ends_in_time_and_says_what_was_not_begun(tmp_path: Path) -> None:
     began = time.monotonic()
     assert (
-        first_hour.run([stage("long", "import time; time.sleep(30)"), stage("late", "print()")], tmp_path, 0.025) == 1
+        first_hour.run([stage("long", "import time; time.sleep(200)"), stage("late", "print()")], tmp_path, 0.025) == 1
     )
-    assert time.monotonic() - began < 30  # what the stage sleeps
+    assert time.monotonic() - began < 200  # what the stage sleeps
     outcomes = {name: each["outcome"] for name, each in stages_in(tmp_path).items()}
     assert outcomes == {"long": "out of time", "late": "not started: no time left"}
 
@@ -108,9 +108,12 @@ def test_a_signal_ends_the_stage_and_the_hour_and_the_next_call_goes_on(tmp_path
         time.sleep(0.05)
     assert stages_in(tmp_path)["two"]["outcome"] == "running"
     driver.send_signal(signal.SIGINT)
-    driver.communicate(timeout=200)
+    _, error = driver.communicate(timeout=200)
     found = stages_in(tmp_path)
-    assert {name: each["outcome"] for name, each in found.items()} == {"one": "ok", "two": "stopped"}
+    assert {name: each["outcome"] for name, each in found.items()} == {"one": "ok", "two": "stopped"}, (
+        driver.returncode,
+        error,
+    )
     assert driver.returncode
     with pytest.raises(ProcessLookupError):
         os.killpg(found["two"]["pid"], 0)

@@ -74,7 +74,7 @@ class Server:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(120)
 
     def processor_seconds(self) -> float:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -106,7 +106,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[Server]:
         yield Server(process, found.get(timeout=90), lines)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
         for record in (folder / "runs" / ".web" / "logs").glob("*.json"):  # what still runs in sessions of their own
             known = json.loads(record.read_text())
             if "code" not in known and known.get("pid"):

@@ -244,7 +244,7 @@ def test_tries_again_where_huggingface_hub_does_not(status: int | str, hub: Fake
 
 
 def test_a_file_that_stalls(hub: FakeHub, run, monkeypatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1.0)
     hub.failure = Failure("stall", on="weights", method="GET")
     code, said = run()
     assert code == 2

@@ -334,7 +334,7 @@ def test_the_loop_of_the_documentation_goes_on_only_where_a_run_was_killed_or_lo
     page = CONTINUE.read_text()
     loop = page[page.index("    until simpletune") :].partition("done\n")[0] + "done"
     script = f"simpletune() {{ n=$((n+1)); echo start; test $n -gt 3 && return 0; return {code}; }}; n=0\n{loop}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     goes_on = code in STARTED_AGAIN
     assert (done.returncode, done.stdout.count("start")) == ((0, 4) if goes_on else (code, 1))
 

@@ -338,13 +338,13 @@ for line in sys.stdin:
     if question == "exit":
         sys.exit(3)
     if question == "hang":
-        time.sleep(60)
+        time.sleep(600)
     print('@doctor {"pid": %d}' % os.getpid(), flush=True)
 """
 
 
 def test_a_library_that_crashes_or_hangs_does_not_end_the_doctor() -> None:
-    asked = ProbeProcess((sys.executable, "-c", textwrap.dedent(CHILD)), seconds=30.0)
+    asked = ProbeProcess((sys.executable, "-c", textwrap.dedent(CHILD)), seconds=120.0)
     try:
         first = asked.ask("one")
         assert asked.ask("two")["pid"] == first["pid"]
@@ -352,8 +352,8 @@ def test_a_library_that_crashes_or_hangs_does_not_end_the_doctor() -> None:
         assert signal.SIGSEGV.name in crashed and "Fatal: no such symbol" in crashed
         assert asked.ask("three")["pid"] != first["pid"]
         asked.seconds, began = 1.0, time.monotonic()
-        assert "no answer within 1 s" in asked.ask("hang")["error"] and time.monotonic() - began < 50
-        asked.seconds = 30.0
+        assert "no answer within 1 s" in asked.ask("hang")["error"] and time.monotonic() - began < 120
+        asked.seconds = 120.0
         assert "exit code 3" in asked.ask("exit")["error"]
         assert asked.ask("one") == first  # an answer is kept
     finally:

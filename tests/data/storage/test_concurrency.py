@@ -175,7 +175,7 @@ def test_a_killed_process_lets_the_next_one_in(tmp_path: Path) -> None:
         running = {first.stdout.readline(): first, second.stdout.readline(): second}
         assert sorted(running) == ["held\n", "waiting\n"]
         running["held\n"].kill()
-        assert running["waiting\n"].communicate(timeout=30) == ("held\n", "")
+        assert running["waiting\n"].communicate(timeout=120) == ("held\n", "")
 
 
 def test_ctrl_c_ends_the_waiting(tmp_path: Path) -> None:
@@ -183,5 +183,5 @@ def test_ctrl_c_ends_the_waiting(tmp_path: Path) -> None:
     with locks.wait_for_lock(file, "waiting"), start(WAIT, file) as process:
         assert process.stdout is not None and process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=30)
+        out, error = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in error and out == ""

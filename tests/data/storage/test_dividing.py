@@ -111,7 +111,7 @@ def test_what_a_killed_process_had_claimed_is_encoded_by_the_one_that_waits(tmp_
         time.sleep(0.01)
     other = Child(folder, KeyRange(1, 2))
     own = [key for key in KEYS if reference_owner(key, 2) == 1]
-    late = time.monotonic() + 20
+    late = time.monotonic() + 120
     while sum(key in FileCache(folder) for key in own) < len(own):
         assert time.monotonic() < late, "it waited although it had a share of its own to do"
         time.sleep(0.02)

@@ -31,7 +31,7 @@ from simpletune.system.options import UserError
         ({"raw_data": {"basename": "a", "bytes": -1, "hashes": {}}}, "-1 is no length"),
     ],
 )  # fmt: skip
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_what_cannot_be_is_refused(changes: dict, words: str, tmp_path: Path) -> None:
     place = copy_mds("plain", tmp_path / "plain")
     index = json.loads((place / "index.json").read_text())

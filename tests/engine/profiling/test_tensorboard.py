@@ -59,7 +59,7 @@ def ask(logdir: Path) -> Iterator[Ask]:
 
     def get(path: str, **query: str) -> Any:
         address = log.read_text().split("http://")[1].split()[0].rstrip("/")
-        with opener.open(f"http://{address}/data/{path}?{urlencode(query)}", timeout=30) as answer:
+        with opener.open(f"http://{address}/data/{path}?{urlencode(query)}", timeout=120) as answer:
             data = answer.read()
             packed = answer.headers.get("Content-Encoding") == "gzip"
         return json.loads(gzip.decompress(data) if packed else data)
@@ -79,7 +79,7 @@ def ask(logdir: Path) -> Iterator[Ask]:
         yield get
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
 
 
 def profile(ask: Ask, view: str, run: str, **query: str) -> Any:

@@ -266,7 +266,7 @@ def test_what_tensorboards_thread_cannot_write_is_said_at_the_end(tmp_path: Path
         monkeypatch.setattr(RecordWriter, "write", full)
         trackers.scalars(1, {"loss": 1.0})
         trackers.finish({})
-    writer.join(30)  # it may die later than its exception is seen, and pytest would blame the next test
+    writer.join(120)  # it may die later than its exception is seen, and pytest would blame the next test
     assert [str(each.exc_value) for each in died] == ["no space left"]
     assert trackers.warnings == ["TensorBoard failed and is off for the rest of the run (OSError: no space left)"]
 
