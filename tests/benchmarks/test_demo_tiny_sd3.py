@@ -157,6 +157,22 @@ def test_lora_has_a_gradient_everywhere_it_can(folder: Path) -> None:
     assert without == {last}  # the last block drops its text stream, as in SD3
 
 
+def test_other_tools_infer_the_sizes_and_latents_are_of_unit_size(folder: Path, pipeline: Any) -> None:
+    weights = load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+    hidden = weights["pos_embed.proj.weight"].shape[0]
+    config = pipeline.transformer.config
+    assert hidden // 64 == config.num_layers == config.num_attention_heads == 3  # ComfyUI's rule
+    assert weights["pos_embed.pos_embed"].shape[1] == config.pos_embed_max_size**2
+    assert pipeline.scheduler.config.shift == 1.0
+    drawn = [np.asarray(pictures.draw(scene, seed=9)) for scene in pictures.sample_scenes(16, seed=9)]
+    pixels = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 127.5 - 1.0
+    with torch.no_grad():
+        z_0 = pipeline.vae.encode(pixels).latent_dist.mode()
+    z_0 = (z_0 - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+    assert z_0.shape == (16, 16, 8, 8)
+    assert abs(float(z_0.mean())) < 0.1 and float(z_0.std()) == pytest.approx(1.0, abs=0.1)
+
+
 def test_what_cannot_be_built_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     for arguments, message in (
         ({"layers": 2}, "layers 2 and heads 3: ComfyUI infers both"),

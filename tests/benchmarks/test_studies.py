@@ -47,6 +47,22 @@ def test_the_demos_prompts_are_chosen_by_number_from_the_fixed_set(name: str) ->
     assert validation["unrelated_prompts"] == [others[0].text, others[50].text]
 
 
+def test_no_set_repeats_a_run_or_a_seed_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    first, second, third = ([quality.Quality(Path("x"), 1, []).config(options) for options in each.rows.values()]
+                            for each in choice.SETS.values())  # fmt: skip
+    seeds = [{config.train.seed for config in each} for each in (first, second, third)]
+    assert [len(second), len(third)] == [8, 7] == list(map(len, seeds[1:])) and len({*seeds[1], *seeds[2]}) == 15
+    assert not seeds[0] & (seeds[1] | seeds[2])
+    style = {(method, "demo:pictures") for method in ("loha", "oft", "partial")}
+    assert style <= {(config.adapter.method, config.data.place) for config in second}
+    assert not style & {(config.adapter.method, config.data.place) for config in first}
+    plans = [{(config.adapter.model_dump_json(), config.data.place, config.optimizer.lr) for config in each}
+             for each in (first + second, third)]  # fmt: skip
+    assert len(plans[1]) == 7 and not plans[0] & plans[1]
+    assert all(config.train.steps and config.train.steps % choice.PARTS == 0 for config in first + second + third)
+
+
 def test_a_set_has_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     rows = json.loads((RESULTS / "choice_second.json").read_text())["rows"]
@@ -72,6 +88,7 @@ def test_every_row_of_the_vertex_study_is_as_the_report_has_it(monkeypatch: pyte
     for method, options in vertex_quality.METHODS.items():
         config = Studio(vertex_quality.CONFIG, []).config([*vertex_quality.ALL, *options, "train.steps=600"], "x")
         assert config.adapter.trains_base == (method == "full") and config.schedule.name == "constant"
+        assert config.precision.weights == "fp32" and config.data.place == "demo:subject"
 
 
 def committed(name: str) -> Json:

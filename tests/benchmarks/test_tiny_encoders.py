@@ -107,3 +107,18 @@ def test_the_script_makes_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyP
         logged = [json.loads(line) for line in (tmp_path / "made" / f"tiny_{kind}_log.jsonl").read_text().splitlines()]
         assert logged[-1]["step"] == 4 and math.isfinite(logged[-1]["loss"])
     assert "| 25.0% | 0.5% |" in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_training_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "PEAK_LR", 0.1)
+    torch.manual_seed(0)
+    layer, data = torch.nn.Linear(2, 1), torch.randn(64, 2)
+    lost: list[float] = []
+
+    def loss(step: int) -> torch.Tensor:
+        value = (layer(data) - data.sum(1, keepdim=True)).square().mean()
+        lost.append(value.item())
+        return value
+
+    script.fit(list(layer.parameters()), 100, loss, Path("/dev/null"))
+    assert lost[-1] < 0.05 * lost[0]

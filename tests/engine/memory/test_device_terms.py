@@ -127,6 +127,14 @@ def test_a_convolutions_allowance_is_one_copy_of_input_weight_and_output(stride:
     assert count.peak.bytes - count.current.bytes >= allowed
 
 
+def test_a_convolutions_gradients_have_an_allowance_too() -> None:
+    x, weight = torch.zeros(1, 8, 20, 12, requires_grad=True), torch.zeros(16, 8, 3, 3, requires_grad=True)
+    y = functional.conv2d(x, weight, None, 1, 1)
+    with Accounting(temporaries()) as count:
+        y.sum().backward()
+    assert count.peak.by_kind["workspace"] >= 4 * (x.numel() + weight.numel() + y.numel())
+
+
 def test_stages_have_the_allowance_and_a_step_with_autocast_keeps_wide_norms(
     config_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
