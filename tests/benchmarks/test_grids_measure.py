@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import edges, inpainting, int8, methods, quality, recipe, speed, which_method
+from simpletune.engine.profiling.figures import KINDS
+from simpletune.system.options import Json
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "validation.loss_samples=2 schedule.warmup_steps=0 train.steps=2"
@@ -52,6 +54,24 @@ def numbers(value: object) -> Iterator[float]:
         yield value
 
 
+def require_consistent(grid: str, name: str, row: Json) -> None:
+    """What holds between the figures of a row."""
+    if grid == "speed" and "flops_per_step" in row:
+        assert sum(row[kind] for kind in KINDS) == pytest.approx(1, abs=0.01)
+        assert row["tflops"] * 1e12 * row["seconds_per_step"] == pytest.approx(row["flops_per_step"])
+        assert row["times_floor"] == pytest.approx(row["seconds_per_step"] / row["floor"])
+        assert (row["autoencoder"] > 0) == name.startswith("diffusers") and (row["quantisation"] > 0) == (
+            "int8" in name
+        )
+    if grid == "int8" and "apart" in row:
+        assert (float(row["apart"]) == 0) == (name == "bf16") and float(row["apart"]) < 0.05
+    if grid == "which-method" and not name.startswith("base"):
+        assert row["least"] <= row["step"] <= row["most"] and row["bytes"] > 2 * row["parameters"]
+        assert row["peak"] > 3000 and row["drift"] > 0
+    if grid == "vertex-quality":
+        assert list(row["points"]) == ["0", "1", "2"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", SMALL)
 def test_a_grid_measures_a_few_rows_and_goes_on(grid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +91,8 @@ def test_a_grid_measures_a_few_rows_and_goes_on(grid: str, tmp_path: Path, monke
     assert benchmarks.main(command) == 0 and data.read_bytes() == before  # nothing is left to measure
     base = [row["drift"] for name, row in rows.items() if name.startswith("base") and "drift" in row]
     assert not any(base)
+    for name, row in rows.items():
+        require_consistent(grid, name, row)
     if grid == "methods":
         committed = json.loads((ROOT / "benchmarks/results/cpu/methods.json").read_text())["rows"]
         (name,) = rows
