@@ -37,9 +37,9 @@ from simpletune.training.heartbeats import LOST
 ground, whole = two_processes.ground, two_processes.whole
 
 
-def unwatched(data: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
+def unwatched(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
     """A run of this name that is compared by what it trains."""
-    return changed(data, name, **{"validation": {"prompts": [], "loss_samples": 0}, **changes})
+    return changed(ground, name, **{"validation": {"prompts": [], "loss_samples": 0}, **changes})
 
 
 def alone(data: dict[str, Any]) -> Path:
