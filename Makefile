@@ -27,7 +27,7 @@ style: setup  ## let ruff fix and format the code; 1 s
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-test:  ## run what CI runs before make dry: quality, then every test not marked gpu or slow; the tests alone 8 min 3 s on 2 idle, slow cores of an AMD EPYC (23 November 2026)
+test:  ## run what CI runs before make dry: quality, then every test not marked gpu or slow; the tests alone 3 min 56 s on 2 idle cores of an Intel Xeon (29 November 2026)
 	@./test.sh
 
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
@@ -39,7 +39,7 @@ flaky: setup  ## SEED=n: run the tests of make test 3 times, files and tests wit
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
 	  --random-order-bucket=module --random-order-seed=$(SLOW_SEED)$$number || exit 1; done
 
-slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; 35 min on 2 cores beside some work (27 November 2026)
+slow: setup  ## run the tests that take minutes or many GiB; of its 8,569 combinations an eighth, others each day or by SEED=n, SEED=all for all; 68 min on 2 cores beside twice as much other work (29 November 2026)
 	@echo "combinations drawn with SEED=$(SLOW_SEED)"
 	CASES_SEED=$(SLOW_SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" -n 2 --dist worksteal --timeout 1800
 
@@ -101,7 +101,7 @@ docs: setup  ## write the pages of docs/reference that the code defines, and bui
 	PYTHONPATH=. $(PY) docs/generate.py
 	$(PY) docs/build_site.py
 
-map: setup  ## find which tests run which line of the package, for ./test.sh --changed and make mutants; time not measured
+map: setup  ## find which tests run which line of the package, for ./test.sh --changed and make mutants; twice the processor time of make test (29 November 2026)
 	$(PY) tests/support/line_map.py
 
 mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; makes a map first where the last one is of another tree
