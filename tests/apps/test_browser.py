@@ -22,9 +22,15 @@ pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def shared_browser() -> Iterator[Browser]:
     with browsing() as found:
         yield found
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    shared_browser.forget()
+    return shared_browser
 
 
 # The pages of web

@@ -207,6 +207,11 @@ class Browser:
             assert time.monotonic() < limit, f"{what}: not within {seconds} s; the page says {self.text('main')[:1500]}"
             time.sleep(0.05)
 
+    def forget(self) -> None:
+        """Leave the page of another test, and what it complained of."""
+        self.driver.get("about:blank")
+        self.complaints()
+
     def complaints(self) -> list[str]:
         """Errors of the console, and requests to other places than the server, since the last call.
 

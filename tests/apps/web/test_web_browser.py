@@ -41,9 +41,15 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def light(server: Server) -> Iterator[Browser]:
+def shared_browser(server: Server) -> Iterator[Browser]:
     with browsing() as found:
         yield found
+
+
+@pytest.fixture
+def light(shared_browser: Browser) -> Browser:
+    shared_browser.forget()
+    return shared_browser
 
 
 FOCUSED = "const e = document.activeElement; return e.name || e.id || e.dataset.opens || e.className || e.tagName"
