@@ -33,7 +33,7 @@ test:  ## run what CI runs before make dry: quality, then every test not marked 
 durations: setup  ## show which tests and files take most processor time, even on a busy machine; as long as the tests of make test
 	PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(PY) -m pytest -p processor_time -n auto --maxprocesses 4 --dist loadfile
 
-flaky: setup  ## SEED=n: run the tests of make test 3 times, files and tests within files in random order, beside two busy loops of the same priority; 16 min each on 2 cores (29 November 2026)
+flaky: setup  ## SEED=n: run the tests of make test 3 times, files and tests within files in random order, beside two busy loops of the same priority; 16 min each on 2 cores beside some more work (29 November 2026)
 	@trap 'kill $$(jobs -p) 2>/dev/null' EXIT; for loop in 1 2; do timeout 6h bash -c 'while :; do :; done' & done; \
 	for number in 1 2 3; do echo "order $(SLOW_SEED)$$number"; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
@@ -101,7 +101,7 @@ docs: setup  ## write the pages of docs/reference that the code defines, and bui
 	PYTHONPATH=. $(PY) docs/generate.py
 	$(PY) docs/build_site.py
 
-map: setup  ## find which tests run which line of the package, for ./test.sh --changed and make mutants; twice the processor time of make test (29 November 2026)
+map: setup  ## find which tests run which line of the package, for ./test.sh --changed and make mutants; 10 min on 2 cores (29 November 2026)
 	$(PY) tests/support/line_map.py
 
 mutants: setup  ## SEED=n: 10 mutants of every room, drawn by the seed, against the tests that run their lines; makes a map first where the last one is of another tree

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from urllib.parse import urlencode
 
 import pytest
+import web_browser
 from serving import PROMPT, BlockingGenerator, Running, blocking, element, running, until
 from slow_cases import slow_but
-from web_browser import DESKTOP, PHONE, Browser, browsing, make_root, needs_browser
+from web_browser import DESKTOP, PHONE, Browser, make_root, needs_browser
 from web_pages import address_of, pages_served
 
 from simpletune.apps.serve.limits import Limits
@@ -21,16 +22,7 @@ from simpletune.stages.sample import PictureRequest
 pytestmark = needs_browser
 
 
-@pytest.fixture(scope="module")
-def shared_browser() -> Iterator[Browser]:
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture
-def browser(shared_browser: Browser) -> Browser:
-    shared_browser.forget()
-    return shared_browser
+browser, shared_browser = web_browser.browser, web_browser.shared_browser
 
 
 # The pages of web

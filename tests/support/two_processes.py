@@ -62,9 +62,10 @@ def together(launcher: Launcher, data: dict[str, Any], **how: Any) -> list[str]:
     return outcome.said
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def whole(launcher: Launcher, ground: dict[str, Any]) -> tuple[Path, list[str]]:
-    """Two processes from an empty cache, never stopped: the run, and what each process said."""
+    """Two processes from an empty cache, never stopped: the run, and what each process said. It comes before the
+    module's other runs, which fill the cache, in whatever order the tests run."""
     return run_of(ground), together(launcher, ground)
 
 

@@ -252,3 +252,17 @@ class Browser:
         """By how many pixels the page is wider than the window."""
         whole = "document.documentElement"
         return int(self.driver.execute_script(f"return {whole}.scrollWidth - {whole}.clientWidth"))
+
+
+@pytest.fixture(scope="module")
+def shared_browser() -> Iterator[Browser]:
+    """One for a module's tests, which use it as ``browser``."""
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture
+def browser(shared_browser: Browser) -> Browser:
+    """It shows no page and has no complaints of another test."""
+    shared_browser.forget()
+    return shared_browser

@@ -37,11 +37,6 @@ from simpletune.training.heartbeats import LOST
 ground, whole = two_processes.ground, two_processes.whole
 
 
-@pytest.fixture(scope="module", autouse=True)
-def first(whole: tuple[Path, list[str]]) -> None:
-    """The run from an empty cache comes before the others, in whatever order the tests run."""
-
-
 def unwatched(ground: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
     """A run of this name that is compared by what it trains."""
     return changed(ground, name, **{"validation": {"prompts": [], "loss_samples": 0}, **changes})

@@ -391,9 +391,9 @@ def test_two_dimensional_factors_get_the_kernel_of_their_layer(tmp_path: Path) -
 
 
 def test_a_base_refuses_an_update_of_another_shape(tmp_path: Path) -> None:
-    tiny("sd15").save_pretrained(tmp_path / "base")
-    layer = "down_blocks.0.downsamplers.0.conv"
-    outputs, inputs, *kernel = tiny("sd15").get_submodule(layer).weight.shape  # type: ignore[union-attr, misc]
+    model, layer = tiny("sd15"), "down_blocks.0.downsamplers.0.conv"
+    model.save_pretrained(tmp_path / "base")
+    outputs, inputs, *kernel = model.get_submodule(layer).weight.shape  # type: ignore[union-attr, misc]
     wider = LoraUpdate(torch.ones(2, 2 * inputs * math.prod(kernel)), torch.ones(outputs, 2))
     with pytest.raises(UserError, match=f"{layer}: the LoRA has shape .* belongs to another model"):
         Merger(BaseReader(str(tmp_path / "base")), [({layer: wider}, 1.0)], None)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlretrieve
 
 import pytest
+import web_browser
 from web_browser import (
     DESKTOP,
     HOSTILE,
@@ -40,16 +41,7 @@ def server(folder: Path) -> Iterator[Server]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def shared_browser(server: Server) -> Iterator[Browser]:
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture
-def light(shared_browser: Browser) -> Browser:
-    shared_browser.forget()
-    return shared_browser
+light, shared_browser = web_browser.browser, web_browser.shared_browser
 
 
 FOCUSED = "const e = document.activeElement; return e.name || e.id || e.dataset.opens || e.className || e.tagName"
