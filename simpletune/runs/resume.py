@@ -75,7 +75,8 @@ def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
     changes += [f"{key[0]}: added" for key in after if key not in before and not key[1]]
     for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
         was, now = before[key], after[key]
-        parts = [name for name in {**was, **now} if name != "held_out" and was.get(name) != now.get(name)]
+        named = {"decoding": "decoding (its colour profile or transparency, as this version reads it)"}
+        parts = [named.get(n, n) for n in {**was, **now} if n != "held_out" and was.get(n) != now.get(n)]
         changes += [f"{key[0]}: changed {', '.join(parts)}"] if parts else []
         if was.get("held_out") != now.get("held_out"):
             changes.append(f"{key[0]}: now {'held out' if now.get('held_out') else 'trained on'} (validation.split)")

@@ -17,7 +17,7 @@ from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
 from simpletune.data.sources.holes import hole_pixels
-from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.sources.pictures import crop_to_bucket, decode_picture
 from simpletune.data.sources.source import RejectedEntry
 from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
@@ -183,7 +183,7 @@ def _painted(request: PictureRequest, view: Crop) -> PictureRequest:
 def _cropped(view: Crop) -> Image.Image:
     """A picture as training reads it."""
     pixels = crop_to_bucket(
-        decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
+        decode_picture(view.picture), view.bucket, view.offset, view.flip, view.augmentation
     )  # [3, h, w] in -1..1
     return Image.fromarray(((pixels + 1) * 127.5).round().astype("uint8").transpose(1, 2, 0))
 

@@ -26,7 +26,7 @@ from simpletune.commands.inspect_data.text import (
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
-from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.pictures import decode_picture
 from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.data.sources.walk import printable_name
 from simpletune.runs.report.page import page_style, page_template
@@ -207,7 +207,7 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
 
     def small(seen: ScannedImage) -> str:
         try:
-            image = decode(seen.picture.read_same(), at_least=2 * SIDE)
+            image = decode_picture(seen.picture, at_least=2 * SIDE)
         except UnusablePicture:  # changed since the scan: show only its name
             return ""
         image.thumbnail((SIDE, SIDE))

@@ -224,7 +224,7 @@ def _scan_picture(
 
     try:
         data = view.picture.read_same()
-        image, animated = decode(data, at_least=2 * TILE), has_more_frames(data)
+        image, animated = decode(data, at_least=2 * TILE, background=view.picture.background), has_more_frames(data)
         shown, varied = thumbnail(view) if with_tile else None, tuple(map(thumbnail, variants))
     except UnusablePicture as reason:
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)

@@ -23,7 +23,7 @@ from simpletune.data.sources.captions import (
 )
 from simpletune.data.sources.folder_names import MissingCaption, explain_folder_names, hints, meaning, naming_folder
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
-from simpletune.data.sources.pictures import picture_size
+from simpletune.data.sources.pictures import decoding_of, picture_size
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, readable, walk
 from simpletune.system.options import Problem, UserError
@@ -138,4 +138,5 @@ class Folder(Source):
             mask = mask_file(path, self.mask_path, self.links, file, size)
         elif self.mask == "alpha":
             mask = alpha_mask(data, digest, read)
-        return Picture(name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask)
+        decoding = decoding_of(data, self.background)
+        return Picture(name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask, decoding=decoding)

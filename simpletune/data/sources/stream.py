@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.data.sources.captions import cell_captions, settle_captions
-from simpletune.data.sources.pictures import picture_size, require_alpha
-from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
+from simpletune.data.sources.pictures import decoding_of, picture_size, require_alpha
+from simpletune.data.sources.source import Decoding, Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Problem, UserError, plural
 
@@ -71,6 +71,7 @@ class Stream(Source):
             try:
                 data, read = _bytes(rows, row), partial(_bytes, rows, row)
                 found = self.picture(rows, row, picture_size(data), STEP)
+                found = replace(found, decoding=decoding_of(data, self.background))
                 if found.mask is not None:
                     require_alpha(data)
                 pictures.append(replace(found, read=read, mask=found.mask and replace(found.mask, read=read)))
@@ -126,7 +127,12 @@ class Stream(Source):
         first, *more = captions
         digest, read = rows.key(row), partial(self._read, rows, row, self.bucket(size, step), step)
         mask = Mask("alpha", digest, read, by_row=True) if self.mask == "alpha" else None
-        found = Picture(rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True)
+        on = "" if self.background == "white" else f", on {self.background}"
+        decoding = Decoding(f"each row by its header{on}")  # which nobody has read yet
+        found = Picture(
+            rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True, decoding=decoding,
+            background=self.background,
+        )  # fmt: skip
         return settle_captions(found, self.caption_lines == "several") if self.prompt is None else found
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:

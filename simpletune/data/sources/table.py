@@ -14,7 +14,7 @@ from pydantic import Field
 
 from simpletune.data.sources.captions import MAX_BYTES, cell_captions, settle_lines
 from simpletune.data.sources.masks import alpha_mask
-from simpletune.data.sources.pictures import picture_size
+from simpletune.data.sources.pictures import decoding_of, picture_size
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import is_outside, read_regular, too_large
 from simpletune.system.options import Problem, UserError
@@ -133,7 +133,8 @@ class Table(Source):
         read, digest = partial(_read_again, file, number, self.image_column, row), hashlib.sha256(data).hexdigest()
         size = picture_size(data)
         mask = alpha_mask(data, digest, read) if self.mask == "alpha" else None
-        return Picture(name, first, size, digest, read, more=tuple(more), mask=mask)
+        decoding = decoding_of(data, self.background)
+        return Picture(name, first, size, digest, read, more=tuple(more), mask=mask, decoding=decoding)
 
 
 def _table_files(path: Path, split: str = "") -> list[Path]:

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,7 +283,7 @@ def test_what_changes_meanwhile_and_a_place_that_cannot_be_written_are_said(
     assert "report cannot be written (" in capsys.readouterr().err
     seen = look_at.decode
 
-    def changed(data: bytes, **more: int) -> Image.Image:
+    def changed(data: bytes, **more: Any) -> Image.Image:
         if data == (messy / "p2.png").read_bytes():
             raise UnusablePicture("has changed since it was first read")
         return seen(data, **more)
