@@ -45,13 +45,17 @@ PageTable = tuple[str, str, tuple[str, ...], Sequence[tuple[str, ...]]]
 """Title, explanation, column names, rows."""
 
 
-def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
+def report(
+    config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96, about: str = ""
+) -> DatasetReport:
     """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
 
-    Without a folder nothing is written; ``as_figures`` prints only JSON; the sheet and the page show so many pictures.
+    Without a folder nothing is written; ``as_figures`` prints only JSON; the sheet and the page show so many pictures;
+    ``about`` says what the sizes are for.
     """
     with silent() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
+    found.notes = (*([about] if about else []), *found.notes)
     if as_figures:
         print(json.dumps(as_json(found)))
     else:

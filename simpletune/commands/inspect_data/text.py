@@ -111,7 +111,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
         return
     yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
-    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped"
+    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped after scaling"
     yield from _listed([
         f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.fillers}, {row.lost:.1%}"
         for row in found.buckets
