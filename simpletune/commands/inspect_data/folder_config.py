@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def folder_config(
         The configuration, and a sentence about what its sizes are for; empty for a file's.
     """
     file = file_for(folder)
-    if model is None and device is None and file.exists():
+    if model is None and device is None and os.path.isfile(file):  # its name may be too long for one
         config, notices = read_config(file, list(overrides), needs_model=False)
         if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
             note(notices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -218,10 +219,17 @@ class Table(Source):
 
 
 def _table_files(path: Path) -> list[Path]:
-    """The tables that a path names or holds."""
+    """The tables that a path names or holds. UserError: a folder cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"data.path: {error.filename} cannot be read ({error.strerror}). Allow it, or move it elsewhere"
+        )
+
     if path.is_file():
         return [path] if path.suffix.lower() in SUFFIXES else []
-    return sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+    names = (Path(folder) / name for folder, _, files in os.walk(path, onerror=refuse) for name in files)
+    return sorted(file for file in names if file.suffix.lower() in SUFFIXES and os.path.isfile(file))
 
 
 def _saved_files(folder: Path, files: Sequence[Path]) -> list[Path]:
@@ -300,11 +308,14 @@ class _Opened:
 
 @lru_cache(maxsize=8)
 def _open(file: Path) -> _Opened:
-    """Open a file. UserError: it is of another kind than its suffix says, or damaged."""
+    """Open a file. UserError: it cannot be read, is of another kind than its suffix says, or damaged."""
     import pyarrow as pa
 
     try:
         return _Opened(file)
+    except (FileNotFoundError, PermissionError) as error:
+        reason = "is gone" if isinstance(error, FileNotFoundError) else "cannot be read (Permission denied)"
+        raise UserError(f"data.path: {file} {reason}. Restore it, or allow this user to read it") from None
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data.path: {file} is damaged or not a {file.suffix} file ({error})") from None
 

@@ -405,6 +405,11 @@ def test_a_configuration_is_shown_for_another_model_with_its_own_data(
     assert found["notes"][0] == "sizes are the configuration's own, on L4 as on any card"
 
 
+def test_a_folder_whose_name_leaves_no_room_for_a_suffix_is_shown(photos: Path) -> None:
+    folder = photos.rename(photos.with_name("n" * 252))
+    assert folder_config(folder)[0].data.resolution == 1024
+
+
 def test_a_card_that_is_unknown_is_refused(photos: Path, capsys: pytest.CaptureFixture) -> None:
     for place in (str(photos), "demo"):
         assert main(["data", place, "--device", "L44"]) == 2

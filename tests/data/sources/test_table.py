@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import tracemalloc
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,7 +24,7 @@ from simpletune.data.sources import table
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.multi_source import too_small
 from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import Picture
+from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.data.sources.table import Table
 from simpletune.runs.folder import read_metrics
 from simpletune.system import hub
@@ -415,3 +416,60 @@ def test_a_table_of_other_columns_is_named_with_its_columns(tmp_path: Path) -> N
         "data.path: ids.parquet has no column 'image', only id, embedding; a.parquet has it. Move what is not of the "
         "data set elsewhere, or give the path of one file"
     )
+
+
+# What changes or cannot be read
+
+
+def test_a_table_that_goes_or_is_forbidden_meanwhile_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree(tmp_path, "a.parquet", "b.arrow")
+    listed = table._table_files(tmp_path)
+    monkeypatch.setattr(table, "_table_files", lambda path: listed)
+    for file in listed:
+        content = file.read_bytes()
+        file.unlink()
+        table._open.cache_clear()
+        with pytest.raises(UserError, match=f"data.path: {file} is gone. Restore it"):
+            texts(tmp_path)
+        file.write_bytes(content)
+
+    def forbidden(file: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(table, "_Opened", forbidden)
+    table._open.cache_clear()
+    with pytest.raises(UserError, match="a.parquet cannot be read .Permission denied.. Restore it, or allow"):
+        texts(tmp_path)
+
+
+def test_a_table_that_changes_between_scan_and_reading_is_refused(tmp_path: Path) -> None:
+    tree(tmp_path, "a.parquet")
+    (picture,) = Table(path="x").scan(tmp_path).pictures
+    one_row(tmp_path / "a.parquet", "another")
+    table._open.cache_clear()
+    table._chunk.cache_clear()
+    with pytest.raises(UnusablePicture, match="has changed since the folder was scanned. Restart"):
+        picture.read_same()
+
+
+def test_a_folder_of_tables_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing that leaves it out would train on fewer rows without a word."""
+    tree(tmp_path, "a.parquet", "locked/b.parquet")
+    scandir = os.scandir
+
+    def refused(folder: Any) -> Any:
+        if Path(folder).name == "locked":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    (problem,) = Table(path="x").problems(tmp_path)
+    assert problem.message.startswith(f"{tmp_path / 'locked'} cannot be read (Permission denied). Allow it")
+
+
+def test_names_of_250_bytes_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / ("n" * 250)
+    name = "é" * 121 + ".parquet"
+    assert texts(tree(folder, name)) == [name]
