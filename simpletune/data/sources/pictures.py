@@ -254,7 +254,7 @@ def decode_mask(data: bytes, kind: Literal["alpha", "file"]) -> Image.Image:
         if kind == "alpha":
             if not _has_alpha(image):
                 return Image.new("L", image.size, 255)
-            return _in_strips(image, "L", lambda strip: _colours_and_alpha(strip)[1])
+            return _in_strips(image, "L", _opacity)
         return (_in_strips(image, "RGB", _to_rgb) if image.mode.startswith("I") else image).convert("L")
 
 
@@ -313,10 +313,16 @@ def _colours_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | N
     return rgba.convert("RGB"), rgba.getchannel("A")
 
 
+def _opacity(image: Image.Image) -> Image.Image:
+    alpha = _colours_and_alpha(image)[1]
+    assert alpha is not None
+    return alpha
+
+
 def _deep_transparency(image: Image.Image) -> bool:
     """Whether the transparent colour of a picture, which has 8 bits now, is given in 16."""
     clear = image.info.get("transparency")
-    return isinstance(clear, tuple) and max(clear) > 255
+    return isinstance(clear, tuple) and any(level > 255 for level in clear)
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
