@@ -16,6 +16,7 @@ from simpletune.system.console import print_any_text
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
 from simpletune.system.printable import printable
+from simpletune.system.processes import end_with_launcher
 from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
 
@@ -158,6 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     prepare_environment()
     try:
+        end_with_launcher()
         VERBS[args.verb][0](args)
     except UserError as error:
         print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
