@@ -42,6 +42,7 @@ from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
+from simpletune.system.environment import numeric_versions
 from simpletune.system.options import Json, UserError
 from simpletune.system.portable import flush_to_disk, name_inside
 from simpletune.system.processes import is_first_process
@@ -80,6 +81,7 @@ class SavedState:
     micro_batches: int | None = None  # of a step; None: from a version whose gradient_accumulation was per process
     fp16: Json | None = None  # as in TrainingState
     figures: Json = field(default_factory=dict)  # figure_sums; empty in checkpoints before November 2026
+    versions: Json = field(default_factory=dict)  # numeric_versions; older checkpoints have torch's only
 
 
 def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
@@ -123,7 +125,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
             "micro_batches": state.config.train.accumulation,
             "fp16": state.fp16,
             "figures": figure_sums(run),
-            "torch": torch.__version__,
+            **numeric_versions(),
             "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
         }
         # Last, because it has the checksums of the others.
@@ -177,7 +179,8 @@ def read_checkpoint(folder: Path) -> SavedState:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
         later = {name: state[name] for name in ("micro_batches", "fp16", "figures") if name in state}
-        saved = SavedState(folder, **fields, **later)
+        versions = {name: state[name] for name in numeric_versions() if name in state}
+        saved = SavedState(folder, **fields, **later, versions=versions)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:

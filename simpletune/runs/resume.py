@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.checkpoint import SavedState
+from simpletune.system.environment import numeric_versions
 from simpletune.system.options import Json, UserError
 
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
@@ -50,6 +51,16 @@ def check_resumable(
         listed = "\n  ".join(["--resume: the data has changed since the checkpoint:", *data])
         raise UserError(f"{listed}\nRestore the data, or start a new run")
     return changes
+
+
+def changed_versions(saved: SavedState) -> str | None:
+    """Describe the libraries that compute and have changed since the checkpoint; None if none has."""
+    names = {"torch": "torch", "cuda": "CUDA", "cudnn": "cuDNN"}
+    pairs = [
+        (names[name], now, saved.versions[name]) for name, now in numeric_versions().items() if name in saved.versions
+    ]
+    changed = [f"{name} {now or 'none'} (the checkpoint: {then or 'none'})" for name, now, then in pairs if now != then]
+    return ", ".join(changed) or None
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:

@@ -115,6 +115,14 @@ def variables() -> dict[str, str]:
     return {name: os.environ[name] for name in (*CHANGES, *CHANGE_LAST_BITS) if name in os.environ}
 
 
+def numeric_versions() -> dict[str, str | None]:
+    """The versions of what computes, another of which may give other last bits; None if this torch has no CUDA."""
+    import torch
+
+    cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
 def describe_machine() -> dict[str, str]:
     """The device, versions, and variables that change what torch computes (left out if none is set)."""
     import torch
@@ -129,6 +137,7 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         "versions": ", ".join(f"{name} {version_or_none(name)}" for name in LIBRARIES),
     }
+    found |= {name: text for name, text in numeric_versions().items() if name != "torch" and text is not None}
     if given := variables():
         found["variables"] = ", ".join(f"{name}={value}" for name, value in given.items())
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -96,9 +97,24 @@ def end_with_launcher(every: float = 1.0) -> None:
 
 
 def _end_with(parent: int, every: float) -> None:
-    while os.getppid() == parent:
+    # torchrun may be gone before this process sees its parent; but it has served a store since before the start.
+    starts, refused = True, 0
+    while os.getppid() == parent and refused < 3:
+        starts = starts and _refused()
+        refused += starts
         time.sleep(every)
     end_lost(process_number(), processes(), f"the launcher (process {parent}) is gone")
+
+
+def _refused() -> bool:
+    """Whether nothing listens where torchrun serves a store."""
+    try:
+        socket.create_connection(meeting_place(), 2.0).close()
+    except ConnectionRefusedError:
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    except OSError:  # a slow network says nothing
+        pass
+    return False
 
 
 def end_lost(number: int, of: int, why: str) -> None:

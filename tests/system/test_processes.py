@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from launching import free_port
 
+from simpletune.system import processes as lost
 from simpletune.system.options import UserError
 from simpletune.system.processes import LOST, process_number, processes, processes_here, require_launch
 
@@ -81,6 +85,23 @@ def test_two_processes_of_a_launcher_pass(given) -> None:
     given(**TWO, LOCAL_WORLD_SIZE="2", PMI_SIZE="2")
     require_launch()
     assert (process_number(), processes(), processes_here()) == (1, 2, 2)
+
+
+def test_a_process_that_comes_too_late_to_see_its_launcher_misses_its_store(given, monkeypatch) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr(lost, "end_lost", lambda number, of, why: ends.append(why))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with free_port() as port:
+        given(**TWO | {"MASTER_PORT": port})
+        lost._end_with(os.getppid(), 0.01)  # returns
+    assert ends == [f"the launcher (process {os.getppid()}) is gone"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given(**TWO | {"MASTER_PORT": str(server.getsockname()[1])})
+        assert not lost._refused()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    with free_port() as port:
+        given(**TWO | {"MASTER_PORT": port})
+        assert not lost._refused(), "process 0 may serve it later"
 
 
 CHILD = """

@@ -37,7 +37,7 @@ from simpletune.runs.folder import (
     put_chosen,
 )
 from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
-from simpletune.runs.resume import check_resumable
+from simpletune.runs.resume import changed_versions, check_resumable
 from simpletune.runs.stack import read_stack, require_lora_families
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
@@ -239,3 +239,5 @@ def announce_resume(
             "Increase train.steps or train.epochs"
         )
     say(f"resume  from {saved.folder}: step {saved.step} of {steps}")
+    if changed := changed_versions(saved):
+        say(f"resume  with {changed}: what follows may differ in the last bits")

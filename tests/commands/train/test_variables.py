@@ -1,4 +1,4 @@
-"""Variables of accelerate, torch and launchers: the configuration decides what is trained, or a line names one."""
+"""Variables of accelerate and torch, and versions: the configuration decides what is trained, or a line names one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from accelerate.utils import DynamoBackend
 from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.system.environment import CHANGE_LAST_BITS, CHANGES, REFUSED, describe_machine, settle_variables
+from simpletune.runs import resume
+from simpletune.runs.checkpoint import SavedState, read_checkpoint
+from simpletune.system.environment import (
+    CHANGE_LAST_BITS,
+    CHANGES,
+    REFUSED,
+    describe_machine,
+    numeric_versions,
+    settle_variables,
+)
 from simpletune.system.options import UserError
 
 NAME = re.compile(r"[\"']((?:ACCELERATE|FORK)_[A-Z0-9_]+)[\"']")
@@ -104,3 +113,21 @@ def test_what_changes_torchs_arithmetic_is_said_where_it_does_and_recorded(
     lines = settle_variables(device, compiles)
     assert [line.split(" changes ")[0] for line in lines] == ([f"{name}={value}"] if said else [])
     assert describe_machine()["variables"] == f"{name}={value}"
+
+
+def test_a_resumed_run_says_which_versions_have_changed(tiny_config: dict, monkeypatch, capsys) -> None:
+    """As the checkpoint has them, not the folder's record, which each start replaces."""
+    config = tiny_config | {"checkpoint": {"every": 1}, "train": {"steps": 1}}
+    folder = train(validate(config, "test"))
+    assert read_checkpoint(folder / "checkpoints" / "step-000001").versions == numeric_versions()
+    capsys.readouterr()
+    train(validate(config | {"train": {"steps": 2}}, "test"), resume="latest")
+    assert "resume  with" not in capsys.readouterr().out
+    newer = {"torch": "9.1.0", "cuda": "14.1", "cudnn": None}
+    monkeypatch.setattr(resume, "numeric_versions", lambda: newer)
+    train(validate(config | {"train": {"steps": 3}}, "test"), resume="latest")
+    now = numeric_versions()
+    changed = f"torch 9.1.0 (the checkpoint: {now['torch']}), CUDA 14.1 (the checkpoint: {now['cuda'] or 'none'})"
+    assert f"resume  with {changed}" in capsys.readouterr().out
+    older = SavedState(folder, 1, {}, [], {}, 1, versions={"torch": "9.1.0"})
+    assert resume.changed_versions(older) is None, "its CUDA is unknown"
