@@ -35,6 +35,8 @@ class OptimizerOption(Option):
     bytes_per_parameter: ClassVar[float]
     """Bytes of optimizer state per trained fp32 parameter."""
 
+    same_in_fp32: ClassVar[str | None] = None
+    """The optimizer that does the same with state in fp32, for one with 8-bit state."""
     draws: ClassVar[bool] = False
     """Whether the optimizer itself draws random numbers."""
     steps_in_backward: ClassVar[bool] = True
@@ -143,6 +145,7 @@ class AdamW8bit(OptimizerOption):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator for numerical stability."""
 
+    same_in_fp32: ClassVar[str | None] = "adamw"
     bytes_per_parameter: ClassVar[float] = 2.03
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -161,6 +164,7 @@ class PagedAdamW8bit(OptimizerOption):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator for numerical stability."""
 
+    same_in_fp32: ClassVar[str | None] = "adamw"
     bytes_per_parameter: ClassVar[float] = 2.03
     no_fsdp_reason: ClassVar[str | None] = "pages state to host memory, of which each process has only a part"
     undoes: ClassVar[bool] = False  # the host would read the paged state while the device writes it

@@ -247,6 +247,7 @@ def test_a_killed_run_s_remains_are_removed_when_they_are_old(model: SD3, cache:
 
 def test_of_several_processes_the_first_writes(model: SD3, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     model.load_denoiser(Int8(), CPU, cache=cache)
     assert not cache.exists()
 
