@@ -78,16 +78,13 @@ class Metrics:
                 row["waited"] = round(done.waited, 6)
             append_metrics(self.folder, {"step": done.step + 1, "epoch": done.step // self.steps_per_epoch, **row})
             self.attempt.last_step = done.step + 1
-            self._count_idle(loss, norm)
+            if self.idle is not None:
+                self.idle = self.idle + 1 if min(abs(loss), norm) < NOTHING else None
+            if self.idle == IDLE:
+                self.warn_if_idle()
             self.trackers.scalars(done.step + 1, row)
             progress.update(done.step + 1, loss, seconds)
         return InterruptFlags(stop, answer)
-
-    def _count_idle(self, loss: float, norm: float) -> None:
-        if self.idle is not None:
-            self.idle = self.idle + 1 if min(abs(loss), norm) < NOTHING else None
-        if self.idle == IDLE:
-            self.warn_if_idle()
 
     def warn_if_idle(self) -> None:
         """Warn if nothing has been trained in any step of this process."""
