@@ -65,6 +65,7 @@ class TrainingState:
     average: Average | None = None  # of the weights to export, if enabled
     processes: int = 1  # that train together
     fp16: Json | None = None  # Fp16.state of a run with products in fp16: the loss scale and the blocks in fp32
+    base: Json = field(default_factory=dict)  # resume.base_of: what the run trains on
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class SavedState:
     micro_batches: int | None = None  # of a step; None: from a version whose gradient_accumulation was per process
     fp16: Json | None = None  # as in TrainingState
     figures: Json = field(default_factory=dict)  # figure_sums; empty in checkpoints before November 2026
+    base: Json = field(default_factory=dict)  # as in TrainingState; empty in checkpoints of 0.1.0
 
 
 def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
@@ -123,6 +125,7 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
             "micro_batches": state.config.train.accumulation,
             "fp16": state.fp16,
             "figures": figure_sums(run),
+            "base": state.base,
             "torch": torch.__version__,
             "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
         }
@@ -176,7 +179,7 @@ def read_checkpoint(folder: Path) -> SavedState:
     try:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
-        later = {name: state[name] for name in ("micro_batches", "fp16", "figures") if name in state}
+        later = {name: state[name] for name in ("micro_batches", "fp16", "figures", "base") if name in state}
         saved = SavedState(folder, **fields, **later)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
@@ -230,6 +233,8 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("fp16")
     if not isinstance(saved.figures, dict):
         raise TypeError("figures")
+    if not isinstance(saved.base, dict):
+        raise TypeError("base")
     if not isinstance(checksums, dict):
         raise ValueError("sha256")
     if not {TRAINABLE, OPTIMIZER} <= {name.replace(INDEX_SUFFIX, ".safetensors") for name in checksums}:

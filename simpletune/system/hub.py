@@ -101,6 +101,13 @@ def is_hub_name(name: str) -> bool:
     return not Path(name).exists() and not name.endswith(".safetensors") and HUB_NAME.match(name) is not None
 
 
+def commit_of(folder: Path | None) -> str | None:
+    """The commit of a part's folder in the hub's cache; None if it lies elsewhere."""
+    snapshot = next((each for each in folder.parents if each.parent.name == "snapshots"), None) if folder else None
+    is_cached = snapshot is not None and re.match("(model|dataset)s--", snapshot.parents[1].name)
+    return snapshot.name if snapshot is not None and is_cached else None
+
+
 def part_folder(part: HubPart) -> Path:
     """Return the local folder of a part on the hub; fetch it if necessary."""
     if part not in _FETCHED:

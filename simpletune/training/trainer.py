@@ -59,6 +59,7 @@ class Job:
     attention: str  # its kernel
     attempt: AttemptRecorder  # of this process
     store: CheckpointStore
+    base: Json  # what it trains on (resume.base_of)
     predicted: Estimate | None = None  # the memory
     timed: Json | None = None  # the time and price; None if the run continues, which keeps those of its first start
 
@@ -79,7 +80,7 @@ class Trainer:
         self.trackers = open_trackers(config, folder, job.start, self.main)
         self.guard = NonFiniteGuard(config, folder, core, job.batches, job.start, self.trackers.warn)
         self.metrics = Metrics(folder, core, self.guard, job.attempt, self.trackers, plan.steps_per_epoch)
-        self.checkpointer = Checkpointer(config, folder, core, plan, job.stages, job.attempt, job.store)
+        self.checkpointer = Checkpointer(config, folder, core, plan, job.stages, job.attempt, job.store, job.base)
         if self.main:
             memory = None if job.predicted is None else job.predicted.as_json()["stages"]
             put_predicted(folder, self.steps, plan.steps_per_epoch, memory, job.timed)

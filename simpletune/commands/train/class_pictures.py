@@ -113,17 +113,17 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
 
 def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
     """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
-    model, precision, first = config.model, config.precision, requests[0]
+    model, precision, first, sums = config.model, config.precision, requests[0], config.output.cache_folder
     prompts = model.prompts(precision.encoder_dtype())
     depends = {
         "base": [
-            model.part(model.denoiser).fingerprint(),
+            model.part(model.denoiser).fingerprint(sums),
             model.init,
             config.train.seed if model.init == "random" else 0,
             *([] if (stack := read_stack(config)) is None else [stack.key]),
         ],
-        "encoders": [prompts.fingerprint(encoder) for encoder in prompts.encoders],
-        "vae": model.part("vae").fingerprint(),
+        "encoders": [prompts.fingerprint(encoder, sums) for encoder in prompts.encoders],
+        "vae": model.part("vae").fingerprint(sums),
         "weights": precision.weights,
         "request": [
             sorted({request.prompt for request in requests}),

@@ -37,7 +37,7 @@ from simpletune.runs.folder import (
     put_chosen,
 )
 from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
-from simpletune.runs.resume import check_resumable
+from simpletune.runs.resume import base_of, check_resumable, kept_settings, require_same_base
 from simpletune.runs.stack import read_stack, require_lora_families
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
@@ -95,7 +95,11 @@ def set_up(
         require_lora_families(config)  # before the download
     resolved = resolve_folders(config)
     require_model_rules(resolved)
-    begins, stacked = None if saved else read_start(resolved), require_base(resolved, saved)
+    begins, stacked = None if saved else read_start(resolved), require_loras(resolved, saved)
+    with accelerator.main_process_first():  # computes the checksums of large files, which the others then know
+        base = base_of(resolved, stacked)
+    if saved is not None:
+        require_same_base(saved, resolved, base)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
@@ -141,12 +145,13 @@ def set_up(
         attention=attention,
         attempt=attempt,
         store=store,
+        base=base,
         predicted=predicted,
         timed=None if saved else timed,
     )
 
 
-def require_base(config: TrainConfig, saved: checkpoint.SavedState | None) -> list[Json]:
+def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> list[Json]:
     """Print and return the record of the LoRAs under a run; a ``UserError`` if they do not fit the base, or are not
     those that a resumed run began with."""
     stack = read_stack(config, run_folder(config) if saved else None)

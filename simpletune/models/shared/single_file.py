@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
-from simpletune.system.checksums import fingerprint_of_range
+from simpletune.system.checksums import fingerprint_of_spans
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header, require_safetensors
 
@@ -170,15 +170,17 @@ class SingleFile:
         """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""
         _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
 
-    def fingerprint(self, part: str) -> str:
-        """A short hash of a part's names, types and shapes, and of samples spread over its bytes."""
+    def fingerprint(self, part: str, sums: Path | None = None) -> str:
+        """A short hash of a part's names, types and shapes, and of its bytes; ``sums`` as for ``Part.fingerprint``."""
         entries = self.tensors_of(part)
         about = repr(sorted((name, entry["dtype"], entry["shape"]) for name, entry in entries.items()))
         with open(self.path, "rb") as handle:
             start = 8 + int.from_bytes(handle.read(8), "little")
-        offsets = [entry["data_offsets"] for entry in entries.values()]
-        first, last = min(begin for begin, _ in offsets), max(end for _, end in offsets)
-        return fingerprint_of_range(self.path, about, start + first, start + last)
+        spans: list[tuple[int, int]] = []  # of the part alone: another part's tensors may lie between
+        for first, last in sorted(entry["data_offsets"] for entry in entries.values()):
+            joins = bool(spans) and spans[-1][1] == start + first
+            spans[-1:] = [(spans[-1][0], start + last)] if joins else [*spans[-1:], (start + first, start + last)]
+        return fingerprint_of_spans(self.path, about, spans, sums)
 
     def read(self, part: str) -> dict[str, Tensor]:
         """Read a part's tensors, by the name without its prefix, as views of the memory-mapped file."""
