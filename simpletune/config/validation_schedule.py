@@ -80,14 +80,14 @@ def choose_validation_samples(
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
     ``samples_per_step`` is the mean over the run's ``steps``. A resumed run keeps ``before``, the number of its first
-    start, because losses are paired only then.
+    start, because losses are paired only then, unless it no longer evaluates.
     """
     option = config.validation
     periods = (option.every or steps, config.checkpoint.every or steps)
     times = 2 + len({step for every in periods for step in range(every, steps, every)})
     each = times * (1 + (option.class_prompt is not None) + bool(option.unrelated_prompts))
     passes = samples_per_step * steps
-    asked = option.loss_samples if before is None else before
+    asked = option.loss_samples if before is None or option.loss_samples == 0 else before
     count = min(MOST, max(LEAST, int(SHARE * passes / each))) if asked == "auto" else asked
     return ValidationSchedule(count, times if count else 0, count * each / passes)
 

@@ -31,6 +31,7 @@ from simpletune.runs.folder import (
     STACK,
     chosen_before,
     clear_unsaved,
+    earlier_validation_samples,
     finished_steps,
     open_again,
     open_fresh,
@@ -116,7 +117,7 @@ def set_up(
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
-    announce_resume(saved, config, prepared, processes)
+    announce_resume(saved, config, prepared, processes, threads)
     if main:
         open_folder(config, prepared, saved, anew=resume == "auto")
         if begins is not None:
@@ -229,15 +230,20 @@ def write_config(config: TrainConfig) -> None:
 
 
 def announce_resume(
-    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: PreparedData, processes: int
+    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: PreparedData, processes: int, threads: int
 ) -> None:
-    """Print the checkpoint that a run continues from, if any, and the changed settings; a ``UserError`` if it cannot
-    continue from there."""
+    """Print the checkpoint that a run continues from, if any, the changed settings, and those that stay as they were;
+    a ``UserError`` if it cannot continue from there."""
     if saved is None:
         return
     steps = config.steps(prepared.plan.steps_per_epoch)
+    chosen = {**saved.config.get("memory", {}), **chosen_before(config)}
+    kept = kept_settings(config, earlier_validation_samples(run_folder(config)), chosen, threads)
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
-        say(f"resume  changed {change}")
+        path, _, values = change.partition(": ")
+        no_drift = config.adapter.trains_base and path in ("validation.class_prompt", "validation.unrelated_prompts")
+        more = ". Drift is no longer measured: the base has trained since it predicted for the others" * no_drift
+        say(f"resume  {path} stays {kept[path]} ({values})" if path in kept else f"resume  changed {change}{more}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
         raise UserError(
             f"--resume: the checkpoint has {plural(saved.step, 'step')} and the configuration asks for {steps}. "
