@@ -15,7 +15,7 @@ from types import TracebackType
 from simpletune.config.schema import Checkpoint
 from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints, read_state
-from simpletune.runs.folder import REMOTE
+from simpletune.runs.folder import REMOTE, SUMMARY
 from simpletune.runs.remote.index import (
     LostRun,
     RunIndex,
@@ -39,6 +39,21 @@ DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not m
 IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded, since it may be replaced meanwhile
 AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
 AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
+
+
+def damaged_here(folder: Path, files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
+    """Choose the stored files of which this machine has nothing but a damaged copy: what it read may be at fault, so
+    the stored ones stay until it writes its own. Not the summary, without which a run is only finished again."""
+    return {
+        key: file
+        for key, file in files.items()
+        if key != SUMMARY and not (folder / key).exists() and damaged_copy(folder / key).exists()
+    }
+
+
+def damaged_copy(file: Path) -> Path:
+    """Where a file that does not match its checksum is kept."""
+    return file.with_name(file.name + DAMAGED)
 
 
 @dataclass(frozen=True)
@@ -262,7 +277,7 @@ class Uploader:
                 files[key] = StoredFile(size=len(content), sha256=hashlib.sha256(content).hexdigest())
             self._put(content, key, files[key])
             self._stored[key] = seen
-        return files
+        return damaged_here(self.folder, self.index.files) | files
 
     def _upload_checkpoint(self, step: int, staged: Path) -> StoredCheckpoint:
         sums: Mapping[str, str] = read_state(staged / STATE)["sha256"]
