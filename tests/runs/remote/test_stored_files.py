@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import object_store
 import pytest
@@ -135,6 +137,28 @@ def test_what_was_being_uploaded_when_a_process_died_is_taken_as_it_is(
     capsys.readouterr()
     run_with(kept, "auto", train={"steps": 6})
     assert "warning" not in capsys.readouterr().out and not index_of(kept).arriving
+
+
+def test_a_store_that_stops_answering_is_named_with_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Again and again, with the way out; and so does the end of the patience."""
+    for name, seconds in {"SOON": 0.05, "REMINDED": 0.1, "AT_END": 0.5}.items():
+        monkeypatch.setattr(upload, name, seconds)
+    silent, index = threading.Event(), RunIndex(run="r", owner="x", machine="x")
+    store = SimpleNamespace(url="s3://b/x", upload=lambda file, key: silent.wait(), keys=lambda *under: {})
+    monkeypatch.setattr(upload.Uploader, "_commit", lambda self, **changes: None)
+    (tmp_path / "big.bin").write_bytes(bytes(2**21))
+    link(tmp_path, store.url, "r")
+    said = r"not all of it could be uploaded to s3://b/x \(big.bin \(2.0 MiB\) has been on its way for \d s\)"
+    with pytest.raises(UserError, match=f"{said}.*--resume auto to upload the rest"):
+        with upload.Uploader(store, tmp_path, index, None, upload.Checkpoint()):  # type: ignore[arg-type]
+            pass
+    silent.set()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("upload  the rest to s3://b/x: ")]
+    assert len(lines) >= 2
+    assert all("big.bin (2.0 MiB) has been on its way for " in line for line in lines)
+    assert all(line.endswith(" s more. Ctrl-C leaves it, and --resume auto uploads it") for line in lines)
 
 
 def test_one_file_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
