@@ -87,7 +87,7 @@ def checkpoint_of(named: WeightsRef, config: TrainConfig) -> tuple[str, Upload]:
     held = [*([named.lora] if named.lora else []), *named.embeddings]
     saved = checkpoint.read_checkpoint(held[0].parent)
     summary = summary_at(named.run, resolve_model_folder(config), saved)
-    metadata = checkpoint.metadata_of(named.run, shareable(config), saved.step)
+    metadata = checkpoint.metadata_of(named.run, config, saved.step)
     content: Upload = {}
     for file in held:
         header = {**(read_header(file).get("__metadata__") or {}), **metadata} if file != named.lora else metadata

@@ -164,8 +164,9 @@ class Uploader:
         while not self._is_done() and (now := time.monotonic()) - began < patience:
             if now >= due:
                 due = now + REMINDED
-                say(f"upload  the rest to {self.store.url}: {self._waits_for(now)}. It waits at most "
-                    f"{duration(began + patience - now)} more. Ctrl-C leaves it, and --resume auto uploads it")  # fmt: skip
+                left = f"It waits at most {duration(began + patience - now)} more"
+                leave = "Ctrl-C leaves it, and --resume auto uploads it"
+                say(f"upload  the rest to {self.store.url}: {self._waits_for(now)}. {left}. {leave}")
             time.sleep(0.05)  # short, so that signals are handled at once
 
     def _waits_for(self, now: float) -> str:
@@ -256,7 +257,8 @@ class Uploader:
 
     def _upload_files(self) -> dict[str, StoredFile]:
         """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded, and
-        return all of them, with those that are intact only in the store. The index names them first: whatever becomes of this process, it knows what is there."""
+        return all of them, with those that are intact only in the store. The index names them first: whatever becomes
+        of this process, it knows what is there."""
         files, changed = dict[str, StoredFile](), dict[str, tuple[int, int]]()
         # not rglob, which fails if a checkpoint is removed meanwhile
         found = [Path(place, name) for place, _, names in os.walk(self.folder) for name in names]
