@@ -20,6 +20,7 @@ from statistics import fmean
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
+from simpletune.runs.repair import with_sum
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.options import Json, UserError, join_names, plural
 
@@ -229,4 +230,4 @@ def put_choice(run: Path, step: int | None) -> None:
     if step not in steps:
         have = f"It has {join_names([str(number) for number in steps], 12)}" if steps else "It has none"
         raise UserError(f"--choose {step}: {run} has no checkpoint of this step. {have}")
-    write_text(run / BEST, json.dumps({"step": step}) + "\n")
+    write_text(run / BEST, json.dumps(with_sum({"step": step})) + "\n")

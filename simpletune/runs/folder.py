@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside
+from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside, with_sum, without_sum
 from simpletune.system.atomic import remove, write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -214,7 +214,7 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
         found["keeping_attention"] = memory.keeping_attention(blocks)
     if config.memory.modulation == "auto":
         found["modulation"] = chosen.memory.modulation
-    write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
+    write_text(run_folder(config) / CHOSEN, json.dumps(with_sum(found)) + "\n")
 
 
 def chosen_before(config: TrainConfig) -> Json:
@@ -285,6 +285,7 @@ def read_json_or_none(file: Path) -> Json | None:
     """Read a JSON object from a file; None if the file does not exist, a UserError if it is damaged."""
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
+        value = without_sum(value) if isinstance(value, dict) else value
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:

@@ -46,6 +46,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
         **validator.evaluated_on,
         "output": str(output),
         CHECKSUMS: result_checksums(config, folder),
+        FIGURES: figure_sums(folder),
     }
     if trainer.early is not None:
         asked = config.steps(plan.steps_per_epoch)

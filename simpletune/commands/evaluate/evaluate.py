@@ -19,6 +19,7 @@ from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
+from simpletune.runs.repair import with_sum
 from simpletune.runs.report.evaluations import about_scores
 from simpletune.runs.weights_names import find_whole_run, run_config
 from simpletune.stages.sample import PictureRequest
@@ -67,7 +68,7 @@ def evaluate(args: argparse.Namespace) -> Path:
             },
             "measured": session.stages.as_json(),
         }
-        write_json(args.run / SCORES, result)
+        write_json(args.run / SCORES, with_sum(result))
     say("\n".join(lines(result)))
     memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
     say(f"{args.run / SCORES}: every score with its interval{memory}")

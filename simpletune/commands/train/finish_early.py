@@ -56,6 +56,7 @@ def finish_early(name: str) -> Path:
         summary, warnings = summary_at(run, resolve_model_folder(config), saved), list[str]()
         output = export(run, config, saved)
         summary |= {"output": str(output), CHECKSUMS: result_checksums(config, run), "warnings": warnings}
+        summary[FIGURES] = figure_sums(run)
         write_json(run / SUMMARY, summary | {"complete": False})
         card = write_card(run, config, summary, saved.manifest)
         page = report_or_warning(run, warnings.append) if config.output.report else None

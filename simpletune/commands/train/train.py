@@ -14,6 +14,7 @@ from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.figure_sums import FIGURES, require_figures
 from simpletune.runs.folder import finished_steps, read_summary
 from simpletune.runs.remote.checkpoint_store import open_checkpoint_store
 from simpletune.runs.repair import require_place
@@ -95,6 +96,8 @@ def is_finished(config: TrainConfig) -> bool:
         from simpletune.commands.train.finish_early import restore_result
 
         restore_result(folder, saved, summary)
+        figures = summary.get(FIGURES)
+        require_figures(folder, figures if isinstance(figures, dict) else {})
     result = result_files(config, folder)[0]
     say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {result}")
     return True
