@@ -62,8 +62,8 @@ class LatentCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, tile: int | None = None):
         self.model, self.dtype, self.tile = model, dtype, tile
-        local = place if isinstance(place, Path) else place.local
-        name = f"{model.part('vae').fingerprint(local)}-{str(dtype).removeprefix('torch.')}"
+        sums = place if isinstance(place, Path) else place.folder
+        name = f"{model.part('vae').fingerprint(sums)}-{str(dtype).removeprefix('torch.')}"
         tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if model.reads_framing else ""
         self.cache = open_cache(place, "latents", f"{name}{tiled}{framed}")
 
