@@ -389,7 +389,8 @@ def _download_apart(file: HubFile, bar: type[tqdm]) -> str | None:
     """
     bars: dict[str, tqdm] = {}
     before, fault = _incomplete(file), ""
-    with subprocess.Popen(_command(file), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+    none = subprocess.DEVNULL
+    with subprocess.Popen(_command(file), stdin=none, stdout=subprocess.PIPE, stderr=none, text=True) as child:
         assert child.stdout is not None
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_pass_on, args=(child.stdout, lines), daemon=True).start()
@@ -446,7 +447,10 @@ def _command(file: HubFile) -> list[str]:
         "endpoint": constants.ENDPOINT,
         "etag_timeout": constants.HF_HUB_ETAG_TIMEOUT,
     }
-    return [sys.executable, "-c", f"from {__name__} import download_alone; download_alone()", json.dumps(how)]
+    # Without the current folder, whose files could hide modules; the package's comes last, as it may not be installed.
+    found = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
+    script = f"{found}; from simpletune.system.hub import download_alone; download_alone()"
+    return [sys.executable, "-P", "-c", script, json.dumps(how)]
 
 
 def download_alone() -> None:

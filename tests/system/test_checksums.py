@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from simpletune.system import checksums
 from simpletune.system.checksums import CHUNK, SMALL, hash_content
+from simpletune.system.model_folder import fingerprint
 
 LARGE = SMALL + 12_345  # bytes
 
@@ -74,6 +76,21 @@ def test_small_files_are_known_by_the_names_that_their_caches_have_had(size: int
     assert all(start - before <= CHUNK for before, start in zip(starts, starts[1:], strict=False))
     sampled = hashlib.sha256(b"".join(data[start : start + CHUNK] for start in starts))
     assert print_of(tmp_path / "weights") == sampled.hexdigest()
+
+
+def test_a_row_of_an_embedding_counts_and_the_place_of_a_model_does_not(tmp_path: Path) -> None:
+    """256 bytes of 5 MiB, as where a learned token is written into a text encoder."""
+    folder = tmp_path / "text_encoder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    file = written(folder / "model.safetensors", 5 * 2**20)
+    before = fingerprint(folder, tmp_path)
+    assert fingerprint(shutil.copytree(folder, tmp_path / "copy"), tmp_path) == before == fingerprint(folder)
+    for byte in range(3_000_000, 3_000_256):
+        change(file, byte)
+    assert fingerprint(folder, tmp_path) != before
+    (tmp_path / "copy" / "config.json").write_text("{} ")
+    assert fingerprint(tmp_path / "copy", tmp_path) != before
 
 
 def test_only_spans_count(tmp_path: Path) -> None:
