@@ -127,6 +127,7 @@ def kept_settings(config: TrainConfig, samples: int | None, chosen: Json, thread
         found["memory.modulation"] = f"{chosen['modulation']}, as before"
     if memory.checkpointing != "auto":
         found["memory.budget_gib"] = "without effect: the run keeps its train.batch_size"
+    found["output.prices"] = "without effect on this run: its predicted price is that of the first start"
     return found
 
 

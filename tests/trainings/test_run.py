@@ -202,6 +202,7 @@ def test_what_a_resumed_run_keeps(tiny_config: dict) -> None:
     assert "memory.budget_gib" not in kept(memory={"checkpointing": "auto", **budget})
     batch = {"batch_size": 2, "global_batch": 4}
     assert "memory.budget_gib" in kept(memory={"checkpointing": "none", **budget}, train=batch)
+    assert "price is that of the first start" in kept()["output.prices"]
 
 
 def test_full_fine_tuning_says_that_other_prompts_end_its_drift(
