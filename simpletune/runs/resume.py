@@ -67,7 +67,9 @@ def require_same_base(saved: SavedState, config: TrainConfig, base: Json) -> Non
             continue
         commit = commit or (before or {}).get("commit")
         others = f" (fingerprint {before['fingerprint']} -> {known['fingerprint']})" if before else " (new)"
-        listed.append(f"{name}: {config.model.part(name).place} has other contents{others}")
+        part = config.model.part(name)
+        place = part.place if part.folder or part.file else config.model.weights_from  # of a file's marks
+        listed.append(f"{name}: {place} has other contents{others}")
     if saved.base["loras"] != base["loras"]:
         listed.append("model.loras: other files or strengths")
     if listed:

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import original_layout
+import original_sdxl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import TrainOnce, merged, run_with, saved_weights
 
+from simpletune.models.sdxl.option import SDXL
 from simpletune.runs.checkpoint_folders import read_state, with_checksum
 from simpletune.runs.resume import require_same_base
 from simpletune.system.hub import commit_of
@@ -136,8 +138,19 @@ def test_a_single_file_that_was_replaced_is_refused(tiny_config: dict, pipeline:
         run_with(data, "latest", train={"steps": 3})
 
 
+def test_the_marks_of_a_single_file_count(unet_pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    """An empty tensor says that an SDXL model predicts v: no weight differs."""
+    found, folder = [], unet_pipeline("sdxl")
+    for marks in ((), ("v_pred",), ("v_pred", "ztsnr")):
+        file = original_sdxl.write(folder, tmp_path / "file.safetensors", marks=marks)
+        os.utime(file, ns=(0, len(marks) + 1))
+        found.append(SDXL(pretrained=str(file), text_encoders=str(folder)).fingerprints())
+    assert len({each.pop("scheduler") for each in found}) == 3
+    assert found[0] == found[1] == found[2] and {"unet", "vae", "text_encoder_2", "tokenizer"} <= found[0].keys()
+
+
 def test_a_repository_that_moved_on_is_named_with_the_commit_to_return_to() -> None:
-    part = SimpleNamespace(place="/hub/models--a--b/snapshots/new/vae")
+    part = SimpleNamespace(place="/hub/models--a--b/snapshots/new/vae", folder=Path("/hub"), file=None)
     config = SimpleNamespace(model=SimpleNamespace(part=lambda name: part))
     saved = SimpleNamespace(folder="step", base={"parts": {"vae": {"fingerprint": "1", "commit": "old"}}, "loras": []})
     base = {"parts": {"vae": {"fingerprint": "2", "commit": "new"}}, "loras": []}

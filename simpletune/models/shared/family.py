@@ -68,6 +68,11 @@ class Family(FamilyFacts):
         if self.init == "random":
             read = [part for part in read if part.name != self.denoiser]
         found = {part.name: part.fingerprint(sums) for part in read}
+        for single in (part.single_file() for part in read if part.name == self.denoiser and part.file is not None):
+            told = json.dumps(
+                single.scheduler_settings, sort_keys=True
+            )  # marks beside the weights say what it predicts
+            found.setdefault("scheduler", hashlib.sha256(told.encode()).hexdigest()[:16])
         if self.init == "random":
             config = json.dumps(self.known_config(), sort_keys=True)
             found[self.denoiser] = hashlib.sha256(config.encode()).hexdigest()[:16]
