@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import difflib
+import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -181,16 +183,36 @@ def validate(
     if config is not None:
         bad = {problem.path for problem in found}
         known = suggested is not None or not bad & {"model", "model.family"}  # else it is the default one here
-        found += [problem for problem in config_rules(config, known) if problem.path not in bad]
-        bad = {problem.path for problem in found}
         missing = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
-        skipped = (*missing, *(f"{path}." for path in bad))
-        found += [
-            each for each in file_problems(config, known) if each.path not in bad and not each.path.startswith(skipped)
-        ]
+        try:
+            found += [problem for problem in config_rules(config, known) if problem.path not in bad]
+            bad = {problem.path for problem in found}
+            skipped = (*missing, *(f"{path}." for path in bad))
+            of_files = file_problems(config, known)
+            found += [each for each in of_files if each.path not in bad and not each.path.startswith(skipped)]
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            found.append(_too_long(data, str(error.filename)))
     if found or config is None:
         raise ConfigError(found, source)
     return config
+
+
+def _too_long(data: Json, file: str) -> Problem:
+    """The problem of a path that is longer than any file's: its place is the longest value within it."""
+    named = {path: value for path, value in _texts(data) if value in file}
+    path = max(named, key=lambda path: len(named[path]), default="")
+    return Problem(path, f"{file[:40]}... has {len(file):,} characters, more than a file's name can. Shorten it")
+
+
+def _texts(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a configuration, by its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(each, f"{path}.{key}" if path else str(key))
 
 
 def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:

@@ -507,3 +507,13 @@ def test_the_configuration_of_an_older_run_has_the_familys_objective() -> None:
     unet = read_saved(json.dumps(old | {"model": {"family": "sd15"}, "objective": {}}))
     assert unet.objective.name == "ddpm"
     assert read_saved(json.dumps({key: old[key] for key in ("name", "data")})).objective.name == "flow"
+
+
+@pytest.mark.parametrize("path", ["data.path", "data.mask_path", "model.pretrained", "model.text_encoders"])
+def test_a_path_longer_than_any_file_s_is_a_problem_of_its_field(path: str, tiny_pictures: Path) -> None:
+    section, leaf = path.split(".")
+    data: dict = {"name": "x", "data": {"path": str(tiny_pictures), "mask": "files"}, "model": {}}
+    data[section][leaf] = "x" * 5000
+    with pytest.raises(ConfigError, match=rf"{path}: x+\.\.\. has 5,\d+ characters") as refused:
+        validate(data, "x.json")
+    assert len(str(refused.value)) < 1000
