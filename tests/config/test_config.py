@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -507,6 +508,31 @@ def test_the_configuration_of_an_older_run_has_the_familys_objective() -> None:
     unet = read_saved(json.dumps(old | {"model": {"family": "sd15"}, "objective": {}}))
     assert unet.objective.name == "ddpm"
     assert read_saved(json.dumps({key: old[key] for key in ("name", "data")})).objective.name == "flow"
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError("Unable to allocate 40.0 GiB for an array"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                 "to allocate 40000000000 bytes. Error code 12 (Cannot allocate memory)"),
+])  # fmt: skip
+def test_full_memory_of_the_machine_is_said_with_its_numbers(error: Exception, capsys, monkeypatch) -> None:
+    def fails(args: argparse.Namespace) -> None:
+        raise error
+
+    monkeypatch.setitem(cli_main.VERBS, "schema", (fails, lambda parser: None))
+    assert main(["schema"]) == 5
+    said = capsys.readouterr().err
+    assert re.search(r"^error: this machine's memory is full.*; this process has used up to \d+\.\d GiB\. End", said)
+    assert all(number in said for number in re.findall(r"\d{5,}|40.0 GiB", str(error)))
+
+
+def test_another_runtime_error_keeps_its_traceback(monkeypatch) -> None:
+    def fails(args: argparse.Namespace) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(cli_main.VERBS, "schema", (fails, lambda parser: None))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["schema"])
 
 
 @pytest.mark.parametrize("path", ["data.path", "data.mask_path", "model.pretrained", "model.text_encoders"])

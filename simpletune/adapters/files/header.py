@@ -48,6 +48,9 @@ PLAIN_ONLY = "Only plain LoRA can be applied exactly"
 LONGEST_PATTERN = 200  # characters
 DAMAGED = "The file is damaged: download or export it again"
 MOST_TENSORS = 100_000  # of a file that is described: matching so many names takes seconds
+MOST_BYTES = 2**35  # of a LoRA's tensors; a header of a few bytes can announce any number
+MOST_SIDE = 2**15  # inputs or outputs of a layer, and ranks; the widest known have 23,040 (a U-Net's 3x3 convolutions)
+MOST_RANK = 1024  # of small layers, of which one setting of the rank may exceed both sides
 LARGEST_SCALE = 1e6
 """Largest accepted alpha / rank; real files have 0.001 to 100."""
 
@@ -117,6 +120,9 @@ class LoraHeader:
         self.bundled = [name for name in self.names if name.startswith(BUNDLED)]
         self.methods = other_methods(self.names)
         self.is_lora = is_lora(self.names)
+        size = max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
+        if self.is_lora and size > MOST_BYTES:
+            raise UserError(f"{file} has {size:,} bytes of tensors; a LoRA has at most {MOST_BYTES:,}. {DAMAGED}")
         self.odd_alphas: list[str] = []
         found: dict[str, Module] = {}
         for key in self.names:
@@ -336,6 +342,12 @@ def _require_shapes(header: LoraHeader) -> None:
         size = update_shape(shapes)
         if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
+        sides = max(size.outputs, size.inputs)
+        if sides > MOST_SIDE * len(module.layers) or (size.rank or 0) > max(sides, MOST_RANK):
+            raise UserError(
+                f"{factors}: rank {size.rank or 1:,} for {size.inputs:,} inputs and {size.outputs:,} outputs. No layer "
+                f"has more than {MOST_SIDE:,}, and no update a higher rank than its layer's larger side. {DAMAGED}"
+            )
         if any(not is_by_output(role, shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
             raise UserError(
                 f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from simpletune.apps.cli import control, data, doctor, estimate, evaluate, gener
 from simpletune.system.console import print_any_text
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
+from simpletune.system.portable import peak_resident_bytes
 from simpletune.system.printable import printable
 from simpletune.system.redact import redact
 from simpletune.system.signals import Stopped
@@ -151,8 +153,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 on success, 1 for problems that doctor found, 2 for configuration and input, 4 for a non-finite loss or
-        gradient, 6 for a full disk, 7 if another process of the run is gone, 130 after Ctrl-C or a request to stop, 143
-        after SIGTERM.
+        gradient, 5 for full memory, 6 for a full disk, 7 if another process of the run is gone, 130 after Ctrl-C or a
+        request to stop, 143 after SIGTERM.
     """
     print_any_text()
     args = parse(argv)
@@ -164,7 +166,15 @@ def main(argv: list[str] | None = None) -> int:
         return error.code
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (MemoryError, RuntimeError) as error:
+        if not _is_memory_full(error):
+            raise
+        print(f"error: {printable(redact(_memory_full(error)))}", file=sys.stderr)
+        return 5
     except OSError as error:
+        if _is_memory_full(error):
+            print(f"error: {printable(redact(_memory_full(error)))}", file=sys.stderr)
+            return 5
         if error.filename is None:  # without a file, a traceback is more useful
             raise
         remedy = "Repair or remove it, or check that this user has read and write permission"
@@ -178,6 +188,25 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped; finished work is kept", file=sys.stderr)
         return 130
     return 0
+
+
+def _is_memory_full(error: BaseException) -> bool:
+    """Whether an error says that this machine, rather than its card, has no memory left: Python's, the system's, or
+    that of torch's allocator."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _memory_full(error: BaseException) -> str:
+    """Say how much memory was asked for, if the error knows, how much this process has had, and what to do."""
+    asked = " ".join(str(error).split())[:300]
+    return (
+        f"this machine's memory is full{f' ({asked})' if asked else ''}; this process has used up to "
+        f"{peak_resident_bytes() / 2**30:,.1f} GiB. End other programs, raise the limit that this process has "
+        "(ulimit -v, a container's), or give it less at once: smaller files, pictures or batches. A run continues with "
+        "--resume auto"
+    )
 
 
 def run_verb(*words: str) -> None:

@@ -23,6 +23,7 @@ from simpletune.system.printable import first_line
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB
 SIDE = 320  # of models that take any
+MOST_SIDE = 4096  # of the input; U2-Net's successors have 1024
 MODEL_BYTES = 2**31  # of a protobuf
 
 
@@ -45,13 +46,23 @@ class SaliencyModel:
             raise UserError(f"--masks-from: {file} {reason}. Name an ONNX file") from None
         except ValueError as error:
             raise UserError(f"--masks-from: {file} cannot be loaded ({error}). Name an ONNX file") from None
-        self._input = self._session.get_inputs()[0]
-        shape = self._input.shape
-        if len(shape) != 4 or (isinstance(shape[1], int) and shape[1] != 3):
+        inputs = self._session.get_inputs()
+        shapes = [each.shape for each in inputs]
+        shape = shapes[0] if len(shapes) == 1 else []
+        sides = [size if isinstance(size, int) else SIDE for size in shape[2:]]
+        batch, channels = (size if isinstance(size, int) else None for size in (*shape, 0, 0)[:2])
+        if len(sides) != 2 or batch not in (1, None) or channels not in (3, None):
             raise UserError(
-                f"--masks-from: the input of {file} is {shape}, not [1, 3, {SIDE}, {SIDE}]. Name another model"
+                f"--masks-from: {file} has the inputs {shapes}, not one of [1, 3, {SIDE}, {SIDE}]. Name another model"
             )
-        height, width = (size if isinstance(size, int) else SIDE for size in shape[2:])
+        if not all(1 <= side <= MOST_SIDE for side in sides):
+            raise UserError(
+                f"--masks-from: the input of {file} is {sides[0]} x {sides[1]} px; sides are from 1 to {MOST_SIDE}. "
+                "Name another model"
+            )
+        if not self._session.get_outputs():
+            raise UserError(f"--masks-from: {file} has no output. Name another model")
+        self._input, (height, width) = inputs[0], sides
         self.size = width, height
 
     @property
