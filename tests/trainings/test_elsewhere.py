@@ -79,8 +79,10 @@ def test_a_run_is_the_same_everywhere(language: str, locales: Path, tmp_path: Pa
     found = []
     for name, folder in (("here", None), ("there", locales)):
         runs = tmp_path / name
-        overrides = [f"output.runs={runs}", f"output.cache={runs / 'cache'}", f"output.profiles={runs}", "device=cpu",
-                     "train.steps=2", "validation.steps=1", "tracking.tensorboard=false"]  # fmt: skip
+        overrides = [
+            f"output.runs={runs}", f"output.cache={runs / 'cache'}", f"output.profiles={runs}", "device=cpu",
+            "train.steps=2", "schedule.warmup_steps=1", "validation.steps=1", "tracking.tensorboard=false",
+        ]  # fmt: skip
         simpletune("train", "demo", *overrides, folder=folder, language=language)
         run = next(runs.glob("*/summary.json")).parent
         simpletune("report", str(run), "--out", str(runs / "report.html"), folder=folder, language=language)
