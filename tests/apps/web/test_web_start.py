@@ -40,7 +40,7 @@ from simpletune.commands.init.choices import suggest
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
-from simpletune.system.gpus import find_card
+from simpletune.system.gpus import CARDS, find_card
 from simpletune.system.options import ConfigError, documented, option_classes
 
 
@@ -272,6 +272,23 @@ def test_the_preset_is_what_init_suggests(tmp_path: Path, monkeypatch: pytest.Mo
     assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped
     monkeypatch.setattr(presets, "LOOKED_AT", 5)  # of more entries, the pictures are not decoded
     assert presets.preset(card, folder, "sks").origin == presets.WITH_CARD
+
+
+def test_the_list_of_cards_is_grouped_and_ends_with_sizes_of_memory(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    groups = dict(presets.cards())
+    listed = [value for name, members in groups.items() if name not in ("", "Another card") for value, _ in members]
+    assert (
+        listed == [card.name for card in CARDS]
+        and ("RTX4060Ti-8GB", "RTX4060Ti-8GB, 8 GiB") in groups["GeForce RTX 40"]
+    )
+    assert ("12GiB", "other: 12 GB") in groups["Another card"]
+    client = open_pages(tmp_path)
+    text = client.get("/start").text
+    assert text.count("<optgroup") == text.count("</optgroup>") == len(groups) - 1 > 5
+    text, values = change(client, Form(text).values, card="12GiB")
+    assert values["memory.profile"] == "12gb" and quiet[-1].device == "12 GiB"
 
 
 def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:

@@ -12,12 +12,13 @@ from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import TRIGGER, profile_of, suggest
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import run_name
-from simpletune.system.gpus import CARDS, Card
+from simpletune.system.gpus import GROUPS, Card
 from simpletune.system.options import Json, UserError
 
 CHOSEN = "chosen for your card and pictures"  # the source of a preset's values
 HERE = "here"  # the machine that serves the page
 WITHOUT_CARD, WITH_CARD = "demo", "sd3_medium_lora_8gb"
+SIZES = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192)  # GB of cards that are not in the list
 CAPTIONS = (".txt", ".caption", ".jsonl")
 LOOKED_AT = 1000  # entries of a folder; decoding more would keep the form waiting
 TRY_OUT = (
@@ -34,11 +35,14 @@ def card_here() -> Card | None:
     return card_here()[0]
 
 
-def cards() -> list[tuple[str, str]]:
-    """Return (value, words) of the cards to choose from, this machine's first."""
+def cards() -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return groups of (value, words) of the cards to choose from: this machine's first, and by memory last."""
     here = card_here()
     words = f"this machine: {here.name}, {here.gib:.0f} GiB" if here else "this machine: no graphics card"
-    return [(HERE, words), *((card.name, f"{card.name}, {card.gib:.0f} GiB") for card in CARDS)]
+    groups = (
+        (name, [(card.name, f"{card.name}, {card.gib:g} GiB") for card in group]) for name, group in GROUPS.items()
+    )
+    return [("", [(HERE, words)]), *groups, ("Another card", [(f"{gib}GiB", f"other: {gib} GB") for gib in SIZES])]
 
 
 def preset(card: Card | None, folder: Path | None, trigger: str) -> StartingConfig:
