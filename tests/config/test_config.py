@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from simpletune.apps.cli import main as cli_main
 from simpletune.apps.cli.main import main
+from simpletune.config import load
 from simpletune.config.error_text import problems_of
 from simpletune.config.load import read_config, read_saved, validate
 from simpletune.config.overrides import merge
@@ -26,7 +27,15 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import SHIPPED
 from simpletune.system import redact
-from simpletune.system.options import ConfigError, Option, UserError, first_lines, join_names, option_classes
+from simpletune.system.options import (
+    ConfigError,
+    Option,
+    UserError,
+    documented,
+    first_lines,
+    join_names,
+    option_classes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
@@ -182,6 +191,100 @@ def test_changing_a_tag_drops_the_fields_that_are_gone_and_keeps_what_both_have(
     ):
         result, said, _ = merge(merged(section), [override])
         assert kept.items() <= result.items() and said == notices
+
+
+def path_of(data: dict, path: str) -> str:
+    for part in path.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return str(data)
+
+
+def test_every_path_is_read_as_users_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    texts = {
+        "data.path": "~/dog", "data.mask_path": "'~/masks'", "output.runs": "~/runs", "output.cache": '"~/a cache"',
+        "output.profiles": "~/profiles", "output.prices": "~/prices.json", "model.pretrained": "~/m.safetensors",
+        "model.transformer": "~/t", "model.unet": "~/u", "model.vae": "~/v", "model.text_encoders": "~/e",
+        "adapter.start": "~/a.safetensors:0.8", "model.loras.0": "~/l.safetensors", "data.sources.1.path": "~/more",
+    }  # fmt: skip
+    data: dict = {"model": {"loras": ["~/l.safetensors"]}, "data": {"sources": [{}, {}]}}
+    for path, text in texts.items():
+        *sections, key = path.split(".")
+        place = data
+        for part in sections:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        if isinstance(place, dict):
+            place[key] = text
+    read, problems = load.with_typed_paths(data)
+    assert not problems and {path for _, _, path in load.path_fields(data)} == set(texts)
+    for path, text in texts.items():
+        assert path_of(read, path) == text.strip("'\"").replace("~", str(tmp_path))
+    said = {  # texts that are a path by what the schema says of them
+        f"{section}.{name}"
+        for section in load.PATHS
+        for member in option_classes(TrainConfig.model_fields[section].annotation)
+        for name, field in documented(member).items()
+        if "str" in str(field.annotation) and "Literal" not in str(field.annotation)
+        and re.match(r"Path|Folder|JSON file|A Hub name|Replaces|LoRAs? t|\w+ to start from", field.description or "")
+    }  # fmt: skip
+    assert said == {f"{section}.{key}" for section, keys in load.PATHS.items() for key in keys}
+
+
+def test_overrides_reach_folders_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my dog").mkdir()
+    (tmp_path / "my dog" / "0.jpg").touch()
+    config, _ = read_config(Path("demo"), ["data.path=~/my dog", "data.prompt=a dog", "output.runs=~/runs"])
+    assert (config.data.path, config.output.runs) == (f"{tmp_path}/my dog", f"{tmp_path}/runs")
+    quoted, _ = read_config(Path("demo"), [f"data.path='{tmp_path}/my dog'", "data.prompt=a dog"])
+    assert quoted.data.path == f"{tmp_path}/my dog"
+    with pytest.raises(ConfigError) as caught:
+        read_config(Path("demo"), [r"data.path=C:\Users\me", "output.runs=D:/r"])
+    assert [each.path for each in caught.value.problems] == ["data.path", "output.runs"]
+    assert all(" is a path of Windows, which this machine" in each.message for each in caught.value.problems)
+
+
+def test_words_of_an_unquoted_prompt_are_one_problem_that_quotes_it() -> None:
+    _, _, problems = merge(MINIMAL, ["data.prompt=a", "photo:", "sks", "dog", "train.steps=3", "x"])
+    rule = "is not an override. Write key.path=value, as in train.steps=100. A value with spaces is quoted: "
+    assert [str(each) for each in problems] == [
+        f"photo: sks dog: {rule}'data.prompt=a photo: sks dog'",
+        f"x: {rule}'train.steps=3 x'",
+    ]
+
+
+def test_what_is_no_configuration_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    header = {f"{lora}.{end}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * at, 4 * at + 4]}
+              for at, end in enumerate(("lora_down.weight", "lora_up.weight"))}  # fmt: skip
+    for name, tensors in (
+        ("my lora.safetensors", header),
+        ("model.safetensors", {"a.weight": header[f"{lora}.lora_down.weight"]}),
+    ):
+        text = json.dumps(tensors).encode()
+        Path(name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * len(tensors)))
+    Path("dog").mkdir()
+    Path("dog/00.JPG").write_bytes(b"\xff\xd8\xff\0")
+    Path("x.ckpt").write_bytes(b"PK\3\4")
+    Path("sd.toml").write_text("a = 1")
+    Path("dog.zip").write_bytes(b"PK\3\4")
+    for name, told in (
+        ("dog/00.JPG", r"00.JPG is not a configuration, but a picture. Give its folder, as in .*simpletune train dog$"),
+        ("my lora.safetensors", "a LoRA. Draw with it: .*generate --lora 'my lora.safetensors'. Train it fur"),
+        ("model.safetensors", "a file of weights. .* train sd15_lora model.pretrained=model.safetensors"),
+        ("x.ckpt", "a pickle of weights. Convert it: .*python -c .*weights_only=True.* x.ckpt x.safetensors"),
+        ("sd.toml", "another format. .*simpletune import sd.toml"),
+        ("dog.zip", "an archive. Unpack it"),
+        ("dgo", "dgo does not exist. Did you mean dog?"),
+        ("qqqqqqq", "qqqqqqq does not exist. .* or, for train, init and data, a folder of pictures"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=told):
+            load.read_json(Path(name))
+    with pytest.raises(ConfigError) as caught:
+        read_config(Path("sdxl_lora_8gb"), ["data.path=demo:style", "model.pretrained=my lora.safetensors"])
+    (only,) = caught.value.problems
+    assert only.path == "model.pretrained" and "It seems to be a LoRA. Draw with it: " in only.message
 
 
 @pytest.mark.parametrize(

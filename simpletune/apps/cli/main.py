@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from simpletune import __version__
@@ -17,6 +18,7 @@ from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
 from simpletune.system.printable import printable
 from simpletune.system.redact import redact
+from simpletune.system.shell import typed_path
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
@@ -39,6 +41,12 @@ examples:
   simpletune estimate sd3_medium_lora_8gb --device L4     memory, time and price before anything runs
 
 simpletune VERB --help shows a verb's arguments."""
+
+# Arguments that are texts and may be paths.
+NAMES = (
+    "run", "file", "lora", "loras", "base", "tuned", "model", "source", "resume", "embedding", "compare", "prompts",
+    "clip", "dino",
+)  # fmt: skip
 
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 _REQUIRED = "the following arguments are required: "
@@ -146,6 +154,19 @@ def near_option(parser: argparse.ArgumentParser, word: str) -> str:
     return f". Did you mean {near[0]}?" if near else ""
 
 
+def read_paths(args: argparse.Namespace) -> None:
+    """Read the paths among the arguments as ``typed_path`` does, in place."""
+    for name, value in vars(args).items():
+        several = value if isinstance(value, list) else [value]
+        read = [
+            type(each)(typed_path(str(each)))
+            if isinstance(each, Path) or (isinstance(each, str) and name in NAMES)
+            else each
+            for each in several
+        ]
+        setattr(args, name, read if isinstance(value, list) else read[0])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake ends in a message and an exit code, never in a traceback.
 
@@ -158,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     prepare_environment()
     try:
+        read_paths(args)
         VERBS[args.verb][0](args)
     except UserError as error:
         print(f"error: {printable(redact(str(error)))}", file=sys.stderr)

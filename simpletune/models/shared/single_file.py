@@ -16,16 +16,19 @@ from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
 from simpletune.system.checksums import fingerprint_of_range
 from simpletune.system.options import UserError, join_names
-from simpletune.system.safetensors_file import read_header, require_safetensors
+from simpletune.system.portable import join_words
+from simpletune.system.safetensors_file import conversion, read_header, require_safetensors
+from simpletune.system.shell import to_paste
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
+A_LORA = "a LoRA"
 # Kinds of files by the names of their tensors, most specific first.
 FOREIGN = (
-    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", "a LoRA: pass it to inference/lora_inference.py as --lora"),
+    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", A_LORA),
     (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
     (r"^conditioner\.embedders\.0\.model\.", "a refiner of Stable Diffusion XL, which cannot be trained"),
     (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL: set model.family to sdxl"),
@@ -43,6 +46,15 @@ FOREIGN = (
     (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder alone"),
     (r"^text_model\.|^encoder\.block\.\d+\.layer", "a text encoder alone"),
 )
+
+
+def a_lora(file: Path) -> str:
+    """What to do with a LoRA that was given in place of something else."""
+    named = join_words([str(file)])
+    return (
+        f"a LoRA. Draw with it: {to_paste('simpletune', 'generate', '--lora', file)}. Train it further by "
+        f"adapter.start={named}, or on top of it by model.loras, in a configuration of its base"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,8 @@ class SingleFile:
             require_safetensors(path)
         if path.suffix != ".safetensors":
             raise UserError(
-                f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not supported: convert it"
+                f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are never opened. Convert it: "
+                f"{conversion(path)}"
             )
         self.path, self.layout = path, layout
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
@@ -111,7 +124,9 @@ class SingleFile:
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
             kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
             first = ", ".join(list(self.header)[:3]) or "nothing"
-            seems = f"It seems to be {kind}" if (kind := next(kinds, None)) else f"Its first tensors: {first}"
+            kind = next(kinds, None)
+            kind = a_lora(path) if kind == A_LORA else kind
+            seems = f"It seems to be {kind}" if kind else f"Its first tensors: {first}"
             block = layout.marker.partition(".")[0]
             raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from simpletune.apps.web.form.fields import (
 )
 from simpletune.apps.web.roots import Roots
 from simpletune.config.explain import explain
-from simpletune.config.load import read_json, validate
+from simpletune.config.load import path_fields, read_json, validate
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.runs.folder import CONFIG
 from simpletune.system.gpus import Card, find_card
@@ -35,8 +35,7 @@ from simpletune.system.options import ConfigError, Json, Problem, UserError, plu
 FOLDER = "data.path"
 PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
-MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
-OUTPUT = ("profiles", "cache", "prices")
+ELSEWHERE = ("model.loras", "adapter.start", "output.runs")  # names of LoRAs, and the page's own folder
 STORE = re.compile(r"(s3|gs|az|hf|https?)://[^/]+")  # not file://, which would lead out of the roots
 
 
@@ -153,7 +152,7 @@ def _problems(data: Json, outside: set[str]) -> list[Problem]:
     is_empty = get_at(data, FOLDER) == ""
     required = [Problem(FOLDER, "Give the folder with the pictures")] if is_empty else []
     tried = _with_placeholder(data)
-    for section, key, path in _places(tried):
+    for section, key, path in path_fields(tried):
         if path in outside:
             section[key] = PLACEHOLDER if key == "path" else None
     try:
@@ -175,7 +174,9 @@ def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
     """Make a configuration's paths absolute, and set its runs' folder to the page's; return the changed JSON, and a
     problem for each path outside of the roots. Addresses of stores that a run reads stay."""
     data, problems = copy.deepcopy(data), []
-    for section, key, path in _places(data):
+    for section, key, path in path_fields(data):
+        if path.startswith(ELSEWHERE):
+            continue
         text = section[key]
         if text.startswith(DEMO) or not text:
             continue
@@ -200,20 +201,3 @@ def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
             problems.append(Problem("output.runs", f"{why}in a terminal"))
         output["runs"] = str(roots.runs)
     return data, problems
-
-
-def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
-    """Yield (section, key, path) of every text that names a file or folder."""
-    found: list[tuple[object, str, tuple[str, ...]]] = [
-        (data.get("data"), "data", ("path", "mask_path")),
-        (data.get("model"), "model", MODEL_PARTS),
-        (data.get("output"), "output", OUTPUT),
-    ]
-    own = data.get("data")
-    sources = own.get("sources") if isinstance(own, dict) else None
-    for number, source in enumerate(sources if isinstance(sources, list) else ()):
-        found.append((source, f"data.sources.{number}", ("path", "mask_path")))
-    for section, name, keys in found:
-        for key in keys:
-            if isinstance(section, dict) and isinstance(section.get(key), str):
-                yield section, key, f"{name}.{key}"
