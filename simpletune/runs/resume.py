@@ -18,6 +18,8 @@ PINNED = (
     "text", "train.batch_size", "train.gradient_accumulation", "train.global_batch",
 )  # fmt: skip
 
+UNSAID = ("about:", "$schema:")  # texts for readers, which overrides drop
+
 
 def check_resumable(
     saved: SavedState, config: TrainConfig, manifest: list[Json], processes: int | None = None
@@ -30,6 +32,7 @@ def check_resumable(
         # Defaults of newer fields do not change the run.
         before = read_saved(json.dumps(before)).model_dump(mode="json", by_alias=True)
     changes = _differences(before, config.model_dump(mode="json", by_alias=True))
+    changes = [each for each in changes if not each.startswith(UNSAID)]
     pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
     if pinned:
         remedy = "Use the same values, or start a new run under another name"

@@ -25,6 +25,9 @@ def train(args: argparse.Namespace) -> None:
     config = read_config_arguments(args)
     with listening():
         try:
+            from simpletune.runs.checkpoint_folders import require_resumable
+
+            require_resumable(config, args.resume)
             import_libraries()
             from simpletune.commands.train.train import train as run
 
