@@ -216,8 +216,19 @@ def split_step(name: str) -> CheckpointRef | None:
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:
-        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}. Use one of {_listed(steps)}")
+        why = _why_gone(run, int(step), steps)
+        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}{why}. Use one of {_listed(steps)}")
     return CheckpointRef(run, int(step))
+
+
+def _why_gone(run: Path, step: int, steps: list[int]) -> str:
+    """Why a run has no checkpoint of a step that it saved, in words; empty if it has not."""
+    if not (run / CONFIG).is_file():
+        return ""
+    option = run_config(run).checkpoint
+    if option.every is None or step % option.every or step > steps[-1] or step in option.kept(sorted((*steps, step))):
+        return ""
+    return f": it was removed as later ones were saved, because the run keeps its last {option.keep_last}"
 
 
 def _find(name: str) -> WeightsRef:

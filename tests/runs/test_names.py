@@ -89,6 +89,25 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
     assert split_scale("C:here.safetensors") == ("C:here.safetensors", None)
 
 
+def test_a_checkpoint_that_was_removed_is_said_to_be(tmp_path: Path) -> None:
+    data = {"name": "r", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
+    config = validate(data | {"checkpoint": {"every": 50, "keep_last": 2, "keep_every": 200}}, "test")
+    (tmp_path / "config.json").write_text(config.model_dump_json(by_alias=True))
+    for step in (200, 250, 300):
+        checkpoint.checkpoint_folder(tmp_path, step).mkdir(parents=True)
+    removed = (
+        "has no checkpoint of step {}: it was removed as later ones were saved, because the run keeps its last 2. Use"
+    )
+    for step, told in (
+        (100, removed),
+        (150, removed),
+        (120, "step {}. Use one of 200"),
+        (350, "step {}. Use one of 200"),
+    ):
+        with pytest.raises(UserError, match=f"{told.format(step)}.*200, 250, 300"):
+            find_run(f"{tmp_path}@{step}")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

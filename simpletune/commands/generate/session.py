@@ -27,7 +27,7 @@ from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.folder import newest_run
-from simpletune.runs.stack import require_stack
+from simpletune.runs.stack import require_lora_of, require_stack
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
@@ -218,7 +218,11 @@ class GenerationSession:
         shared.free()
 
     def encode_prompts(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
-        """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
+        """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders.
+        Before anything is loaded, LoRAs of another family are refused."""
+        for file in dict.fromkeys(file for weights in models for file, _ in weights.loras):
+            if not holds_hypernetwork(file):
+                require_lora_of(str(file), file, self.config)
         config, stand_ins = self.config, stand_ins_of(models, self.config.text)
         stores: dict[str, PromptStore] = {}
         found: dict[Weights, PromptStore] = {}

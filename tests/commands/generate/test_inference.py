@@ -15,11 +15,13 @@ import pytest
 import torch
 from command_line import parsed
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_encoders import write_clip
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
+from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate import session as session_module
 from simpletune.commands.generate.compare import compare, latent_distance
 from simpletune.commands.generate.generate import build_requests, choose_weights, generate
@@ -167,6 +169,22 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     assert min(latent_distance(expected["both"], expected[name]) for name in ("a", "half", "b")) > 1e-3
     planned = memory.get("modulation") == "plan"
     assert len(loads) == (3 if planned else 1)  # a LoRA on what the plan took out is loaded with its base
+
+
+def test_a_lora_of_another_family_is_refused_before_anything_is_loaded(config, loras, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(session_module, "PromptStore", None)  # what would be loaded first
+    key = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    other = tmp_path / "xl.safetensors"
+    save_file({f"{key}.lora_down.weight": torch.ones(2, 640), f"{key}.lora_up.weight": torch.ones(640, 2)}, other)
+    drawing = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False))
+    wrong = combine([Weights("a", lora=loras["a"]), Weights("xl", lora=other)])
+    with pytest.raises(
+        UserError, match="xl.safetensors is for .*XL.*, and the base is Stable Diffusion 3. Give a LoRA"
+    ):
+        drawing.draw_all([BASE, wrong], requests())
+    with pytest.raises(UserError, match="--lora: .*xl.safetensors is for .*XL.*, and the base is Stable Diffusion 3"):
+        _served_models(drawing, [f"other={other}"], [])
+    assert set(_served_models(drawing, [f"mine={loras['a']}"], []).loras) == {"mine"}
 
 
 def test_models_on_one_base_are_drawn_one_after_another(config, loras) -> None:
