@@ -101,8 +101,8 @@ def test_a_checkpoint_that_was_removed_is_said_to_be(tmp_path: Path) -> None:
     for step, told in (
         (100, removed),
         (150, removed),
-        (120, "step {}. Use one of 200"),
-        (350, "step {}. Use one of 200"),
+        (120, "step {}. Use one of"),
+        (350, "step {}. Use one of"),
     ):
         with pytest.raises(UserError, match=f"{told.format(step)}.*200, 250, 300"):
             find_run(f"{tmp_path}@{step}")
