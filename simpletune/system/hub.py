@@ -22,6 +22,7 @@ from simpletune.system.console import progress, say
 from simpletune.system.disk import DiskFull, free_disk_bytes, reason_full
 from simpletune.system.model_folder import HALF, NAMES, weight_files
 from simpletune.system.options import UserError, plural
+from simpletune.system.shell import log_in
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
@@ -473,7 +474,7 @@ def _explain_answer(error: BaseException, repository: Repository, file: HubFile 
     assert isinstance(error, HfHubHTTPError)
     name, folder = repository.name, "datasets/" if repository.kind == "dataset" else ""
     page = f"huggingface.co/{folder}{name}"
-    status, login = error.response.status_code, "log in with `hf auth login` or set HF_TOKEN"
+    status, login = error.response.status_code, f"log in with `{log_in()}` or set HF_TOKEN"
     if isinstance(error, GatedRepoError) and status == 403:
         return Unreachable(
             f"{name} is gated, and your token's account has not accepted its licence (403). "

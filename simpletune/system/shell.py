@@ -27,6 +27,16 @@ def to_paste(program: str, *words: object) -> str:
     return join_words([program, *map(str, words)])
 
 
+def install(*words: object) -> str:
+    """The command that installs packages into this Python's environment, wherever it is."""
+    return to_paste("python", "-m", "pip", "install", *words)
+
+
+def log_in() -> str:
+    """The command that stores a token of the Hugging Face hub."""
+    return to_paste("hf", "auth", "login")
+
+
 def typed_path(text: str) -> str:
     """A path as a user types or pastes it: without quotes around it, with ``~`` expanded, and under WSL with a drive of
     Windows where Linux has it (``C:\\Users`` is ``/mnt/c/Users``).

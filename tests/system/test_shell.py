@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from simpletune.apps.cli.main import parse, read_paths
-from simpletune.system import shell
+from simpletune.system import extras, shell
+from simpletune.system.extras import install_extra
 from simpletune.system.options import UserError
-from simpletune.system.shell import to_paste, typed_path
+from simpletune.system.package import PACKAGE
+from simpletune.system.shell import install, log_in, to_paste, typed_path
 
 
 def program(folder: Path) -> Path:
@@ -98,3 +101,23 @@ def test_paths_among_a_verb_s_arguments_are_read_and_prompts_are_not(monkeypatch
     args = parse(["train", "'~/my dog'", "train.steps=3", "--resume", "latest"])
     read_paths(args)
     assert (args.config, args.overrides, args.resume) == (HOME / "my dog", ["train.steps=3"], "latest")
+
+
+def test_printed_installs_and_logins_name_the_programs_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/srv/env/bin/python")
+    monkeypatch.setattr(shell.shutil, "which", lambda name, path=None: f"{path}/{name}" if path else None)
+    assert log_in() == "/srv/env/bin/hf auth login"
+    assert install("triton") == "/srv/env/bin/python -m pip install triton"
+    monkeypatch.chdir(PACKAGE.parent)
+    assert install_extra("heic") == "/srv/env/bin/python -m pip install -e '.[heic]'"
+    monkeypatch.chdir("/usr")
+    assert install_extra("heic") == f"/srv/env/bin/python -m pip install -e '{PACKAGE.parent}[heic]'"
+    monkeypatch.setattr(extras, "PACKAGE", Path("/usr/lib/python3/site-packages/simpletune"))
+    assert install_extra("heic") == "/srv/env/bin/python -m pip install 'simpletune[heic]'"
+    bare = [
+        f"{file}: {line.strip()}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if re.search(r"pip3? install|hf auth|huggingface-cli", line)
+    ]
+    assert bare == []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size, crop_corner
+from simpletune.system.extras import install_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,7 +77,7 @@ def _heic_format() -> tuple[str]:
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
-        raise UnusablePicture("is HEIC, which needs one more package. Run: pip install 'simpletune[heic]'") from None
+        raise UnusablePicture(f"is HEIC, which needs one more package. Run: {install_extra('heic')}") from None
     register_heif_opener(thumbnails=False)
     return ("HEIF",)
 

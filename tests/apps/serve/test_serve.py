@@ -502,7 +502,7 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("simpletune.system.extras.find_spec", lambda name: name != "prometheus_client" or None)
     assert main(["serve"]) == 3
-    assert re.search(r'needs prometheus_client .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
+    assert re.search(r"needs prometheus_client .*-m pip install -e .*\[serve\]", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
 from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, printable_name, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.devices import prepare_environment
+from simpletune.system.extras import install_extra
 from simpletune.system.options import UserError
 
 ASSETS = MDS.parent
@@ -203,7 +204,7 @@ def test_a_heic_is_read_or_the_error_names_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     for name in ("phone.HEIC", "renamed.jpg"):
         (tmp_path / name).write_bytes(HEIC)
-    needs = "is HEIC, which needs one more package. Run: pip install 'simpletune[heic]'"
+    needs = "is HEIC, which needs one more package. Run: " + install_extra("heic")
     assert reasons(tmp_path, prompt="x") == {"phone.HEIC": needs, "renamed.jpg": needs}
     monkeypatch.undo()
     assert [picture.size for picture in scan(tmp_path, prompt="x").pictures] == [(48, 64), (48, 64)]

@@ -327,7 +327,7 @@ def test_without_trackio_the_warning_says_how_to_install_it(tiny_config: dict, m
     monkeypatch.setitem(sys.modules, "trackio", None)
     (warning,) = summary_of(run_with(tiny_config, train={"steps": 1}, tracking={"trackio": "discs"}))["warnings"]
     assert "trackio failed and is off for the rest of the run (ImportError: " in warning
-    assert "Install it: pip install --no-deps trackio" in warning
+    assert "-m pip install --no-deps trackio gradio-client" in warning
 
 
 def test_nothing_is_loaded_or_written_when_all_is_off(tiny_config: dict, tmp_path: Path, monkeypatch) -> None:
