@@ -402,6 +402,7 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch:
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
+    assert [each.path for each in found.reasons].count("memory.profile") == 1
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert f"predicted not to fit even with the levers of {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
