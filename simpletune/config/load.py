@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from simpletune.adapters.files.detect_model import is_lora
 from simpletune.config.check import config_rules
 from simpletune.config.error_text import problems_of
 from simpletune.config.family_defaults import forgotten_family, with_family, with_objective
@@ -22,7 +21,6 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.walk import SUFFIXES
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.models.families import FAMILIES
-from simpletune.models.shared.single_file import a_lora
 from simpletune.system import strict_json
 from simpletune.system.options import (
     ConfigError,
@@ -41,9 +39,10 @@ from simpletune.system.safetensors_file import PICKLES, conversion, read_header
 from simpletune.system.shell import to_paste, typed_path
 from simpletune.system.strict_json import JsonError
 
+MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
 PATHS = {
     "data": ("path", "mask_path"),
-    "model": ("pretrained", "transformer", "unet", "vae", "text_encoders", "loras"),
+    "model": (*MODEL_PARTS, "loras"),
     "adapter": ("start",),
     "output": ("runs", "profiles", "cache", "prices"),
 }
@@ -131,6 +130,9 @@ def read_json(file: Path) -> Json:
 
 def _what_else(file: Path) -> str | None:
     """What a file is that was given in place of a configuration, and what to do with it; None if it is unknown."""
+    from simpletune.adapters.files.detect_model import is_lora
+    from simpletune.models.shared.single_file import a_lora
+
     if file.suffix.lower() in SUFFIXES:
         return f"a picture. Give its folder, as in {to_paste('simpletune', 'train', file.parent)}"
     if file.suffix.lower() in (".toml", ".yaml", ".yml"):
@@ -234,7 +236,7 @@ def path_fields(data: Json) -> Iterator[tuple[Any, Any, str]]:
     """Yield every text that names a file or folder, if it is one: its object or list, its key in it, and its path."""
     section = data.get("data")
     sources = section.get("sources") if isinstance(section, dict) else None
-    places = [(data.get(name), name, keys) for name, keys in PATHS.items()]
+    places: list[tuple[Any, str, tuple[str, ...]]] = [(data.get(name), name, keys) for name, keys in PATHS.items()]
     if isinstance(sources, list):
         places += [(source, f"data.sources.{number}", PATHS["data"]) for number, source in enumerate(sources)]
     for place, name, keys in places:

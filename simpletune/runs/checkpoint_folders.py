@@ -15,7 +15,6 @@ from pathlib import Path
 
 from simpletune.config.schema import Checkpoint, TrainConfig, run_folder, run_url
 from simpletune.system.atomic import remove, temporary_path
-from simpletune.system.locks import exclusive, is_held
 from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.portable import replace
 from simpletune.system.processes import is_first_process
@@ -53,6 +52,8 @@ def require_resumable(config: TrainConfig, resume: str | None) -> None:
     Raises:
         UserError: the run is in use, it has no checkpoint, or the named folder is none.
     """
+    from simpletune.system.locks import exclusive, is_held  # filelock is 20 modules, which `check` does not need
+
     run = run_folder(config)
     if is_first_process() and is_held(run):
         with exclusive(run):  # refuses by the number of the process that holds it
