@@ -32,12 +32,12 @@ def spellings(card: Card) -> list[str]:
         shorter.append(f"RTX {name}")
     branded = [f"{brand}{each}" for brand in ("", "NVIDIA ", "NVIDIA GeForce ") for each in shorter]
     if "Laptop" in card.name:
-        branded += [each.replace("Laptop", other) for each in branded for other in ("Laptop GPU", "Mobile", "(mobile)")]
+        branded += [each.replace("Laptop", other) for each in branded for other in ("Laptop GPU", "(Mobile)")]
     if "Ada" in card.name:
         branded += [each.replace("Ada", "Ada Generation") for each in branded]
     if "PRO" in card.name:
         branded += [f"{each} Blackwell" for each in branded] + [f"{name} Blackwell Workstation Edition"]
-    sizes = ("", f" {card.gib:g}GB", f" {card.gib:g} GiB", f"-{card.gib:g}gb", f" ({card.gib:g} GB)", f" {card.gib:g}")
+    sizes = ("", f" {card.gib:g}GB", f" {card.gib:g} GiB", f" ({card.gib:g} GB)", f" {card.gib:g}")
     written = [f"{each}{size}" for each, size in itertools.product(branded, sizes)]
     dashes = [each.replace(" ", "-") for each in written]
     tight = [each.replace(" ", "") for each in branded]
