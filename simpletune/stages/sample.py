@@ -53,6 +53,9 @@ class SampledModel(Protocol):
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
         """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective."""
 
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        """How many of the first, noisiest of ``steps`` steps a starting picture skips."""
+
     def framed(self, pooled: Tensor, framings: Sequence[Framing]) -> Tensor:
         """Pooled prompts [r, p] with what the model is told of how pictures are cut."""
 
@@ -93,14 +96,12 @@ class PictureRequest:
     mask: Path | Image.Image | None = None
     paste: bool = False
 
-    @property
-    def skipped(self) -> int:
-        """How many of the first, noisiest steps a starting picture skips (diffusers' rules and rounding)."""
+    def skipped(self, model: SampledModel) -> int:
+        """How many of the first, noisiest steps a starting picture skips: what diffusers' pipelines of the model skip,
+        but never all, which they refuse."""
         if self.image is None:
             return 0
-        if self.mask is not None:  # get_timesteps of the inpainting pipelines for UNets
-            return min(self.steps - int(self.steps * self.strength), self.steps - 1)
-        return int(max(self.steps - self.steps * self.strength, 0))
+        return min(model.skipped_steps(self.steps, self.strength), self.steps - 1)
 
     def starts_from_picture(self, model: SampledModel) -> bool:
         """Whether the first z is the noised picture, not pure noise."""
@@ -203,7 +204,7 @@ class Sampler:
         device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
         first = requests[0]
         objective = self.objective or default_objective(self.model.objective)
-        solver = self.model.solver(objective, first.steps, first.skipped)
+        solver = self.model.solver(objective, first.steps, first.skipped(self.model))
         guided, count = first.guidance > 1, len(requests)
         rows = [*negative, *positive] if guided else list(positive)
         prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
@@ -411,8 +412,8 @@ def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[in
     """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, each in enumerate(requests):
-        inputs = each.image is None, each.mask is None, each.image is not None and each.strength == 1
-        key = each.width, each.height, each.steps, each.guidance, each.skipped, *inputs
+        inputs = each.image is None, each.mask is None, None if each.image is None else each.strength
+        key = each.width, each.height, each.steps, each.guidance, *inputs
         alike.setdefault(key, []).append(number)
     return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]
 

@@ -214,6 +214,11 @@ class FamilyFacts(Option):
         """
         raise NotImplementedError
 
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        """How many of the first, noisiest of ``steps`` sampling steps a starting picture skips at a strength, with or
+        without a mask; rounded as diffusers' pipelines of the family do."""
+        raise NotImplementedError
+
     def licence_of(self, hub_name: str) -> Licence | None:
         """The licence of a known Hub name, as fields of a model card; None for another."""
         raise NotImplementedError
