@@ -306,7 +306,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
         "prompt": example.prompt,
-        "negative_prompt": example.negative_prompt,
+        **({} if example.negative_prompt is None else {"negative_prompt": example.negative_prompt}),
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,

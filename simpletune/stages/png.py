@@ -77,7 +77,7 @@ def web_ui_text(
     return "\n".join(
         [
             " ".join([*request.prompt.split(), *tags]),
-            f"Negative prompt: {' '.join(request.negative_prompt.split())}",
+            f"Negative prompt: {' '.join((request.negative_prompt or '').split())}",
             ", ".join(f"{key}: {value}" for key, value in settings.items()),
         ]
     )

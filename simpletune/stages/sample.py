@@ -72,7 +72,7 @@ class PictureRequest:
     Args:
         prompt: what to draw.
         seed: the seed of the starting noise, drawn on the CPU.
-        negative_prompt: what guidance steers away from.
+        negative_prompt: what guidance steers away from; None: zeros in place of its embeddings.
         width: in pixels, a multiple of 16.
         height: in pixels, a multiple of 16.
         steps: sampling steps.
@@ -86,7 +86,7 @@ class PictureRequest:
 
     prompt: str
     seed: int
-    negative_prompt: str = ""
+    negative_prompt: str | None = ""
     width: int = 1024
     height: int = 1024
     steps: int = 28
@@ -95,6 +95,11 @@ class PictureRequest:
     strength: float = 0.6
     mask: Path | Image.Image | None = None
     paste: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        """What has to be encoded."""
+        return [self.prompt, *([] if self.negative_prompt is None else [self.negative_prompt])]
 
     def skipped(self, model: SampledModel) -> int:
         """How many of the first, noisiest steps a starting picture skips: what diffusers' pipelines of the model skip,
@@ -250,7 +255,12 @@ class Sampler:
         for batch in batches(requests, self.batch_size):
             some = [requests[number] for number in batch]
             positive = [load(request.prompt) for request in some]
-            negative = [load(request.negative_prompt) for request in some]
+            negative = [
+                (torch.zeros_like(embeds), torch.zeros_like(pooled))
+                if request.negative_prompt is None
+                else load(request.negative_prompt)
+                for request, (embeds, pooled) in zip(some, positive, strict=True)
+            ]
             own = EncodedPicture()
             if encoded is not None:  # the requests of a batch have the same of them
                 parts = zip(*(encoded[number] for number in batch), strict=True)

@@ -189,10 +189,10 @@ def repository_file(name: str, file: str, revision: str | None = None) -> Path:
     return found[0].place
 
 
-def files_folder(name: str, files: Sequence[str]) -> Path | None:
+def files_folder(name: str, files: Sequence[str], revision: str | None = None) -> Path | None:
     """Return the local folder of some of a repository's files; fetch them if necessary. None: it lacks one of them, or
     it cannot be reached and they are not in the cache."""
-    repository = Repository(name)
+    repository = Repository(name, revision)
     try:
         found = [each for each in listing(repository) if each.path in files]
     except Unreachable:

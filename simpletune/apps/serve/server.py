@@ -120,7 +120,8 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
     width, height = (min(each, side) for each in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
-    defaults = PictureRequest("", option.seed, option.negative_prompt, width, height, steps, guidance)
+    negative = session.config.model.steered_from(option.negative_prompt)
+    defaults = PictureRequest("", option.seed, negative, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
     capabilities = Capabilities(served.names, defaults, limits, tuned, session.config.model.inpaints)
 

@@ -165,7 +165,8 @@ class RunView:
         if not prompt and isinstance(data, dict):  # before the first pictures
             prompt = data.get("prompt") or "a picture"
         fallback = {"width": option.get("width") or side, "height": option.get("height") or side}
-        own = {name: option.get(name, "") for name in ("negative_prompt", "seed", "steps", "guidance")}
+        own = {name: option.get(name, "") for name in ("seed", "steps", "guidance")}
+        own["negative_prompt"] = option.get("negative_prompt") or ""
         return {"prompt": prompt, **own, **fallback}
 
     def now(self) -> Json:

@@ -100,9 +100,9 @@ def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationP
     words = subject_words(written, args.token, args.kind)
     prompts = find_prompts(args.prompts, written, words, [picture.caption for picture in real])
     width, height = args.size or config.picture_size()
-    asked = given_arguments(args, "steps", "guidance")
+    asked, negative = given_arguments(args, "steps", "guidance"), config.model.steered_from(option.negative_prompt)
     first = PictureRequest(
-        "", FIRST_SEED if args.seed is None else args.seed, option.negative_prompt, width, height,
+        "", FIRST_SEED if args.seed is None else args.seed, negative, width, height,
         asked.get("steps", option.steps), asked.get("guidance", option.guidance),
     )  # fmt: skip
     shots = shots_of(first, prompts.prompts, args.seeds)

@@ -49,12 +49,10 @@ def build_requests(
     )
     if "mask" in changed:
         changed.setdefault("strength", 1.0)  # as diffusers' inpainting pipelines for UNets
-    requests = []
+    requests, negative = [], session.config.model.steered_from(option.negative_prompt)
     for prompt in args.prompt or default:
         prompt = default_prompt(session) if prompt is None else prompt
-        first = PictureRequest(
-            prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance
-        )  # fmt: skip
+        first = PictureRequest(prompt, option.seed, negative, width, height, option.steps, option.guidance)
         first = replace(first, **changed)
         require_inputs(first, "strength" in given_arguments(args, "strength"))
         requests += [replace(first, seed=first.seed + number) for number in range(args.seeds)]

@@ -156,7 +156,7 @@ class GenerationSession:
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
         """
         config = self.config
-        texts = self.encode_prompts(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
+        texts = self.encode_prompts(models, [text for request in requests for text in request.texts])
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
         for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts):
             latents[weights] = z, seconds / len(requests)

@@ -91,7 +91,8 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
     """The pictures to draw: squares at the subject's largest resolution, each with its own seed. With a trigger, their
     prompts are those of the class for the subject's captions, in turn."""
     data = config.data
-    side, negative = max(source.resolution for source in subjects(data)), config.validation.negative_prompt
+    side = max(source.resolution for source in subjects(data))
+    negative = config.model.steered_from(config.validation.negative_prompt)
     prompts = [prior.prompt]
     if prior.trigger is not None:
         pictures = [each for each in scan_sources(data).pictures if not data.members[each.source].regularization]
@@ -162,7 +163,7 @@ def generate_missing(
     text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
     # With an object store, nobody waits for the others' shares: each process encodes all prompts that it draws with.
     dividing = share if config.output.place.url is None else ALONE
-    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, dividing)
+    text.fill([text for request in requests for text in request.texts], device, dividing)
     by_key = {str(request.seed): request for request in requests}
     sampler: Sampler | None = None
     with progress("class", share.count(len(requests)), "pictures") as advance:

@@ -103,6 +103,8 @@ class FamilyFacts(Option):
     """The default of ``data.resolution``, in pixels."""
     guidance: ClassVar[float]
     """The default of ``validation.guidance``."""
+    negative_prompt: ClassVar[str | None] = ""
+    """The default of ``validation.negative_prompt``."""
     objective: ClassVar[str]
     """The ``name`` of the objective that the pretrained models were trained with."""
     published_as: ClassVar[str] = "(?!)"
@@ -244,6 +246,11 @@ class FamilyFacts(Option):
         return tuple(encoder.name for encoder in self.clip)
 
     # What a family may override
+
+    def steered_from(self, negative_prompt: str | None) -> str | None:
+        """The text that guidance steers away from if ``negative_prompt`` is given, or with None none is; None: zeros
+        take the place of its embeddings."""
+        return negative_prompt or ""
 
     def encoders(self) -> Sequence[TextEncoder]:
         """The text encoders in use."""

@@ -23,11 +23,13 @@ from simpletune.adapters.text.side import TextSide
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
+from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.prompts import Prompts
 from simpletune.runs import checkpoint
 from simpletune.stages.text_cache import Parts, PromptEntries
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 LONG = "circle " * 90
@@ -69,11 +71,31 @@ def test_states_are_the_pipelines(folder: Path, pipeline: StableDiffusionXLPipel
     require_diffusers_states(SDXL(pretrained=str(folder)), pipeline, PROMPTS)
 
 
-def test_an_empty_negative_prompt_is_a_text_and_zeros_stand_for_none(pipeline: StableDiffusionXLPipeline) -> None:
-    """``negative_prompt=""``, which a result's example passes, is encoded; only a pipeline given none takes zeros."""
-    with torch.no_grad():
-        empty, zeros = (pipeline.encode_prompt("a", device=CPU, negative_prompt=each)[1] for each in ("", None))
-    assert empty.std() > 0.1 and not zeros.any()
+def test_none_is_zeros_unless_the_folder_says_the_empty_text(folder: Path, tmp_path: Path) -> None:
+    """As in diffusers' pipeline, whose own default is that of a folder without the setting, and of single files."""
+    index = json.loads((folder / "model_index.json").read_text())
+    assert SDXL(pretrained=str(folder)).steered_from(None) is None and index["force_zeros_for_empty_prompt"]
+    for setting in (False, None):
+        (tmp_path / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": setting}))
+        assert SDXL(pretrained=str(tmp_path)).steered_from(None) == ""
+    del index["force_zeros_for_empty_prompt"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "bare").mkdir()
+    for name in (str(tmp_path), str(tmp_path / "bare"), "illustrious.safetensors", SDXL_NAME):
+        assert SDXL(pretrained=name).steered_from(None) is None
+        assert [SDXL(pretrained=name).steered_from(each) for each in ("", "blurry")] == ["", "blurry"]
+    (tmp_path / "model_index.json").write_text("{")
+    with pytest.raises(UserError, match="model_index.json cannot be read"):
+        SDXL(pretrained=str(tmp_path)).steered_from(None)
+
+
+@pytest.mark.parametrize(("family", "default"), [("sd3", ""), ("sd15", ""), ("sdxl", None)])
+def test_a_configuration_without_a_negative_prompt_has_that_of_its_family(family: str, default: str | None) -> None:
+    data = {"name": "x", "data": {"path": "demo:pictures"}, "model": {"family": family}}
+    found = validate(data, "x", needs_data=False, needs_model=False)
+    assert found.validation.negative_prompt == default and found.model.steered_from("") == ""
+    said = validate(data | {"validation": {"negative_prompt": ""}}, "x", needs_data=False, needs_model=False)
+    assert said.validation.negative_prompt == ""
 
 
 @pytest.mark.data
