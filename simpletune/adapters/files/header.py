@@ -97,7 +97,7 @@ class LoraHeader:
         modules: updated modules of the denoiser by name; ``text_modules``: of text encoders; ``all_modules``: both.
         methods: methods other than plain LoRA, with the keys that identify them.
         is_lora: whether the file contains updates rather than a model.
-        kinds: kinds of the denoiser's modules.
+        kinds: kinds of the denoiser's modules; ``named_kinds``: in a file of text encoders alone, of theirs.
         unmatched: keys that match no layer of the family's denoiser or of a text encoder.
         halves: modules that lack a factor.
 
@@ -140,6 +140,7 @@ class LoraHeader:
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
         self.kinds = sorted({module.kind for module in self.modules.values()})
+        self.named_kinds = self.kinds or sorted({module.kind for module in self.text_modules.values()})
         self.halves = [module.name for module in self.all_modules if not is_whole(module.keys)]
         lost = {key for module in self.all_modules if not module.layers for key in module.keys.values()}
         known = {key for module in self.all_modules for key in module.keys.values()} | set(self.bundled)

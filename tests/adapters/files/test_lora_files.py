@@ -406,7 +406,12 @@ def test_updates_of_text_encoders_are_read_beside_the_denoiser_s_and_alone(tmp_p
     assert "text       1 layer of CLIP-L" in format_description(describe(file))
     save_file(text, file)
     assert set(read_lora(file)) == {layer}
-    assert "for        text encoders alone (CLIP-L)" in format_description(describe(file))
+    about = format_description(describe(file))
+    assert "for        text encoders alone (CLIP-L)" in about
+    assert "what       LoRA, kohya (text encoders), 7,680 parameters" in about
+    module = next(iter(text)).partition(".")[0]
+    save_file({f"{module}.lokr_w1": torch.ones(48, 24), f"{module}.lokr_w2": torch.ones(64, 32)}, file)
+    assert "what       LoKr, " in format_description(describe(file))
 
 
 def test_files_that_are_no_lora(tmp_path: Path) -> None:
