@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from simpletune.stages.sample import PictureRequest
 
 CHUNK = "simpletune"
+ASKED = (
+    "prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance", "strength", "paste", "inputs",
+)  # fmt: skip
 _SEPARATORS = re.compile(r'[,:<>"\n]')
 
 
@@ -54,6 +57,12 @@ def request_values(request: PictureRequest) -> Json:
     less = {"strength", "image"} if request.image is None else set()
     less |= {"mask", "paste"} if request.mask is None else set()
     return {key: value for key, value in how.items() if key not in less and not isinstance(value, Image.Image)}
+
+
+def asked_for(how: Json) -> str:
+    """What a picture was asked to be, from its generation parameters or ``request_values``: equal for pictures that
+    differ only in the weights, and thus may stand side by side."""
+    return json.dumps({name: how[name] for name in ASKED if name in how}, sort_keys=True)
 
 
 def web_ui_text(

@@ -27,6 +27,7 @@ from simpletune.training.validation_loss import LossEvaluator
 from simpletune.training.validation_pictures import Previews
 
 EVALUATING, DRAWING = "the validation loss", "drawing validation pictures"
+DRAWING_BASE = "drawing the base's validation pictures"
 T = TypeVar("T")
 
 
@@ -112,7 +113,10 @@ class Validator:
         return self.tasks.run(EVALUATING, self.evaluate, step)
 
     def try_to_draw(self, step: int) -> None:
-        self.tasks.run(DRAWING, self.draw, step)
+        """Draw the validation pictures, the base's too if they are not there, and the sheet of all."""
+        self.tasks.run(DRAWING_BASE, self.draw_base, step)
+        if step:
+            self.tasks.run(DRAWING, self.draw, step)
 
     def evaluate(self, step: int) -> float | None:
         """Compute the validation loss and the drift, and record them by step."""
@@ -127,10 +131,13 @@ class Validator:
         self.trackers.scalars(step, {name: found.loss, **drift})
         return found.loss
 
+    def draw_base(self, step: int) -> None:
+        with self.stages.stage("validate"):
+            self.previews.draw_base(self.core.denoiser, step)
+
     def draw(self, step: int) -> None:
-        """Draw the validation pictures; at step 0, with the base model."""
         with self.stages.stage("validate"), use_average(self.core.average):
             self.previews.draw(self.core.denoiser, step)
-            sheet = self.previews.write_grid() if step else None
+            sheet = self.previews.write_grid()
         if sheet is not None:
             self.trackers.picture(step, "samples", Image.open(sheet))
