@@ -216,7 +216,7 @@ class Validation(Option):
     the model's folder says that it takes the empty text, as other families do."""
     every: Annotated[int, Field(ge=1)] | None = None
     """Steps between validations; null: validate only before and after training."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of the initial noise; prompt number n uses seed + n."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
     """Number of sampling steps."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 from pydantic import ValidationError
 
 from simpletune.adapters.files.describe import find_weight_file
+from simpletune.adapters.files.header import LARGEST_SCALE
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.load import read_saved
@@ -187,10 +188,11 @@ def split_scale(text: str) -> tuple[str, float | None]:
         value = float(scale)
     except ValueError:
         value = math.nan
-    if math.isfinite(value):
+    if abs(value) <= LARGEST_SCALE:
         return name, value
     if Path(name).exists() or split_step(name) is not None:
-        raise UserError(f"{text}: the strength {scale!r} is not a number. Write one, as in {name}:0.8")
+        rule = f"a number from -{LARGEST_SCALE:.0f} to {LARGEST_SCALE:.0f}"
+        raise UserError(f"{text}: the strength {scale!r} is not {rule}. Write one, as in {name}:0.8")
     return text, None
 
 

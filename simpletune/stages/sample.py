@@ -127,7 +127,8 @@ def noises(request: PictureRequest, model: SampledModel) -> Noises:
     """Draw a request's noise for the sampler and the autoencoder."""
     # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator: first the
     # picture's, then the sampler's, then the masked picture's.
-    generator = torch.Generator("cpu").manual_seed(request.seed)
+    seed = request.seed if request.seed < 2**64 else request.seed - 2**64  # one after the largest
+    generator = torch.Generator("cpu").manual_seed(seed)
     shape = (1, *model.latent_shape(request.width, request.height))
     encoded = request.starts_from_picture(model) or (request.mask is not None and not model.inpaints)
     picture = torch.randn(shape, generator=generator) if encoded else None

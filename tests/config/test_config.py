@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +19,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simpletune.apps.cli import main as cli_main
+from simpletune.apps.cli.evaluate import evaluate_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
+from simpletune.apps.cli.lora import merge_arguments
 from simpletune.apps.cli.main import main
 from simpletune.config.error_text import problems_of
 from simpletune.config.load import read_config, read_saved, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import TrainConfig, Validation
 from simpletune.data.demo import SHIPPED
 from simpletune.system import redact
 from simpletune.system.options import ConfigError, Option, UserError, first_lines, join_names, option_classes
@@ -296,8 +300,11 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
         ("generate --vae-tile 500", "--vae-tile: 500 is not a multiple of 64 of at least 128, such as 512"),
         ("generate --strength 1.5", "--strength: 1.5 is not a number greater than 0 and at most 1"),
         ("generate --strength much", "--strength: much is not a number greater than 0 and at most 1"),
-        ("generate --guidance much", "--guidance: much is not a number"),
-        ("evaluate runs/x --seed 1.5", "--seed: 1.5 is not a whole number"),
+        ("generate --guidance much", "--guidance: much is not a number of at least 1, which is no guidance"),
+        ("evaluate runs/x --seed 1.5", "--seed: 1.5 is not a whole number from -2^63 to 2^64 - 1"),
+        ("plan demo --device L4 --reserve nan", "--reserve: nan is not a number of GiB of at least 0"),
+        ("control runs/x --stop --wait nan", "--wait: nan is not a number of seconds of at least 0"),
+        ("mix a:1 --density 0 --out x", "--density: 0 is not a number greater than 0 and at most 1"),
         ("export x --format kohia", "--format: unknown value kohia. Did you mean kohya?"),
         ("generate --base --full", "--full: not allowed with argument --base"),
         ("data x.json --pictures 3000", "--pictures: 3000 is not a whole number from 0 to 2000"),
@@ -320,6 +327,44 @@ def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: 
     place = "" if words in ("trian demo", "--verson") else f" {words.split()[0]}"
     expected = f"error: {message}{'' if message.endswith('?') else '.'} See simpletune{place} --help\n"
     assert stopped.value.code == 2 and capsys.readouterr().err == expected
+
+
+TRIED = (
+    "nan inf -inf 1e39 0.99 0.5 0 -3 1 1.0 1.5 4.5 1000 1001 -9223372036854775808 -9223372036854775809 x "
+    f"18446744073709551615 18446744073709551616 {'9' * 5000}"
+).split()
+VERBS = [(generate_arguments, []), (compare_arguments, []), (evaluate_arguments, ["runs/x"])]
+
+
+@pytest.mark.parametrize("field", ["guidance", "steps", "seed"])
+def test_numbers_on_the_command_line_have_the_bounds_of_the_configuration(field: str, capsys) -> None:
+    for text, (add, words) in product(TRIED, VERBS):
+        try:
+            Validation.model_validate({field: float(text) if field == "guidance" else int(text)})
+            allowed = True
+        except ValueError:
+            allowed = False
+        assert takes(add, [*words, f"--{field}={text}"], capsys) == allowed, (add, text[:30])
+
+
+def test_a_strength_is_a_number_with_which_weights_stay_finite(capsys) -> None:
+    options = [(*VERBS[0], "scale"), (*VERBS[1], "scale"), (*VERBS[2], "strengths"),
+               (merge_arguments, ["x", "--out", "y"], "scale")]  # fmt: skip
+    for text, (add, words, option) in product(TRIED, options):
+        allowed = text in ("0.99", "0.5", "0", "-3", "1", "1.0", "1.5", "4.5", "1000", "1001")
+        assert takes(add, [*words, f"--{option}={text}"], capsys) == allowed, (add, text[:30])
+
+
+def takes(add: Callable[[argparse.ArgumentParser], None], words: list[str], capsys) -> bool:
+    """Whether a verb takes its words; otherwise it must say what is allowed."""
+    parser = argparse.ArgumentParser()
+    add(parser)
+    try:
+        parser.parse_args(words)
+        return True
+    except SystemExit:
+        assert " is not a " in capsys.readouterr().err
+        return False
 
 
 @pytest.mark.parametrize(

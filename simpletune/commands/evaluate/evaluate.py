@@ -14,6 +14,7 @@ from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, gen
 from simpletune.commands.evaluate.measure import measure
 from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_pictures, shots_of
 from simpletune.commands.evaluate.prompts import find_prompts, subject_words
+from simpletune.commands.generate.generate import picture_size
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
@@ -99,7 +100,7 @@ def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationP
     written = run_config(args.run)  # its data may be the demo's, by name
     words = subject_words(written, args.token, args.kind)
     prompts = find_prompts(args.prompts, written, words, [picture.caption for picture in real])
-    width, height = args.size or config.picture_size()
+    width, height = picture_size(config, args)
     asked, negative = given_arguments(args, "steps", "guidance"), config.model.steered_from(option.negative_prompt)
     first = PictureRequest(
         "", FIRST_SEED if args.seed is None else args.seed, negative, width, height,

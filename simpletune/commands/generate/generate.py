@@ -41,9 +41,7 @@ def build_requests(
     """Combine every prompt with every seed, with the settings of the run's validation pictures, changed by the
     arguments. Of the default prompts, None stands for the run's first."""
     option = session.config.validation
-    width, height = args.size or session.config.picture_size()
-    if max(width, height) > (most := session.config.model.largest_side):
-        raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
+    width, height = picture_size(session.config, args)
     changed = given_arguments(
         args, "seed", "negative_prompt", "steps", "guidance", "image", "strength", "mask", "paste"
     )
@@ -57,6 +55,14 @@ def build_requests(
         require_inputs(first, "strength" in given_arguments(args, "strength"))
         requests += [replace(first, seed=first.seed + number) for number in range(args.seeds)]
     return requests
+
+
+def picture_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
+    """The size to draw, by the arguments or the run; a UserError if the model cannot."""
+    width, height = args.size or config.picture_size()
+    if max(width, height) > (most := config.model.largest_side):
+        raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
+    return width, height
 
 
 def require_inputs(request: PictureRequest, strength: bool) -> None:

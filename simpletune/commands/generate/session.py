@@ -244,11 +244,19 @@ class GenerationSession:
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
 
 
+def _inside(runs: Path | None, name: str) -> str:
+    """A run's name, or RUN@STEP, in the folder of the runs if only that one has it."""
+    own = Path(name.partition("@")[0])
+    if runs is None or own.is_absolute() or own.exists() or Path(name).exists() or not (runs / own).is_dir():
+        return name
+    return str(runs / name)
+
+
 def open_session(args: argparse.Namespace) -> GenerationSession:
     """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run."""
     run: CheckpointRef | None = None
     if args.run:
-        run = find_run(str(args.run), "--run: ", strength=True)
+        run = find_run(_inside(args.runs, str(args.run)), "--run: ", strength=True)
     elif not args.model:
         run = CheckpointRef(newest_run(args.runs))
     if run is None:

@@ -34,7 +34,7 @@ from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_inputs
+from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_inputs, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
@@ -299,6 +299,8 @@ def test_the_demo_model_draws_at_its_own_size_and_refuses_one_without_positions(
     assert Image.open(generate(parsed(generate_arguments, *words))).size == (64, 64)
     with pytest.raises(UserError, match="--size: 64x1024, but the model has positions for at most 512 px a side"):
         generate(parsed(generate_arguments, *words, "--size", "64x1024"))
+    with pytest.raises(SystemExit):
+        parsed(generate_arguments, "--size", f"64x{'9' * 5000}")
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
@@ -311,6 +313,24 @@ def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: 
     live, fused, one = (np.asarray(each.pictures[0], int) for each in drawn)
     assert abs(live - fused).max() <= 1 and abs(live - one).max() > 1
     assert models[0].label.count(" + ") == 1
+
+
+def test_a_run_is_found_in_the_folder_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there/demo").mkdir(parents=True)
+    find = session_module._inside
+    assert find(Path("there"), "demo") == "there/demo" and find(Path("there"), "demo@100") == "there/demo@100"
+    assert find(Path("there"), "other") == "other" and find(None, "demo") == "demo"
+    with pytest.raises(UserError, match="--run: there/demo is not a run's folder"):
+        generate(parsed(generate_arguments, "--runs", "there", "--run", "demo"))
+    (tmp_path / "demo").mkdir()
+    assert find(Path("there"), "demo") == "demo", "a path is what it says"
+
+
+def test_the_seed_after_the_largest_is_the_first(model: SD3) -> None:
+    first, last = (PictureRequest("", seed, width=64, height=64) for seed in (0, 2**64))
+    assert torch.equal(noises(first, model).start, noises(last, model).start)
+    assert noises(replace(first, seed=2**64 - 1), model).start.isfinite().all()
 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:
