@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside
+from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, row_key, set_aside
 from simpletune.system.atomic import remove, write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -199,9 +199,14 @@ def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
 
 
 def record_validation(folder: Path, row: Json) -> None:
-    """Record an evaluation, replacing one of the same step: a resumed run may evaluate a step again."""
-    others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
+    """Record an evaluation, replacing one of the same weights: a resumed run may evaluate a step again."""
+    others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if row_key(old) != row_key(row)]
     write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
+
+
+def is_start(row: Json) -> bool:
+    """Whether an evaluation is of the LoRA that a run began with, at step 0 as the base's."""
+    return bool(row.get("start"))
 
 
 def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:

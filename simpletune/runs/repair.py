@@ -63,7 +63,7 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
     """Read the rows of a run's JSON Lines file, which need not exist.
 
     Skips a partial last line, which a kill may leave. With other damage, sets the file aside and returns the intact
-    rows, one per step: those that have the needed numbers, ``step`` among them.
+    rows, one per step (and one of the start): those that have the needed numbers, ``step`` among them.
     """
     if not os.path.lexists(file):
         return []
@@ -72,21 +72,26 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
         return []
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     partial = lines.pop()  # empty if the last line is complete
-    rows: dict[int, Json] = {}
+    rows: dict[tuple[int, bool], Json] = {}
     damaged = []
     for number, line in enumerate(lines, 1):
         row = parse_row(line, needed)
-        if row is None or row["step"] in rows:
+        if row is None or row_key(row) in rows:
             damaged.append(number)
         else:
-            rows[row["step"]] = row
+            rows[row_key(row)] = row
     whole = parse_row(partial, needed)
     if whole is not None:
-        rows.setdefault(whole["step"], whole)
+        rows.setdefault(row_key(whole), whole)
     if damaged:
         counted = f"line{'s' * (len(damaged) > 1)} {join_names([str(number) for number in damaged], 6)}"
         set_aside(file, f"is damaged in {counted}, skipped")
     return list(rows.values())
+
+
+def row_key(row: Json) -> tuple[int, bool]:
+    """What is one row's alone in a file: its step, and whether it is of the start, which has step 0 like the base."""
+    return row["step"], bool(row.get("start"))
 
 
 def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:

@@ -29,6 +29,7 @@ from simpletune.system.console import say
 from simpletune.system.sheets import grid
 
 BASE = "base"
+START = "start"  # the LoRA that training begins with
 GRID = "grid.png"
 INPUT = "input"
 T = TypeVar("T")
@@ -56,18 +57,19 @@ class Previews:
         self._asked: dict[tuple[Path, int], str] = {}  # what pictures were asked to be, by file and time
 
     def folder_of(self, step: int) -> Path:
-        """The folder of the pictures after ``step`` steps, 0: of the base's."""
-        return self.folder / (f"step-{step:06d}" if step else BASE)
+        """The folder of the pictures after ``step`` steps, 0: of the LoRA that training begins with."""
+        return self.folder / (f"step-{step:06d}" if step else START)
 
     def draw(self, denoiser: Denoiser, step: int) -> None:
-        """Draw with the model after ``step`` steps."""
+        """Draw with the model after ``step`` steps, 0: with the LoRA that training begins with."""
         if not self.requests:
             return
         pictures = self.pictures(denoiser, self.requests)
         self._write_inputs()
+        state = f"step {step}" if step else START
         with atomic_folder(self.folder_of(step)) as part:
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-                save_png(picture, part / name_of(number), request, **self._how(request, f"step {step}"))
+                save_png(picture, part / name_of(number), request, **self._how(request, state))
 
     def draw_base(self, denoiser: Denoiser, step: int) -> None:
         """Draw the pictures of the base that are not there: all before the first step; later those that are lost or of
@@ -178,10 +180,11 @@ class Previews:
         if not self.requests:
             return None
         columns: list[tuple[str, list[Image.Image | None]]] = []
-        for state in [self.folder / BASE, *sorted(self.folder.glob("step-*"))]:
-            cells = [file and self._read(file, loaded) for file in self._found(state)]
+        for state in [self.folder / BASE, self.folder / START, *sorted(self.folder.glob("step-*"))]:
+            cells = [None if file is None else self._read(file, loaded) for file in self._found(state)]
             if any(cells):
-                columns.append((BASE if state.name == BASE else f"step {int(state.name[5:])}", cells))
+                title = state.name if state.name in (BASE, START) else f"step {int(state.name[5:])}"
+                columns.append((title, cells))
         rows = [
             (
                 f"{request.prompt}  (seed {request.seed})",

@@ -114,14 +114,14 @@
   }
   const step = find("step");
   if (step) step.addEventListener("input", () => {
-    const now = Number(step.dataset.steps.split(",")[Number(step.value)]);
-    find("step-value").textContent = now;
+    const states = step.dataset.steps.split(","), now = Number(step.value);
+    find("step-value").textContent = states[now];
     for (const frame of document.querySelectorAll(".frame")) {
       const drawn = [...frame.querySelectorAll("img[data-step]")];
-      const shown = drawn.filter((image) => Number(image.dataset.step) <= now).pop() || drawn[0];
+      const shown = drawn.filter((image) => states.indexOf(image.dataset.step) <= now).pop() || drawn[0];
       for (const image of drawn) image.hidden = image !== shown;
       const label = frame.querySelector(".of-step");
-      if (shown && label) label.textContent = shown.dataset.step;
+      if (shown && label) label.textContent = (shown.dataset.step === "start" ? "" : "step ") + shown.dataset.step;
     }
   });
 

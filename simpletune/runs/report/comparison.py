@@ -203,6 +203,8 @@ def picture_grid(runs: list[RunData]) -> list[Json]:
     prompts: dict[str, Json] = {}
     for run in runs:
         for picture in pictures.validation_pictures(run.folder, run.notes):
+            if picture.is_start:
+                continue
             row = prompts.setdefault(picture.asked, {"seed": picture.seed, "base": None, "runs": {}})
             if picture.step == 0:
                 row["base"] = row["base"] or picture

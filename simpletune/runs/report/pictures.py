@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletune.stages.png import ASKED, asked_for, generation_parameters
 
-BASE = "base"
+BASE, START = "base", "start"
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
 ROOM = 3 * 2**20  # bytes of all pictures of a page
@@ -23,16 +23,17 @@ ROOM = 3 * 2**20  # bytes of all pictures of a page
 class ValidationPicture:
     prompt: str
     seed: str
-    step: int  # 0 for the base
+    step: int  # 0 for the base and the start
     file: Path
     asked: str  # ``asked_for``: equal in pictures that may stand side by side
+    is_start: bool = False  # whether it is of the LoRA that the run began with
 
 
 def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
     """Find the validation pictures of a run, ordered by request, then by step; adds a note for each damaged one."""
     found: list[ValidationPicture] = []
     for state in sorted((folder / "samples").glob("*/")):
-        digits = "0" if state.name == BASE else state.name.removeprefix("step-")
+        digits = "0" if state.name in (BASE, START) else state.name.removeprefix("step-")
         if not digits.isdigit():
             continue
         for file in sorted(state.glob("prompt-*.png")):
@@ -42,11 +43,13 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
                 notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
                 continue
             prompt, seed = str(how.get("prompt", "")), str(how.get("seed", ""))
-            found.append(ValidationPicture(prompt, seed, int(digits), file, asked_for(how)))
-    found.sort(key=lambda picture: picture.step)
+            is_start = state.name == START
+            found.append(ValidationPicture(prompt, seed, int(digits), file, asked_for(how), is_start))
+    found.sort(key=lambda picture: (picture.step, picture.is_start))
     newest = {picture.asked: picture for picture in found}  # whose name tells the request's place
     return sorted(
-        found, key=lambda each: (newest[each.asked].file.name, -newest[each.asked].step, each.asked, each.step)
+        found,  # keeps their order within a request
+        key=lambda each: (newest[each.asked].file.name, -newest[each.asked].step, each.asked),
     )
 
 

@@ -186,7 +186,7 @@ def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tu
     prompts: dict[str, Json] = {}
     for picture in kept:
         row = prompts.setdefault(picture.asked, {"prompt": titles[picture.asked], "seed": picture.seed, "steps": {}})
-        row["steps"][picture.step] = pictures.data_uri(picture.file, side)
+        row["steps"][pictures.START if picture.is_start else picture.step] = pictures.data_uri(picture.file, side)
     for asked, row in prompts.items():
         row["inputs"] = {kind: pictures.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
     return section, [row for row in prompts.values() if any(row["steps"])]

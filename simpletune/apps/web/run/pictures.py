@@ -22,7 +22,7 @@ from simpletune.system.options import Json
 
 COLUMNS = 24  # steps shown besides the base
 SIDE = 512  # pixels of a small copy
-BASE = "base"
+BASE, START = "base", "start"
 STEP = re.compile(r"^step-(\d{6,})$")
 PROMPT = re.compile(r"^prompt-(\d+)\.png$")
 COMPARE = "compare"
@@ -48,8 +48,8 @@ def matrix_of(folder: Path) -> Matrix:
         names = []
     steps = sorted((name for name in names if STEP.match(name)), key=lambda name: int(name[5:]))
     shown = [steps[number] for number in evenly_spaced(len(steps), COLUMNS)]
-    states = [BASE] * (BASE in names) + shown
-    titles = ["base" if state == BASE else f"step {int(state[5:]):,}" for state in states]
+    states = [state for state in (BASE, START) if state in names] + shown
+    titles = [state if state in (BASE, START) else f"step {int(state[5:]):,}" for state in states]
     found = [
         (state, file, _drawing(file, file_stamp(file)))
         for state in reversed(states)  # the newest tells a row's place
