@@ -25,6 +25,7 @@ from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared import sources
 from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.prompts import Prompts
 from simpletune.runs import checkpoint
@@ -87,6 +88,16 @@ def test_none_is_zeros_unless_the_folder_says_the_empty_text(folder: Path, tmp_p
     (tmp_path / "model_index.json").write_text("{")
     with pytest.raises(UserError, match="model_index.json cannot be read"):
         SDXL(pretrained=str(tmp_path)).steered_from(None)
+
+
+def test_a_name_on_the_hub_is_asked_for_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
+    asked: list[tuple[object, ...]] = []
+    found: list[Path | None] = [tmp_path, None]  # None: it has no such file, or cannot be reached
+    monkeypatch.setattr(sources, "files_folder", lambda *given: asked.append(given) or found.pop(0))
+    family = SDXL(pretrained="owner/tuned", revision="v2")
+    assert [family.steered_from(None) for _ in range(2)] == ["", None]
+    assert asked == [("owner/tuned", ("model_index.json",), "v2")] * 2
 
 
 @pytest.mark.parametrize(("family", "default"), [("sd3", ""), ("sd15", ""), ("sdxl", None)])
