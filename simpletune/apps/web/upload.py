@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import lzma
 import os
 import re
 import secrets
@@ -59,8 +58,10 @@ MOST_OPEN, IDLE = 8, 600  # uploads at once; seconds after which an abandoned on
 SKIPPED = {"__macosx", "thumbs.db", "desktop.ini"}  # besides hidden files: what systems leave between pictures
 DRIVE = re.compile(r"[A-Za-z]:")
 RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(1, 10))}  # by Windows
-DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, ValueError,
-          OSError, struct.error)  # fmt: skip
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, OSError,
+          struct.error)  # fmt: skip
+# For bzip2 and LZMA, zipfile unpacks all that a read of packed bytes gives, whatever size the entry claims.
+BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _decoding = threading.Lock()  # one picture at a time: the largest takes a GiB
 
 
@@ -304,6 +305,9 @@ class Upload:
             raise UnusablePicture("is a link or a device, not a file. Pack the file itself")
         if entry.flag_bits & 1:
             raise UnusablePicture("is encrypted. Pack it without a password")
+        if entry.compress_type not in BOUNDED:
+            method = zipfile.compressor_names.get(entry.compress_type, f"method {entry.compress_type}")
+            raise UnusablePicture(f"cannot be unpacked, because it is packed by {method}. Pack it by deflate, as usual")
         _check_ratio(entry.file_size, entry.compress_size)
         try:
             with self.incoming(kind) as write, archive.open(entry) as stream:

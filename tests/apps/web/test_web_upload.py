@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import struct
+import tracemalloc
 import unicodedata
 import zipfile
 import zlib
@@ -44,12 +45,16 @@ def picture(shade: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG",
 GOOD = ("good.png", picture(1))
 
 
-def packed(*entries: tuple[str, bytes], change: Callable[[zipfile.ZipInfo], object] | None = None) -> bytes:
+def packed(
+    *entries: tuple[str, bytes],
+    change: Callable[[zipfile.ZipInfo], object] | None = None,
+    method: int = zipfile.ZIP_DEFLATED,
+) -> bytes:
     """A zip file of a good picture and of these; ``change`` alters how the list of entries describes the last one."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in (GOOD, *entries):
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED if name == GOOD[0] else method)
         if change is not None:
             change(archive.filelist[-1])
     return content.getvalue()
@@ -207,6 +212,10 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "zip encrypted": (described("flag_bits", 1), "without a password"),
     "zip in zip": ([("x.zip", packed(("y.zip", packed())))], "is a zip file in a zip file"),
     "zip of a method": (described("compress_type", 99), "x.png cannot be unpacked"),
+    **{
+        f"zip {name}": ([("x.zip", packed(("x.png", picture(2)), method=method))], f"is packed by {name}. Pack it")
+        for name, method in (("bzip2", zipfile.ZIP_BZIP2), ("lzma", zipfile.ZIP_LZMA))
+    },
     "zip sum": (described("CRC", 1), "cannot be unpacked"),
     "zip understates": (described("file_size", 9), "cannot be unpacked"),
     "zip overstates": (described("file_size", 2**45), "would unpack to 32,768.0 GiB; an upload takes 32.0 GiB"),
@@ -445,3 +454,22 @@ def test_both_pages_offer_the_kinds_of_files_that_are_read(client: TestClient) -
         assert set(accept[1].split(",")) == kinds
     assert set(json.loads(client.post("/upload", data={"name": ""}, headers=JSON).text)["limits"]) == set(upload.LIMITS)
     assert unicodedata.is_normalized("NFC", upload.new_folder_name("e\u0301"))
+
+
+def test_no_entry_of_a_zip_file_takes_more_memory_than_it_claims(
+    client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever method packed 64 MiB of zeros that claim to be one MiB."""
+    monkeypatch.setattr(upload, "read_regular", Path.read_bytes)  # the real one asks for room up to its limit
+    for name, method in (("deflate", zipfile.ZIP_DEFLATED), ("bz2", zipfile.ZIP_BZIP2), ("lzma", zipfile.ZIP_LZMA)):
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            archive.writestr(zipfile.ZipInfo("bomb.png"), bytes(2**26), method)
+            archive.filelist[0].file_size = 2**20
+        tracemalloc.start()
+        try:
+            put(client, [(f"{name}.zip", content.getvalue()), GOOD], name)
+            assert tracemalloc.get_traced_memory()[1] < 2**24, name
+        finally:
+            tracemalloc.stop()
+    assert tree(root) == ["bz2/good.png", "deflate/good.png", "lzma/good.png"]
