@@ -83,17 +83,18 @@ class TimedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._await_headers()
+        # a client that was refused early may still send its body, and reads the answer after that
+        self._await_headers(HEADER_TIMEOUT if self.conn.their_state is self.conn.our_state else BODY_TIMEOUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
 
-    def _await_headers(self) -> None:
+    def _await_headers(self, seconds: float | None = None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(HEADER_TIMEOUT, self._close_unless_headers_came)
+        self._deadline = self.loop.call_later(seconds or HEADER_TIMEOUT, self._close_unless_headers_came)
 
     def _close_unless_headers_came(self) -> None:
         if self.cycle is None or self.cycle.response_complete:

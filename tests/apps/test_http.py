@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -89,6 +90,20 @@ def test_a_body_that_is_too_large_is_not_read(app: str, address: tuple[str, int]
         with pytest.raises(ConnectionError):
             while True:
                 connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+
+
+def test_a_client_that_is_refused_early_may_send_its_body_first(
+    app: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEADER_TIMEOUT", 0.1)
+    host = f"{address[0]}:{address[1]}"
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(f"POST /nowhere HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\n".encode())
+        connection.sendall(b"Content-Length: 100\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 404"
+        time.sleep(0.3)  # with less patience the connection would be closed now
+        connection.sendall(b"x" * 100 + f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert b"HTTP/1.1 200" in read_all(connection)
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for_and_a_client_that_leaves_is_no_error(

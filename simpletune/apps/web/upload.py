@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from simpletune.apps.web.roots import Roots
+from simpletune.commands.inspect_data.thumbnails import AT_ONCE
 from simpletune.data.sources import captions
 from simpletune.data.sources.captions import METADATA, TEXTS, validate_caption
 from simpletune.data.sources.folder_names import meaning
@@ -62,7 +63,6 @@ DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtime
           struct.error)  # fmt: skip
 # For bzip2 and LZMA, zipfile unpacks all that a read of packed bytes gives, whatever size the entry claims.
 BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-_decoding = threading.Lock()  # one picture at a time: the largest takes a GiB
 
 
 def path_parts(path: str) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Upload:
             return
         data, digest = read_regular(self._incoming), ""
         if kind in SUFFIXES:
-            with _decoding:
+            with AT_ONCE:  # the largest takes a GiB
                 decode(data, THUMBNAIL)  # training turns pictures as their EXIF says, so the file keeps its bytes
             if not name.stem.endswith(LABEL):  # masks may well be equal
                 digest = hashlib.sha256(data).hexdigest()

@@ -19,7 +19,7 @@ from simpletune.models.shared.buckets import Size
 from simpletune.system.atomic import atomic_file
 
 SIDE = 256  # pixels of a thumbnail's longer side
-AT_ONCE = threading.Semaphore(2)  # decoded pictures in memory
+AT_ONCE = threading.Semaphore(2)  # pictures that the page decodes, wherever: the largest takes a GiB
 QUALITY = 80
 VEIL = 0.85  # of white over what lies outside of a mask
 

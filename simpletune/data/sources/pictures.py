@@ -97,6 +97,12 @@ def picture_size(data: bytes) -> Size:
     return (image.height, image.width) if turned else (image.width, image.height)
 
 
+def header_size(data: bytes) -> Size:
+    """(width, height) as the header says, before EXIF rotation; decodes nothing. UnusablePicture: it cannot be read."""
+    with _opened(data) as image:
+        return image.size
+
+
 def seems_complete(data: bytes, kind: str | None) -> bool:
     """Whether a whole file has its end marker and correct checksums. False only calls for a closer look."""
     if kind == "PNG":
