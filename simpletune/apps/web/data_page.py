@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from simpletune.apps.http import whole_number
 from simpletune.apps.web import processes
 from simpletune.apps.web.data_set import (
     ORDERS,
@@ -120,13 +121,13 @@ def gallery(request: Request) -> Response:
 def _gallery(request: Request, found: DataSet) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
     show = show if show in SHOWN else "all"
-    number = request.query_params.get("page", "1")
+    number = whole_number(request.query_params.get("page", "1"))
     order = request.query_params.get("order", "name")
     order = order if order in ORDERS else "name"
     report = {} if order == "name" else _read_report(request.app.state.roots, found)
     entries = select_pictures(found, show, text, order, report)
     pages = max(1, -(-len(entries) // PAGE))
-    page = min(max(1, int(number)), pages) if number.isdecimal() and len(number) < 9 else 1
+    page = min(max(1, number or 1), pages)
     cards = picture_tiles(found, entries[(page - 1) * PAGE : page * PAGE])
     view = urlencode({"place": str(found.place), "source": found.index, "show": show, "q": text, "order": order})
     return {
@@ -246,9 +247,11 @@ def undo_part(request: Request) -> Response:
 @with_form
 def undo(request: Request, form: Form) -> Response:
     """POST /data/undo: give files what they held before a change; a form that names a picture gets its card."""
-    found, number = data_set_of(request, form), form.get("number", "")
+    found, number = data_set_of(request, form), whole_number(form.get("number", ""))
+    if number is None:
+        raise UserError("This is not the number of a change, so nothing was undone. Reload the page")
     history = _history(request, found)
-    what, left = history.undo(int(number) if number.isdecimal() and len(number) < 21 else 0)
+    what, left = history.undo(number)
     if "name" in form:
         said = left[0] if left else "Undone"
         response = _card(request, found, form["name"], typed=None, said=said, changed=False, made=None)
@@ -362,8 +365,8 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
         words += [f"--{name}={text}{ends}"] if text else []
     for name, said in THRESHOLDS.items():
         text = form.get(name, "").strip()
-        if text and not (re.fullmatch(r"[0-9]*\.?[0-9]+", text) and float(text) <= 1):
-            raise UserError(f"{said}: {text} is not a number from 0 to 1. Use one such as 0.35")
+        if text and not (len(text) < 20 and re.fullmatch(r"[0-9]*\.?[0-9]+", text) and float(text) <= 1):
+            raise UserError(f"{said}: {text[:40]} is not a number from 0 to 1. Use one such as 0.35")
         words += [f"--{name}={text}"] if text else []
     for name, known in (("precision", PRECISIONS), ("device", DEVICES)):
         value = form.get(name, known[0])

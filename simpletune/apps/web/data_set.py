@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlencode
 
+from simpletune.apps.http import whole_number
 from simpletune.apps.web.form.presets import card_here
 from simpletune.apps.web.roots import Roots
 from simpletune.commands.caption.pictures import require_text_captions
@@ -205,7 +206,8 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
     status = path.stat()
     config = _config_of(path, (0, 0) if path.is_dir() else (status.st_mtime_ns, status.st_size))
     members = config.data.members
-    number = int(index) if index.isdecimal() and int(index) < len(members) else 0
+    number = whole_number(index) or 0
+    number = number if number < len(members) else 0
     source = members[number]
     if not isinstance(source, Folder | Table):
         raise UserError(f"data.source: {source.path} is read while training. This page shows folders and tables")

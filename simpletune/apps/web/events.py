@@ -15,6 +15,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from simpletune.apps.http import whole_number
+
 PERIOD = 1.0  # seconds between two looks at the files
 HEARTBEAT = 15.0  # seconds until an idle stream sends a comment, so that proxies keep it
 KEPT = 1000  # changes for pages that poll
@@ -104,6 +106,6 @@ async def events(request: Request) -> Response:
 
 async def changes(request: Request) -> Response:
     """GET /changes?since=N: the changes, for pages that poll."""
-    since = request.query_params.get("since", "-1")
-    number, topics = await request.app.state.watch.since(int(since) if since.isdecimal() else -1)
+    since = whole_number(request.query_params.get("since", ""))
+    number, topics = await request.app.state.watch.since(-1 if since is None else since)
     return JSONResponse({"number": number, "topics": topics})

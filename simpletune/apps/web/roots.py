@@ -10,6 +10,7 @@ from pathlib import Path
 from simpletune.runs.folder import ATTEMPTS, CONFIG, METRICS
 from simpletune.system.options import UserError
 
+LONGEST = 200  # characters of a wrong path that are repeated
 OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
 
 
@@ -29,16 +30,22 @@ class Roots:
         """Resolve a path given by a user, including links; a UserError, with the remedy, if it leads out of them."""
         if "://" in text:
             raise UserError(f"{text} is an address, not a path of this machine. Give one below {self.named[0]}")
-        given = Path(text).expanduser()
         try:
+            given = Path(text).expanduser()
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
-        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name
-            raise UserError(f"{text!r} is not a path") from None
+        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name, an unknown ~user
+            raise UserError(f"{text[:LONGEST]!r} is not a path") from None
         if not any(path.is_relative_to(root) for root in (self.runs, *self.named)):
             allowed = ", ".join(map(str, self.named))
             raise UserError(
                 f"{text} is outside of the folders that this page may use ({allowed}). Start it with --root {path}"
             )
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # whoever asks says what should be there
+        except OSError as error:  # what they do with it would fail, too
+            raise UserError(f"{text[:LONGEST]!r} cannot be read ({error.strerror or error})") from None
         return path
 
     def run(self, name: str) -> Path | None:

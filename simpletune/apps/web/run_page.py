@@ -19,6 +19,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from simpletune.adapters.methods.adapter import OUTPUT
+from simpletune.apps.http import whole_number
 from simpletune.apps.web import processes, queue
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.pictures import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
@@ -150,7 +151,7 @@ class RunView:
 
     def weights(self, step: str) -> str:
         """Name the run's result, or with a step a checkpoint, for a command."""
-        return f"{self.folder}@{whole_number(step, 'step')}" if step else str(self.folder)
+        return f"{self.folder}@{required_number(step, 'step')}" if step else str(self.folder)
 
     def drawing(self) -> Json:
         """The defaults of the picture form: the settings of the run's validation."""
@@ -328,7 +329,7 @@ def compare(request: Request, form: Form) -> Response:
     prompt = " ".join(form.get("prompt", "").split())
     if not prompt or not prompt.isprintable() or len(prompt) > LONGEST:
         raise UserError(f"prompt: write 1 to {LONGEST:,} characters that can be printed")
-    seed = whole_number(form.get("seed") or "0", "seed")
+    seed = required_number(form.get("seed") or "0", "seed")
     source = view.weights(form.get("step", ""))
     models = [source]
     if view.has_strength:
@@ -341,7 +342,7 @@ def compare(request: Request, form: Form) -> Response:
 def choose_step(request: Request, form: Form) -> Response:
     """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
     view, step = view_of(request), form.get("step", "auto")
-    chosen = "auto" if step == "auto" else str(whole_number(step, "step"))
+    chosen = "auto" if step == "auto" else str(required_number(step, "step"))
     return _begin(request, view, "choose", ["evaluate", str(view.folder), "--choose", chosen])
 
 
@@ -353,7 +354,7 @@ def export(request: Request, form: Form) -> Response:
         raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
     view.exports.mkdir(parents=True, exist_ok=True)
     source = view.weights(step)
-    at = f"-{whole_number(step, 'step')}" if step else ""
+    at = f"-{required_number(step, 'step')}" if step else ""
     target = view.exports / f"{job_name('lora', view.folder.name)}{at}-{layout}.safetensors"
     return _begin(request, view, "export", ["export", source, "--format", layout, "--out", str(target), "--overwrite"])
 
@@ -382,7 +383,7 @@ def go_on(request: Request, form: Form) -> Response:
     """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
     view = view_of(request)
     name, state = view.folder.name, view.progress.state
-    steps = whole_number(form.get("steps", ""), "steps")
+    steps = required_number(form.get("steps", ""), "steps")
     if view.progress.running:
         raise UserError(f"{name} is training already")
     if steps <= state.done and state.word == "finished":
@@ -399,12 +400,12 @@ def go_on(request: Request, form: Form) -> Response:
     return render(request, "run_begun.html", kind="the run, as soon as the queue reaches it")
 
 
-def whole_number(text: str, what: str) -> int:
+def required_number(text: str, what: str) -> int:
     """Read a whole number of at least 0 from a form's field."""
-    text = text.strip()
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise UserError(f"{what}: {text[:40]!r} is not a whole number of at least 0")
-    return int(text)
+    number = whole_number(text.strip())
+    if number is None:
+        raise UserError(f"{what}: {text.strip()[:40]!r} is not a whole number of at least 0")
+    return number
 
 
 def strengths_of(text: str) -> list[float]:

@@ -116,6 +116,7 @@ def _asked(form: Form) -> tuple[FormRequest, dict[str, object]]:
     texts = dict(form)
     try:
         state = json.loads(texts.pop("state", "{}"))
+        json.dumps(state, ensure_ascii=False).encode()  # JSON can name half a character, which no page can hold
         shown, mine = dict(state.get("shown", {})), dict(state.get("mine", {}))
         if not all(isinstance(each, str) for each in (*shown, *shown.values(), *mine, *mine.values())):
             raise ValueError

@@ -114,13 +114,14 @@ def fill_form(roots: Roots, asked: FormRequest) -> FilledForm:
         if FOLDER in found.fields:
             found.fields[FOLDER].source = YOU
     data, outside = absolute_paths(found.data, roots)
-    problems = [*outside, *_problems(data, {each.path for each in outside})]
+    hidden = _without(data, {each.path for each in outside})
+    problems = [*outside, *_problems(data, hidden, {each.path for each in outside})]
     config = planned = None
     if not problems:
         config = planned = validate(data, "form")
     else:
         with suppress(UserError):
-            planned = validate(_with_placeholder(data), "form", needs_data=False)
+            planned = validate(hidden, "form", needs_data=False)
     return FilledForm(asked, base, card, found, data, config, planned, problems)
 
 
@@ -148,26 +149,26 @@ def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> S
     return StartingConfig(data, label, str(file))
 
 
-def _problems(data: Json, outside: set[str]) -> list[Problem]:
+def _problems(data: Json, hidden: Json, outside: set[str]) -> list[Problem]:
     """Return the problems that ``check`` finds, without looking at paths that the page may not read."""
     is_empty = get_at(data, FOLDER) == ""
     required = [Problem(FOLDER, "Give the folder with the pictures")] if is_empty else []
-    tried = _with_placeholder(data)
-    for section, key, path in _places(tried):
-        if path in outside:
-            section[key] = PLACEHOLDER if key == "path" else None
     try:
-        validate(tried, "form")
+        validate(hidden, "form")
     except ConfigError as error:
         return [*required, *(each for each in error.problems if each.path not in outside)]
     return required
 
 
-def _with_placeholder(data: Json) -> Json:
-    """Copy a configuration, with the demo's pictures where the folder is still empty."""
+def _without(data: Json, outside: set[str]) -> Json:
+    """Copy a configuration without the paths that the page may not read, and with the demo's pictures where the folder
+    is still empty."""
     data = copy.deepcopy(data)
     if get_at(data, FOLDER) == "":
         set_at(data, FOLDER, PLACEHOLDER)
+    for section, key, path in _places(data):
+        if path in outside:
+            section[key] = PLACEHOLDER if key == "path" else None
     return data
 
 
