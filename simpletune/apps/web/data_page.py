@@ -4,6 +4,7 @@ processes that it starts: the check of all pictures, and captioning by a model."
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Hashable, Mapping
@@ -354,7 +355,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
     model = form.get("model", "").strip()
     if not model:
         raise UserError("The model is empty. Give a hub name, such as florence-community/Florence-2-base, or a folder")
-    is_folder = (roots.named[0] / model).exists() or not HUB_NAME.match(model) or ".." in model
+    is_folder = os.path.exists(roots.named[0] / model) or not HUB_NAME.match(model) or ".." in model
     chosen = str(roots.resolve(model)) if is_folder else model
     words = ["caption", str(folder), f"--model={chosen}"]
     for name in ("prompt", "prefix", "trigger", "blacklist"):  # one word each, so that no value is read as a flag
