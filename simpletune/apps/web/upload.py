@@ -58,7 +58,10 @@ THUMBNAIL = 64  # pixels: a JPEG is decoded at a fraction of its size
 MOST_OPEN, IDLE = 8, 600  # uploads at once; seconds after which an abandoned one is removed
 SKIPPED = {"__macosx", "thumbs.db", "desktop.ini"}  # besides hidden files: what systems leave between pictures
 DRIVE = re.compile(r"[A-Za-z]:")
-RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(1, 10))}  # by Windows
+RESERVED = {  # by Windows, whatever follows the first dot; superscript digits count
+    "CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$", *(f"{port}{n}" for port in ("COM", "LPT") for n in "123456789¹²³"),
+}  # fmt: skip
+FORBIDDEN = set('<>:"|?*')  # by Windows in a name, besides what is refused everywhere
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, OSError,
           struct.error)  # fmt: skip
 # For bzip2 and LZMA, zipfile unpacks all that a read of packed bytes gives, whatever size the entry claims.
@@ -77,7 +80,7 @@ def path_parts(path: str) -> tuple[str, ...]:
     if len(path.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST for part in parts):
         raise UnusablePicture(f"has more than {LONGEST} bytes in its name, or {LONGEST_PATH} in its path. Rename it")
     for part in parts:
-        if part.partition(".")[0].rstrip().upper() in RESERVED or part[-1] in ". ":
+        if part.partition(".")[0].rstrip().upper() in RESERVED or part[-1] in ". " or FORBIDDEN & set(part):
             raise UnusablePicture(f"has a name that Windows cannot use ({part}). Rename it")
     return parts
 
@@ -86,8 +89,8 @@ def new_folder_name(text: str) -> str:
     """Return the name for a new folder that a user gave, or the default; a UserError if it is not one."""
     name = unicodedata.normalize("NFC", text.strip()) or DEFAULT
     try:
-        if len(path_parts(name)) > 1 or "/" in name or ":" in name or name.startswith("."):
-            raise UnusablePicture("is not a folder's name. Use one without / and :, and without a dot in front")
+        if len(path_parts(name)) > 1 or "/" in name or name.startswith("."):
+            raise UnusablePicture("is not a folder's name. Use one without /, and without a dot in front")
     except UnusablePicture as reason:
         raise UserError(f"{printable_name(text)!r} {reason}") from None
     return name
@@ -211,14 +214,17 @@ class Upload:
         if not self._pictures:
             why = "; ".join(self.left_out[:3]) or "there was none"
             raise UserError(f"No picture could be used, so no folder was made: {why}. Choose others")
+        emptied = set[Path]()
         for name in self._captions:
             stem = os.path.splitext(name)[0]
             if stem not in self._kept:
                 (self.folder / name).unlink()
-                with suppress(OSError):  # of a folder that holds more
-                    os.removedirs((self.folder / name).parent)
+                emptied.add((self.folder / name).parent)
                 if stem not in self._dropped:
                     self.left_out.append(f"{printable_name(name)} is a caption, and no picture has its name")
+        for folder in emptied:  # once each: some file systems list all that is in a folder before they refuse
+            with suppress(OSError):  # of a folder that holds more
+                os.removedirs(folder)
         self._incoming.unlink(missing_ok=True)
         with self._room():
             flush_to_disk(self.folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}  # brands of HEVC 
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
 MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
+MOST_SCANS = 50  # of a JPEG, each of which goes over all pixels again in a few bytes; encoders write up to 24
+MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd7\xff])")  # of a segment of a JPEG, also after a scan's data
 PNG_TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may contain the EXIF orientation
 # what Pillow raises for damaged data, including EXIF
 DAMAGE = (OSError, EOFError, IndexError, RuntimeError, SyntaxError, ValueError, struct.error)
@@ -47,6 +50,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
             raise UnusablePicture("is not a picture that Pillow can read") from None
         if image.format == "TIFF":
             _silence_libtiff()
+        if image.format in ("JPEG", "MPO") and _has_many_scans(data):
+            raise UnusablePicture(f"is a JPEG in more than {MOST_SCANS} scans. Save it again")
         yield image
     except Image.DecompressionBombError:
         raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down") from None
@@ -156,6 +161,17 @@ def _jpeg_has_end(data: bytes) -> bool:
             return data.find(b"\xff\xd9", at) >= 0
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return False
+
+
+def _has_many_scans(data: bytes) -> bool:
+    """Whether decoding the first picture of a JPEG takes more than MOST_SCANS scans (ITU T.81, B.2.2)."""
+    if data.count(b"\xff\xda") <= MOST_SCANS:  # most files end here; metadata and what follows the picture count, too
+        return False
+    scans, at = 0, 2
+    while (found := MARKER.search(data, at)) and found[1] != b"\xd9" and scans <= MOST_SCANS:
+        scans += found[1] == b"\xda"
+        at = found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))  # the segment, as libjpeg
+    return scans > MOST_SCANS
 
 
 def _boxes_fill(data: bytes) -> bool:

@@ -167,6 +167,13 @@ def chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
+def with_scans(more: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    whole = picture(2, kind="JPEG", progressive=True)
+    last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    return whole[:last] + whole[last:end] * (more + 1) + whole[end:]
+
+
 BOMB = picture()[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 6, 0, 0, 0)) + picture()[33:]
 NO_PIXELS = picture()[:33] + chunk(b"IDAT", b"no zlib") + chunk(b"IEND", b"")
 ATTACKS: dict[str, tuple[Files, str]] = {
@@ -181,6 +188,11 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "line feed": ([("x\ny.png", picture(2))], "control or direction characters"),
     "bidirectional": ([("x\u202egnp.png", picture(2))], "control or direction characters"),
     "reserved": ([("sub/com1.png", picture(2))], "Windows cannot use (com1.png)"),
+    **{
+        f"reserved {name}": ([(name, picture(2))], f"Windows cannot use ({name.rpartition('/')[2]})")
+        for name in ("x?.png", "x*.png", "x<y>.png", "x|y.png", 'x"y.png', "xx:y.png", "CONIN$.png", "conout$ .png",
+                     "COM¹.png", "lpt³", "a/LPT9.txt.png")
+    },
     "dot at the end": ([("sub./x.png", picture(2))], "Windows cannot use (sub.)"),
     "long": ([("x" * 300 + ".png", picture(2))], "more than 200 bytes"),
     "deep": ([("/".join("abcdefghi") + ".png", picture(2))], "more than 8 folders"),
@@ -191,6 +203,7 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     ),
     "file as folder": ([("good.png/x.png", picture(2))], "has the name of a folder"),
     # contents
+    "scans": ([("x.jpg", with_scans(60))], "is a JPEG in more than 50 scans"),
     "page": ([("x.png", b"<html><script>alert(1)</script>")], "is not a picture that Pillow can read"),
     "program": ([("x.sh", b"#!/bin/sh")], "is neither a picture nor a caption"),
     "drawing": ([("x.svg", b"<svg/>")], "is a picture of a kind that is not read (.svg)"),
@@ -253,7 +266,8 @@ def test_limits_of_a_zip_file(client: TestClient, root: Path, monkeypatch: pytes
     ("name", "said"),
     [
         ("../x", "leads out"), ("a/b", "is not a folder's name"), ("/etc", "leads out"), (".hidden", "is not a folder"),
-        ("s3:", "is not a folder's name"), ("nul", "Windows cannot use"), ("x" * 300, "more than 200 bytes"),
+        ("s3:", "Windows cannot use"), ("nul", "Windows cannot use"), ("run*s", "Windows cannot use"),
+        ("x" * 300, "more than 200 bytes"),
         ("a\u202eb", "control or direction"), ("..", "leads out"),
     ],
 )  # fmt: skip
@@ -423,7 +437,8 @@ def test_a_root_that_cannot_be_written_is_said(client: TestClient, root: Path, m
 
 
 def test_folders_are_listed_level_by_level_with_their_pictures(client: TestClient, root: Path, tmp_path: Path) -> None:
-    put(client, [GOOD, ("sub/b.png", picture(2)), ("sub/c.png", picture(3)), ("good.txt", b"a cat")], "<b>")
+    put(client, [GOOD, ("sub/b.png", picture(2)), ("sub/c.png", picture(3)), ("good.txt", b"a cat")], "b")
+    (root / "b").rename(root / "<b>")
     for name in (".hidden", "runs", "empty"):
         (root / name).mkdir()
     (root / "link").symlink_to(tmp_path)
@@ -473,3 +488,15 @@ def test_no_entry_of_a_zip_file_takes_more_memory_than_it_claims(
         finally:
             tracemalloc.stop()
     assert tree(root) == ["bz2/good.png", "deflate/good.png", "lzma/good.png"]
+
+
+def test_a_folder_is_tried_to_be_removed_once_however_many_captions_leave_it(
+    client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    removedirs = os.removedirs
+    monkeypatch.setattr(os, "removedirs", lambda place: (tried.append(Path(place).name), removedirs(place)))
+    stray = [(f"{place}/{n}.txt", b"a cat") for place in ("sub", "sub/empty") for n in range(20)]
+    answer, _ = put(client, [GOOD, ("sub/b.png", picture(2)), *stray])
+    assert len(answer.json()["left_out"]) == 40 and tree(root) == ["set/good.png", "set/sub/b.png"]
+    assert sorted(tried) == ["empty", "sub"] and not (root / "set" / "sub" / "empty").exists()
