@@ -188,6 +188,6 @@ def _cards(found: list[Json], charted: list[Path]) -> dict[str, object]:
 
 def _queue(roots: Roots) -> dict[str, object]:
     try:
-        return {"entries": queue.read_queue(roots), "damaged": ""}
+        return {"entries": queue.read_queue(roots), "others": queue.other_entries(roots), "damaged": ""}
     except UserError as error:
-        return {"entries": [], "damaged": str(error)}
+        return {"entries": [], "others": [], "damaged": str(error)}
