@@ -18,9 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from simpletune.apps.http import whole_number
 
 PERIOD = 1.0  # seconds between two looks at the files
-HEARTBEAT = 15.0  # seconds until an idle stream sends a comment, so that proxies keep it
+HEARTBEAT = 15.0  # seconds until an idle stream sends a beat: proxies keep it, and a page notices when none comes
 KEPT = 1000  # changes for pages that poll
 HELLO, BYE = b"retry: 2000\nevent: hello\ndata: []\n\n", b"event: bye\ndata: []\n\n"
+BEAT = b"event: beat\ndata: []\n\n"  # no comment: a browser hides those from the page
 Look = Callable[[], Mapping[str, Hashable]]
 """Returns a stamp for each topic; a topic has changed when its stamp differs, or when it appears or disappears."""
 
@@ -52,7 +53,7 @@ class FileWatcher:
                 try:
                     event = await asyncio.wait_for(queue.get(), HEARTBEAT)
                 except TimeoutError:
-                    event = b": still here\n\n"
+                    event = BEAT
                 yield event
         finally:
             self._streams.discard(queue)
