@@ -23,6 +23,7 @@ from simpletune.system.options import UserError, plural
 from simpletune.system.shell import to_paste
 
 HIGH_LR_FULL = 1e-4
+HIGH_LR = 1000  # times an optimizer's default
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
 
 
@@ -177,8 +178,16 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
     return None if shapes is None else dict(shapes)
 
 
+def rate_notes(config: TrainConfig) -> Iterator[str]:
+    """Yield that a learning rate is far above those that people use with its optimizer."""
+    lr, usual = config.optimizer.lr, type(config.optimizer).model_fields["lr"].default
+    if lr > HIGH_LR * usual:
+        yield f"a learning rate of {lr:g} is {lr / usual:,.0f} times the usual {usual:g}: training would diverge"
+
+
 def _notes(config: TrainConfig) -> Iterator[str]:
     """Yield what a user should know before the run."""
+    yield from rate_notes(config)
     if config.adapter.trains_base and config.optimizer.lr > HIGH_LR_FULL and not config.is_demo:
         yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 is common"
     if config.adapter.trains_base and config.precision.weights == "fp32":

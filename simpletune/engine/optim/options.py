@@ -24,7 +24,7 @@ PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller state
 class OptimizerOption(Option):
     """Fields shared by all optimizers. Members define ``name`` (the tag)."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-4
+    lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
     """Learning rate after warm-up. Common values: 1e-4 for LoRA; 1e-5 to 5e-5 for full fine-tuning with batch size 4 or
     more."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -187,7 +187,7 @@ class Lion8bit(OptimizerOption):
 
     name: Literal["lion8bit"] = "lion8bit"
     """Lion with 8-bit state: 1 byte per parameter; needs a learning rate 3 to 10 times smaller than AdamW's."""
-    lr: Annotated[float, Field(gt=0)] = 2e-5
+    lr: Annotated[float, Field(gt=0, le=100)] = 2e-5
     """Learning rate after warm-up; use 3 to 10 times less than for AdamW."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
     """Weight of the running mean in the update, and its decay rate."""
@@ -263,7 +263,7 @@ class Prodigy(OptimizerOption):
 
     name: Literal["prodigy"] = "prodigy"
     """Prodigy: AdamW that estimates its learning rate; 16 bytes of state per fp32 parameter."""
-    lr: Annotated[float, Field(gt=0)] = 1.0
+    lr: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Factor on the estimated learning rate; keep it near 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the running means of the gradient and of its square."""
