@@ -102,7 +102,7 @@ def data(request: Request) -> Response:
     roots: Roots = request.app.state.roots
     place = request.query_params.get("place") or request.query_params.get("folder")
     if not place:
-        return render(request, "data_choose.html", suggested=suggestions(roots))
+        return render(request, "data_choose.html", suggested=suggestions(roots), uploads=roots.uploads)
     found = open_data_set(roots, place, request.query_params.get("source", "0"))
     root = roots.named[0]
     shown = found.folder.relative_to(root) if found.folder.is_relative_to(root) else found.folder
@@ -302,7 +302,7 @@ def start_check(request: Request, form: Form) -> Response:
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / "config.json", found.config.model_dump(mode="json", by_alias=True), shared=True)
     words = ("data", str(place / "config.json"), "--out", str(place), "--pictures", "0")
-    processes.start(roots, words, CHECK + found.key)
+    processes.start(roots, words, CHECK + found.key, title="The check of these pictures")
     return _check_part(request, found)
 
 
@@ -343,7 +343,8 @@ def start_captioning(request: Request, form: Form) -> Response:
     try:
         if found.why_not:
             raise UserError(found.why_not)
-        processes.start(roots, caption_words(roots, found.folder, form), CAPTION + found.key)
+        words = caption_words(roots, found.folder, form)
+        processes.start(roots, words, CAPTION + found.key, title="Captioning of these pictures")
     except UserError as reason:
         return _captioning_part(request, found, str(reason))
     return _captioning_part(request, found)

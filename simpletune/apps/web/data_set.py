@@ -358,15 +358,15 @@ def _is_unmasked(data: DataSet, entry: CaptionedPicture) -> bool:
 
 
 def suggestions(roots: Roots) -> list[Path]:
-    """Folders with pictures in the roots and one level below them."""
+    """Folders with pictures in the roots and one level below them, and those that were uploaded."""
     found: list[Path] = []
-    for root in roots.named:
+    for root in dict.fromkeys((roots.uploads, *roots.named)):
         try:
             entries = sorted(root.iterdir())[:LOOKED_AT]
         except OSError:  # unreadable: there is nothing to suggest
             entries = []
         below = (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
-        found += [folder for folder in (root, *below) if _holds_pictures(folder)]
+        found += [folder for folder in (root, *below) if folder not in found and _holds_pictures(folder)]
     return found[:SUGGESTED]
 
 

@@ -1,5 +1,5 @@
 """The folders that the pages may read and write: the runs' folder and the named roots, nothing else. In the roots they
-write captions and masks, and below the first one new folders of uploaded pictures."""
+write captions and masks, and new folders of uploaded pictures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from simpletune.runs.folder import ATTEMPTS, CONFIG, METRICS
 from simpletune.system.options import UserError
 
 LONGEST = 200  # characters of a wrong path that are repeated
+UPLOADS = "data"  # where shipped configurations expect pictures; git ignores it
 OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
 
 
@@ -20,6 +21,7 @@ class Roots:
 
     runs: Path
     named: tuple[Path, ...]  # with pictures and configurations; relative paths are relative to the first
+    uploads: Path  # where new folders of pictures go, which need not exist
 
     @property
     def own(self) -> Path:
@@ -75,8 +77,13 @@ class Roots:
 
 
 def make_roots(runs: Path, named: list[Path]) -> Roots:
-    """Resolve the folders of ``simpletune web``; a UserError if a root is not one."""
+    """Resolve the folders of ``simpletune web``: uploads go into the first root, or without one into ``data`` below the
+    current folder. A UserError if a root is not a folder."""
     for root in named:
         if not root.is_dir():
             raise UserError(f"--root: {root} is not a folder. Give one that exists")
-    return Roots(runs.resolve(), tuple(root.resolve() for root in named) or (Path.cwd().resolve(),))
+    if not named:  # the current folder is likely a checkout of this program
+        here = Path.cwd().resolve()
+        return Roots(runs.resolve(), (here,), here / UPLOADS)
+    found = tuple(root.resolve() for root in named)
+    return Roots(runs.resolve(), found, found[0])

@@ -17,6 +17,7 @@ from simpletune.apps.web.form.presets import HERE, card_here, cards
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp
 from simpletune.apps.web.templates import Form, render, with_form
+from simpletune.config.explain import rate_notes
 from simpletune.config.load import shipped_names
 from simpletune.system.atomic import write_json
 from simpletune.system.locks import wait_for_lock
@@ -35,6 +36,7 @@ def routes() -> list[Route]:
         Route("/start/live", live_line),
         Route("/start/run", begin, methods=["POST"]),
         Route("/start/config.json", download, methods=["POST"]),
+        *(Route(path, to_form, methods=["GET"]) for path in ("/start/run", "/start/config.json")),
         Route("/queued/{id}", queued),
         Route("/queued/{id}/part", queued),
     ]
@@ -102,6 +104,11 @@ def begin(request: Request, form: Form) -> Response:
     return RedirectResponse(f"/queued/{entry.id}", 303)
 
 
+def to_form(request: Request) -> Response:
+    """GET of an address to which the form is sent, as when a page of problems is opened again."""
+    return RedirectResponse("/start", 303)
+
+
 @with_form
 def download(request: Request, form: Form) -> Response:
     """POST /start/config.json: the configuration as a file."""
@@ -135,8 +142,8 @@ def _whole(request: Request, filled: FilledForm, form: str, last: object, status
     own = [(base, base.replace(":", " ", 1))] if base.startswith(("file:", "run:")) else []
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
     bases = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
-    tried = status != 200
-    return render(request, "start.html", status, cards=cards(), bases=bases, files=files, tried=tried, **values)
+    values |= {"tried": status != 200, "uploads": roots.uploads}
+    return render(request, "start.html", status, cards=cards(), bases=bases, files=files, **values)
 
 
 def _values(request: Request, filled: FilledForm, form: str, last: object) -> dict[str, object]:
@@ -188,6 +195,7 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
         found.append(f"{name} is already in the queue: this run waits until it ends and moves it to {name}.{number}")
     elif older is not None:
         found.append(f"An older run {name} moves to {name}.{number}")
+    found += rate_notes(filled.config) if filled.config is not None else ()
     if filled.config is not None and card_here() is None and queue.queue_device(filled.data) == queue.GPU:
         found.append("This machine has no graphics card, where this run would fail: download the configuration instead")
     return found

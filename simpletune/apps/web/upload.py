@@ -1,4 +1,4 @@
-"""Receive pictures into a new folder below the first root: checks of names, kinds, sizes and contents; zip files entry
+"""Receive pictures into a new folder of ``Roots.uploads``: checks of names, kinds, sizes and contents; zip files entry
 by entry. The folder gets its name when it is complete. Until then it is hidden, and removed if the upload fails."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Upload:
 
     def __init__(self, roots: Roots, name: str):
         self.id, self.roots, self.name = secrets.token_hex(16), roots, name
-        self.folder = temporary_path(roots.named[0] / f"{HIDDEN}{self.id[:12]}", shared=True)
+        self.folder = temporary_path(roots.uploads / f"{HIDDEN}{self.id[:12]}", shared=True)
         self.left_out: list[str] = []  # sentences
         self.busy, self.touched = False, time.monotonic()
         self._bytes = self._files = 0
@@ -131,6 +131,7 @@ class Upload:
         self._captions: list[str] = []
         self._kept, self._dropped = set[str](), set[str]()  # paths of pictures and of what is left out, without endings
         with self._room():
+            roots.uploads.mkdir(exist_ok=True)
             self.folder.mkdir()
 
     def admit(self, path: str, size: int) -> str | None:
@@ -366,12 +367,12 @@ class Uploads:
                 raise UserError(
                     f"These are {format_bytes(size)}; an upload takes {most}. Divide them over several folders"
                 )
-            check_room(self._roots.named[0], size)
+            check_room(self._roots.uploads, size)
             try:
                 upload = Upload(self._roots, folder)
             except OSError as error:
                 why = f"cannot be written to ({error.strerror or error})"
-                raise UserError(f"{self._roots.named[0]} {why}. Start the page with another folder as --root") from None
+                raise UserError(f"{self._roots.uploads} {why}. Start the page with another folder as --root") from None
             self._open[upload.id] = upload
         return upload
 
@@ -394,9 +395,9 @@ class Uploads:
 
 def clean(roots: Roots) -> None:
     """Remove what uploads of this process, and of others that have ended, have left; called where none is open."""
-    for each in roots.named[0].glob(temporary_path(roots.named[0] / f"{HIDDEN}*", shared=True).name):
+    for each in roots.uploads.glob(temporary_path(roots.uploads / f"{HIDDEN}*", shared=True).name):
         remove(each)
-    remove_stale(roots.named[0], f"{HIDDEN}*")
+    remove_stale(roots.uploads, f"{HIDDEN}*")
 
 
 def check_room(folder: Path, size: int) -> None:

@@ -392,11 +392,11 @@ def test_captioning_is_started_and_stopped(
     """A verb that waits stands for the model."""
     started, honest = [], processes.start
 
-    def start(roots, words, log_name):
+    def start(roots, words, log_name, title):
         started.append(list(words))
         (tmp_path / "waits.py").write_text("import time\nprint('caption: 1/4 pictures', flush=True)\ntime.sleep(60)\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        return honest(roots, [], log_name, module="waits")
+        return honest(roots, [], log_name, module="waits", title=title)
 
     monkeypatch.setattr(processes, "start", start)
     form = {"place": "pictures", "source": "0", "model": "owner/name"}
@@ -404,7 +404,7 @@ def test_captioning_is_started_and_stopped(
     assert started == [["caption", str(folder), "--model=owner/name", "--precision=bf16", "--device=auto"]]
     assert wait_for(client, "/data/captioning", "caption: 1/4 pictures")
     twice = client.post("/data/captioning", data=form)
-    assert twice.status_code == 422 and "is still running" in twice.text
+    assert twice.status_code == 422 and "Captioning of these pictures is still running" in twice.text
     assert "caption: 1/4 pictures" in twice.text
     client.post("/data/captioning/stop", data=form)
     assert wait_for(client, "/data/captioning", "The last captioning")

@@ -185,9 +185,26 @@ def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[
         assert note and '<p class="problem">' in note[0], field
         assert words in note[0]
     assert "3 problems to fix" in text and not quiet[1:]
+    assert "It must be a whole number." in text and "without quotes" not in text, "a field has none"
     refused = client.post("/start/run", data=values)
     assert refused.status_code == 422 and Form(refused.text).values["train.steps"] == "many"
     assert not (tmp_path / "runs" / ".web" / "queue.json").exists()
+    for address in ("/start/run", "/start/config.json"):  # that page opened again
+        again = client.get(address)
+        assert (again.status_code, again.headers["location"]) == (303, "/start")
+
+
+def test_a_learning_rate_that_nobody_uses_is_refused_or_warned_of(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    client = open_pages(tmp_path)
+    pictures(tmp_path / "pics")
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, data__path="pics", optimizer__lr="1e9")
+    assert "1000000000.0 does not fit. It must be at most 100" in text
+    for rate, said in (("0.2", True), ("0.05", False)):
+        text, values = change(client, values, optimizer__lr=rate)
+        assert ("a learning rate of 0.2 is 2,000 times the usual 0.0001: training would diverge" in text) == said
 
 
 def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:

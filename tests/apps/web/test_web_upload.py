@@ -25,7 +25,8 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import ADDRESS, open_pages
 
-from simpletune.apps.web import app, upload, upload_page
+from simpletune.apps.web import app, live, upload, upload_page
+from simpletune.apps.web.access import Access
 from simpletune.apps.web.data_set import list_folders
 from simpletune.apps.web.roots import make_roots
 from simpletune.data.sources.pictures import decode, picture_size
@@ -428,7 +429,7 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start_and_at_the_end(
 
 
 def test_a_root_that_cannot_be_written_is_said(client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> None:
+    def refuse(self: Path, **options: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
@@ -500,3 +501,30 @@ def test_a_folder_is_tried_to_be_removed_once_however_many_captions_leave_it(
     answer, _ = put(client, [GOOD, ("sub/b.png", picture(2)), *stray])
     assert len(answer.json()["left_out"]) == 40 and tree(root) == ["set/good.png", "set/sub/b.png"]
     assert sorted(tried) == ["empty", "sub"] and not (root / "set" / "sub" / "empty").exists()
+
+
+def test_without_a_root_uploads_leave_a_checkout_clean_and_older_folders_are_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(live.Estimator, "want", lambda *_: None)
+    (root / "old").mkdir()
+    (root / "old" / "a.png").write_bytes(picture())
+    roots = make_roots(Path("runs"), [])
+    assert (roots.named, roots.uploads) == ((root,), root / "data")
+    pages, _ = app.make_app(roots, Access({"127.0.0.1"}))
+    client = TestClient(pages, base_url=ADDRESS, headers={"origin": ADDRESS})
+    app.clean(roots)  # before there is such a folder
+    assert f"It goes into {root / 'data'}." in client.get("/start").text
+    assert put(client, [GOOD])[0].json()["folder"] == str(root / "data" / "set")
+    assert tree(root) == ["data/set/good.png", "old/a.png"]
+    shown = client.get("/data").text
+    assert f"It goes into {root / 'data'}." in shown
+    assert re.findall(r'<option value="([^"]*)"', shown) == [str(root / "data" / "set"), str(root / "old")]
+    assert client.get("/data?place=data/set").status_code == client.get("/data?place=old").status_code == 200
+    left = temporary_path(root / "data" / f"{upload.HIDDEN}x", shared=True)
+    left.mkdir()
+    app.clean(roots)
+    assert not left.exists()
+    ignored = (Path(upload.__file__).parents[3] / ".gitignore").read_text().splitlines()
+    assert "/data/" in ignored and make_roots(Path("runs"), [root / "old"]).uploads == root / "old"

@@ -33,6 +33,7 @@ from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
 FOLDER = "data.path"
+QUOTES = ", without quotes"  # what a message about JSON says, and a field of the form has none
 PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
 MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
@@ -156,7 +157,8 @@ def _problems(data: Json, hidden: Json, outside: set[str]) -> list[Problem]:
     try:
         validate(hidden, "form")
     except ConfigError as error:
-        return [*required, *(each for each in error.problems if each.path not in outside)]
+        found = (each for each in error.problems if each.path not in outside)
+        return [*required, *(Problem(each.path, each.message.replace(QUOTES, "")) for each in found)]
     return required
 
 
