@@ -58,6 +58,17 @@ def test_every_page_is_accessible_silent_and_stays_on_the_server(address: str, b
     assert "owned" not in browser.driver.title
 
 
+def test_what_a_script_has_styled_is_refreshed_without_an_inline_style(address: str, browser: Browser) -> None:
+    """The policy forbids those, and each that htmx would copy is an error in the console."""
+    browser.open(f"{address}/run/old")
+    browser.driver.execute_script("""
+      document.getElementById("pictures-heading").style.setProperty("--cut", "20%");
+      document.getElementById("run-pictures").addEventListener("htmx:afterSettle", () => { window.settled = true; });
+      htmx.trigger(document.getElementById("run-pictures"), "changed");""")
+    browser.until(lambda: browser.driver.execute_script("return window.settled"), "the pictures anew")
+    assert browser.complaints() == []
+
+
 STREAMS = """
 window.streams = [];
 window.EventSource = class {

@@ -112,7 +112,7 @@ class Worker(threading.Thread):
             with self._changed:
                 self._places -= 1
 
-    def submit(self, images: Sequence[ImageRequest], arrived: float) -> GenerationJob:
+    def submit(self, images: Sequence[ImageRequest], arrived: float | None = None) -> GenerationJob:
         """Append a request that has a place to the queue; a RequestError if the server is not ready any more."""
         with self._changed:
             self.require_ready()

@@ -49,7 +49,11 @@ from simpletune.system.options import ConfigError, Json, UserError
 SHOWN = 12  # requests, and requested pictures, newest first
 LOG_LINES, JOB_LINES = 40, 12  # of the run's log, and of a verb's
 TRAIN = "run"  # the queue's name for a run's process
-JOBS = (COMPARE, "choose", "export", "report", "finish")
+JOBS = {
+    COMPARE: "Comparison", "choose": "Choice of the best step", "export": "Conversion", "report": "Report",
+    "finish": "Result",
+}  # fmt: skip
+"""The verbs that the page starts for a run, besides its training, and what they make."""
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 REPORT = "report.html"
 FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
@@ -81,6 +85,7 @@ def routes() -> list[Route]:
         Route("/run/{name}/report", report, methods=["POST"]),
         Route("/run/{name}/finish", finish, methods=["POST"]),
         Route("/run/{name}/continue", go_on, methods=["POST"]),
+        Route("/run/{name}/stop", stop_job, methods=["POST"]),
         Route("/run/{name}/file/{path:path}", file),
         Route("/run/{name}/small/{path:path}", small),
         Route("/run/{name}/exports/{file}", export_file),
@@ -227,12 +232,12 @@ class RunView:
     def jobs(self) -> Json:
         """The processes that the page has started for the run, besides its training."""
         found = []
-        for kind in JOBS:
+        for kind, title in JOBS.items():
             name = job_name(kind, self.folder.name)
             lines, running = processes.tail(self.roots, name, JOB_LINES), processes.running(self.roots, name)
             if lines or running:
                 failed = not running and processes.exit_code(self.roots, name) not in (0, None)
-                found.append({"kind": kind, "running": running, "failed": failed, "lines": lines})
+                found.append({"kind": kind, "title": title, "running": running, "failed": failed, "lines": lines})
         return {"jobs": found}
 
     def comparisons(self) -> Json:
@@ -374,8 +379,19 @@ def finish(request: Request, form: Form) -> Response:
 
 def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Response:
     """Start a verb for a run, unless one of this kind is running, and report it."""
-    processes.start(view.roots, words, job_name(kind, view.folder.name))
-    return render(request, "run_begun.html", kind=kind)
+    title = f"{JOBS[kind]} of {view.folder.name}"
+    processes.start(view.roots, words, job_name(kind, view.folder.name), title=title)
+    return render(request, "run_begun.html", kind=title)
+
+
+@with_run_form
+def stop_job(request: Request, form: Form) -> Response:
+    """POST /run/NAME/stop: end a verb that the page has started for the run."""
+    view, kind = view_of(request), form.get("kind", "")
+    if kind not in JOBS:
+        raise UserError(f"{kind[:40]!r} is nothing that this page starts. Use {', '.join(JOBS)}")
+    processes.send_signal(view.roots, job_name(kind, view.folder.name))
+    return part("run_jobs.html", RunView.jobs, request)
 
 
 @with_run_form

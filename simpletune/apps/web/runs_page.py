@@ -43,6 +43,7 @@ def routes() -> list[Route]:
         Route("/runs/queue", queue_part),
         Route("/runs/thumbnail/{name}", thumbnail),
         Route("/queue/{what}", change_queue, methods=["POST"]),
+        Route("/queue/{what}", to_runs, methods=["GET"]),
     ]
 
 
@@ -87,6 +88,12 @@ def change_queue(request: Request, form: Form) -> Response:
     """POST /queue/remove, /queue/up, /queue/stop: change the entry ``id``."""
     _change_of(request)(request.app.state.roots, form.get("id", ""))
     return queue_part(request) if request.headers.get("hx-request") == "true" else RedirectResponse("/", 303)
+
+
+def to_runs(request: Request) -> Response:
+    """GET of an address to which a button is sent, as when a page that says why it failed is opened again."""
+    _change_of(request)
+    return RedirectResponse("/", 303)
 
 
 def thumbnail(request: Request) -> Response:

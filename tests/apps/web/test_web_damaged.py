@@ -93,6 +93,7 @@ GETS: dict[str, dict[str, str]] = {
     "/": {}, "/events": {}, "/changes": {"since": "0"}, "/static/{name}": {},
     "/runs/table": {"run": "whole"}, "/runs/losses": {"run": "whole"}, "/runs/queue": {}, "/runs/thumbnail/{name}": {},
     "/start": {"folder": "pics", "file": "", "from": ""}, "/start/live": {"key": "0" * 24, "last": "0" * 24},
+    "/start/run": {}, "/start/config.json": {}, "/queue/{what}": {},
     "/queued/{id}": {}, "/queued/{id}/part": {}, "/folders": {"folder": "pics"},
     "/data": {**PLACE, "folder": "", "show": "all", "q": "", "page": "1", "order": "name"},
     "/data/gallery": {**PLACE, "show": "all", "q": "", "page": "1", "order": "name"},
@@ -118,6 +119,7 @@ POSTS: dict[str, dict[str, str]] = {
     "/run/{name}/compare": {"prompt": "a", "seed": "1", "step": "4", "strengths": "1"},
     "/run/{name}/choose": {"step": "4"}, "/run/{name}/export": {"format": "kohya", "step": "4"},
     "/run/{name}/report": {}, "/run/{name}/finish": {"step": "4"}, "/run/{name}/continue": {"steps": "9"},
+    "/run/{name}/stop": {"kind": "compare"},
     "/upload": {"name": "a", "bytes": "1"}, "/upload/{id}/file": {"path": "a.png", "size": "1"},
     "/upload/{id}/finish": {}, "/upload/{id}/cancel": {},
 }  # fmt: skip
