@@ -313,7 +313,8 @@ class Upload:
         if entry.flag_bits & 1:
             raise UnusablePicture("is encrypted. Pack it without a password")
         if entry.compress_type not in BOUNDED:
-            method = zipfile.compressor_names.get(entry.compress_type, f"method {entry.compress_type}")
+            known = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}
+            method = known.get(entry.compress_type, f"method {entry.compress_type}")
             raise UnusablePicture(f"cannot be unpacked, because it is packed by {method}. Pack it by deflate, as usual")
         _check_ratio(entry.file_size, entry.compress_size)
         try:
