@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import signal
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -59,6 +60,7 @@ REPORT = "report.html"
 FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
 FULL = ("full", "partial")  # methods whose result has no strength
 STRENGTHS, MOST_STRENGTHS = "0.25 0.5 0.75 1 1.25", 8
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a verb that a person has stopped
 WHOLE, BROKEN = ("seed", "steps", "width", "height"), ("strength", "guidance")
 NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,9})?")
 # Our own pages contain their scripts and pictures. Sandboxed, they cannot send requests to this server.
@@ -236,8 +238,9 @@ class RunView:
             name = job_name(kind, self.folder.name)
             lines, running = processes.tail(self.roots, name, JOB_LINES), processes.running(self.roots, name)
             if lines or running:
-                failed = not running and processes.exit_code(self.roots, name) not in (0, None)
-                found.append({"kind": kind, "title": title, "running": running, "failed": failed, "lines": lines})
+                code = None if running else processes.exit_code(self.roots, name)
+                word = "running" if running else "stopped" if code in STOPPED else "failed" if code else "done"
+                found.append({"kind": kind, "title": title, "word": word, "lines": lines})
         return {"jobs": found}
 
     def comparisons(self) -> Json:

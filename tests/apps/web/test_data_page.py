@@ -421,7 +421,7 @@ def test_a_check_finds_duplicates_and_what_is_unusable(
     started, honest = [], processes.start
     monkeypatch.setattr(
         processes, "start",
-        lambda roots, words, name: started.append(list(words)) or honest(roots, [], name, module="waits"),
+        lambda roots, words, name, title: started.append(list(words)) or honest(roots, [], name, module="waits"),
     )  # fmt: skip
     (folder / "copy.png").write_bytes((folder / "a.png").read_bytes())
     (folder / "copy.txt").write_text("a copy")

@@ -344,7 +344,7 @@ def test_a_comparison_is_shown_while_it_runs_and_can_be_stopped(
     assert twice.status_code == 422 and "Comparison of one is still running. Wait for its end" in twice.text
     assert client.post("/run/one/stop", data={"kind": "train"}).status_code == 422
     assert client.post("/run/one/stop", data={"kind": "compare"}).status_code == 200
-    until(lambda: "Comparison: failed" in text_of(client.get("/run/one/jobs")))
+    until(lambda: "Comparison: stopped" in text_of(client.get("/run/one/jobs")))
     assert 'value="compare"' not in client.get("/run/one/jobs").text
     assert processes.exit_code(client.app.app.state.roots, "compare-one") == -15  # type: ignore[attr-defined]
 
