@@ -12,11 +12,11 @@ from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import drop_rejected, make_samples
 from simpletune.data.sources.multi_source import Data, field_of, scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.source import Picture, RejectedEntry
-from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
+from simpletune.system.printable import printable_name
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class DataSet:
         """That training would take masks for pictures, if it would."""
         if isinstance(self.source, Table):
             return []
-        return without_masks(walk(self.folder, self.source.links).pictures, self.source.mask, self.mask_folder)[1]
+        return without_masks(walk(self.folder, self.source.links, self.source.reading).pictures, self.source.mask, self.mask_folder)[1]
 
     def entries(self) -> list[CaptionedPicture]:
         if isinstance(self.source, Table):
@@ -183,7 +183,7 @@ def _version(file: Path) -> str:
 def _captions_elsewhere(source: Folder, folder: Path, files: list[Path]) -> list[CaptionedPicture]:
     """Pictures with the captions that training reads from metadata.jsonl, file names or data.prompt."""
     try:
-        caption_of = source.caption_reader(folder, files)[0]
+        caption_of = source.caption_reader(folder, files).caption_of
     except UserError:  # training says why; the pictures can be shown
         return read_captions(folder, files)
     entries = []

@@ -27,19 +27,12 @@ from simpletune.data.sources.folder_names import meaning
 from simpletune.data.sources.masks import LABEL
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import (
-    MAX_BYTES,
-    OTHER_PICTURES,
-    SUFFIXES,
-    printable_name,
-    read_regular,
-    too_large,
-)
+from simpletune.data.sources.walk import MAX_BYTES, OTHER_PICTURES, SUFFIXES, read_regular, too_large
 from simpletune.system.atomic import remove, remove_stale, temporary_path
 from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes, reason_full
 from simpletune.system.options import UserError, plural
 from simpletune.system.portable import flush_to_disk
-from simpletune.system.printable import STEERING
+from simpletune.system.printable import STEERING, printable_name
 
 HIDDEN = "simpletune-upload-"  # begins the name of an upload's folder while it is filled
 DEFAULT = "pictures"  # name of a folder

@@ -76,7 +76,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
     for source in sources:
         root = Path(source.path)
         record = Record(root)
-        found = walk(root, source.links)
+        found = walk(root, source.links, source.reading)
         files, _ = without_masks(
             found.pictures, source.mask, None if source.mask_path is None else Path(source.mask_path)
         )

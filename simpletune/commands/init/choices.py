@@ -13,13 +13,13 @@ from simpletune.commands.init.inspect_folder import FolderContents, inspect_fold
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
-from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError, join_names, plural
+from simpletune.system.printable import printable_name
 
 TINY_SIDE = 64  # pixels
 PROFILES = ("4gb", "6gb", "8gb", "12gb", "16gb", "24gb")

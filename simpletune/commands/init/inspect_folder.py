@@ -14,9 +14,10 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.captions import METADATA, endings_of_texts
 from simpletune.data.sources.folder_names import meaning, naming_folder
 from simpletune.data.sources.source import Picture
-from simpletune.data.sources.walk import SUFFIXES, printable_name, walk
+from simpletune.data.sources.walk import SUFFIXES, walk
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.options import Json, UserError, plural
+from simpletune.system.printable import printable_name
 
 Captions = Literal["texts", "metadata", "names", "none"]
 WORDS = 2  # words in a file name that describes its picture

@@ -52,7 +52,7 @@ def picture_files(root: Path, source: Source) -> list[Path]:
 
     assert isinstance(source, Folder)
     masks = None if source.mask_path is None else Path(source.mask_path)
-    return without_masks(walk(root, source.links).pictures, source.mask, masks)[0]
+    return without_masks(walk(root, source.links, source.reading).pictures, source.mask, masks)[0]
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import Picture, UnusablePicture
-from simpletune.data.sources.walk import printable_name
 from simpletune.runs.report.page import page_style, page_template
 from simpletune.system.console import say, silent
 from simpletune.system.options import UserError, first_lines, plural
+from simpletune.system.printable import printable_name
 from simpletune.system.sheets import shorten_to_width
 
 PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"

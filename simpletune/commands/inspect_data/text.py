@@ -8,8 +8,8 @@ from dataclasses import asdict
 from simpletune.commands.inspect_data.prompt_cuts import LIMIT
 from simpletune.commands.inspect_data.scan import LONG, DatasetReport
 from simpletune.data.source_mix import source_lines
-from simpletune.data.sources.walk import printable_name
 from simpletune.system.options import Json, first_lines, join_names, plural
+from simpletune.system.printable import printable_name
 
 LISTED = 10  # entries of a list on the terminal
 SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")

@@ -15,11 +15,11 @@ from simpletune.data.sources.mask_files import mask_content, read_mask, write_ma
 from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
-from simpletune.data.sources.walk import printable_name, read_regular, readable, walk
+from simpletune.data.sources.walk import read_regular, readable, walk
 from simpletune.system.console import progress, say
 from simpletune.system.extras import require_extra
 from simpletune.system.options import UserError, plural
-from simpletune.system.printable import first_line
+from simpletune.system.printable import first_line, printable_name
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB
 SIDE = 320  # of models that take any
@@ -98,7 +98,7 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
     for source in sources:
         root = Path(source.path)
         folder = None if source.mask_path is None else Path(source.mask_path)
-        files, _ = without_masks(walk(root, source.links).pictures, "files", folder)
+        files, _ = without_masks(walk(root, source.links, source.reading).pictures, "files", folder)
         with progress("masks", len(files), "pictures") as advance:
             for each in files:
                 try:
@@ -117,5 +117,5 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
     if result.rejected:
         say(f"{plural(len(result.rejected), 'picture has', 'pictures have')} no mask")
     if any(source.mask != "files" for source in sources):
-        say("training reads masks with data.mask=files; without it, it takes them for pictures")
+        say("training reads masks with data.mask=files; without it, it leaves them alone")
     return result

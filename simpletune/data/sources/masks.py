@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,26 +23,78 @@ if TYPE_CHECKING:
     from simpletune.data.samples import Crop
 
 LABEL = "-masklabel"  # OneTrainer's name of the mask beside NAME.jpg: NAME-masklabel.png
+CONDITIONING = "-condlabel"  # and of a conditioning picture
+OWN_LABELS, PLAIN_LABELS = (LABEL, CONDITIONING), ("_mask", "-mask")
+ASIDE = (*OWN_LABELS, *PLAIN_LABELS)
+MASK_FOLDERS = ("mask", "masks", "masklabel", "masklabels", "conditioning", "conditioning_images", "conditioning_data")
+"""Names of folders, in lower case, whose pictures are masks if the pictures beside the folder have the same names."""
 VERSION = 1  # increment when the crop of a mask changes
 SHAPE_TOLERANCE = 0.02  # largest relative difference of the aspect ratios of mask and picture
 
 Kind = Literal["alpha", "files"]
 
 
+@dataclass(frozen=True)
+class FoundMasks:
+    """Pictures and masks of a folder, told apart by their names."""
+
+    pictures: list[Path]
+    masks: dict[Path, Path]  # by picture
+    aside: list[Path]  # masks, also those without a picture, and conditioning pictures: never trained on
+    folder: Path | None = None  # a folder below the data folder that holds the masks; None: they lie beside
+
+    @property
+    def hint(self) -> str:
+        """What is said of masks that are not in use."""
+        found = f"{plural(len(self.aside), 'mask is', 'masks are')} left alone, such as {self.aside[0].name}"
+        setting = "data.mask=files" + ("" if self.folder is None else f" data.mask_path={self.folder}")
+        return f"{found}. Set {setting} to learn from their white parts only"
+
+
+def find_masks(files: Sequence[Path]) -> FoundMasks:
+    """Tell pictures and masks apart: masks are named like OneTrainer's (NAME-masklabel.png, and NAME-condlabel.png, a
+    conditioning picture), NAME_mask.png or NAME-mask.png beside NAME.jpg, or lie in a folder such as ``masks`` with the
+    names of the pictures beside that folder (SimpleTuner, sd-scripts)."""
+    stems = {file.with_suffix(""): file for file in files}
+    masks, aside = dict[Path, Path](), set[Path]()
+    for file in files:
+        label = next((label for label in ASIDE if file.stem.endswith(label) and file.stem != label), None)
+        picture = stems.get(file.with_name(file.stem.removesuffix(label))) if label else None
+        if label in PLAIN_LABELS and picture is None:  # a picture that somebody has called so
+            continue
+        if label is not None and (picture is not None or label in OWN_LABELS):
+            aside.add(file)
+        if label is not None and label != CONDITIONING and picture is not None:
+            masks.setdefault(picture, file)
+    folder = None
+    for place in _mask_folders(files):
+        inside = [file for file in files if file.is_relative_to(place)]
+        of = {file: stems.get((place.parent / file.relative_to(place)).with_suffix("")) for file in inside}
+        if 2 * sum(picture is not None for picture in of.values()) >= len(inside):
+            folder = folder or (place if not masks else None)
+            aside.update(inside)
+            for file, picture in of.items():
+                if picture is not None:
+                    masks.setdefault(picture, file)
+    masks = {picture: mask for picture, mask in masks.items() if picture not in aside}
+    return FoundMasks([file for file in files if file not in aside], masks, sorted(aside), folder)
+
+
+def _mask_folders(files: Sequence[Path]) -> list[Path]:
+    """The folders with the name of a folder of masks that hold one of the files, at any depth."""
+    return sorted({
+        parent for folder in {file.parent for file in files}
+        for parent in (folder, *folder.parents) if parent.name.lower() in MASK_FOLDERS
+    })  # fmt: skip
+
+
 def without_masks(files: Sequence[Path], kind: Kind | None, folder: str | Path | None) -> tuple[list[Path], list[str]]:
-    """The files of a data folder to train on, and a hint at masks among them if masks are not in use. ``kind`` and
-    ``folder`` are ``data.mask`` and ``data.mask_path``."""
-    stems = {file.with_suffix("") for file in files}
-    beside = [
-        file for file in files if file.stem.endswith(LABEL) and file.with_name(file.stem.removesuffix(LABEL)) in stems
-    ]
-    if kind != "files":
-        found = f"{plural(len(beside), 'file is', 'files are')} named like a mask (NAME{LABEL}.png) and trained on"
-        return list(files), [f"{found} as pictures. Set data.mask=files to use them as masks"] if beside else []
-    if folder is None:
-        masks = set(beside)
-        return [file for file in files if file not in masks], []
-    return [file for file in files if is_outside(file, folder)], []
+    """The files of a data folder to train on, never masks, and a hint at masks among them if they are not in use.
+    ``kind`` and ``folder`` are ``data.mask`` and ``data.mask_path``."""
+    if kind == "files" and folder is not None:
+        files = [file for file in files if is_outside(file, folder)]
+    found = find_masks(files)
+    return found.pictures, [found.hint] if found.aside and kind != "files" else []
 
 
 def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
@@ -58,9 +111,12 @@ def mask_target(root: str | Path, folder: str | Path | None, file: Path) -> Path
 
 
 def find_mask(target: Path) -> Path | None:
-    """The file that holds a mask: ``target``, or one that differs in its suffix; None: there is none."""
+    """The file that holds a mask: ``target``, or one that differs in its suffix or label; None: there is none."""
     endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
-    places = (target.with_suffix(ending) for ending in endings)
+    stems = [target.stem]
+    if target.stem.endswith(LABEL):  # beside the picture
+        stems += [target.stem.removesuffix(LABEL) + label for label in PLAIN_LABELS]
+    places = (target.with_name(f"{stem}{ending}") for stem in stems for ending in endings)
     return next((place for place in places if os.path.lexists(place)), None)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from simpletune.data.sources.accounts import Accounts
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Json, Option, Problem
 
@@ -81,6 +82,7 @@ class Picture(BytesOnDemand):
     by_row: bool = False
     """Whether the digest identifies a row of a data set in shards, known without reading the picture, rather than the
     bytes; reading then verifies the bytes by other means."""
+    as_it_is: bool = False  # whether its caption is ``data.missing_prompt``, to which nothing is added
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -109,6 +111,7 @@ class Scan:
     """Pictures of unsupported formats, counted by file extension."""
     hints: tuple[str, ...] = ()  # sentences about data that may not be as the user intended
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
+    files: Accounts = field(default_factory=Accounts)  # of a folder: what each of its files is
 
 
 def _named(path: str) -> str:

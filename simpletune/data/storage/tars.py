@@ -23,11 +23,11 @@ from simpletune.data.sources.captions import MAX_BYTES as MAX_CAPTION
 from simpletune.data.sources.captions import TEXTS
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, printable_name, readable, too_large
+from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, readable, too_large
 from simpletune.data.storage.files import TARS, DataFiles
 from simpletune.data.storage.rows import BLOCKS_IN_MEMORY, MAX_BLOCK, Block, Columns, LruCache, Shard, ShardedRows
 from simpletune.system.options import UserError, plural
-from simpletune.system.printable import describe_exception
+from simpletune.system.printable import describe_exception, printable_name
 
 MOST_HEAD = 2**14  # bytes of a member's head with its long name
 NAMED = 5  # members in a note

@@ -25,10 +25,11 @@ from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.pictures import decode, has_more_frames, picture_size
 from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, printable_name, read_regular, walk
+from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
+from simpletune.system.printable import printable_name
 
 ASSETS = MDS.parent
 
