@@ -83,7 +83,9 @@ class DataSet:
         """That training would take masks for pictures, if it would."""
         if isinstance(self.source, Table):
             return []
-        return without_masks(walk(self.folder, self.source.links, self.source.reading).pictures, self.source.mask, self.mask_folder)[1]
+        return without_masks(
+            walk(self.folder, self.source.links, self.source.reading).pictures, self.source.mask, self.mask_folder
+        )[1]
 
     def entries(self) -> list[CaptionedPicture]:
         if isinstance(self.source, Table):

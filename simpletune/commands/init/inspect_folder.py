@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from simpletune.commands.inspect_data.scan import DatasetReport, scan_dataset
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.sources.captions import METADATA, endings_of_texts
+from simpletune.data.clip_words import is_clip_word
+from simpletune.data.sources.folder import split_names
 from simpletune.data.sources.folder_names import meaning, naming_folder
-from simpletune.data.sources.source import Picture
-from simpletune.data.sources.walk import SUFFIXES, walk
+from simpletune.data.sources.masks import FoundMasks, find_masks
+from simpletune.data.sources.pictures import picture_size
+from simpletune.data.sources.sidecars import NO_PICTURE, SECOND
+from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
+from simpletune.data.sources.table import SUFFIXES as TABLES
+from simpletune.data.sources.walk import SUFFIXES, read_regular, walk
 from simpletune.runs.folder import METRICS, SUMMARY
-from simpletune.system.options import Json, UserError, plural
+from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.printable import printable_name
+from simpletune.system.shell import to_paste
 
-Captions = Literal["texts", "metadata", "names", "none"]
+Captions = Literal["files", "names", "none"]
 WORDS = 2  # words in a file name that describes its picture
-LACKS = ("has no caption", "has no line")  # how the reasons of pictures without a caption start
 NAMED = 0.5  # share of the pictures whose names must have that many words
+OF_CAPTIONS = ("its caption", "its text", "its entry", "has two different captions", "has a caption of", "has lines",
+               "has the weight", "has no caption")  # fmt: skip
+"""How the reasons begin for which a picture's captions cannot be used."""
+MISSING = "a picture"  # stands for the prompt of pictures without a caption while a folder is looked at
+SHARDS = (".tar", ".tgz", ".mds")
 CAMERA = {
     "img", "dsc", "dscf", "dscn", "pxl", "mvi", "gopr", "dji", "photo", "photos", "image", "images", "picture", "pic",
     "pics", "screenshot", "screen", "shot", "file", "untitled", "copy", "scan", "whatsapp", "signal", "download",
@@ -42,33 +53,60 @@ class FolderContents:
     """Content of a folder."""
 
     folder: Path  # absolute
-    captions: Captions  # where they come from; ``none``: no usable picture has one
+    captions: Captions  # where they come from; ``none``: no picture has one
     kohya: bool  # whether sub-folders are named like ``10_sks dog``
     report: DatasetReport  # without a limit on sizes
+    masks: FoundMasks
+    other_masks: tuple[str, ...] = ()  # names of the pictures whose masks have another size
+    splits: Mapping[str, int] | None = None  # pictures by split, if ``train`` is one of several; only it is looked at
 
     @property
     def pictures(self) -> list[Picture]:
         return [seen.picture for seen in self.report.usable]
 
-    @property
-    def caption_texts(self) -> list[str]:
-        """The captions of the usable pictures, in order; empty if they have none."""
-        return [] if self.captions == "none" and not self.kohya else [picture.caption for picture in self.pictures]
+    @cached_property
+    def own_captions(self) -> list[str]:
+        """The captions of the usable pictures that have one, in order."""
+        if self.captions == "none" and not self.kohya:
+            return []
+        return [picture.caption for picture in self.pictures if not picture.as_it_is]
 
     @property
-    def uncaptioned(self) -> list[str]:
-        """The pictures that are left out because they lack a caption."""
-        return [each.name for each in self.report.rejected if each.reason.startswith(LACKS)]
+    def lacking(self) -> list[str]:
+        """The pictures without a caption, beside others that have one."""
+        return [picture.name for picture in self.pictures if picture.as_it_is] if self.captions == "files" else []
+
+    @property
+    def refused(self) -> list[RejectedEntry]:
+        """The pictures and lines whose captions cannot be used."""
+        return [each for each in self.report.rejected if each.kind == "line" or each.reason.startswith(OF_CAPTIONS)]
+
+    @property
+    def unread(self) -> list[tuple[str, str]]:
+        """Files that may hold captions and are not read, and why."""
+        files = self.report.files.files
+        return [(name, why) for name, (kind, why) in files.items() if kind == "left over" and _may_hold(name, why)]
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the folder's name that may be the subject's class."""
+        return [word for word in re.findall(r"[^\W\d_]{3,}", self.folder.name.lower()) if word not in PLAIN]
 
     @property
     def kind(self) -> str | None:
-        """The word of the folder's name that may be the subject's class; None unless exactly one says something."""
-        words = [word for word in re.findall(r"[^\W\d_]{3,}", self.folder.name.lower()) if word not in PLAIN]
-        return words[0] if len(words) == 1 else None
+        """The subject's class, if the folder's name is one word that CLIP knows; None: it must be asked."""
+        words = self.words
+        return words[0] if len(words) == 1 and is_clip_word(words[0]) else None
 
 
-def inspect_folder(folder: Path) -> FolderContents:
-    """Scan and decode every picture of a folder, as ``simpletune data`` does."""
+def _may_hold(name: str, why: str) -> bool:
+    return not name.endswith("/") and not name.lower().endswith(SUFFIXES) and why not in (NO_PICTURE, SECOND)
+
+
+def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
+    """Scan and decode every picture of a folder, as ``simpletune data`` does. ``chosen``: fields of ``data`` that the
+    user has set."""
+    chosen = chosen or {}
     if not folder.exists():
         raise UserError(f"{folder} does not exist. Give a folder with pictures ({', '.join(SUFFIXES)})")
     if not folder.is_dir():
@@ -77,52 +115,93 @@ def inspect_folder(folder: Path) -> FolderContents:
         raise UserError(f"{folder} is the folder of a run. Give the folder that holds your own pictures")
     folder = folder.resolve()
     found = walk(folder, "inside")
-    files = found.pictures
-    if not files:
+    if not found.pictures:
         others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         rejected = f" {printable_name(found.rejected[0].name)} {found.rejected[0].reason}." if found.rejected else ""
         remedy = f"It has {others}: convert them" if others else "Add some, or name another folder"
+        for source, endings in (("table", TABLES), ("stream", SHARDS)):
+            if any(file.name.lower().endswith(endings) for file in found.others):
+                kinds = "tables of pictures" if source == "table" else "shards"
+                command = to_paste("simpletune", "train", "CONFIG", f"data.source={source}", f"data.path={folder}")
+                remedy = f"It holds {kinds}: {command} trains on them"
         raise UserError(f"{folder} contains no pictures ({', '.join(SUFFIXES)}).{rejected} {remedy}")
-    captions = _captions(folder, files)
-    kohya = captions in ("texts", "none") and all(
-        meaning(naming_folder(folder, file.relative_to(folder).as_posix())) for file in files
-    )
-    report = _scan(folder, captions, kohya)
-    if captions in ("texts", "metadata") and not kohya and not report.usable:
-        captions, report = "none", _scan(folder, "none", kohya)
+    by_split = split_names(folder, found.pictures)
+    data: Json = {"split": "train"} if by_split and "split" not in chosen else {}
+    files = by_split.get("train", []) if data else found.pictures
+    masks = find_masks(files)
+    kohya = all(meaning(naming_folder(folder, file.relative_to(folder).as_posix())) for file in masks.pictures)
+    captions: Captions = "none" if "prompt" in chosen else "files"
+    report = _scan(folder, captions, kohya, {**data, **chosen})
+    seen = FolderContents(folder, captions, kohya, report, masks)
+    if captions == "files" and not seen.own_captions:
+        captions = "names" if not seen.refused and not seen.unread and _are_named(masks.pictures) else "none"
+        if not kohya:
+            named = _scan(folder, captions, kohya, {**data, **chosen})
+            report.usable, report.rejected = named.usable, [*report.rejected, *named.rejected]
+            report.files = named.files if captions == "names" else report.files
     if not report.usable:
         reasons = "; ".join(f"{printable_name(each.name)} {each.reason}" for each in report.rejected[:3])
         raise UserError(
             f"{folder}: none of {plural(len(files), 'picture')} can be used: {reasons}. Repair or replace them"
         )
-    return FolderContents(folder, captions, kohya, report)
+    splits = {name: len(each) for name, each in by_split.items()} if data else None
+    return FolderContents(folder, captions, kohya, report, masks, tuple(_other_sizes(seen, masks)), splits)
 
 
-def _captions(folder: Path, files: Sequence[Path]) -> Captions:
-    """Determine where captions could come from, by file names only."""
-    if (folder / METADATA).exists():
-        return "metadata"
-    if endings_of_texts(files):
-        return "texts"
-    # Words that describe a picture have three letters or more, and are not a camera's.
+def _other_sizes(seen: FolderContents, masks: FoundMasks) -> list[str]:
+    """The names of the pictures whose masks have another size, or cannot be read."""
+    sizes = {seen.folder / picture.name: picture.size for picture in seen.pictures}
+    other = []
+    for picture, mask in masks.masks.items():
+        try:
+            same = picture not in sizes or picture_size(read_regular(mask)) == sizes[picture]
+        except UnusablePicture:
+            same = False
+        other += [] if same else [picture.relative_to(seen.folder).as_posix()]
+    return other
+
+
+def _are_named(files: Sequence[Path]) -> bool:
+    """Whether the names of pictures describe them: with words of three letters or more that are not a camera's."""
     words = [re.findall(r"[^\W\d_]{3,}", file.stem) for file in files]
     named = sum(sum(word.lower() not in CAMERA for word in each) >= WORDS for each in words)
-    return "names" if named >= NAMED * len(files) else "none"
+    return named >= NAMED * len(files)
 
 
-def source_of(folder: Path, captions: Captions, kohya: bool) -> Json:
-    """Build the ``data`` section for the captions of a folder."""
-    source: Json = {"path": str(folder)}
-    if kohya:
+def source_of(seen: FolderContents) -> Json:
+    """Build the ``data`` section for a folder."""
+    source: Json = {"path": str(seen.folder), "reading": "any"}
+    if seen.kohya:
         source["folder_names"] = "kohya"
-    if captions == "names":
+    if seen.captions == "names":
         source["captions"] = "filename"
+    if seen.splits:
+        source["split"] = "train"
     return source
 
 
-def _scan(folder: Path, captions: Captions, kohya: bool) -> DatasetReport:
-    data = source_of(folder, captions, kohya) | {"on_error": "skip", "max_upscale": None, "resolution": 512}
-    if captions == "none" and not kohya:
-        data["prompt"] = "a picture"
-    config: TrainConfig = validate({"name": "look", "data": data}, str(folder), needs_model=False)
+def describe_refused(seen: FolderContents) -> str:
+    """Why captions cannot be used: the first reason, and of how many files."""
+    refused = [(each.name, each.reason) for each in seen.refused] or seen.unread
+    name, reason = refused[0]
+    more = f", and {plural(len(refused) - 1, 'other')} alike" if len(refused) > 1 else ""
+    return f"{printable_name(name)}: {reason}{more}"
+
+
+def describe_splits(splits: Mapping[str, int]) -> str:
+    """What is left out because it is of another split."""
+    others = [f"{name} ({plural(count, 'picture')})" for name, count in splits.items() if name != "train"]
+    return f"{join_names(others)} left out, as for a data set on the hub: data.split=null trains on all"
+
+
+def _scan(folder: Path, captions: Captions, kohya: bool, chosen: Json) -> DatasetReport:
+    data = {"path": str(folder), "reading": "any", "on_error": "skip", "max_upscale": None, "resolution": 512}
+    data |= {"folder_names": "kohya"} if kohya else {}
+    if captions == "files":
+        data["missing_prompt"] = None if kohya else MISSING
+    elif captions == "names":
+        data["captions"] = "filename"
+    elif not kohya:
+        data["prompt"] = MISSING
+    config: TrainConfig = validate({"name": "look", "data": data | chosen}, str(folder), needs_model=False)
     return scan_dataset(config, 0)

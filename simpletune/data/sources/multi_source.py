@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from simpletune.data.prompts import prompt_of
+from simpletune.data.sources.accounts import joined
 from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
@@ -173,6 +174,7 @@ def scan_sources(data: Source | MultiSource) -> Scan:
         sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
         tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
         tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),
+        joined((f"{source.path}/", scan.files) for source, scan in zip(data.members, scans, strict=True)),
     )
 
 

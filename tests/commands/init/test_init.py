@@ -188,7 +188,7 @@ def test_without_captions_one_prompt_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "caption", "kind"),
     [
-        ("{}.png", "a red cat {}", "texts"), ("a_red_cat_{}.png", None, "names"), ("DSC_{}.png", None, "none"),
+        ("{}.png", "a red cat {}", "files"), ("a_red_cat_{}.png", None, "names"), ("DSC_{}.png", None, "none"),
         ("Screenshot 2024-{}.png", None, "none"), ("IMG-final_copy{}.jpg", None, "none"),
         ("{}_猫_寺院の庭.png", None, "none"),
         ("großer_blauer_hund_{}.png", None, "names"),
@@ -202,25 +202,42 @@ def test_where_captions_come_from(name: str, caption: str | None, kind: str, tmp
     assert config["data"].get("captions") == ("filename" if kind == "names" else None)
 
 
-def test_captions_of_some_pictures_are_used_and_the_others_are_named(tmp_path: Path) -> None:
-    some = write(tmp_path / "some", 6, caption="a cat {}")
-    (some / "0.txt").unlink()
-    found = suggest(some)
-    assert found.config["data"]["on_error"] == "skip" and "1 picture without a caption" in why(found, "data.on_error")
-    assert "0.png" in why(found, "data.on_error") and len(inspect_folder(some).report.usable) == 5
-    many = write(tmp_path / "many", 6, caption="a cat {}")
-    for number in range(4):
-        (many / f"{number}.txt").unlink()
+def test_pictures_without_a_caption_beside_captioned_ones_get_the_prompt_of_the_trigger(tmp_path: Path) -> None:
+    many = write(tmp_path / "many", 12)
+    (many / "7.txt").write_text("a cat on a mat")
     found = suggest(many)
-    assert found.config["data"] == {"path": str(many), "resolution": 64, "on_error": "skip"}
-    others = "4 pictures without a caption beside 2 with one (0.png, 1.png, 2.png and 1 more): they are left out"
-    assert others in why(found, "data.on_error") and "such as 'a cat 4'" in why(found, "data.captions")
-    lines = [json.dumps({"file_name": "4.png", "text": "a dog"})]
-    (many / "metadata.jsonl").write_text("\n".join(lines))
-    assert "5 pictures without a caption beside 1" in why(suggest(many), "data.on_error")
-    unusable = write(tmp_path / "un", 3)
-    (unusable / "0.txt").touch()  # an empty caption
-    assert suggest(unusable).config["data"]["prompt"] == "a photo of sks"
+    data = accepted(found.config)["data"]
+    assert (data["missing_prompt"], data.get("on_error"), data.get("caption_prefix")) == ("a photo of sks", None, None)
+    assert why(found, "data.missing_prompt").startswith(
+        "11 of 12 pictures have no caption (0.png, 1.png, 10.png and 8 more): they get this one. Or write captions"
+    )
+    assert "such as 'a cat on a mat'" in why(found, "data.captions") and not found.questions
+    pictures = scan_sources(validate(found.config, "x").data).pictures
+    assert sorted({each.caption for each in pictures}) == ["a cat on a mat", "a photo of sks"] and len(pictures) == 12
+    assert suggest(many, Answers(trigger="glim dog")).config["data"]["missing_prompt"] == "a photo of glim dog"
+
+
+def test_captions_that_cannot_be_used_are_asked_about_unless_they_are_few(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 3)
+    (folder / "0.txt").touch()  # no caption is left
+    (question,) = suggest(folder).questions
+    assert question.text == "no caption can be used. 0.png: its caption 0.txt is empty"
+    assert [choice.overrides for choice in question.choices] == [{}, {"data.prompt": "a photo of sks"}]
+    chosen = suggest(folder, chosen={"data.prompt": "a photo of sks"})
+    assert not chosen.questions and chosen.config["data"]["prompt"] == "a photo of sks"
+    few = write(tmp_path / "few", 6, caption="a cat {}")
+    (few / "0.txt").write_bytes(b"")
+    found = suggest(few)
+    assert found.config["data"]["on_error"] == "skip" and "0.png" in why(found, "data.on_error")
+    for number in range(1, 4):
+        (few / f"{number}.txt").write_bytes("ein Bär".encode("cp1252"))
+    (question,) = suggest(few).questions
+    assert question.text.startswith("4 of 6 pictures have a caption that cannot be used. 0.png: its caption 0.txt is ")
+    assert [list(choice.overrides) for choice in question.choices] == [[], ["data.on_error"], ["data.prompt"]]
+    lines = [json.dumps({"file_name": "5.png", "text": "a dog"})]
+    (few / "metadata.jsonl").write_text("\n".join(lines))
+    reasons = {each.name: each.reason for each in inspect_folder(few).report.rejected}
+    assert reasons["5.png"] == "has two different captions: metadata.jsonl and 5.txt. Keep one"
 
 
 @pytest.mark.parametrize(
@@ -319,13 +336,14 @@ def test_duplicates_and_other_formats_are_said(tmp_path: Path) -> None:
     (folder / "again.png").write_bytes((folder / "0.png").read_bytes())
     (folder / "layers.psd").touch()
     notes = " ".join(suggest(folder).notes)
-    assert "1 group of identical files, such as 0.png, again.png" in notes and "1 .psd" in notes
+    assert "1 group of identical files, such as 0.png, again.png" in notes
+    assert "layers.psd: .psd pictures are not read. Convert them to jpg, png or webp" in notes
 
 
 @pytest.mark.parametrize("name", ["my pictures", "käse 猫", "-rf", "x\ny", "con", "...", "a" * 200])
 def test_folders_of_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write(tmp_path / name, 2, name="a  b {}\n.png")
-    assert main(["init", str(folder), "--device", "cpu"]) == 0
+    assert main(["init", str(folder), "--device", "cpu", "--trigger", "sks"]) == 0
     file = tmp_path / f"{name}.json"
     config, _ = read_config(file)
     assert config.data.members[0].path == str(folder) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name)

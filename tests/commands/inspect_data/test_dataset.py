@@ -211,7 +211,7 @@ def test_nothing_usable_is_exit_2_with_the_reasons(config: str, messy: Path, cap
         file.write_bytes(b"")
     assert main(["data", config]) == 2
     said = capsys.readouterr()
-    assert "p0.png: its caption p0.txt is empty" in said.out
+    assert "p0.png: the file is empty" in said.out  # the fault of the picture, which a caption would not mend
     assert "contains no usable pictures" in said.err
 
 
