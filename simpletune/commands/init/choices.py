@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from simpletune.commands.init.answers import ABOUT, LENGTHS, WHAT, Answers, What
@@ -20,6 +20,7 @@ from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.clip_words import is_clip_word
 from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
+from simpletune.data.sources.accounts import Accounts
 from simpletune.data.split import split_pictures
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
@@ -104,6 +105,7 @@ class Suggestion:
     smaller: tuple[tuple[str, Json], ...] = ()
     """Names and sections (``BY_CARD``) of shipped configurations that need less memory, the largest first."""
     questions: tuple[Question, ...] = ()  # while there are any, the configuration is not to be written
+    files: Accounts = field(default_factory=Accounts)  # what each file of the folder is
 
 
 def guess_what(seen: FolderContents) -> tuple[What, str]:
@@ -275,7 +277,6 @@ class Choices:
                 self.notes.append(
                     f"{count} of {what}, such as {join_names(names, LISTED)}: each copy counts. Keep one of each"
                 )
-        self.notes.extend(report.files.named())
         if report.long:
             self.notes.append(
                 f"{plural(len(report.long), 'caption')} longer than CLIP's 77 tokens. simpletune data lists them"
@@ -527,6 +528,7 @@ def suggest(
         tuple(choices.notes),
         tuple(choices.smaller),
         tuple(choices.questions),
+        seen.report.files,
     )
 
 

@@ -23,6 +23,7 @@ from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.sources.accounts import sentences
 from simpletune.data.sources.source import Source
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
@@ -81,7 +82,8 @@ def init_command(
         f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
         f"{plural(len(seen.report.rejected), 'unusable entry', 'unusable entries')}"
     )
-    say(f"{'files':<10} {seen.report.files.line()}")
+    for number, line in enumerate(sentences(seen.report.files)):
+        say(f"{'' if number else 'files':<10} {line}")
     if not quiet and sys.stdin.isatty() and sys.stdout.isatty():
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
     suggestion = suggest(folder, answers, card, seen, chosen)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,7 @@ from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.sidecars import CAPTION_LIKE, Sidecars
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
 from simpletune.data.sources.walk import (
+    FOREIGN_FOLDERS,
     OTHER_PICTURES,
     OUTSIDE,
     SUFFIXES,
@@ -48,6 +51,7 @@ from simpletune.data.sources.walk import (
     readable,
     walk,
 )
+from simpletune.system.console import progress
 from simpletune.system.options import Problem, UserError, join_names, plural
 
 SPLITS = {
@@ -57,6 +61,7 @@ SPLITS = {
 """Words in names of folders that mean a split, as for data sets on the hub (its imagefolder convention)."""
 
 
+MANY = 2000  # pictures from which on a scan shows its progress
 NO_CAPTIONS = f"the file names (no {METADATA}, no {' or '.join(TEXTS)} files, no data.prompt)"
 
 
@@ -70,6 +75,14 @@ class CaptionReader:
     rejected: list[RejectedEntry]  # lines that cannot be used
     left_over: Callable[[set[Path]], Mapping[Path, str]]
     """The files that may hold captions beside those used, with the reason why they were not read."""
+
+
+def _accounts(root: Path, classes: Mapping[Path, tuple[FileClass, str]], rejected: Sequence[RejectedEntry]) -> Accounts:
+    """The classes by name, with the links and folders that were not followed."""
+    files = {readable(file.relative_to(root).as_posix()): kind for file, kind in sorted(classes.items())}
+    for each in rejected:
+        files[f"{each.name}/" if each.kind == "folder" else each.name] = "left over", each.reason
+    return Accounts(files)
 
 
 class DamagedPicture(UnusablePicture):
@@ -156,16 +169,18 @@ class Folder(Source):
         classes: dict[Path, tuple[FileClass, str]] = {file: ("mask", "") for file in wanted}
         classes |= dict.fromkeys(set(found.pictures) - set(wanted), ("left over", f"data.split is {self.split}"))
         pictures, used, refused = [], set[Path](), dict[Path, str]()
-        for file in files:
-            try:
-                pictures.append(self._picture(path, file, reader.caption_of))
-                classes[file] = "picture", ""
-                used.update(reader.files_of(file))
-            except UnusablePicture as reason:
-                name = readable(file.relative_to(path).as_posix())
-                rejected.append(RejectedEntry(name, str(reason)))
-                classes[file] = ("damaged" if isinstance(reason, DamagedPicture) else "left over", str(reason))
-                refused |= dict.fromkeys(reader.files_of(file), f"its picture is not used: {name} {reason}")
+        with progress("scan", len(files), "pictures") if len(files) >= MANY else nullcontext(int) as advance:
+            for file in files:
+                try:
+                    pictures.append(self._picture(path, file, reader.caption_of))
+                    classes[file] = "picture", ""
+                    used.update(reader.files_of(file))
+                except UnusablePicture as reason:
+                    name = readable(file.relative_to(path).as_posix())
+                    rejected.append(RejectedEntry(name, str(reason)))
+                    classes[file] = ("damaged" if isinstance(reason, DamagedPicture) else "left over", str(reason))
+                    refused |= dict.fromkeys(reader.files_of(file), f"its picture is not used: {name} {reason}")
+                advance()
         if self.prompt is None:
             several = self.caption_lines == "several"
             pictures, unsettled, described = settle_lines(pictures, reader.described, several)
@@ -180,21 +195,28 @@ class Folder(Source):
             notes, said = [], [*said, *(hints_at_repeats(path, names) if self.repeats == 1 else ())]
         lacking = sum(picture.as_it_is for picture in pictures)
         if lacking:
-            notes = [
-                *notes,
-                f"{plural(lacking, 'picture')} without a caption: {self.missing_prompt!r} (missing_prompt)",
-            ]
-        if self.split is None and len(splits) > 1 and self.reading == "0.1":
-            counts = join_names([f"{name} ({plural(len(files), 'picture')})" for name, files in splits.items()])
-            said.append(f"all splits of the folder are trained on: {counts}. Set data.split=train to use one")
+            without = plural(lacking, "picture")
+            notes = [*notes, f"{without} without a caption: {self.missing_prompt!r} (data.missing_prompt)"]
+        if self.reading == "0.1":
+            said += self._unseen(path, found, splits)
         classes |= self._class_others(found, reader, used, refused)
-        accounts = Accounts({
-            readable(file.relative_to(path).as_posix()): kind for file, kind in sorted(classes.items())
-        } | {f"{each.name}/": ("left over", each.reason) for each in found.rejected if each.kind == "folder"}
-          | {each.name: ("left over", each.reason) for each in found.rejected if each.kind != "folder"})  # fmt: skip
         return Scan(
-            pictures, rejected, described, dict(found.left_alone), tuple([*said, *hints]), tuple(notes), accounts
-        )
+            pictures, rejected, described, dict(found.left_alone), tuple([*said, *hints]), tuple(notes),
+            _accounts(path, classes, found.rejected),
+        )  # fmt: skip
+
+    def _unseen(self, path: Path, found: FoundFiles, splits: Mapping[str, Sequence[Path]]) -> Iterator[str]:
+        """Where a newer configuration would take other pictures."""
+        suffixes = Counter(file.suffix.lower() for file in found.others if file.suffix.lower() in SUFFIXES)
+        if suffixes:
+            counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
+            yield f"{counted}: pictures that this configuration does not see. Set data.reading=any to train on them"
+        parts = [{part.lower() for part in file.relative_to(path).parts[:-1]} for file in found.pictures]
+        if count := sum(not each.isdisjoint(FOREIGN_FOLDERS) for each in parts):
+            yield f"{plural(count, 'picture')} of another program's folder. Set data.reading=any to leave them out"
+        if splits and self.split is None:
+            counts = join_names([f"{name} ({plural(len(files), 'picture')})" for name, files in splits.items()])
+            yield f"all splits of the folder are trained on: {counts}. Set data.split=train to use one"
 
     def _class_others(
         self, found: FoundFiles, reader: CaptionReader, used: set[Path], refused: Mapping[Path, str]

@@ -335,9 +335,9 @@ def test_duplicates_and_other_formats_are_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", 3)
     (folder / "again.png").write_bytes((folder / "0.png").read_bytes())
     (folder / "layers.psd").touch()
-    notes = " ".join(suggest(folder).notes)
-    assert "1 group of identical files, such as 0.png, again.png" in notes
-    assert "layers.psd: .psd pictures are not read. Convert them to jpg, png or webp" in notes
+    found = suggest(folder)
+    assert "1 group of identical files, such as 0.png, again.png" in " ".join(found.notes)
+    assert found.files.named() == ["layers.psd: .psd pictures are not read. Convert them to jpg, png or webp"]
 
 
 @pytest.mark.parametrize("name", ["my pictures", "käse 猫", "-rf", "x\ny", "con", "...", "a" * 200])
