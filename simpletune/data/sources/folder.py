@@ -103,7 +103,9 @@ def split_names(root: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
         words = [SPLITS[part.lower()] for part in file.relative_to(root).parts[:-1][:2] if part.lower() in SPLITS]
         found.setdefault(words[0] if words else "train", []).append(file)
         named.update(words[:1])
-    return found if "train" in named and len(named) > 1 else {}
+    if "train" not in named or len(named) == 1:
+        return {}
+    return {split: found[split] for split in dict.fromkeys(SPLITS.values()) if split in found}
 
 
 class Folder(Source):

@@ -1,0 +1,310 @@
+"""What is in a folder: each file in one class, captions in every known form, splits, and older configurations."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import shutil
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from simpletune.data.sources.accounts import Accounts
+from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.source import Scan
+from simpletune.data.sources.walk import FOREIGN_FOLDERS
+
+PIXELS = io.BytesIO()
+Image.new("RGB", (64, 64), "teal").save(PIXELS, "PNG")
+PNG = PIXELS.getvalue()
+REVIEWED = Path(__file__).parents[4] / "shared" / "reviews" / "inputs" / "data"
+
+
+def tree(root: Path, files: dict[str, bytes | str]) -> Path:
+    """Write files by relative name; a text of UTF-8, or bytes."""
+    for name, content in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
+def scan(root: Path, **fields: object) -> Scan:
+    return Folder.model_validate({"path": str(root), "reading": "any", **fields}).scan(root)
+
+
+def captions(found: Scan) -> dict[str, str]:
+    return {each.name: each.caption for each in found.pictures}
+
+
+def classes(found: Scan) -> dict[str, str]:
+    return {name: kind for name, (kind, _) in found.files.files.items()}
+
+
+STEMS = ("a", "b", "A", "dog-masklabel", "dog", "dog_mask", "café", "x.jpg", "metadata", "Thumbs", ".hidden")
+ENDINGS = (
+    ".png",
+    ".PNG",
+    ".jfif",
+    ".txt",
+    ".TXT",
+    ".caption",
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".dng",
+    ".db",
+    ".zip",
+    "",
+    ".tags",
+)
+FOLDERS = ("", "train/", "test/", "masks/", "__MACOSX/", ".git/", "10_sks dog/", "deep/er/")
+CONTENTS = (
+    PNG, PNG[:60], b"", b"a dog", b"a d\xf6g",
+    '{"file_name": "a.png", "text": "a cat"}', "file_name,text\na.png,a cow\n",
+    '{"caption": "an owl"}', '{"a": {"tags": "owl"}}', codecs.BOM_UTF16_LE + "a hen".encode("utf-16-le"),
+)  # fmt: skip
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from(FOLDERS), st.sampled_from(STEMS), st.sampled_from(ENDINGS)),
+        st.sampled_from(CONTENTS), max_size=14,
+    ),
+    st.fixed_dictionaries({
+        "reading": st.sampled_from(["any", "0.1"]), "captions": st.sampled_from(["auto", "txt", "filename"]),
+        "mask": st.sampled_from([None, "files"]), "missing_prompt": st.sampled_from([None, "a photo of sks"]),
+        "split": st.sampled_from([None, "train"]), "prompt": st.sampled_from([None, None, "a thing"]),
+    }),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_every_file_is_in_exactly_one_class(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[tuple[str, str, str], bytes | str], fields: dict[str, object]
+) -> None:
+    root = tree(tmp_path_factory.mktemp("t"), {"".join(name): content for name, content in files.items()})
+    found = scan(root, **fields)
+    closed = FOREIGN_FOLDERS if fields["reading"] == "any" else ()
+    expected = set()
+    for folder, names, inside in os.walk(root):
+        place = Path(folder).relative_to(root)
+        for name in list(names):
+            if name.startswith(".") or name.lower() in closed:  # it stands for what is in it
+                expected.add((place / name).as_posix())
+                names.remove(name)
+        expected |= {(place / name).as_posix() for name in inside}
+    assert set(found.files.files) == expected
+    assert sum(int(part.split()[0]) for part in found.files.line().partition(": ")[2].split(", ") if expected) == len(
+        expected
+    )
+    kinds = classes(found)
+    assert {name for name, kind in kinds.items() if kind == "picture"} == {each.name for each in found.pictures}
+    rejected = {each.name for each in found.rejected if each.kind == "picture"}
+    assert all(kinds[name] in ("damaged", "left over") for name in rejected)
+    said = " ".join(found.files.named())
+    assert all(
+        found.files.files[name][1] for name, kind in kinds.items() if kind in ("left over", "damaged", "not read")
+    )
+    assert len(kinds) > 8 or all(
+        name in said or "more" in said for name, kind in kinds.items() if kind in ("left over", "damaged", "not read")
+    )
+    shutil.rmtree(root)
+
+
+def test_the_sums_are_a_line_and_the_most_surprising_file_comes_first(tmp_path: Path) -> None:
+    tree(tmp_path, {
+        "a.png": PNG, "a.txt": "a dog", "b.png": PNG[:60], "b.txt": "a cat", "c.txt": "a hen", "raw.CR3": b"x",
+        "a-masklabel.png": PNG, ".DS_Store": b"x", "film.mp4": b"x", "d.png": PNG, "d.tags": "owl",
+    })  # fmt: skip
+    found = scan(tmp_path)
+    assert found.files.line() == (
+        "11 files: 1 picture, 1 file of captions, 1 mask, 4 left over, 1 damaged, 2 of a kind that is not read, 1 of "
+        "another program"
+    )
+    said = found.files.named()
+    assert [line.partition(":")[0] for line in said[:4]] == ["d.png", "b.txt", "d.tags", "c.txt"]
+    assert said[4].startswith("b.png: is damaged") and said[3] == "c.txt: no picture has this name"
+    assert said[5:] == [
+        "raw.CR3: .cr3 pictures are not read. Convert them to jpg, png or webp", "film.mp4: neither a picture nor a caption",
+    ]  # fmt: skip
+    assert Accounts().line() == "0 files: none"
+
+
+FORMS: dict[str, tuple[dict[str, bytes | str], str]] = {
+    "capital letters": ({"a.png": PNG, "a.TXT": "a dog"}, "a dog"),
+    "the picture's whole name": ({"a.png": PNG, "a.png.txt": "a dog"}, "a dog"),
+    "UTF-16 with a mark": ({"a.png": PNG, "a.txt": codecs.BOM_UTF16_BE + "a dög".encode("utf-16-be")}, "a dög"),
+    "decomposed by a Mac": (
+        {unicodedata.normalize("NFD", "é.png"): PNG, unicodedata.normalize("NFC", "é.txt"): "a dog"},
+        "a dog",
+    ),
+    "metadata of a sub-folder": (
+        {"s/a.png": PNG, "s/metadata.jsonl": '{"file_name": "a.png", "text": "a dog"}'},
+        "a dog",
+    ),
+    "metadata named from the root": (
+        {"s/a.png": PNG, "s/metadata.jsonl": '{"file_name": "s/a.png", "text": "a dog"}'},
+        "a dog",
+    ),
+    "metadata of Windows": (
+        {"s/a.png": PNG, "metadata.jsonl": json.dumps({"file_name": "s\\a.png", "text": "a dog"})},
+        "a dog",
+    ),
+    "metadata with a caption": (
+        {"a.png": PNG, "metadata.jsonl": '{"file_name": "a.png", "caption": "a dog"}'},
+        "a dog",
+    ),
+    "metadata in UTF-16": (
+        {
+            "a.png": PNG,
+            "metadata.jsonl": codecs.BOM_UTF16_LE + '{"file_name":"a.png","text":"a dog"}'.encode("utf-16-le"),
+        },
+        "a dog",
+    ),
+    "metadata.csv": ({"a.png": PNG, "metadata.csv": 'file_name,text\r\na.png,"a dog, a ball"\r\n'}, "a dog, a ball"),
+    "a JSON for each": ({"a.png": PNG, "a.json": '{"width": 3, "caption": "a dog"}'}, "a dog"),
+    "a JSON for all of sd-scripts": (
+        {"a.png": PNG, "meta_cap.json": '{"C:\\\\pics\\\\a.png": {"caption": "a dog", "tags": "ball, sun"}}'},
+        "a dog, ball, sun",
+    ),
+    "the same by stems": ({"s/a.png": PNG, "meta_lat.json": '{"a": {"tags": "dog"}}'}, "dog"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_captions_in_every_known_form_are_read(form: str, tmp_path: Path) -> None:
+    files, caption = FORMS[form]
+    found = scan(tree(tmp_path, files))
+    assert list(captions(found).values()) == [caption] and not found.rejected and not found.files.named()
+    assert sorted(classes(found).values()) == ["caption", "picture"]
+    assert "names" not in found.captions
+
+
+UNREAD: dict[str, tuple[dict[str, bytes | str], str]] = {
+    "another encoding": ({"a.png": PNG, "a.txt": "a dög".encode("cp1252")}, "its caption a.txt is not UTF-8 text"),
+    "UTF-16 without a mark": ({"a.png": PNG, "a.txt": "a dog".encode("utf-16-le")}, "control character U+0000"),
+    "an empty text": ({"a.png": PNG, "a.txt": " \n"}, "its caption a.txt is empty"),
+    "two that differ": ({"a.png": PNG, "a.txt": "a dog", "a.caption": "a cat"}, "has two different captions"),
+    "no column of captions": ({"a.png": PNG, "metadata.csv": "image,label\na.png,3\n"}, "'image', 'label'"),
+    "no field of names": ({"a.png": PNG, "metadata.jsonl": '{"image": "a.png", "text": "a dog"}'}, '"file_name"'),
+    "tags in a form of their own": ({"a.png": PNG, "a.tags": "dog"}, "in a form that is not read"),
+    "a JSON without captions": ({"a.png": PNG, "a.json": '{"label": 3}'}, "in a form that is not read"),
+}
+
+
+@pytest.mark.parametrize("form", UNREAD)
+def test_captions_that_are_not_read_are_named_with_the_reason(form: str, tmp_path: Path) -> None:
+    files, reason = UNREAD[form]
+    found = scan(tree(tmp_path, files))
+    assert any(reason in line for line in [*found.files.named(), *(each.reason for each in found.rejected)])
+    assert "caption" not in classes(found).values()
+
+
+def test_an_exact_name_comes_before_one_in_other_letters(tmp_path: Path) -> None:
+    tree(tmp_path, {"a.png": PNG, "A.png": PNG, "a.txt": "small", "A.txt": "large", "b.png": PNG, "B.TXT": "b"})
+    assert captions(scan(tmp_path)) == {"a.png": "small", "A.png": "large", "b.png": "b"}
+
+
+def test_the_nearest_metadata_counts_and_a_csv_beside_it_is_named(tmp_path: Path) -> None:
+    tree(tmp_path, {
+        "s/a.png": PNG, "b.png": PNG, "s/metadata.jsonl": '{"file_name": "a.png", "text": "near"}',
+        "metadata.jsonl": '{"file_name": "s/a.png", "text": "far"}\n{"file_name": "b.png", "text": "b"}',
+        "metadata.csv": "file_name,text\nb.png,other\n",
+    })  # fmt: skip
+    found = scan(tmp_path)
+    assert captions(found) == {"s/a.png": "near", "b.png": "b"}
+    assert "metadata.csv: metadata.jsonl beside it is read instead" in found.files.named()
+
+
+def test_a_configuration_of_0_1_trains_what_it_trained_and_says_what_it_does_not_see(tmp_path: Path) -> None:
+    tree(tmp_path, {
+        "a_red_dog.png": PNG, "a_red_dog.TXT": "a dog", "b.jfif": PNG, "train/c_blue_cat.png": PNG,
+        "test/a_dog.png": PNG, "@eaDir/a_red_dog.png": PNG,
+    })  # fmt: skip
+    found = scan(tmp_path, reading="0.1")
+    assert captions(found) == {
+        "a_red_dog.png": "a red dog", "train/c_blue_cat.png": "c blue cat", "test/a_dog.png": "a dog",
+        "@eaDir/a_red_dog.png": "a red dog",
+    }  # fmt: skip
+    hints = " ".join(found.hints)
+    for said in (
+        "1 picture more would have captions, from .TXT files", "1 .jfif: pictures that this configuration does not see",
+        "all splits of the folder are trained on: train (3 pictures), test (1 picture). Set data.split=train",
+        "1 picture of another program's folder",
+    ):  # fmt: skip
+        assert said in hints
+    assert captions(scan(tmp_path, missing_prompt="x", split="train")) == {
+        "a_red_dog.png": "a dog", "b.jfif": "x", "train/c_blue_cat.png": "x",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("folders", "split", "kept"),
+    [
+        (["train", "test"], "train", ["train"]), (["train", "test"], "test", ["test"]),
+        (["Training", "val", "x"], "train", ["Training", "x"]), (["Training", "val"], "validation", ["val"]),
+        (["data/train", "data/dev"], "validation", ["data/dev"]),
+    ],
+)  # fmt: skip
+def test_splits_of_folders_mean_what_they_mean_on_the_hub(
+    folders: list[str], split: str, kept: list[str], tmp_path: Path
+) -> None:
+    tree(tmp_path, {f"{folder}/a.png": PNG for folder in folders})
+    found = scan(tmp_path, prompt="x", split=split)
+    assert [each.name for each in found.pictures] == [f"{folder}/a.png" for folder in sorted(kept)]
+    left = [name for name, kind in classes(found).items() if kind == "left over"]
+    assert len(left) == len(folders) - len(kept)
+    (problem,) = Folder(path=str(tmp_path), split="tset").problems(tmp_path)
+    assert problem.path == "data.split" and "Its splits: train, " in problem.message
+
+
+def test_a_folder_without_another_split_has_none(tmp_path: Path) -> None:
+    tree(tmp_path, {"train/a.png": PNG, "b.png": PNG})
+    assert len(scan(tmp_path, prompt="x").pictures) == 2
+    (problem,) = Folder(path=str(tmp_path), split="train").problems(tmp_path)
+    assert problem.message.endswith("It has none")
+
+
+MASKS: dict[str, tuple[list[str], list[str]]] = {
+    "OneTrainer": (["a-masklabel.png", "a-condlabel.png"], ["a.jpg"]),
+    "a plain label": (["a_mask.png"], ["a.jpg"]),
+    "a folder of SimpleTuner": (["masks/a.png"], ["a.jpg"]),
+    "a folder of sd-scripts": (["conditioning/a.png"], ["a.jpg"]),
+}
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("reading", ["0.1", "any"])
+def test_a_mask_is_never_a_picture(form: str, reading: str, tmp_path: Path) -> None:
+    masks, pictures = MASKS[form]
+    found = scan(tree(tmp_path, dict.fromkeys([*masks, *pictures], PNG)), reading=reading, prompt="x")
+    assert [each.name for each in found.pictures] == pictures
+    assert [name for name, kind in classes(found).items() if kind == "mask"] == sorted(masks)
+    assert "Set data.mask=files" in found.hints[0]
+
+
+def test_a_picture_that_is_only_named_like_a_mask_is_one(tmp_path: Path) -> None:
+    tree(tmp_path, {"venice_mask.png": PNG, "masks/one.png": PNG, "masks/two.png": PNG, "three.png": PNG})
+    assert len(scan(tmp_path, prompt="x").pictures) == 4
+
+
+@pytest.mark.skipif(not REVIEWED.is_dir(), reason="needs the real inputs")
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("utf16", {"a red dog"}), ("caption_key", {"a red dog"}), ("backslashes", {"a red dog"}),
+        ("upper_txt", {"a red dog"}), ("jpg_txt", {"a red dog"}), ("nfd", {"a red cup"}),
+        ("nested_metadata", {"a blue dog"}),
+        ("metadata_csv", {"a blue dog"}), ("cp1252", set()),
+    ],
+)  # fmt: skip
+def test_the_folders_that_people_reported(folder: str, expected: set[str]) -> None:
+    found = scan(REVIEWED / folder)
+    assert expected <= set(captions(found).values()) and len(found.pictures) == (3 if expected else 0)
+    if not expected:
+        assert all("is not UTF-8 text" in each.reason for each in found.rejected) and len(found.rejected) == 3
