@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -538,3 +539,109 @@ def test_the_predicted_peak_is_compared_with_the_card(tiny_config: dict, capsys:
     assert capsys.readouterr().out == "predict    memory on L4\n", "what the configuration settles is not said"
     for gib, enough in (((needed + 1) / 1024, True), ((needed - 1) / 1024, False)):
         assert machine._predicted(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
+
+
+def masked(folder: Path, masks: int, side: int = 64) -> Path:
+    """Write three pictures, and masks of a size beside the first ones."""
+    for number in range(masks):
+        write(folder, 1, side, f"{number}-masklabel.png")
+    return write(folder, 3)
+
+
+def test_masks_of_all_pictures_are_used_and_said(tmp_path: Path) -> None:
+    found = suggest(masked(tmp_path / "dog", 3))
+    assert accepted(found.config)["data"]["mask"] == "files" and not found.questions
+    (reason,) = [each for each in found.reasons if each.path == "data.mask"]
+    assert (
+        reason.why == "every picture has a mask, such as 0-masklabel.png: only its white parts are learned"
+        and reason.override == "data.mask=null leaves the masks alone"
+    )
+    assert len(scan_sources(validate(found.config, "x").data).pictures) == 3
+    off = suggest(tmp_path / "dog", chosen={"data.mask": None})
+    assert "mask" not in off.config["data"] and not off.questions
+    apart = write(tmp_path / "cat", 2)
+    write(apart / "masks", 2)
+    data = accepted(suggest(apart).config)["data"]
+    assert (data["mask"], data["mask_path"]) == ("files", str(apart / "masks"))
+
+
+@pytest.mark.parametrize(
+    ("masks", "side", "text", "answers"),
+    [
+        (2, 64, "2 of 3 pictures have a mask; without one: 2.png", [
+            {"data.mask": None}, {"data.mask": "files", "data.on_error": "skip"},
+        ]),
+        (3, 32, "3 of 3 masks have another size than their picture, or cannot be read (0.png, 1.png, 2.png)", [
+            {"data.mask": "files", "data.on_error": "skip"}, {"data.mask": None},
+        ]),
+    ],
+)  # fmt: skip
+def test_masks_of_some_pictures_or_of_another_size_are_asked_about(
+    masks: int, side: int, text: str, answers: list[Json], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = masked(tmp_path / "dog", masks, side)
+    (question,) = suggest(folder).questions
+    assert question.text == text and [choice.overrides for choice in question.choices] == answers
+    assert main(["init", str(folder), "--device", "cpu"]) == 2 and not (tmp_path / "dog.json").exists()
+    said = capsys.readouterr().err
+    assert "1 question before anything is written" in said
+    commands = [line.partition(":  ")[2] for line in said.splitlines() if ":  " in line]
+    assert len(commands) == 2 and all(f"simpletune init {folder} data.mask=" in answer for answer in commands)
+    for answer in commands:
+        words = shlex.split(answer)[1:]
+        assert main([*words, "--device", "cpu", "--overwrite"]) == 0
+        assert read_config(tmp_path / "dog.json")[0].data.mask == (None if "data.mask=null" in words else "files")
+    assert len(scan_sources(read_config(tmp_path / "dog.json")[0].data).pictures) in (2, 3)
+
+
+def test_train_of_a_folder_stops_at_a_question_and_writes_the_answer_into_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = masked(tmp_path / "dog", 2)
+    assert main(["train", str(folder)]) == 2 and not (tmp_path / "dog.json").exists()
+    said = capsys.readouterr().err
+    assert "1 question before anything is trained" in said and f"simpletune train {folder} data.mask=null" in said
+    of_folder(folder, ["data.mask=null", "train.steps=3"])
+    written = json.loads((tmp_path / "dog.json").read_text())
+    assert written["data"]["mask"] is None and written["train"]["steps"] != 3, "only what is said of the data"
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("maskdog", ["sks maskdog", "sks"]), ("katze", ["sks katze", "sks"]), ("собака", ["sks собака", "sks"]),
+        ("golden retriever", ["sks golden retriever", "sks golden", "sks retriever", "sks"]),
+        ("rex and bella", ["sks rex bella", "sks rex", "sks bella", "sks"]),
+    ],
+)  # fmt: skip
+def test_a_class_that_is_not_one_known_word_is_asked_for(name: str, offered: list[str], tmp_path: Path) -> None:
+    found = suggest(write(tmp_path / name, 3))
+    (question,) = found.questions
+    assert [choice.overrides.get("trigger") for choice in question.choices] == offered
+    assert "prior" not in found.config
+    named = suggest(tmp_path / name, Answers(trigger="sks dog"))
+    assert not named.questions and named.config["prior"]["prompt"] == "a photo of a dog"
+    assert "A step takes about twice the time" in why(named, "prior.method")
+    command_line = command.open_questions(Path("x y"), found.questions, Answers(), ["data.flip=true"], "train")
+    assert "init 'x y' data.flip=true --trigger sks && " in command_line and "train 'x y'" in command_line
+
+
+def test_a_train_folder_beside_test_is_the_split_train(tmp_path: Path) -> None:
+    folder = tmp_path / "dog"
+    write(folder / "train", 4)
+    write(folder / "test", 2, 80)
+    found = suggest(folder)
+    assert accepted(found.config)["data"]["split"] == "train"
+    assert why(found, "data.split").startswith("test (2 pictures) left out")
+    assert len(scan_sources(validate(found.config, "x").data).pictures) == 4
+    both = inspect_folder(folder, {"split": None})
+    assert len(both.pictures) == 6 and both.splits is None
+
+
+def test_a_folder_of_tables_or_shards_says_how_to_train_on_it(tmp_path: Path) -> None:
+    for name, source in (("a.parquet", "table"), ("b.tar", "stream")):
+        folder = tmp_path / source
+        folder.mkdir()
+        (folder / name).touch()
+        with pytest.raises(UserError, match=f"data.source={source} data.path="):
+            inspect_folder(folder)

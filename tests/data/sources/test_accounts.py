@@ -130,7 +130,8 @@ def test_the_sums_are_a_line_and_the_most_surprising_file_comes_first(tmp_path: 
     assert [line.partition(":")[0] for line in said[:4]] == ["d.png", "b.txt", "d.tags", "c.txt"]
     assert said[4].startswith("b.png: is damaged") and said[3] == "c.txt: no picture has this name"
     assert said[5:] == [
-        "raw.CR3: .cr3 pictures are not read. Convert them to jpg, png or webp", "film.mp4: neither a picture nor a caption",
+        "raw.CR3: .cr3 pictures are not read. Convert them to jpg, png or webp",
+        "film.mp4: neither a picture nor a caption",
     ]  # fmt: skip
     assert Accounts().line() == "0 files: none"
 
