@@ -99,7 +99,7 @@ class Sidecars:
     def caption_of(self, picture: Path) -> tuple[str, ...]:
         """The captions of a picture. UnusablePicture: none is usable, or two files differ; MissingCaption: none."""
         texts = {file: self._text(file) for file in self._beside.get(picture, [])}
-        found = {(text,) for text in texts.values()}
+        found: set[tuple[str, ...]] = {(text,) for text in texts.values()}
         if picture in self._lines:
             _, captions, what = self._lines[picture]
             found.add(tuple(validate_caption(caption, what) for caption in captions))
@@ -264,9 +264,9 @@ def _load(file: Path | None, most: int = MAX_BYTES) -> Any:
 def _captions_in(entry: object) -> tuple[str, ...]:
     """The captions of an object with one of the fields of a caption; empty: it has none."""
     value = next((entry[key] for key in KEYS if key in entry), None) if isinstance(entry, dict) else None
-    texts = value if isinstance(value, list) else [value]
-    usable = all(isinstance(text, str) and text.strip() and is_text(text) for text in texts)
-    return tuple(texts) if texts and usable else ()
+    values = value if isinstance(value, list) else [value]
+    texts = tuple(text for text in values if isinstance(text, str) and text.strip() and is_text(text))
+    return texts if len(texts) == len(values) else ()
 
 
 def _kohya_captions(entry: object) -> tuple[str, ...]:
