@@ -15,10 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from simpletune.commands.caption.pictures import sources_of
 from simpletune.data.sources.accounts import Accounts
+from simpletune.data.sources.caption_files import caption_file, write_caption
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Scan
 from simpletune.data.sources.walk import FOREIGN_FOLDERS
+from simpletune.system import regular_files
+from simpletune.system.options import UserError
 
 PIXELS = io.BytesIO()
 Image.new("RGB", (64, 64), "teal").save(PIXELS, "PNG")
@@ -269,6 +273,41 @@ def test_a_folder_without_another_split_has_none(tmp_path: Path) -> None:
     assert len(scan(tmp_path, prompt="x").pictures) == 2
     (problem,) = Folder(path=str(tmp_path), split="train").problems(tmp_path)
     assert problem.message.endswith("It has none")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT", "a.png.txt", "a.CAPTION"])
+def test_the_caption_that_is_edited_is_the_one_that_is_read(name: str, tmp_path: Path) -> None:
+    tree(tmp_path, {"a.png": PNG, name: codecs.BOM_UTF16_LE + "a dög".encode("utf-16-le")})
+    before = caption_file(tmp_path, tmp_path / "a.png")
+    assert (before.file.name, before.text) == (name, "a dög")
+    write_caption(before, "a hün")
+    assert captions(scan(tmp_path)) == {"a.png": "a hün"} and (tmp_path / name).read_bytes() == "a hün\n".encode()
+
+
+def test_captions_are_not_written_beside_those_of_a_metadata_file(tmp_path: Path) -> None:
+    tree(tmp_path, {"s/a.png": PNG, "s/metadata.csv": "file_name,text\na.png,a dog\n"})
+    with pytest.raises(UserError, match="takes its captions from metadata.csv.* Set data.captions=txt"):
+        sources_of(tmp_path, [])
+
+
+def test_odd_names_and_folders_that_change_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "x" * 251
+    tree(tmp_path, {f"{long}.png": PNG, "b.png": PNG, "c.png": PNG})
+    (tmp_path / "b.txt").symlink_to(tmp_path.parent / "outside.txt")
+    read = regular_files.read_regular
+
+    def removed(file: Path, *rest: int) -> bytes:
+        if file.name == "c.png":
+            file.unlink(missing_ok=True)
+        return read(file, *rest)
+
+    monkeypatch.setattr(regular_files, "read_regular", removed)
+    found = scan(tmp_path, missing_prompt="x", mask=None)
+    assert [each.name for each in found.pictures] == [f"{long}.png"]
+    reasons = {each.name: each.reason for each in found.rejected}
+    assert reasons["c.png"] == "cannot be read (No such file or directory)"
+    assert reasons["b.png"].startswith("its caption b.txt is a symbolic link to a target outside the data folder")
+    assert classes(found) == {f"{long}.png": "picture", "c.png": "damaged", "b.png": "left over", "b.txt": "left over"}
 
 
 MASKS: dict[str, tuple[list[str], list[str]]] = {
