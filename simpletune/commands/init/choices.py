@@ -13,6 +13,7 @@ from simpletune.commands.init.inspect_folder import (
     FolderContents,
     describe_refused,
     describe_splits,
+    describe_unread,
     inspect_folder,
     source_of,
 )
@@ -285,8 +286,9 @@ class Choices:
             self.notes.extend(report.hints)
 
     def ask(self, text: str, *choices: Choice) -> None:
-        """Ask, unless a field that an answer would set has been chosen."""
-        if not any(path in self.chosen for choice in choices for path in choice.overrides):
+        """Ask, unless the fields of an answer have been chosen, whatever their values."""
+        answers = [choice.overrides for choice in choices if choice.overrides]
+        if not any(all(path in self.chosen for path in fields) for fields in answers):
             self.questions.append(Question(text, choices))
 
     def masks(self) -> None:
@@ -370,6 +372,14 @@ class Choices:
                 f"captions from {seen.report.captions}, such as {self.captioned[0][:60]!r}",
             )
         )
+        if seen.lacking and seen.unread:
+            self.ask(
+                f"{len(seen.lacking)} of {plural(len(seen.pictures), 'picture')} have no caption, and files that may "
+                f"hold some are not read. {describe_unread(seen)}",
+                Choice("mend the files, and call this again", {}),
+                Choice(f"use one prompt for these {len(seen.lacking)}", {"data.missing_prompt": one}),
+                Choice(f"leave these {len(seen.lacking)} out", {"data.missing_prompt": None, "data.on_error": "skip"}),
+            )
         if seen.lacking:
             names = join_names([printable_name(name) for name in seen.lacking], LISTED)
             of = f"{len(seen.lacking)} of {plural(len(seen.pictures), 'picture')} have no caption ({names})"

@@ -182,9 +182,17 @@ def source_of(seen: FolderContents) -> Json:
 
 def describe_refused(seen: FolderContents) -> str:
     """Why captions cannot be used: the first reason, and of how many files."""
-    refused = [(each.name, each.reason) for each in seen.refused] or seen.unread
-    name, reason = refused[0]
-    more = f", and {plural(len(refused) - 1, 'other')} alike" if len(refused) > 1 else ""
+    return _first_of([(each.name, each.reason) for each in seen.refused] or seen.unread)
+
+
+def describe_unread(seen: FolderContents) -> str:
+    """Why files that may hold captions are not read: the first reason, and of how many files."""
+    return _first_of(seen.unread)
+
+
+def _first_of(reasons: Sequence[tuple[str, str]]) -> str:
+    name, reason = reasons[0]
+    more = f", and {plural(len(reasons) - 1, 'other')}" if len(reasons) > 1 else ""
     return f"{printable_name(name)}: {reason}{more}"
 
 

@@ -95,17 +95,13 @@ def split_of_word(word: str) -> str:
 
 
 def split_names(root: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The pictures by split, if folders are named like splits, train and at least one other; else empty. ``train``
-    also has those outside of all such folders."""
+    """The pictures by split, if some folders are named like splits and others not, or like several; else empty. Those
+    outside of all such folders are of ``train``."""
     found: dict[str, list[Path]] = {}
-    named = set()
     for file in files:
         words = [SPLITS[part.lower()] for part in file.relative_to(root).parts[:-1][:2] if part.lower() in SPLITS]
         found.setdefault(words[0] if words else "train", []).append(file)
-        named.update(words[:1])
-    if "train" not in named or len(named) == 1:
-        return {}
-    return {split: found[split] for split in dict.fromkeys(SPLITS.values()) if split in found}
+    return {split: found[split] for split in dict.fromkeys(SPLITS.values()) if split in found} if len(found) > 1 else {}
 
 
 class Folder(Source):

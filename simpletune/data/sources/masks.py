@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LABEL = "-masklabel"  # OneTrainer's name of the mask beside NAME.jpg: NAME-masklabel.png
 CONDITIONING = "-condlabel"  # and of a conditioning picture
-OWN_LABELS, PLAIN_LABELS = (LABEL, CONDITIONING), ("_mask", "-mask")
+OWN_LABELS, PLAIN_LABELS = (LABEL, CONDITIONING), ("_mask", "-mask", ".mask")
 ASIDE = (*OWN_LABELS, *PLAIN_LABELS)
 MASK_FOLDERS = ("mask", "masks", "masklabel", "masklabels", "conditioning", "conditioning_images", "conditioning_data")
 """Names of folders, in lower case, whose pictures are masks if the pictures beside the folder have the same names."""
@@ -58,13 +58,14 @@ def find_masks(files: Sequence[Path]) -> FoundMasks:
     stems = {file.with_suffix(""): file for file in files}
     masks, aside = dict[Path, Path](), set[Path]()
     for file in files:
-        label = next((label for label in ASIDE if file.stem.endswith(label) and file.stem != label), None)
-        picture = stems.get(file.with_name(file.stem.removesuffix(label))) if label else None
+        low = file.stem.lower()
+        label = next((label for label in ASIDE if low.endswith(label) and low != label), None)
+        picture = stems.get(file.with_name(file.stem[: -len(label)])) if label else None
         if label in PLAIN_LABELS and picture is None:  # a picture that somebody has called so
             continue
         if label is not None and (picture is not None or label in OWN_LABELS):
             aside.add(file)
-        if label is not None and label != CONDITIONING and picture is not None:
+        if label is not None and label != CONDITIONING and picture is not None and file.stem.endswith(label):
             masks.setdefault(picture, file)
     folder = None
     for place in _mask_folders(files):

@@ -21,11 +21,14 @@ from simpletune.system.portable import name_inside
 METADATA_CSV = "metadata.csv"
 KEYS = ("text", "caption", "prompt")  # fields of a caption; the first that is there counts
 CAPTION_LIKE = (*TEXTS, ".json", ".jsonl", ".csv", ".tsv", ".text", ".cap", ".captions", ".tags", ".tag", ".prompt",
-                ".prompts", ".desc", ".description", ".xml", ".yaml", ".yml")  # fmt: skip
+                ".prompts", ".desc", ".description", ".xml", ".yaml", ".yml", ".parquet")  # fmt: skip
 """Extensions of files that may hold captions."""
+TELLING = ("caption", "captions", "prompt", "prompts", "label", "labels", "tags", "metadata", "descriptions")
+"""Names of text files that may hold the captions of many pictures."""
 MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
          (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
 NO_PICTURE = "no picture has this name"
+ELSEWHERE = "the picture of this name lies in another folder. Put both into one"
 UNKNOWN = "may hold captions, in a form that is not read. Write a .txt beside each picture"
 SECOND = "its picture has its caption from another file"
 NOT_TEXT = "is not UTF-8 text, nor UTF-16 with a mark"
@@ -121,8 +124,8 @@ class Sidecars:
                 left[file] = self.damaged[file]
             elif file in taken:
                 left[file] = "its picture is not used"
-            elif file.suffix.lower() in TEXTS:
-                left[file] = NO_PICTURE
+            elif file.suffix.lower() in TEXTS and folded(file.stem) not in TELLING:
+                left[file] = ELSEWHERE if self._pictures.somewhere(file.stem) else NO_PICTURE
             else:
                 left[file] = SECOND if self._of_same_name(file) else UNKNOWN
         return left
@@ -234,6 +237,10 @@ class _Names:
     def stem(self, path: Path) -> Path | None:
         """The picture of a path without its suffix."""
         return self._stems.get(folded(str(path)))
+
+    def somewhere(self, stem: str) -> bool:
+        """Whether a picture in any folder has this name, with or without suffix."""
+        return folded(stem) in self._bare
 
     def any_form(self, folder: Path, name: str) -> Path | None:
         """The picture of a key of sd-scripts: a path or a name, with or without suffix, perhaps of another machine."""

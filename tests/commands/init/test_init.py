@@ -541,6 +541,28 @@ def test_the_predicted_peak_is_compared_with_the_card(tiny_config: dict, capsys:
         assert machine._predicted(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
 
 
+def test_files_that_may_hold_captions_are_asked_about(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 3)
+    (folder / "README.txt").write_text("taken in May")  # is left over, and nothing more
+    assert not suggest(folder).questions
+    (folder / "captions").mkdir()
+    for number in range(3):
+        (folder / "captions" / f"{number}.txt").write_text("a cat")
+    (question,) = suggest(folder).questions
+    assert question.text == (
+        "no caption can be used. captions/0.txt: the picture of this name lies in another folder. Put both into one, "
+        "and 2 others"
+    )
+    (folder / "0.txt").write_text("a dog")
+    (question,) = suggest(folder).questions
+    assert question.text.startswith("2 of 3 pictures have no caption, and files that may hold some are not read. ")
+    assert [choice.overrides for choice in question.choices] == [
+        {}, {"data.missing_prompt": "a photo of sks"}, {"data.missing_prompt": None, "data.on_error": "skip"},
+    ]  # fmt: skip
+    chosen = suggest(folder, chosen={"data.missing_prompt": None, "data.on_error": "skip"})
+    assert not chosen.questions and len(chosen.config["validation"]["prompts"]) > 0
+
+
 def masked(folder: Path, masks: int, side: int = 64) -> Path:
     """Write three pictures, and masks of a size beside the first ones."""
     for number in range(masks):
@@ -557,6 +579,8 @@ def test_masks_of_all_pictures_are_used_and_said(tmp_path: Path) -> None:
         and reason.override == "data.mask=null leaves the masks alone"
     )
     assert len(scan_sources(validate(found.config, "x").data).pictures) == 3
+    some = suggest(masked(tmp_path / "owl", 2), chosen={"data.on_error": "skip"})
+    assert len(some.questions) == 1, "which is not about masks"
     off = suggest(tmp_path / "dog", chosen={"data.mask": None})
     assert "mask" not in off.config["data"] and not off.questions
     apart = write(tmp_path / "cat", 2)

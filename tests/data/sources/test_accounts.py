@@ -198,6 +198,8 @@ UNREAD: dict[str, tuple[dict[str, bytes | str], str]] = {
     "no column of captions": ({"a.png": PNG, "metadata.csv": "image,label\na.png,3\n"}, "'image', 'label'"),
     "no field of names": ({"a.png": PNG, "metadata.jsonl": '{"image": "a.png", "text": "a dog"}'}, '"file_name"'),
     "tags in a form of their own": ({"a.png": PNG, "a.tags": "dog"}, "in a form that is not read"),
+    "texts in a folder of their own": ({"p/a.png": PNG, "captions/a.txt": "a dog"}, "lies in another folder"),
+    "one text for all": ({"a.png": PNG, "captions.txt": "a.png|a dog"}, "in a form that is not read"),
     "a JSON without captions": ({"a.png": PNG, "a.json": '{"label": 3}'}, "in a form that is not read"),
 }
 
@@ -268,8 +270,13 @@ def test_splits_of_folders_mean_what_they_mean_on_the_hub(
     assert problem.path == "data.split" and "Its splits: train, " in problem.message
 
 
+def test_pictures_beside_a_test_folder_are_those_to_train_on(tmp_path: Path) -> None:
+    tree(tmp_path, {"a.png": PNG, "sub/b.png": PNG, "test/c.png": PNG})
+    assert [each.name for each in scan(tmp_path, prompt="x", split="train").pictures] == ["a.png", "sub/b.png"]
+
+
 def test_a_folder_without_another_split_has_none(tmp_path: Path) -> None:
-    tree(tmp_path, {"train/a.png": PNG, "b.png": PNG})
+    tree(tmp_path, {"train/a.png": PNG, "b.png": PNG})  # also beside others: these have no word for a split
     assert len(scan(tmp_path, prompt="x").pictures) == 2
     (problem,) = Folder(path=str(tmp_path), split="train").problems(tmp_path)
     assert problem.message.endswith("It has none")
@@ -312,7 +319,8 @@ def test_odd_names_and_folders_that_change_are_sentences(tmp_path: Path, monkeyp
 
 MASKS: dict[str, tuple[list[str], list[str]]] = {
     "OneTrainer": (["a-masklabel.png", "a-condlabel.png"], ["a.jpg"]),
-    "a plain label": (["a_mask.png"], ["a.jpg"]),
+    "a plain label": (["a.mask.png", "a_mask.png"], ["a.jpg"]),
+    "capital letters": (["a-MaskLabel.PNG"], ["a.jpg"]),
     "a folder of SimpleTuner": (["masks/a.png"], ["a.jpg"]),
     "a folder of sd-scripts": (["conditioning/a.png"], ["a.jpg"]),
 }
