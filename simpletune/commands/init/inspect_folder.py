@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,7 @@ from simpletune.commands.inspect_data.scan import DatasetReport, scan_dataset
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.clip_words import is_clip_word
+from simpletune.data.sources.captions import filename_caption
 from simpletune.data.sources.folder import split_names
 from simpletune.data.sources.folder_names import meaning, naming_folder
 from simpletune.data.sources.masks import FoundMasks, find_masks
@@ -135,10 +136,11 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
     seen = FolderContents(folder, captions, kohya, report, masks)
     if captions == "files" and not seen.own_captions:
         captions = "names" if not seen.refused and not seen.unread and _are_named(masks.pictures) else "none"
-        if not kohya:
-            named = _scan(folder, captions, kohya, {**data, **chosen})
-            report.usable, report.rejected = named.usable, [*report.rejected, *named.rejected]
-            report.files = named.files if captions == "names" else report.files
+        if captions == "names":
+            _take_names(report)
+        elif seen.refused:  # the pictures may be used without their captions
+            with_prompt = _scan(folder, captions, kohya, {**data, **chosen})
+            report.usable, report.rejected = with_prompt.usable, [*report.rejected, *with_prompt.rejected]
     if not report.usable:
         reasons = "; ".join(f"{printable_name(each.name)} {each.reason}" for each in report.rejected[:3])
         raise UserError(
@@ -159,6 +161,20 @@ def _other_sizes(seen: FolderContents, masks: FoundMasks) -> list[str]:
             same = False
         other += [] if same else [picture.relative_to(seen.folder).as_posix()]
     return other
+
+
+def _take_names(report: DatasetReport) -> None:
+    """Caption the pictures by their file names."""
+    usable, unnamed = [], []
+    for seen in report.usable:
+        try:
+            (caption,) = filename_caption(Path(seen.picture.name))
+            usable.append(replace(seen, picture=replace(seen.picture, caption=caption, as_it_is=False)))
+        except UnusablePicture as reason:
+            unnamed.append(RejectedEntry(seen.picture.name, str(reason)))
+    report.usable, report.captions = usable, "the file names"
+    report.rejected += unnamed
+    report.files = report.files.with_class("left over", ((each.name, each.reason) for each in unnamed))
 
 
 def _are_named(files: Sequence[Path]) -> bool:
@@ -207,8 +223,6 @@ def _scan(folder: Path, captions: Captions, kohya: bool, chosen: Json) -> Datase
     data |= {"folder_names": "kohya"} if kohya else {}
     if captions == "files":
         data["missing_prompt"] = None if kohya else MISSING
-    elif captions == "names":
-        data["captions"] = "filename"
     elif not kohya:
         data["prompt"] = MISSING
     config: TrainConfig = validate({"name": "look", "data": data | chosen}, str(folder), needs_model=False)

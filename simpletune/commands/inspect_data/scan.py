@@ -172,7 +172,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     seen = {seen.picture.name for seen in found.usable}
     broken = [each for each in found.rejected if each.name in firsts_by_name - seen]
-    found.files = scan.files.with_damaged((each.name, each.reason) for each in broken)
+    found.files = scan.files.with_class("damaged", ((each.name, each.reason) for each in broken))
     if found.usable:
         _compare(found)
         _read_captions(found, config)

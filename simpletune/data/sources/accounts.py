@@ -60,10 +60,10 @@ class Accounts:
         rest = sum(len(groups[key]) for key in order[SENTENCES:])
         return [*said, f"and {plural(rest, 'file')} more, which simpletune data --json lists"] if rest else said
 
-    def with_damaged(self, rejected: Iterable[tuple[str, str]]) -> Accounts:
-        """The same, with pictures that turned out to be damaged: names and reasons."""
+    def with_class(self, kind: FileClass, rejected: Iterable[tuple[str, str]]) -> Accounts:
+        """The same, with pictures that turned out to be unusable: names and reasons."""
         found = dict(self.files)
-        found.update({name: ("damaged", reason) for name, reason in rejected if name in found})
+        found.update({name: (kind, reason) for name, reason in rejected if name in found})
         return Accounts(found)
 
 
