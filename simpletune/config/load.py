@@ -186,7 +186,9 @@ def validate(
         missing = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
         skipped = (*missing, *(f"{path}." for path in bad))
         found += [
-            each for each in file_problems(config, known) if each.path not in bad and not each.path.startswith(skipped)
+            each
+            for each in file_problems(config, known, needs_data)
+            if each.path not in bad and not each.path.startswith(skipped)
         ]
     if found or config is None:
         raise ConfigError(found, source)

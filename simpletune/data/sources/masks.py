@@ -55,6 +55,9 @@ def find_masks(files: Sequence[Path]) -> FoundMasks:
     """Tell pictures and masks apart: masks are named like OneTrainer's (NAME-masklabel.png, and NAME-condlabel.png, a
     conditioning picture), NAME_mask.png or NAME-mask.png beside NAME.jpg, or lie in a folder such as ``masks`` with the
     names of the pictures beside that folder (SimpleTuner, sd-scripts)."""
+    folders = _mask_folders(files)
+    if not folders and not any(label in file.name.lower() for file in files for label in ASIDE):
+        return FoundMasks(list(files), {}, [])
     stems = {file.with_suffix(""): file for file in files}
     masks, aside = dict[Path, Path](), set[Path]()
     for file in files:
@@ -68,7 +71,7 @@ def find_masks(files: Sequence[Path]) -> FoundMasks:
         if label is not None and label != CONDITIONING and picture is not None and file.stem.endswith(label):
             masks.setdefault(picture, file)
     folder = None
-    for place in _mask_folders(files):
+    for place in folders:
         inside = [file for file in files if file.is_relative_to(place)]
         of = {file: stems.get((place.parent / file.relative_to(place)).with_suffix("")) for file in inside}
         if 2 * sum(picture is not None for picture in of.values()) >= len(inside):

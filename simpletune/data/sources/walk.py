@@ -94,8 +94,9 @@ def walk(root: Path, links: Links, reading: Reading = "any") -> FoundFiles:
             outside = [path for path in linked if is_outside(path, root)]
             found.rejected += [RejectedEntry(_relative(path, root), OUTSIDE, "folder") for path in outside]
             linked = []
-    for files in (found.pictures, found.others, found.foreign):
-        files.sort(key=lambda file: file.relative_to(root).as_posix())
+    above = os.path.join(root, "")
+    for files in (found.pictures, found.others, found.foreign):  # paths' own methods take seconds for 100,000 files
+        files.sort(key=lambda file: os.fspath(file).removeprefix(above).replace(os.sep, "/"))
     return found
 
 
