@@ -70,7 +70,8 @@ def undo(client: TestClient) -> str:
 
 def test_a_painted_mask_is_the_one_that_training_reads(client: TestClient, folder: Path) -> None:
     page = client.get("/data/mask", params={**PLACE, "name": "a.jpg"})
-    assert 'width="60" height="90"' in page.text and "data-painted" not in page.text and "data.mask=files" in page.text
+    assert 'width="60" height="90"' in page.text and "data-painted" not in page.text
+    assert "New run uses the masks" in page.text
     shown = Image.open(io.BytesIO(client.get("/data/mask/picture", params={**PLACE, "name": "a.jpg"}).content))
     assert shown.size == (60, 90)  # as training turns it
     assert client.get("/data/mask/painted", params={**PLACE, "name": "a.jpg"}).status_code == 404
@@ -195,7 +196,7 @@ def test_the_gallery_shows_masks_and_finds_pictures_without(client: TestClient, 
     thumbnail = client.get(shown.replace("&amp;", "&"))
     pixels = np.asarray(Image.open(io.BytesIO(thumbnail.content)).convert("L"), dtype=np.float32)
     assert thumbnail.status_code == 200 and pixels[:, -20:].mean() > 200 > 160 > pixels[:, :20].mean()
-    assert "1 file is named like a mask" in client.get("/data", params=PLACE).text
+    assert "5 files: 2 pictures, 2 files of captions, 1 mask" in client.get("/data", params=PLACE).text
     left = client.get("/data/gallery", params={**PLACE, "show": "unmasked"}).text
     assert "1 picture" in left and ">sub/b c.png</h3>" in left
     assert client.get("/data/thumbnail", params={**PLACE, "name": "sub/b c.png", "masked": "1"}).status_code == 404

@@ -37,6 +37,7 @@ from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest
+from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
@@ -259,19 +260,21 @@ def test_the_command_does_the_same(
     assert saved.adapter.rank == 3 and saved.data.path == str(folder)
 
 
-def test_the_preset_is_what_init_suggests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preset_is_what_init_suggests(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "pics")
     card = find_card("RTX4070")
-    made, suggested = presets.preset(card, folder, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
+    seen = inspect_folder(folder)
+    made, suggested = presets.preset(card, folder, seen, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
     assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
-    assert made.reasons["memory.profile"] == "for RTX4070" and made.notes == suggested.notes
+    assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.of_pictures)
+    assert presets.preset(card, folder, None, "sks").origin == presets.WITH_CARD  # while it is looked at
     for number in range(3):
         (folder / f"{number}.txt").write_text("a cat")
-    assert presets.preset(card, folder, "sks").data["data"]["caption_prefix"] == "sks,"  # it is looked at again
-    shipped = presets.shipped_config("sd15_lora", folder, "sks").data["data"]
-    assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped
-    monkeypatch.setattr(presets, "LOOKED_AT", 5)  # of more entries, the pictures are not decoded
-    assert presets.preset(card, folder, "sks").origin == presets.WITH_CARD
+    seen = inspect_folder(folder)
+    assert presets.preset(card, folder, seen, "sks").data["data"]["caption_prefix"] == "sks,"
+    shipped = presets.shipped_config("sd15_lora", folder, seen, "sks").data["data"]
+    assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped and shipped["reading"] == "any"
+    assert shipped["resolution"] == 512, "the shipped model's, not the one for this card"
 
 
 def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:

@@ -206,6 +206,18 @@ def test_captions_of_a_picture_are_shown_with_their_shares(config: str, messy: P
     assert "Set data.caption_lines=several" in reasons["p3.png"]
 
 
+def test_a_damaged_picture_without_a_caption_is_damaged_first(config: str, messy: Path, capsys) -> None:
+    """Whoever writes the caption first would find the damage out afterwards."""
+    scene(7, (300, 300)).save(messy / "half.jpg", quality=95)
+    (messy / "half.jpg").write_bytes((messy / "half.jpg").read_bytes()[:-5000])  # its size can still be read
+    (messy / "half.txt").unlink()
+    found = look(config, capsys=capsys)
+    reasons = {each["name"]: each["reason"] for each in found["unusable"]}
+    assert reasons["half.jpg"].startswith("is damaged (") and reasons["bare.png"].startswith("has no caption")
+    assert found["without_caption"] == ["bare.png"]
+    assert found["files"]["half.jpg"] == {"class": "damaged", "reason": reasons["half.jpg"]}
+
+
 def test_nothing_usable_is_exit_2_with_the_reasons(config: str, messy: Path, capsys) -> None:
     for file in messy.glob("*"):
         file.write_bytes(b"")
