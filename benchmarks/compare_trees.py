@@ -129,7 +129,7 @@ def _file_differences(base: Path, new: Path) -> tuple[int, int, str]:
     tensors = 0
     for file in sorted(theirs & set(ours)):
         if file.suffix == ".png":
-            same = _pixels(base / file) == _pixels(new / ours[file])
+            same = read_pixels(base / file) == read_pixels(new / ours[file])
             found += [] if same else [f"{file}: pixels differ"]
         else:
             count, difference = _tensor_difference(base / file, new / ours[file])
@@ -139,7 +139,7 @@ def _file_differences(base: Path, new: Path) -> tuple[int, int, str]:
     return tensors, len(theirs & set(ours)), f"{found[0]}{more}" if found else ""
 
 
-def _pixels(file: Path) -> tuple[str, tuple[int, int], bytes]:
+def read_pixels(file: Path) -> tuple[str, tuple[int, int], bytes]:
     with Image.open(file) as picture:
         return picture.mode, picture.size, picture.tobytes()
 

@@ -341,8 +341,8 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
         with tempfile.TemporaryDirectory() as folder:
             text = job.text if way.cached else TextCache(config.model, held.encoder_dtype(), Path(folder))
             with redirect_stdout(io.StringIO()):  # hide its progress lines
-                text.fill([first.prompt, first.negative_prompt], job.device)
-            embeddings = {prompt: text.load(prompt) for prompt in (first.prompt, first.negative_prompt)}
+                text.fill(first.texts, job.device)
+            embeddings = {prompt: text.load(prompt) for prompt in first.texts}
         encoded = time.perf_counter()
         sampler = Sampler(transformer, config.model, precision_of(config, weights), modulation, way.batch, way.reuse)
         z = sampler.latents(requests, embeddings.__getitem__)

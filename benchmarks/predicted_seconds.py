@@ -34,12 +34,12 @@ from simpletune.estimate.timing.speeds import ITEM, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.parts import BATCH
 from simpletune.system.console import silent
-from simpletune.system.gpus import LINK_5, Card, find_card
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json
 from simpletune.system.startup import without_collection
 
 # Its data sheet: 756 TFLOP/s in bf16, 51 in fp32, 2 TB/s, 114 multiprocessors.
-H100_PCIE = Card("H100-PCIe", 80, (9, 0), 756, 2000, LINK_5, 0.985, fp32_tflops=51, multiprocessors=114)
+H100_PCIE = find_card("H100-PCIe")
 TOGETHER, CARDS = 4, 8  # pictures served in one batch; cards of a machine that trains from scratch
 Timed = Callable[[Speeds], Json]
 """A recorded job, whose figures follow from speeds."""

@@ -83,17 +83,18 @@ class TimedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._await_headers()
+        # a client that was refused early may still send its body, and reads the answer after that
+        self._await_headers(HEADER_TIMEOUT if self.conn.their_state is self.conn.our_state else BODY_TIMEOUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
 
-    def _await_headers(self) -> None:
+    def _await_headers(self, seconds: float | None = None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(HEADER_TIMEOUT, self._close_unless_headers_came)
+        self._deadline = self.loop.call_later(seconds or HEADER_TIMEOUT, self._close_unless_headers_came)
 
     def _close_unless_headers_came(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
@@ -120,6 +121,13 @@ def header(scope: Scope, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
+def whole_number(text: str) -> int | None:
+    """Read a whole number from 0 to 2**63 - 1 that a request names; None: it is none. The one way in which text from a
+    request becomes a number: ``int`` also takes signs and other alphabets, and fails on 5,000 digits."""
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 19 else None
+    return number if number is not None and number < 2**63 else None
+
+
 async def read_body(request: Request, kind: str, limit: int, noun: str, wanted: str) -> bytes:
     """Read a body of Content-Type ``kind`` and at most ``limit`` bytes; messages call it ``noun``, and ask for
     ``wanted`` instead of another type. HTTPException: 415 for the type, 413 for the size, 408 for a timeout, 499 for a
@@ -131,7 +139,8 @@ async def read_body(request: Request, kind: str, limit: int, noun: str, wanted: 
     body = bytearray()
     close = {"Connection": "close"}  # what is still under way is not read
     too_large = HTTPException(413, f"The {noun} is larger than {limit} bytes", close)
-    if not length.isdecimal() or int(length) > limit:
+    size = whole_number(length)
+    if size is None or size > limit:
         raise too_large
     try:
         async with asyncio.timeout(BODY_TIMEOUT):

@@ -23,6 +23,10 @@ from simpletune.system.options import UserError, plural
 from simpletune.system.shell import to_paste
 
 HIGH_LR_FULL = 1e-4
+SCALES = ("optimizer.lr", "train.clip_norm", "adapter.alpha", "adapter.conv_alpha", "objective.min_snr_gamma")
+NEGLIGIBLE = 1e-12  # for each of these
+FEW_STATES = 64 * 2**20  # bytes of optimizer state in fp32 below which 8-bit state saves nothing that a card feels
+HIGH_LR = 1000  # times an optimizer's default
 WITHOUT_BF16 = "T4, V100 and RTX 20 lack it"
 
 
@@ -45,8 +49,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         new = f"; {located.new_weights} begins with zeros for them" if located.new_weights else ""
         yield "inpaints", f"the model also reads a mask and the latents of the masked picture{new}"
     if shapes is not None:
-        total, trained = sum(math.prod(s) for s in shapes.values()), config.adapter.trainable(shapes)
-        trained += config.text.trainable(located)
+        total, trained = sum(math.prod(s) for s in shapes.values()), _trained(config, shapes)
         of_denoiser = [config.adapter.describe(shapes)] if config.adapter.trains else []
         yield "trains", "; ".join([*of_denoiser, *config.text.describe()])
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
@@ -177,12 +180,49 @@ def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
     return None if shapes is None else dict(shapes)
 
 
+def _trained(config: TrainConfig, shapes: dict[str, Shape]) -> int:
+    """The number of parameters that a run trains."""
+    return config.adapter.trainable(shapes) + config.text.trainable(resolve_model_folder(config).model)
+
+
+def _idle(config: TrainConfig) -> Iterator[str]:
+    """Yield the settings with which a run trains nothing; it warns of them, too, once it has tried."""
+    options = config.model_dump(mode="json")
+    for path in SCALES:
+        section, _, name = path.partition(".")
+        value = options[section].get(name)
+        if value is not None and value < NEGLIGIBLE:
+            yield f"{path} {value:g} is so small that nothing trains"
+    located = resolve_model_folder(config).model
+    scheduler = located.scheduler_config() if located.is_schedule_known() else {}
+    if config.objective.is_idle(scheduler):
+        yield (
+            "the only level from objective.min_timestep on has a weight of 0, by objective.min_snr_gamma and an SNR of "
+            "0, so that nothing trains"
+        )
+
+
+def rate_notes(config: TrainConfig) -> Iterator[str]:
+    """Yield that a learning rate is far above those that people use with its optimizer."""
+    lr, usual = config.optimizer.lr, type(config.optimizer).model_fields["lr"].default
+    if lr > HIGH_LR * usual:
+        yield f"a learning rate of {lr:g} is {lr / usual:,.0f} times the usual {usual:g}: training would diverge"
+
+
 def _notes(config: TrainConfig) -> Iterator[str]:
     """Yield what a user should know before the run."""
+    plain, shapes = config.optimizer.same_in_fp32, _shapes(config)
+    if plain is not None and shapes is not None and (state := 8 * _trained(config, shapes)) < FEW_STATES:
+        yield (
+            f"optimizer.name {config.optimizer.name} gains nothing here: the state of {plain} takes "
+            f"{state / 2**20:.1f} MiB"
+        )
+    yield from rate_notes(config)
     if config.adapter.trains_base and config.optimizer.lr > HIGH_LR_FULL and not config.is_demo:
         yield f"a learning rate of {config.optimizer.lr:g} is high for full fine-tuning; 1e-5 to 5e-5 is common"
     if config.adapter.trains_base and config.precision.weights == "fp32":
         yield "full fine-tuning with fp32 weights takes 16 bytes per parameter before activations"
+    yield from _idle(config)
     suggested = family_suggested(config.model.pretrained)
     if suggested is not None and suggested.family != config.model.family:
         yield (

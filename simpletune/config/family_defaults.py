@@ -12,7 +12,7 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
     return {
         "objective": {"name": family.objective},
         "data": {"resolution": family.resolution},
-        "validation": {"guidance": family.guidance},
+        "validation": {"guidance": family.guidance, "negative_prompt": family.negative_prompt},
     }
 
 

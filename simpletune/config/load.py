@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -16,6 +19,7 @@ from simpletune.config.family_defaults import forgotten_family, with_family, wit
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import file_problems
 from simpletune.config.schema import TrainConfig
+from simpletune.data.sources.walk import SUFFIXES
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.models.families import FAMILIES
 from simpletune.system import strict_json
@@ -32,8 +36,18 @@ from simpletune.system.options import (
 )
 from simpletune.system.package import PACKAGE
 from simpletune.system.redact import secret_paths
+from simpletune.system.safetensors_file import PICKLES, conversion, read_header
+from simpletune.system.shell import to_paste, typed_path
 from simpletune.system.strict_json import JsonError
 
+MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
+PATHS = {
+    "data": ("path", "mask_path"),
+    "model": (*MODEL_PARTS, "loras"),
+    "adapter": ("start",),
+    "output": ("runs", "profiles", "cache", "prices"),
+}
+"""Fields that name files or folders, by section."""
 REPAIRS = 3  # removing one wrong value can make another wrong, such as the fields of an unknown tag
 _SECRET = (
     "contains a token or a password, but the configuration is copied into checkpoints, results and reports. Remove it, "
@@ -86,10 +100,12 @@ def read_json(file: Path) -> Json:
         data = strict_json.read(find_config(file))
     except FileNotFoundError:
         names = shipped_names()
-        meant = {**{name: name for name in names}, **{near.stem: str(near) for near in file.parent.glob("*.json")}}
+        beside = [each for each in file.parent.glob("[!.]*") if each.suffix == ".json" or each.is_dir()]
+        meant = {**{name: name for name in names}, **{each.stem: str(each) for each in beside}}
         near = difflib.get_close_matches(file.stem, meant, n=1)
         known = (
-            f"Give the path of a JSON file, or the name of one of the {len(names)} in {SHIPPED_FOLDER}, such as demo"
+            f"Give the path of a JSON file, the name of one of the {len(names)} in {SHIPPED_FOLDER}, such as demo, or, "
+            "for train, init and data, a folder of pictures"
         )
         hint = f"Did you mean {meant[near[0]]}?" if near else known
         raise UserError(f"{file} does not exist. {hint}") from None
@@ -98,6 +114,8 @@ def read_json(file: Path) -> Json:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error})") from None
     except JsonError as error:
+        if (seems := _what_else(file)) is not None:
+            raise UserError(f"{file} is not a configuration, but {seems}") from None
         if not error.line:
             raise UserError(f"{file}: {error}") from None
         raise UserError(
@@ -109,6 +127,27 @@ def read_json(file: Path) -> Json:
         kind = kinds.get(type(data), "null")
         raise UserError(f"{file}: contains {kind}, but a configuration is a JSON object {{...}}")
     return data
+
+
+def _what_else(file: Path) -> str | None:
+    """What a file is that was given in place of a configuration, and what to do with it; None if it is unknown."""
+    from simpletune.adapters.files.detect_model import is_lora
+    from simpletune.models.shared.single_file import a_lora
+
+    if file.suffix.lower() in SUFFIXES:
+        return f"a picture. Give its folder, as in {to_paste('simpletune', 'train', file.parent)}"
+    if file.suffix.lower() in (".toml", ".yaml", ".yml"):
+        return f"another format. If it is another trainer's configuration: {to_paste('simpletune', 'import', file)}"
+    if file.suffix.lower() in (".zip", ".tar", ".gz", ".7z", ".rar"):
+        return "an archive. Unpack it, and give the folder with the pictures"
+    if file.suffix.lower() in PICKLES:
+        return f"a pickle of weights. Convert it: {conversion(file)}"
+    if file.suffix.lower() != ".safetensors":
+        return None
+    if is_lora([name for name in read_header(file) if name != "__metadata__"]):
+        return a_lora(file)
+    words = to_paste("simpletune", "train", "sd15_lora", f"model.pretrained={file}")
+    return f"a file of weights. Train it by a configuration of its family, as in {words}"
 
 
 def read_saved(text: str | bytes) -> TrainConfig:
@@ -161,7 +200,8 @@ def validate(
 
     The rules run without the invalid fields, so that all problems are reported at once in one ``ConfigError``.
     """
-    found = [*(problems or []), *(Problem(path, _SECRET) for path in secret_paths(data))]
+    data, unreadable = with_typed_paths(data)
+    found = [*(problems or []), *unreadable, *(Problem(path, _SECRET) for path in secret_paths(data))]
     if (suggested := forgotten_family(data)) is not None:
         usual = FAMILIES[0]
         found.append(
@@ -181,16 +221,63 @@ def validate(
     if config is not None:
         bad = {problem.path for problem in found}
         known = suggested is not None or not bad & {"model", "model.family"}  # else it is the default one here
-        found += [problem for problem in config_rules(config, known) if problem.path not in bad]
-        bad = {problem.path for problem in found}
         missing = tuple(part for part, needed in (("data.", needs_data), ("model.", needs_model)) if not needed)
-        skipped = (*missing, *(f"{path}." for path in bad))
-        found += [
-            each for each in file_problems(config, known) if each.path not in bad and not each.path.startswith(skipped)
-        ]
+        try:
+            found += [problem for problem in config_rules(config, known) if problem.path not in bad]
+            bad = {problem.path for problem in found}
+            skipped = (*missing, *(f"{path}." for path in bad))
+            of_files = file_problems(config, known, needs_data)
+            found += [each for each in of_files if each.path not in bad and not each.path.startswith(skipped)]
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            found.append(_too_long(data, str(error.filename)))
     if found or config is None:
         raise ConfigError(found, source)
     return config
+
+
+def _too_long(data: Json, file: str) -> Problem:
+    """The problem of a path that is longer than any file's: its place is the longest value within it."""
+    named = {path: value for path, value in _texts(data) if value in file}
+    path = max(named, key=lambda path: len(named[path]), default="")
+    return Problem(path, f"{file[:40]}... has {len(file):,} characters, more than a file's name can. Shorten it")
+
+
+def _texts(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a configuration, by its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(each, f"{path}.{key}" if path else str(key))
+
+
+def path_fields(data: Json) -> Iterator[tuple[Any, Any, str]]:
+    """Yield every text that names a file or folder, if it is one: its object or list, its key in it, and its path."""
+    section = data.get("data")
+    sources = section.get("sources") if isinstance(section, dict) else None
+    places: list[tuple[Any, str, tuple[str, ...]]] = [(data.get(name), name, keys) for name, keys in PATHS.items()]
+    if isinstance(sources, list):
+        places += [(source, f"data.sources.{number}", PATHS["data"]) for number, source in enumerate(sources)]
+    for place, name, keys in places:
+        for key in keys if isinstance(place, dict) else ():
+            if isinstance(place.get(key), str):
+                yield place, key, f"{name}.{key}"
+            elif isinstance(place.get(key), list):
+                texts = enumerate(place[key])
+                yield from ((place[key], at, f"{name}.{key}.{at}") for at, text in texts if isinstance(text, str))
+
+
+def with_typed_paths(data: Json) -> tuple[Json, list[Problem]]:
+    """Return the configuration with its paths as ``typed_path`` reads them, and the problems of those it cannot."""
+    data, problems = copy.deepcopy(data), []
+    for place, key, path in path_fields(data):
+        try:
+            place[key] = typed_path(place[key])
+        except UserError as error:
+            problems.append(Problem(path, str(error)))
+    return data, problems
 
 
 def _attempt(data: Json, found: list[Problem]) -> TrainConfig | None:

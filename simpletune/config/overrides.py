@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import takewhile
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -13,6 +14,7 @@ from simpletune.config.family_defaults import with_objective
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.system import strict_json
 from simpletune.system.options import Json, Option, Problem, item_of, member_for, option_classes, union_of
+from simpletune.system.portable import join_words
 from simpletune.system.strict_json import JsonError
 
 BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracking", "profile", "output")
@@ -22,10 +24,17 @@ BESIDE_THE_JOB = ("name", "about", "device", "checkpoint", "validation", "tracki
 def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Problem]]:
     """Return the file's JSON with overrides applied, notices, and problems of those that cannot be applied."""
     merged, notices, problems = copy.deepcopy(data), [], []
-    for override in overrides:
+    for at, override in enumerate(overrides):
         path, equals, text = override.partition("=")
         if not equals or not path:
-            problems.append(Problem(override, "is not an override. Write key.path=value, as in train.steps=100"))
+            if at and _is_loose(overrides[at - 1]):
+                continue  # said of the first of these words
+            rest = list(takewhile(_is_loose, overrides[at:]))
+            rule = "is not an override. Write key.path=value, as in train.steps=100"
+            if at:
+                whole = join_words([" ".join([overrides[at - 1], *rest])])
+                rule += f". A value with spaces is quoted: {whole}"
+            problems.append(Problem(" ".join(rest), rule))
             continue
         for place in _places(merged, path):
             notices += _override(merged, place, text, problems)
@@ -34,6 +43,11 @@ def merge(data: Json, overrides: list[str]) -> tuple[Json, list[str], list[Probl
         if any(_described(data, key) != _described(merged, key) for key in others):
             del merged["about"]  # it describes another job
     return merged, notices, problems
+
+
+def _is_loose(word: str) -> bool:
+    """Whether a word of the command line sets no field."""
+    return not word.partition("=")[0] or "=" not in word
 
 
 def _places(merged: Json, path: str) -> list[str]:

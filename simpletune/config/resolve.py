@@ -10,9 +10,9 @@ from simpletune.data.sources.multi_source import field_of, source_problems, with
 from simpletune.system.options import ConfigError, Problem, UserError
 
 
-def file_problems(config: TrainConfig, family_known: bool = True) -> list[Problem]:
+def file_problems(config: TrainConfig, family_known: bool = True, needs_data: bool = True) -> list[Problem]:
     """List missing folders and, if the family is known, conflicts with the model's shapes, without torch; build and
-    download nothing."""
+    download nothing. Without ``needs_data`` the folders of pictures are not listed, which may take seconds."""
     found: list[Problem] = []
     paths: list[Path | None] = []
     for index, source in enumerate(config.data.members):
@@ -20,7 +20,7 @@ def file_problems(config: TrainConfig, family_known: bool = True) -> list[Proble
         if is_demo and source.path not in DATA:
             remedy = f"Use {' or '.join(DATA)}"
             found.append(Problem(field_of(config.data, index, "path"), f"unknown demo {source.path}. {remedy}"))
-        paths.append(None if is_demo else Path(source.path))
+        paths.append(None if is_demo or not needs_data else Path(source.path))
     found += source_problems(config.data, paths)
     if not family_known:
         return found

@@ -211,11 +211,12 @@ class Validation(Option):
     masks: list[Annotated[str, Field(min_length=1)]] | None = None
     """The mask of each of the images, of its shape, white where it is painted; null: with a model that inpaints, the
     pictures' own masks if data.inpainting_mask is own, otherwise the middle half of each side."""
-    negative_prompt: str = ""
-    """Negative prompt for guidance."""
+    negative_prompt: str | None = ""
+    """Negative prompt for guidance. null, the default for SDXL: none, for which diffusers' pipeline takes zeros, unless
+    the model's folder says that it takes the empty text, as other families do."""
     every: Annotated[int, Field(ge=1)] | None = None
     """Steps between validations; null: validate only before and after training."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of the initial noise; prompt number n uses seed + n."""
     steps: Annotated[int, Field(ge=1, le=1000)] = 20
     """Number of sampling steps."""

@@ -46,6 +46,11 @@ def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[
     return groups
 
 
+def has_start(config: TrainConfig) -> bool:
+    """Whether training begins with other weights than the base's: with a LoRA (``adapter.start``)."""
+    return getattr(config.adapter, "start", None) is not None
+
+
 def is_due(every: int | None, step: int) -> bool:
     """Return whether something with period ``every`` (None: never) is due after ``step`` steps."""
     return every is not None and step % every == 0
@@ -80,14 +85,14 @@ def choose_validation_samples(
     """Choose the number of samples, so that evaluating takes at most 2% of the forward passes, within 4 and 16.
 
     ``samples_per_step`` is the mean over the run's ``steps``. A resumed run keeps ``before``, the number of its first
-    start, because losses are paired only then.
+    start, because losses are paired only then, unless it no longer evaluates.
     """
     option = config.validation
     periods = (option.every or steps, config.checkpoint.every or steps)
-    times = 2 + len({step for every in periods for step in range(every, steps, every)})
+    times = 2 + has_start(config) + len({step for every in periods for step in range(every, steps, every)})
     each = times * (1 + (option.class_prompt is not None) + bool(option.unrelated_prompts))
     passes = samples_per_step * steps
-    asked = option.loss_samples if before is None else before
+    asked = option.loss_samples if before is None or option.loss_samples == 0 else before
     count = min(MOST, max(LEAST, int(SHARE * passes / each))) if asked == "auto" else asked
     return ValidationSchedule(count, times if count else 0, count * each / passes)
 
@@ -102,6 +107,25 @@ def drift_group(name: str) -> str:
     return _GROUPS.get(name, name)
 
 
-def drift_words(drift: Json) -> str:
-    """Describe the drift: how much predictions changed, in percent of the base's."""
-    return ", ".join(f"{100 * value:.3g}% for {drift_group(group)}" for group, value in drift.items())
+def drift_words(summary: Json) -> str | None:
+    """Describe a run's drift: how much predictions changed, in percent of the base's; None if it was not measured."""
+    measured = [
+        ", ".join(f"{100 * value:.3g}% for {drift_group(group)}" for group, value in summary[name].items())
+        for name in ("drift_start", "drift_after")
+        if summary.get(name)
+    ]
+    if not summary.get("drift_after"):
+        return None
+    return measured[0] if len(measured) == 1 else f"{measured[0]} at the start; {measured[1]} after"
+
+
+def loss_words(summary: Json) -> str | None:
+    """Describe a run's validation losses: the base's, that of the LoRA that it began with, if it did, and its result's;
+    None if they were not computed."""
+    before, start, after = (summary.get(f"eval_loss_{name}") for name in ("before", "start", "after"))
+    if before is None or after is None:
+        return None
+    base = "the base with its LoRAs" if summary.get("on_top_of") else "the base"
+    if start is not None:
+        return f"{before:.4f} for {base}, {start:.4f} at the start, {after:.4f} after"
+    return f"{before:.4f} before{f' ({base})' if summary.get('on_top_of') else ''}, {after:.4f} after"

@@ -283,6 +283,8 @@ class Plan:
             row["weights"] = list(sample.picture.weights)
         if sample.picture.mask is not None:
             row["mask"] = sample.picture.mask.digest
+        if sample.picture.decoding.changes:
+            row["decoding"] = sample.picture.decoding.changes
         if self.inpaints:
             row["inpainting_mask"] = self.source_of(sample).inpainting_mask
         if not isinstance(self.data, Source):

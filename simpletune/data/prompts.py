@@ -18,6 +18,8 @@ GOLDEN = (5**0.5 - 1) / 2
 
 def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
     """The prompt of one variant of a picture, by its source's caption options."""
+    if picture.as_it_is:
+        return picture.caption
     captions = picture.captions
     place = variant % len(captions)
     if picture.weights:  # steps of the golden ratio: few variants, too, come close to the weights

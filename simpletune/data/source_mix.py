@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from simpletune.data.sources.walk import printable_name
 from simpletune.system.options import plural
+from simpletune.system.printable import printable_name
 
 
 @dataclass(frozen=True)

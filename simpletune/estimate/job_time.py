@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts
+from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts, has_start
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
 from simpletune.estimate.simulate.reports import SIMULATED, JobReport, parts_in_steps
 from simpletune.estimate.timing.constants import FOLDER, read_constants
@@ -192,7 +192,7 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
     if "draw" in job.work:
         pictures = 1 if option.prompts is None else len(option.prompts)
         one = _drawing(job.work["draw"], speeds, option.steps, config.picture_size())
-        seconds += (1 + times_due(option.every, steps)) * (load + pictures * one)
+        seconds += (1 + has_start(config) + times_due(option.every, steps)) * (load + pictures * one)
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps

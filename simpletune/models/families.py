@@ -7,6 +7,7 @@ packages above may import this one; a family imports no other.
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -85,4 +86,4 @@ def _may_be(family: Family, source: str, single: bool) -> bool:
             return open_file(Path(source), family.layout).has(family.denoiser)
     except UserError:
         return False  # not a file of this family
-    return (Path(source) / family.denoiser).is_dir() or family.bundled_config(source) is not None
+    return os.path.isdir(Path(source) / family.denoiser) or family.bundled_config(source) is not None

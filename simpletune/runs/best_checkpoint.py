@@ -19,7 +19,8 @@ from statistics import fmean
 
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
+from simpletune.runs.folder import BEST, EVALUATIONS, is_start, read_json_or_none, read_rows, read_scores
+from simpletune.runs.repair import row_key, with_sum
 from simpletune.system.atomic import remove, write_text
 from simpletune.system.options import Json, UserError, join_names, plural
 
@@ -154,7 +155,7 @@ def _score(point: Json, name: str, encoder: str | None) -> Json:
 def held_out_rows(run: Path) -> list[Json]:
     """The evaluations on held-out pictures in order of steps, starting with the base's; all have as many samples."""
     rows = [row for row in read_rows(run / EVALUATIONS) if row.get("held_out") and row.get("eval_losses")]
-    rows.sort(key=lambda row: row["step"])
+    rows.sort(key=row_key)
     return [row for row in rows if len(row["eval_losses"]) == len(rows[0]["eval_losses"])]
 
 
@@ -199,7 +200,7 @@ def _by_held_out_loss(lowest: Json, rows: Sequence[Json], last_step: int) -> Bes
     if last["step"] != last_step:  # not evaluated, or on other samples
         return BestCheckpoint(last_step, LAST, f"the loss on {on} is lowest at step {lowest['step']}")
     own = f"a loss of {last['eval_loss']:.4f} on {on}"
-    if base["step"] == 0:
+    if base["step"] == 0 and not is_start(base):
         beside = f"{_difference(last, base)} against the base"
         if not is_lower(base["eval_losses"], last["eval_losses"]):
             own = f"{own}, {beside}"
@@ -229,4 +230,4 @@ def put_choice(run: Path, step: int | None) -> None:
     if step not in steps:
         have = f"It has {join_names([str(number) for number in steps], 12)}" if steps else "It has none"
         raise UserError(f"--choose {step}: {run} has no checkpoint of this step. {have}")
-    write_text(run / BEST, json.dumps({"step": step}) + "\n")
+    write_text(run / BEST, json.dumps(with_sum({"step": step})) + "\n")

@@ -38,10 +38,12 @@ from simpletune.runs.checkpoint_folders import (
 )
 from simpletune.runs.figure_sums import figure_sums
 from simpletune.runs.folder import read_parent, read_stacked
+from simpletune.runs.model_card import shareable
 from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
+from simpletune.system.environment import numeric_versions
 from simpletune.system.options import Json, UserError
 from simpletune.system.portable import flush_to_disk, name_inside
 from simpletune.system.processes import is_first_process
@@ -65,6 +67,7 @@ class TrainingState:
     average: Average | None = None  # of the weights to export, if enabled
     processes: int = 1  # that train together
     fp16: Json | None = None  # Fp16.state of a run with products in fp16: the loss scale and the blocks in fp32
+    base: Json = field(default_factory=dict)  # resume.base_of: what the run trains on
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,15 @@ class SavedState:
     micro_batches: int | None = None  # of a step; None: from a version whose gradient_accumulation was per process
     fp16: Json | None = None  # as in TrainingState
     figures: Json = field(default_factory=dict)  # figure_sums; empty in checkpoints before November 2026
+    base: Json = field(default_factory=dict)  # as in TrainingState; empty in checkpoints of 0.1.0
+    versions: Json = field(default_factory=dict)  # numeric_versions; older checkpoints have torch's only
 
 
 def metadata_of(run: Path, config: TrainConfig, step: int) -> dict[str, str]:
-    """The header of every result: configuration, step, the LoRA that the run began with, and those under it."""
-    found = {"simpletune_config": config.model_dump_json(by_alias=True), "simpletune_step": str(step)}
+    """The header of every result: configuration without local folders, step, the LoRA that the run began with, and
+    those under it."""
+    shared = shareable(config)  # of a checkpoint's files, too, which people share as they do a result
+    found = {"simpletune_config": shared.model_dump_json(by_alias=True), "simpletune_step": str(step)}
     if (parent := read_parent(run)) is not None:
         found["simpletune_parent"] = json.dumps(parent)
     if stacked := read_stacked(run):
@@ -123,7 +130,8 @@ def save_checkpoint(run: Path, state: TrainingState) -> Path:
             "micro_batches": state.config.train.accumulation,
             "fp16": state.fp16,
             "figures": figure_sums(run),
-            "torch": torch.__version__,
+            "base": state.base,
+            **numeric_versions(),
             "sha256": {file.name: sha256_of(file) for file in sorted(part.iterdir())},
         }
         # Last, because it has the checksums of the others.
@@ -176,8 +184,9 @@ def read_checkpoint(folder: Path) -> SavedState:
     try:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
-        later = {name: state[name] for name in ("micro_batches", "fp16", "figures") if name in state}
-        saved = SavedState(folder, **fields, **later)
+        later = {name: state[name] for name in ("micro_batches", "fp16", "figures", "base") if name in state}
+        versions = {name: state[name] for name in numeric_versions() if name in state}
+        saved = SavedState(folder, **fields, **later, versions=versions)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)
         if named and int(named[1]) != saved.step:
@@ -230,6 +239,8 @@ def _require_kinds(saved: SavedState, checksums: object) -> None:
         raise TypeError("fp16")
     if not isinstance(saved.figures, dict):
         raise TypeError("figures")
+    if not isinstance(saved.base, dict):
+        raise TypeError("base")
     if not isinstance(checksums, dict):
         raise ValueError("sha256")
     if not {TRAINABLE, OPTIMIZER} <= {name.replace(INDEX_SUFFIX, ".safetensors") for name in checksums}:

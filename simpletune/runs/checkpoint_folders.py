@@ -6,16 +6,18 @@ The last value of a state.json is the SHA-256 of all bytes before it, so a chang
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.config.schema import Checkpoint
+from simpletune.config.schema import Checkpoint, TrainConfig, run_folder, run_url
 from simpletune.system.atomic import remove, temporary_path
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.portable import replace
+from simpletune.system.processes import is_first_process
 from simpletune.system.safetensors_file import INDEX_SUFFIX
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
@@ -41,6 +43,36 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     folder = run / "checkpoints"
     named = [(NAME.match(entry.name), entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
     return sorted((int(match[1]), entry) for match, entry in named if match)
+
+
+def require_resumable(config: TrainConfig, resume: str | None) -> None:
+    """Refuse, before torch is imported, a run that another process holds, and what ``--resume`` cannot mean; what a
+    checkpoint holds is looked at later, and so is a run in an object store.
+
+    Raises:
+        UserError: the run is in use, it has no checkpoint, or the named folder is none.
+    """
+    from simpletune.system.locks import exclusive, is_held  # filelock is 20 modules, which `check` does not need
+
+    run = run_folder(config)
+    if is_first_process() and is_held(run):
+        with exclusive(run):  # refuses by the number of the process that holds it
+            pass
+    if resume is None or resume == "auto" or run_url(config) is not None:
+        return
+    if resume == "latest":
+        if not list_checkpoints(run):
+            raise UserError(f"--resume latest: {run} has no checkpoint. Start without --resume")
+        return
+    folder = Path(resume)
+    if NAME.match(folder.name) and folder.is_dir() or (folder / STATE).exists():
+        return
+    saved = [str(each) for _, each in list_checkpoints(folder if list_checkpoints(folder) else run)]
+    what = "is not a checkpoint" if folder.exists() else "does not exist"
+    near = difflib.get_close_matches(resume, ["latest", "auto", *saved], n=1)
+    hint = f"Did you mean {near[0]}?" if near else "Use latest, auto or a checkpoint's folder"
+    named = f". The run has {join_names(saved, 6)}" if saved else ""
+    raise UserError(f"--resume: {resume} {what}. {hint}{named}")
 
 
 def last_saved(run: Path) -> str:

@@ -1,4 +1,4 @@
-"""Checksums of the files that a run's figures and pages are made from, which each checkpoint keeps.
+"""Checksums of the files that a run's figures and pages are made from, which checkpoints and the summary keep.
 
 The rows of metrics.jsonl and evaluations.jsonl are appended, so their checksum is of the bytes there were.
 """
@@ -14,6 +14,8 @@ from simpletune.system.console import say
 from simpletune.system.options import Json
 from simpletune.system.processes import is_first_process
 
+FIGURES = "figures_sha256"  # in summary.json: those of a finished run
+
 
 def figure_sums(folder: Path) -> Json:
     """The number of bytes and the SHA-256 of each of these files, by its path in the run's folder."""
@@ -24,8 +26,8 @@ def figure_sums(folder: Path) -> Json:
 
 
 def require_figures(folder: Path, sums: Json) -> None:
-    """Compare the files with the checksums of a checkpoint. Warns of rows that have changed, since nothing can tell
-    what they were; sets other damaged files aside, so that they are made again or missed instead of shown."""
+    """Compare the files with the checksums of a checkpoint or summary. Warns of rows that have changed, since nothing
+    can tell what they were; sets other damaged files aside, so that they are made again or missed instead of shown."""
     for key, (size, sha256) in sums.items():
         file = folder / key
         if not file.is_file():
@@ -36,6 +38,6 @@ def require_figures(folder: Path, sums: Json) -> None:
             set_aside(file, CHANGED)
         elif is_first_process():
             say(
-                f"warning {file} has changed since the checkpoint was saved: a number in it is not what was measured. "
+                f"warning {file} has changed since it was written: a number in it is not what was measured. "
                 "Curves and figures made from it may be wrong; the weights are not affected"
             )

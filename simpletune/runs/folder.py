@@ -14,7 +14,16 @@ from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, set_aside
+from simpletune.runs.repair import (
+    NUMBER,
+    parse_row,
+    read_own,
+    read_own_rows,
+    row_key,
+    set_aside,
+    with_sum,
+    without_sum,
+)
 from simpletune.system.atomic import remove, write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
@@ -199,9 +208,14 @@ def append_metrics(folder: Path, row: Json, name: str = METRICS) -> None:
 
 
 def record_validation(folder: Path, row: Json) -> None:
-    """Record an evaluation, replacing one of the same step: a resumed run may evaluate a step again."""
-    others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if old["step"] != row["step"]]
+    """Record an evaluation, replacing one of the same weights: a resumed run may evaluate a step again."""
+    others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if row_key(old) != row_key(row)]
     write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
+
+
+def is_start(row: Json) -> bool:
+    """Whether an evaluation is of the LoRA that a run began with, at step 0 as the base's."""
+    return bool(row.get("start"))
 
 
 def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
@@ -214,7 +228,7 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
         found["keeping_attention"] = memory.keeping_attention(blocks)
     if config.memory.modulation == "auto":
         found["modulation"] = chosen.memory.modulation
-    write_text(run_folder(config) / CHOSEN, json.dumps(found) + "\n")
+    write_text(run_folder(config) / CHOSEN, json.dumps(with_sum(found)) + "\n")
 
 
 def chosen_before(config: TrainConfig) -> Json:
@@ -285,6 +299,7 @@ def read_json_or_none(file: Path) -> Json | None:
     """Read a JSON object from a file; None if the file does not exist, a UserError if it is damaged."""
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
+        value = without_sum(value) if isinstance(value, dict) else value
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:

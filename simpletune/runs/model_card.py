@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from simpletune.adapters.text.files import how_to_use
 from simpletune.adapters.text.option import embedding_name
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import ON_TRAINING, drift_words
+from simpletune.config.validation_schedule import ON_TRAINING, drift_words, loss_words
 from simpletune.data.samples import pictures_in
 from simpletune.data.sources.multi_source import with_paths
 from simpletune.models.shared.family_facts import Licence
@@ -213,11 +213,10 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
         peak, where = summary.get("peak_rss_gib"), "of the process (no GPU)"
     if peak is not None:
         yield "peak memory", f"{peak:.2f} GiB {where}"
-    before, after = summary["eval_loss_before"], summary["eval_loss_after"]
-    if before is not None and after is not None:
-        yield summary.get("eval_loss_is", ON_TRAINING), f"{before:.4f} before, {after:.4f} after"
-    if drift := summary.get("drift_after"):
-        yield "drift from the base", drift_words(drift)
+    if losses := loss_words(summary):
+        yield summary.get("eval_loss_is", ON_TRAINING), losses
+    if drift := drift_words(summary):
+        yield "drift from the base", drift
     best = summary.get("best")
     if best is not None and best["by"] != LAST and best["step"] != summary["steps"]:
         yield "best checkpoint", f"step {best['step']:,} by {best['by']}; this is step {summary['steps']:,}"
@@ -306,7 +305,7 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
     arguments = {
         "prompt": example.prompt,
-        "negative_prompt": example.negative_prompt,
+        **({} if example.negative_prompt is None else {"negative_prompt": example.negative_prompt}),
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,

@@ -5,6 +5,7 @@ Only the first of several processes renames; the others ignore the same files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -19,6 +20,22 @@ from simpletune.system.processes import is_first_process
 
 NUMBER = (int, float)
 CHANGED = "has changed since it was written (its checksum does not match)"  # a fault for ``set_aside``
+
+
+SUM = "checksum"  # of the other values of a small JSON file that decides something
+
+
+def with_sum(values: Json) -> Json:
+    """Add a checksum of the other values, which ``without_sum`` compares."""
+    return {**values, SUM: hashlib.sha256(json.dumps(values).encode()).hexdigest()}
+
+
+def without_sum(values: Json) -> Json:
+    """Remove the checksum, which files of 0.1.0 lack. ValueError: a value has changed since it was computed."""
+    known, rest = values.get(SUM), {name: value for name, value in values.items() if name != SUM}
+    if known is not None and known != with_sum(rest)[SUM]:
+        raise ValueError("its checksum does not match")
+    return rest
 
 
 def require_place(folder: Path) -> None:
@@ -48,7 +65,7 @@ def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
         set_aside(file, "is not a file")
         return None
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = without_sum(dict(json.loads(file.read_text(encoding="utf-8"))))
         wrong = [key for key, types in needed.items() if type(value[key]) not in types]
     except (ValueError, KeyError, TypeError, RecursionError):
         set_aside(file, "is damaged")
@@ -56,14 +73,14 @@ def read_own(file: Path, needed: Mapping[str, tuple[type, ...]]) -> Json | None:
     if wrong:
         set_aside(file, f"is damaged ({', '.join(wrong)})")
         return None
-    return dict(value)
+    return value
 
 
 def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
     """Read the rows of a run's JSON Lines file, which need not exist.
 
     Skips a partial last line, which a kill may leave. With other damage, sets the file aside and returns the intact
-    rows, one per step: those that have the needed numbers, ``step`` among them.
+    rows, one per step (and one of the start): those that have the needed numbers, ``step`` among them.
     """
     if not os.path.lexists(file):
         return []
@@ -72,21 +89,26 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
         return []
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     partial = lines.pop()  # empty if the last line is complete
-    rows: dict[int, Json] = {}
+    rows: dict[tuple[int, bool], Json] = {}
     damaged = []
     for number, line in enumerate(lines, 1):
         row = parse_row(line, needed)
-        if row is None or row["step"] in rows:
+        if row is None or row_key(row) in rows:
             damaged.append(number)
         else:
-            rows[row["step"]] = row
+            rows[row_key(row)] = row
     whole = parse_row(partial, needed)
     if whole is not None:
-        rows.setdefault(whole["step"], whole)
+        rows.setdefault(row_key(whole), whole)
     if damaged:
         counted = f"line{'s' * (len(damaged) > 1)} {join_names([str(number) for number in damaged], 6)}"
         set_aside(file, f"is damaged in {counted}, skipped")
     return list(rows.values())
+
+
+def row_key(row: Json) -> tuple[int, bool]:
+    """What is one row's alone in a file: its step, and whether it is of the start, which has step 0 like the base."""
+    return row["step"], bool(row.get("start"))
 
 
 def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:

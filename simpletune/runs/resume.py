@@ -10,13 +10,77 @@ from pydantic import ValidationError
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.checkpoint import SavedState
+from simpletune.system.environment import numeric_versions
+from simpletune.system.hub import commit_of
 from simpletune.system.options import Json, UserError
 
+# Where the parts of the base lie. They may move, but not change.
+PLACES = tuple(
+    f"model.{place}" for place in ("pretrained", "revision", "transformer", "unet", "vae", "text_encoders", "loras")
+)
 # Settings that may not change on resume: they determine the weights, or which samples each step sees.
 PINNED = (
     "model", "adapter", "precision", "objective", "ema", "prior.method", "prior.prompt", "optimizer.name", "train.seed",
     "text", "train.batch_size", "train.gradient_accumulation", "train.global_batch",
 )  # fmt: skip
+
+UNSAID = ("about:", "$schema:")  # texts for readers, which overrides drop
+
+
+def base_of(config: TrainConfig, loras: list[Json]) -> Json:
+    """What a run trains on: by the parts' names, the fingerprint of their contents and, of those from the hub, the
+    commit; and the LoRAs under it.
+
+    Args:
+        config: with folders resolved.
+        loras: the run's record of ``model.loras``.
+    """
+    model = config.model
+    found: Json = {
+        name: {"fingerprint": fingerprint, "commit": commit_of(model.part(name).folder)}
+        for name, fingerprint in model.fingerprints(config.output.cache_folder).items()
+    }
+    return {"parts": found, "loras": [[each["sha256"], each["scale"]] for each in loras]}
+
+
+def moved(saved: SavedState, config: TrainConfig) -> list[str]:
+    """List the changed places of the base, as ``path: old -> new``, of a checkpoint that knows the base's contents."""
+    changes = _changes(saved, config) if saved.base else []
+    return [change for change in changes if change.startswith(tuple(f"{place}:" for place in PLACES))]
+
+
+def require_same_base(saved: SavedState, config: TrainConfig, base: Json) -> None:
+    """Compare what a run trains on (``base_of``) with a checkpoint's record, if it has one.
+
+    Args:
+        saved: the checkpoint.
+        config: with folders resolved.
+        base: of this configuration.
+
+    Raises:
+        UserError: the contents differ, wherever they lie.
+    """
+    if not saved.base:
+        return
+    then, now, commit = saved.base["parts"], base["parts"], None
+    listed = [f"{name}: no longer a part of the model" for name in then if name not in now]
+    for name, known in now.items():
+        before = then.get(name)
+        if before is not None and before["fingerprint"] == known["fingerprint"]:
+            continue
+        commit = commit or (before or {}).get("commit")
+        others = f" (fingerprint {before['fingerprint']} -> {known['fingerprint']})" if before else " (new)"
+        part = config.model.part(name)
+        place = part.place if part.folder or part.file else config.model.weights_from  # of a file's marks
+        listed.append(f"{name}: {place} has other contents{others}")
+    if saved.base["loras"] != base["loras"]:
+        listed.append("model.loras: other files or strengths")
+    if listed:
+        hub = f", with model.revision={commit} if they came from there" if commit is not None else ""
+        listed.insert(0, f"--resume: the base has changed since {saved.folder}:")
+        raise UserError(
+            "\n  ".join(listed) + f"\nPut the earlier files back{hub}, or start a new run under another name"
+        )
 
 
 def check_resumable(
@@ -24,13 +88,10 @@ def check_resumable(
 ) -> list[str]:
     """Compare a configuration, as the user gave it, and the data's manifest with those of a checkpoint; list the
     allowed changes, as ``path: old -> new``. A UserError lists those that affect the meaning of the weights or the
-    order of samples. ``processes``: the current number; None skips this comparison."""
-    before = saved.config
-    with suppress(ValidationError):  # a field was removed since; the differences name it
-        # Defaults of newer fields do not change the run.
-        before = read_saved(json.dumps(before)).model_dump(mode="json", by_alias=True)
-    changes = _differences(before, config.model_dump(mode="json", by_alias=True))
-    pinned = [c for c in changes if any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
+    order of samples. ``processes``: the current number; None skips this comparison. The contents of a base that has
+    ``moved`` have been compared (``require_same_base``)."""
+    changes, places = _changes(saved, config), moved(saved, config)
+    pinned = [c for c in changes if c not in places and any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
     if pinned:
         remedy = "Use the same values, or start a new run under another name"
         listed = "\n  ".join([f"--resume: {saved.folder} was made with other settings:", *pinned])
@@ -49,7 +110,50 @@ def check_resumable(
         data = _manifest_changes(saved.manifest, manifest)
         listed = "\n  ".join(["--resume: the data has changed since the checkpoint:", *data])
         raise UserError(f"{listed}\nRestore the data, or start a new run")
-    return changes
+    return [f"{change} (the same contents)" if change in places else change for change in changes]
+
+
+def kept_settings(config: TrainConfig, samples: int | None, chosen: Json, threads: int) -> dict[str, str]:
+    """The settings whose new value a resumed run does not follow, because it keeps what it began with: what stays, and
+    why, by path.
+
+    Args:
+        config: the new one, as the user gave it, with its batch size settled.
+        samples: of the run's evaluations so far; None: it has made none.
+        chosen: what the run chose for ``auto`` (``chosen_before``), or was given.
+        threads: that this process uses.
+    """
+    found, option, memory = dict[str, str](), config.validation.loss_samples, config.memory
+    if samples is not None and option not in (0, samples):
+        found["validation.loss_samples"] = f"{samples}, because evaluations are compared sample by sample"
+    if config.speed.threads == "auto" and threads == chosen.get("threads"):
+        found["speed.threads"] = f"{threads}, because another number changes rounding"
+    if memory.modulation == "auto" and chosen.get("modulation") in ("plan", "resident"):
+        found["memory.modulation"] = f"{chosen['modulation']}, as before"
+    if memory.checkpointing != "auto":
+        found["memory.budget_gib"] = "without effect: the run keeps its train.batch_size"
+    found["output.prices"] = "without effect on this run: its predicted price is that of the first start"
+    return found
+
+
+def _changes(saved: SavedState, config: TrainConfig) -> list[str]:
+    """List the settings that differ from a checkpoint's, as ``path: old -> new``."""
+    before = saved.config
+    with suppress(ValidationError):  # a field was removed since; the differences name it
+        # Defaults of newer fields do not change the run.
+        before = read_saved(json.dumps(before)).model_dump(mode="json", by_alias=True)
+    changes = _differences(before, config.model_dump(mode="json", by_alias=True))
+    return [each for each in changes if not each.startswith(UNSAID)]
+
+
+def changed_versions(saved: SavedState) -> str | None:
+    """Describe the libraries that compute and have changed since the checkpoint; None if none has."""
+    names = {"torch": "torch", "cuda": "CUDA", "cudnn": "cuDNN"}
+    pairs = [
+        (names[name], now, saved.versions[name]) for name, now in numeric_versions().items() if name in saved.versions
+    ]
+    changed = [f"{name} {now or 'none'} (the checkpoint: {then or 'none'})" for name, now, then in pairs if now != then]
+    return ", ".join(changed) or None
 
 
 def _differences(old: object, new: object, path: str = "") -> list[str]:
@@ -75,7 +179,8 @@ def _manifest_changes(old: list[Json], new: list[Json]) -> list[str]:
     changes += [f"{key[0]}: added" for key in after if key not in before and not key[1]]
     for key in [key for key in before if key in after and before[key] != after[key] and not key[1]]:
         was, now = before[key], after[key]
-        parts = [name for name in {**was, **now} if name != "held_out" and was.get(name) != now.get(name)]
+        named = {"decoding": "decoding (its colour profile or transparency, as this version reads it)"}
+        parts = [named.get(n, n) for n in {**was, **now} if n != "held_out" and was.get(n) != now.get(n)]
         changes += [f"{key[0]}: changed {', '.join(parts)}"] if parts else []
         if was.get("held_out") != now.get("held_out"):
             changes.append(f"{key[0]}: now {'held out' if now.get('held_out') else 'trained on'} (validation.split)")

@@ -84,8 +84,6 @@ def require_lora_families(config: TrainConfig) -> None:
     Raises:
         UserError: one is of another family. One that is not there is left to training.
     """
-    from simpletune.adapters.files.header import LoraHeader
-
     start = getattr(config.adapter, "start", None)
     named = [*(("model.loras", text) for text in config.model.loras), *([("adapter.start", start)] if start else [])]
     for option, text in named:
@@ -95,10 +93,18 @@ def require_lora_families(config: TrainConfig) -> None:
             given = given_lora(option, text)
         except UserError:  # a run that is to come, perhaps; training looks again
             continue
-        header = LoraHeader(given.file)
-        sizes = ((module, header.size(module)) for module in header.modules.values())
-        layers = {layer: (size.outputs, size.inputs) for module, size in sizes if size for layer in module.layers}
-        require_family_of(given.place, layers, [config.model.lora[0].names])
+        require_lora_of(given.place, given.file, config)
+
+
+def require_lora_of(place: str, file: Path, config: TrainConfig) -> None:
+    """Check by its header, before the base is loaded, that a LoRA is of the base's family; a UserError begins with its
+    place."""
+    from simpletune.adapters.files.header import LoraHeader
+
+    header = LoraHeader(file)
+    sizes = ((module, header.size(module)) for module in header.modules.values())
+    layers = {layer: (size.outputs, size.inputs) for module, size in sizes if size for layer in module.layers}
+    require_family_of(place, layers, [config.model.lora[0].names])
 
 
 def require_elsewhere(given: GivenLora, config: TrainConfig) -> None:

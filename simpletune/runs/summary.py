@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from simpletune.config.schema import TrainConfig, profile_folder
-from simpletune.config.validation_schedule import drift_words
+from simpletune.config.validation_schedule import drift_words, loss_words
 from simpletune.data.plan import GlobalBatch, steps_in_epoch
 from simpletune.data.samples import samples_by_bucket
 from simpletune.data.source_mix import source_lines
@@ -29,6 +29,7 @@ from simpletune.runs.folder import (
     EVALUATIONS,
     OVERFLOWS,
     SKIPPED,
+    is_start,
     overflow_words,
     predicted_time,
     read_json_or_none,
@@ -69,9 +70,11 @@ def summarise(run: Path, config: TrainConfig, steps: int, attempts: Sequence[Att
         summary["seconds_total"] = total_seconds(attempts)
         summary["seconds_setup"] = round(sum(attempt.seconds_setup for attempt in attempts), 2)
     for row in read_rows(run / EVALUATIONS):
-        if row["step"] == steps and "drift" in row:
+        if is_start(row):
+            summary["eval_loss_start"] = row["eval_loss"]
+            summary |= {"drift_start": row["drift"]} if "drift" in row else {}
+        elif row["step"] == steps and "drift" in row:
             summary["drift_after"] = row["drift"]
-            break
     overflows = [row for row in read_rows(run / OVERFLOWS) if row["step"] <= steps]
     mishaps = {
         "skipped_steps": sum(row["step"] <= steps for row in read_rows(run / SKIPPED)),
@@ -223,11 +226,10 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
     if (waited := summary.get("seconds_waited_per_step")) is not None:
         paced += f"{waited:.2g} s of it waiting for the cache, "
     say(f"\ndone in {took}{begun}: {paced}{memory}")
-    if summary["eval_loss_after"] is not None and summary["eval_loss_before"] is not None:
-        before, after = summary["eval_loss_before"], summary["eval_loss_after"]
-        say(f"  {summary['eval_loss_is']}: {before:.4f} before, {after:.4f} after")
-    if drift := summary.get("drift_after"):
-        say(f"  drift from the base: {drift_words(drift)}")
+    if losses := loss_words(summary):
+        say(f"  {summary['eval_loss_is']}: {losses}")
+    if drift := drift_words(summary):
+        say(f"  drift from the base: {drift}")
     if undone := overflow_words(summary):
         say(f"  fp16: {undone}")
     best = summary.get("best")

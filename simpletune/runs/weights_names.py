@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 from pydantic import ValidationError
 
 from simpletune.adapters.files.describe import find_weight_file
+from simpletune.adapters.files.header import LARGEST_SCALE
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.text.files import embeddings_in
 from simpletune.config.load import read_saved
@@ -187,10 +188,11 @@ def split_scale(text: str) -> tuple[str, float | None]:
         value = float(scale)
     except ValueError:
         value = math.nan
-    if math.isfinite(value):
+    if abs(value) <= LARGEST_SCALE:
         return name, value
     if Path(name).exists() or split_step(name) is not None:
-        raise UserError(f"{text}: the strength {scale!r} is not a number. Write one, as in {name}:0.8")
+        rule = f"a number from -{LARGEST_SCALE:.0f} to {LARGEST_SCALE:.0f}"
+        raise UserError(f"{text}: the strength {scale!r} is not {rule}. Write one, as in {name}:0.8")
     return text, None
 
 
@@ -216,8 +218,19 @@ def split_step(name: str) -> CheckpointRef | None:
     if not meant:
         raise UserError(f"{name}: {step!r} is not a step. Use one of {_listed(steps)}")
     if int(step) not in steps:
-        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}. Use one of {_listed(steps)}")
+        why = _why_gone(run, int(step), steps)
+        raise UserError(f"{name}: {run} has no checkpoint of step {int(step)}{why}. Use one of {_listed(steps)}")
     return CheckpointRef(run, int(step))
+
+
+def _why_gone(run: Path, step: int, steps: list[int]) -> str:
+    """Why a run has no checkpoint of a step that it saved, in words; empty if it has not."""
+    if not (run / CONFIG).is_file():
+        return ""
+    option = run_config(run).checkpoint
+    if option.every is None or step % option.every or step > steps[-1] or step in option.kept(sorted((*steps, step))):
+        return ""
+    return f": it was removed as later ones were saved, because the run keeps its last {option.keep_last}"
 
 
 def _find(name: str) -> WeightsRef:

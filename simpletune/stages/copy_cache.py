@@ -46,8 +46,9 @@ def copy_cache(config: TrainConfig, plan: Plan, source: str, share: KeyRange = A
         if not Path(source).is_dir():
             raise UserError(f"--from: {source} is not a folder. Give the folder or the URL of a cache")
         places.append(Output(cache=source, cache_form="shards").place)  # a folder may have either form
+    own = list(_parts(config, plan, config.output.place))  # first: checksums of the model are kept there, not in others
     copied, others = 0, [list(_parts(config, plan, place)) for place in places]
-    for number, (cache, keys) in enumerate(_parts(config, plan, config.output.place)):
+    for number, (cache, keys) in enumerate(own):
         donors = [parts[number][0] for parts in others]
         lacking = cache.lacking(keys, share)
         known = {key: donor for donor in reversed(donors) for key in lacking if key in donor}

@@ -19,8 +19,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop
 from simpletune.data.sources.holes import hole_pixels, latent_hole
 from simpletune.data.sources.masks import latent_mask
-from simpletune.data.sources.pictures import crop_to_bucket, decode
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.pictures import crop_to_bucket, decode_picture, decoding_of
+from simpletune.data.sources.source import Decoding, RejectedEntry, UnusablePicture
 from simpletune.data.storage.cache import crop_key
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
@@ -62,7 +62,8 @@ class LatentCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, tile: int | None = None):
         self.model, self.dtype, self.tile = model, dtype, tile
-        name = f"{model.part('vae').fingerprint()}-{str(dtype).removeprefix('torch.')}"
+        sums = place if isinstance(place, Path) else place.folder
+        name = f"{model.part('vae').fingerprint(sums)}-{str(dtype).removeprefix('torch.')}"
         tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if model.reads_framing else ""
         self.cache = open_cache(place, "latents", f"{name}{tiled}{framed}")
 
@@ -113,6 +114,9 @@ class LatentCache:
         Raises:
             UnusablePicture: it cannot be read or decoded, its latents are not finite, or its mask is unusable.
         """
+        if view.picture.by_row and (found := self._before_decodings(view)):
+            self.cache.save(crop_key(view), found)
+            return 1
         if view.hole is not None:
             return self._encode_hole(view, vae, device)
         key, mask, tensors = crop_key(view), view.picture.mask, dict[str, Tensor]()
@@ -133,6 +137,17 @@ class LatentCache:
                 tensors["framing"] = torch.tensor(framing, dtype=torch.int32).flatten()
         self.cache.save(key, tensors)
         return 1
+
+    def _before_decodings(self, view: Crop) -> dict[str, Tensor]:
+        """What version 0.1.0 stored for the crop of a row, if its picture is still decoded so; else empty."""
+        older = crop_key(replace(view, picture=replace(view.picture, decoding=Decoding())))
+        if older == crop_key(view) or older not in self.cache:
+            return {}
+        if decoding_of(view.picture.read_same(), view.picture.background).changes:
+            return {}
+        with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
+            return dict(self.cache.load(older))
+        return {}
 
     def _encode_hole(self, view: Crop, vae: Callable[[], nn.Module], device: torch.device) -> int:
         """As ``_encode_one``, for a crop's second entry: the hole is grey, 0 in -1..1, before the autoencoder sees it
@@ -179,7 +194,7 @@ class LatentCache:
 def _decoded(view: Crop) -> Image.Image:
     """A crop's whole picture. UnusablePicture: it cannot be read or decoded."""
     try:
-        return decode(view.picture.read_same())
+        return decode_picture(view.picture)
     except OSError as error:
         raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
 

@@ -10,13 +10,14 @@ from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import drop_rejected, make_samples
+from simpletune.data.sources.accounts import sentences
 from simpletune.data.sources.multi_source import Data, field_of, scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.source import Picture, RejectedEntry
-from simpletune.data.sources.walk import printable_name
 from simpletune.data.split import split_pictures
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
+from simpletune.system.printable import printable_name
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def plan_data(config: TrainConfig) -> PlannedData:
         return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
     scan = scan_sources(config.data)
     small = too_small(scan.pictures, config.data, config.model.multiple)
-    for note in [*scan.notes, *source_notes(config.data, scan.pictures, config.model.inpaints)]:
-        say(f"data    {note}")
+    for line in [*sentences(scan.files), *scan.notes, *source_notes(config.data, scan.pictures, config.model.inpaints)]:
+        say(f"data    {line}")
     for hint in scan.hints:  # before errors, which they may explain
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)

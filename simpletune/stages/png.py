@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from simpletune.stages.sample import PictureRequest
 
 CHUNK = "simpletune"
+ASKED = (
+    "prompt", "negative_prompt", "seed", "width", "height", "steps", "guidance", "strength", "paste", "inputs",
+)  # fmt: skip
 _SEPARATORS = re.compile(r'[,:<>"\n]')
 
 
@@ -56,6 +59,12 @@ def request_values(request: PictureRequest) -> Json:
     return {key: value for key, value in how.items() if key not in less and not isinstance(value, Image.Image)}
 
 
+def asked_for(how: Json) -> str:
+    """What a picture was asked to be, from its generation parameters or ``request_values``: equal for pictures that
+    differ only in the weights, and thus may stand side by side."""
+    return json.dumps({name: how[name] for name in ASKED if name in how}, sort_keys=True)
+
+
 def web_ui_text(
     request: PictureRequest, model: object = "", loras: object = (), sampler: object = "", **more: object
 ) -> str:
@@ -77,7 +86,7 @@ def web_ui_text(
     return "\n".join(
         [
             " ".join([*request.prompt.split(), *tags]),
-            f"Negative prompt: {' '.join(request.negative_prompt.split())}",
+            f"Negative prompt: {' '.join((request.negative_prompt or '').split())}",
             ", ".join(f"{key}: {value}" for key, value in settings.items()),
         ]
     )

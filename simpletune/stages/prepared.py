@@ -17,7 +17,7 @@ from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
 from simpletune.data.sources.holes import hole_pixels
-from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.sources.pictures import crop_to_bucket, decode_picture
 from simpletune.data.sources.source import RejectedEntry
 from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
@@ -119,8 +119,7 @@ def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
 
 def prompts_beside(config: TrainConfig, requests: Sequence[PictureRequest]) -> list[str]:
     """The prompts that do not come from the data: validation prompts, and those for which drift is measured."""
-    drawn = [*(r.prompt for r in requests), *(r.negative_prompt for r in requests)]
-    return [*drawn, *drift_prompts(config.validation)]
+    return [*(text for request in requests for text in request.texts), *drift_prompts(config.validation)]
 
 
 def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]:
@@ -130,11 +129,9 @@ def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]
         prompts = option.prompts
     else:  # of the picture that is painted into
         prompts = [plan.evaluation(1)[0].caption if config.model.inpaints else plan.example()]
-    width, height = config.picture_size()
+    (width, height), negative = config.picture_size(), config.model.steered_from(option.negative_prompt)
     requests = [
-        PictureRequest(
-            prompt, option.seed + number, option.negative_prompt, width, height, option.steps, option.guidance
-        )
+        PictureRequest(prompt, option.seed + number, negative, width, height, option.steps, option.guidance)
         for number, prompt in enumerate(prompts)
     ]
     if option.images is None or option.masks is None:
@@ -183,7 +180,7 @@ def _painted(request: PictureRequest, view: Crop) -> PictureRequest:
 def _cropped(view: Crop) -> Image.Image:
     """A picture as training reads it."""
     pixels = crop_to_bucket(
-        decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
+        decode_picture(view.picture), view.bucket, view.offset, view.flip, view.augmentation
     )  # [3, h, w] in -1..1
     return Image.fromarray(((pixels + 1) * 127.5).round().astype("uint8").transpose(1, 2, 0))
 

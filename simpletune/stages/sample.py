@@ -53,6 +53,9 @@ class SampledModel(Protocol):
     def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
         """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective."""
 
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        """How many of the first, noisiest of ``steps`` steps a starting picture skips."""
+
     def framed(self, pooled: Tensor, framings: Sequence[Framing]) -> Tensor:
         """Pooled prompts [r, p] with what the model is told of how pictures are cut."""
 
@@ -69,7 +72,7 @@ class PictureRequest:
     Args:
         prompt: what to draw.
         seed: the seed of the starting noise, drawn on the CPU.
-        negative_prompt: what guidance steers away from.
+        negative_prompt: what guidance steers away from; None: zeros in place of its embeddings.
         width: in pixels, a multiple of 16.
         height: in pixels, a multiple of 16.
         steps: sampling steps.
@@ -83,7 +86,7 @@ class PictureRequest:
 
     prompt: str
     seed: int
-    negative_prompt: str = ""
+    negative_prompt: str | None = ""
     width: int = 1024
     height: int = 1024
     steps: int = 28
@@ -94,13 +97,16 @@ class PictureRequest:
     paste: bool = False
 
     @property
-    def skipped(self) -> int:
-        """How many of the first, noisiest steps a starting picture skips (diffusers' rules and rounding)."""
+    def texts(self) -> list[str]:
+        """What has to be encoded."""
+        return [self.prompt, *([] if self.negative_prompt is None else [self.negative_prompt])]
+
+    def skipped(self, model: SampledModel) -> int:
+        """How many of the first, noisiest steps a starting picture skips: what diffusers' pipelines of the model skip,
+        but never all, which they refuse."""
         if self.image is None:
             return 0
-        if self.mask is not None:  # get_timesteps of the inpainting pipelines for UNets
-            return min(self.steps - int(self.steps * self.strength), self.steps - 1)
-        return int(max(self.steps - self.steps * self.strength, 0))
+        return min(model.skipped_steps(self.steps, self.strength), self.steps - 1)
 
     def starts_from_picture(self, model: SampledModel) -> bool:
         """Whether the first z is the noised picture, not pure noise."""
@@ -121,7 +127,8 @@ def noises(request: PictureRequest, model: SampledModel) -> Noises:
     """Draw a request's noise for the sampler and the autoencoder."""
     # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator: first the
     # picture's, then the sampler's, then the masked picture's.
-    generator = torch.Generator("cpu").manual_seed(request.seed)
+    seed = request.seed if request.seed < 2**64 else request.seed - 2**64  # one after the largest
+    generator = torch.Generator("cpu").manual_seed(seed)
     shape = (1, *model.latent_shape(request.width, request.height))
     encoded = request.starts_from_picture(model) or (request.mask is not None and not model.inpaints)
     picture = torch.randn(shape, generator=generator) if encoded else None
@@ -203,7 +210,7 @@ class Sampler:
         device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
         first = requests[0]
         objective = self.objective or default_objective(self.model.objective)
-        solver = self.model.solver(objective, first.steps, first.skipped)
+        solver = self.model.solver(objective, first.steps, first.skipped(self.model))
         guided, count = first.guidance > 1, len(requests)
         rows = [*negative, *positive] if guided else list(positive)
         prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
@@ -249,7 +256,12 @@ class Sampler:
         for batch in batches(requests, self.batch_size):
             some = [requests[number] for number in batch]
             positive = [load(request.prompt) for request in some]
-            negative = [load(request.negative_prompt) for request in some]
+            negative = [
+                (torch.zeros_like(embeds), torch.zeros_like(pooled))
+                if request.negative_prompt is None
+                else load(request.negative_prompt)
+                for request, (embeds, pooled) in zip(some, positive, strict=True)
+            ]
             own = EncodedPicture()
             if encoded is not None:  # the requests of a batch have the same of them
                 parts = zip(*(encoded[number] for number in batch), strict=True)
@@ -411,8 +423,8 @@ def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[in
     """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, each in enumerate(requests):
-        inputs = each.image is None, each.mask is None, each.image is not None and each.strength == 1
-        key = each.width, each.height, each.steps, each.guidance, each.skipped, *inputs
+        inputs = each.image is None, each.mask is None, None if each.image is None else each.strength
+        key = each.width, each.height, each.steps, each.guidance, *inputs
         alike.setdefault(key, []).append(number)
     return [group[i : i + batch_size] for group in alike.values() for i in range(0, len(group), batch_size)]
 

@@ -170,6 +170,7 @@ class StreamPlan(Plan):
             "held_out_rows": len(self.drawn),
             "shuffle_window": source.shuffle_window,
             **({"inpainting_mask": source.inpainting_mask} if self.inpaints else {}),
+            **({} if source.background == "white" else {"decoding": f"on {source.background}"}),
             "prompts": {name: getattr(source, name) for name in PROMPT_FIELDS},
         }
         shards = [

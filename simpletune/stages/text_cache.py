@@ -54,7 +54,7 @@ class PromptEntries:
 
     def __init__(self, place: CachePlace | Path, prompts: Prompts, encoders: Sequence[TextEncoder]):
         self.place, self.encoders = CachePlace(place) if isinstance(place, Path) else place, tuple(encoders)
-        self._prints = {encoder.name: prompts.fingerprint(encoder) for encoder in encoders}
+        self._prints = {each.name: prompts.fingerprint(each, self.place.folder) for each in encoders}
         self.name = "+".join(self._prints.values())
         self.cache = open_cache(self.place, KIND, self.name)
         folder = self.place.local / KIND

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, ClassVar
 
 from simpletune.system.options import plural
@@ -27,6 +28,7 @@ BAR_WIDTH = 12  # characters
 WINDOW = 20  # steps in the mean of seconds per step
 WARM_UP = 2  # first steps, excluded from that mean
 _SILENT: list[bool] = []
+_LISTENER: ContextVar[Callable[[int, int], None] | None] = ContextVar("listener", default=None)
 
 
 def print_any_text() -> None:
@@ -62,6 +64,17 @@ def silent() -> Iterator[None]:
         yield
     finally:
         _SILENT.pop()
+
+
+@contextmanager
+def progress_to(listener: Callable[[int, int], None]) -> Iterator[None]:
+    """Within this context and thread, tell a function how many items of how many are done, instead of printing it.
+    Other threads may call it."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
 
 
 class _Stage:
@@ -125,14 +138,16 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
     plural noun is ``unit``."""
     start = time.perf_counter()
     one = unit.removesuffix("s")
-    done, lock, stage = 0, threading.Lock(), _Stage(total, start)
+    done, lock, stage, listener = 0, threading.Lock(), _Stage(total, start), _LISTENER.get()
 
     def advance() -> None:
         nonlocal done
         with lock:
             done += 1
+            if listener is not None:
+                listener(done, total)
             now = time.perf_counter()
-            if done < total and now >= stage.due:
+            if listener is None and done < total and now >= stage.due:
                 rate = done / (now - start)
                 left = duration((total - done) / rate)
                 stage.show(now, done, f"{what}: {done}/{plural(total, one, unit)}, {rate:.1f}/s, {left} left")
@@ -141,7 +156,8 @@ def progress(what: str, total: int, unit: str) -> Iterator[Callable[[], None]]:
         yield advance
     finally:
         stage.end()
-    say(f"{what}: {plural(done, one, unit)} in {time.perf_counter() - start:.1f} s")
+    if listener is None:
+        say(f"{what}: {plural(done, one, unit)} in {time.perf_counter() - start:.1f} s")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simpletune.system.console import say
+from simpletune.system.environment import take_from_accelerate
 from simpletune.system.options import UserError
 from simpletune.system.threads import prepare_threads
 
@@ -26,11 +27,13 @@ CUDA_12_6 = "SIMPLETUNE_TORCH_INDEX=https://download.pytorch.org/whl/cu126"  # t
 
 
 def prepare_environment() -> None:
-    """Set environment variables that torch and CUDA read at start: threads and expandable memory segments.
+    """Set environment variables that torch and CUDA read at start: threads and expandable memory segments; remove those
+    that accelerate reads when it is imported.
 
     Segments of fixed size fragment when picture shapes alternate. The user's own settings are respected.
     """
     prepare_threads()
+    take_from_accelerate()
     if ALLOCATOR not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ[ALLOCATOR] = EXPANDABLE
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

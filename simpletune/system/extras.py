@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from simpletune.system.options import UserError
 from simpletune.system.package import PACKAGE
+from simpletune.system.shell import install
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs an optional extra: of a checkout, which is installed in place, or of the package."""
+    checkout = PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file():
+        return install("-e", f"{'.' if Path.cwd() == checkout else checkout}[{extra}]")
+    return install(f"simpletune[{extra}]")
 
 
 def require_extra(module: str, extra: str, needs: str) -> None:
@@ -19,7 +28,6 @@ def require_extra(module: str, extra: str, needs: str) -> None:
     """
     if find_spec(module) is None:
         raise UserError(
-            f"{needs} {module} from the optional extra {extra!r}. "
-            f'Run: {sys.executable} -m pip install -e "{PACKAGE.parent}[{extra}]"',
+            f"{needs} {module} from the optional extra {extra!r}. Run: {install_extra(extra)}",
             code=3,
         )

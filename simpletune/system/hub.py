@@ -6,11 +6,17 @@ could contain a token or a signed URL.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
+import queue
 import re
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -22,6 +28,7 @@ from simpletune.system.console import progress, say
 from simpletune.system.disk import DiskFull, free_disk_bytes, reason_full
 from simpletune.system.model_folder import HALF, NAMES, weight_files
 from simpletune.system.options import UserError, plural
+from simpletune.system.shell import log_in
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
@@ -36,6 +43,8 @@ LAST = (
 ALONE = ("transformer", "vae")  # parts that may have their own repository
 TRIES = 3  # attempts per file, for failures that huggingface_hub does not retry
 PAUSE = 2.0  # seconds before the second attempt; twice that before the third
+STALLED = 60.0  # seconds without a byte, after which a download with hf_xet is given up
+LOOK = 1.0  # seconds between looks at a download that is silent
 RETRIED = {"ConnectError", "TimeoutException", "ProxyError"}  # huggingface_hub retried these, or a retry cannot help
 LOCAL_FOLDER = "use a local folder"
 MIB, GIB = 2**20, 2**30
@@ -99,6 +108,13 @@ class Unreachable(UserError):
 def is_hub_name(name: str) -> bool:
     """Whether a name is a hub repository (owner/name) rather than a folder or file."""
     return not Path(name).exists() and not name.endswith(".safetensors") and HUB_NAME.match(name) is not None
+
+
+def commit_of(folder: Path | None) -> str | None:
+    """The commit of a part's folder in the hub's cache; None if it lies elsewhere."""
+    snapshot = next((each for each in folder.parents if each.parent.name == "snapshots"), None) if folder else None
+    is_cached = snapshot is not None and re.match("(model|dataset)s--", snapshot.parents[1].name)
+    return snapshot.name if snapshot is not None and is_cached else None
 
 
 def part_folder(part: HubPart) -> Path:
@@ -189,10 +205,10 @@ def repository_file(name: str, file: str, revision: str | None = None) -> Path:
     return found[0].place
 
 
-def files_folder(name: str, files: Sequence[str]) -> Path | None:
+def files_folder(name: str, files: Sequence[str], revision: str | None = None) -> Path | None:
     """Return the local folder of some of a repository's files; fetch them if necessary. None: it lacks one of them, or
     it cannot be reached and they are not in the cache."""
-    repository = Repository(name)
+    repository = Repository(name, revision)
     try:
         found = [each for each in listing(repository) if each.path in files]
     except Unreachable:
@@ -340,6 +356,13 @@ def _download(file: HubFile, bar: type[tqdm]) -> None:
 
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_without_addresses)
+    uses_xet = not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
+    if file.sha256 is not None and uses_xet:
+        fault = _download_apart(file, bar)
+        if fault is None:
+            return
+        say(f"fetch {file.path}: {fault}; tries again without xet (HF_HUB_DISABLE_XET=1 does so from the start)")
+        constants.HF_HUB_DISABLE_XET = True  # the library reads the variable only once; now for all files to come
     for attempt in range(1, TRIES + 1):
         try:
             hf_hub_download(
@@ -356,6 +379,100 @@ def _download(file: HubFile, bar: type[tqdm]) -> None:
                 raise
             say(f"fetch {file.path}: {type(error).__name__}, attempt {attempt + 1} of {TRIES}")
             time.sleep(PAUSE * attempt)
+
+
+def _download_apart(file: HubFile, bar: type[tqdm]) -> str | None:
+    """Download a file in a process of its own: hf_xet may hang for hours, waits where Python cannot interrupt it, and
+    holds the lock of the file meanwhile, so that only the end of its process lets another attempt begin.
+
+    Returns:
+        What was wrong, in words: nothing arrived for ``STALLED`` seconds, or it failed; None if the file is there.
+    """
+    bars: dict[str, tqdm] = {}
+    before, fault = _incomplete(file), ""
+    none = subprocess.DEVNULL
+    with subprocess.Popen(_command(file), stdin=none, stdout=subprocess.PIPE, stderr=none, text=True) as child:
+        assert child.stdout is not None
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_pass_on, args=(child.stdout, lines), daemon=True).start()
+        try:
+            moved, seen = time.monotonic(), before
+            while True:
+                try:
+                    number, _, rest = lines.get(timeout=LOOK).partition(" ")
+                    if number in ("", "failed"):  # the end
+                        fault = f"failed ({rest.strip()})" if number else f"ended with code {child.wait()}"
+                        break
+                    bars.setdefault(number, bar()).update(int(rest))
+                    moved = time.monotonic()
+                except queue.Empty:
+                    now, arrived = time.monotonic(), _incomplete(file)  # perhaps another process fetches it
+                    moved, seen = (now if arrived != seen else moved), arrived
+                    if now - moved >= STALLED:
+                        fault = f"nothing has arrived for {STALLED:g} s"
+                        break
+        finally:
+            child.kill()
+            child.wait()
+            for left in set(_incomplete(file)) - set(before):  # a killed process removes nothing
+                left.unlink(missing_ok=True)
+    return None if child.returncode == 0 and file.place.exists() else fault
+
+
+def _incomplete(file: HubFile) -> dict[Path, tuple[int, int]]:
+    """Size and time of what has arrived of a file so far."""
+    found = {}
+    for part in (file.repository.cache / "blobs").glob(f"{file.sha256}*.incomplete"):
+        with suppress(FileNotFoundError):  # it has just been completed
+            status = part.stat()
+            found[part] = status.st_size, status.st_mtime_ns
+    return found
+
+
+def _pass_on(stream: Iterable[str], lines: queue.SimpleQueue[str]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+def _command(file: HubFile) -> list[str]:
+    """The command of ``download_alone`` for a file."""
+    from huggingface_hub import constants
+
+    how = {
+        "repo_id": file.repository.name,
+        "filename": file.path,
+        "repo_type": file.repository.kind,
+        "revision": file.commit,
+        "cache_dir": constants.HF_HUB_CACHE,
+        "endpoint": constants.ENDPOINT,
+        "etag_timeout": constants.HF_HUB_ETAG_TIMEOUT,
+    }
+    # Without the current folder, whose files could hide modules; the package's comes last, as it may not be installed.
+    found = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
+    script = f"{found}; from simpletune.system.hub import download_alone; download_alone()"
+    return [sys.executable, "-P", "-c", script, json.dumps(how)]
+
+
+def download_alone() -> None:
+    """As a process: download the file that ``_command`` describes. Prints a line for all bytes that arrive, ``BAR
+    BYTES``, and ``failed CLASS`` after an error, whose text could contain a token or a signed URL."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import tqdm
+
+    class Reported(tqdm):
+        def __init__(self, **_: object):
+            super().__init__(disable=True)
+
+        def update(self, n: float | None = 1) -> None:
+            if n:
+                print(id(self), int(n), flush=True)
+
+    try:
+        hf_hub_download(**json.loads(sys.argv[1]), tqdm_class=Reported)
+    except Exception as error:  # the parent tries again without hf_xet, and explains what happens then
+        print("failed", type(error).__name__, flush=True)
+        sys.exit(1)
 
 
 def _worth_a_retry(error: Exception) -> bool:
@@ -473,7 +590,7 @@ def _explain_answer(error: BaseException, repository: Repository, file: HubFile 
     assert isinstance(error, HfHubHTTPError)
     name, folder = repository.name, "datasets/" if repository.kind == "dataset" else ""
     page = f"huggingface.co/{folder}{name}"
-    status, login = error.response.status_code, "log in with `hf auth login` or set HF_TOKEN"
+    status, login = error.response.status_code, f"log in with `{log_in()}` or set HF_TOKEN"
     if isinstance(error, GatedRepoError) and status == 403:
         return Unreachable(
             f"{name} is gated, and your token's account has not accepted its licence (403). "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.system import strict_json
 from simpletune.system.atomic import atomic_folder
-from simpletune.system.checksums import hash_samples
+from simpletune.system.checksums import hash_content
 from simpletune.system.options import UserError
 from simpletune.system.regular_files import read_regular
 from simpletune.system.safetensors_file import write_safetensors
@@ -73,9 +72,9 @@ def _shards(index: Path) -> list[Path]:
     return [index.with_name(name) for name in names]
 
 
-@lru_cache(maxsize=32)
-def fingerprint(folder: Path) -> str:
-    """Compute a fingerprint of a model folder from its configs and samples of its weight files."""
+def fingerprint(folder: Path, sums: Path | None = None) -> str:
+    """Compute a fingerprint of the contents of a model folder: of its configs and weight files, wherever it lies.
+    ``sums`` as for ``hash_content``."""
     digest = hashlib.sha256()
     for config in sorted(folder.glob("*.json")):
         if not config.name.endswith(".index.json"):
@@ -83,8 +82,20 @@ def fingerprint(folder: Path) -> str:
     for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
-        hash_samples(digest, file, 0, size)
+        hash_content(digest, file, [(0, size)], sums)
     return digest.hexdigest()[:16]
+
+
+def files_hash(folder: Path) -> str:
+    """A short hash of all files in a folder of small ones, such as a tokenizer's."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            digest.update(file.name.encode())
+            with open(file, "rb") as stream:
+                while part := stream.read(2**20):
+                    digest.update(part)
+    return digest.hexdigest()[:8]
 
 
 def write_model_folder(

@@ -12,7 +12,9 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -164,7 +166,7 @@ class Sender:
     """
 
     def __init__(self, receiver: Receiver, warn: Callable[[str], None]):
-        self.receiver, self._warn, self._warned = receiver, warn, False
+        self.receiver, self._warn, self._warned, self._answered = receiver, warn, False, False
         self._messages: queue.Queue[Message | None] = queue.Queue(PENDING)
         self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
         self._thread.start()
@@ -178,17 +180,19 @@ class Sender:
 
     def close(self) -> None:
         """Wait for what is still to be sent, at most ``WAIT`` seconds."""
-        try:
-            self._messages.put_nowait(None)
-        except queue.Full:
-            pass  # the server hangs: what waits ends with the process
-        self._thread.join(WAIT)
+        late = time.monotonic() + WAIT
+        with suppress(queue.Full):  # the server is slow: what still waits then ends with the process
+            self._messages.put(None, timeout=WAIT)
+        self._thread.join(max(0.0, late - time.monotonic()))
         if self._thread.is_alive():
-            self._fail(f"{self.receiver} did not answer within {WAIT:g} s")
+            what = "is slow: the last messages were not sent" if self._answered else f"did not answer within {WAIT:g} s"
+            self._fail(f"{self.receiver} {what}")
 
     def _work(self) -> None:
         while (message := self._messages.get()) is not None:
-            if why := self.receiver.post(message):
+            why = self.receiver.post(message)
+            self._answered = self._answered or not why
+            if why:
                 self._fail(why)
 
     def _fail(self, why: str) -> None:

@@ -1,8 +1,18 @@
-"""Identify this process among those that train together, and count what it does."""
+"""Identify this process among those that train together, end it with its launcher, and count what it does."""
 
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from simpletune.system.options import UserError
+
+LOST = 7  # exit code: another process of the run has ended, is lost or hangs; restarting all is enough
+OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+AGAIN = "Start all processes again with --resume auto, as torchrun does with --max-restarts"
 
 
 def is_first_process() -> bool:
@@ -12,18 +22,111 @@ def is_first_process() -> bool:
 
 
 def process_number() -> int:
-    """This process's rank among those that train together."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank among those that train together; 0 if it trains alone."""
+    return _number("RANK", 0) if processes() > 1 else 0
 
 
 def processes() -> int:
     """How many processes train together, as set by the launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
 
 
 def processes_here() -> int:
     """How many of them run on this machine, as set by the launcher; 1 if it is not set."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _number("LOCAL_WORLD_SIZE", 1) if processes() > 1 else 1
+
+
+def _number(name: str, default: int) -> int:
+    """Read a whole number from a variable of the launcher; a ``UserError`` if it is none."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{name}={text} is no whole number. Unset it to train in one process, or start with torchrun")
+    return int(text)
+
+
+def meeting_place() -> tuple[str, int]:
+    """The address and port at which the processes meet."""
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", _number("MASTER_PORT", 29500)
+
+
+def require_launch() -> None:
+    """Check what a launcher sets, which may be left over from another program in a pod, a shell or a cluster's job.
+
+    A process that trains alone loses the variables by which accelerate would wait for others. A ``UserError`` names
+    the variable that is missing or wrong.
+    """
+    together = processes()
+    if together == 0:
+        raise UserError("WORLD_SIZE=0 asks for no process. Unset it to train in one process, or start with torchrun")
+    for name in OF_MPI:
+        if together == 1 and _number(name, 1) > 1:
+            raise UserError(
+                f"{name}={os.environ[name]} asks for several processes, but MPI starts none here. Unset it to train in "
+                "one process, or start several with torchrun"
+            )
+        os.environ.pop(name, None)
+    if together == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        return
+    wanted = f"WORLD_SIZE={together} asks for {together} processes, but"
+    remedy = "Unset WORLD_SIZE to train in one process, or start with torchrun"
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name, "").strip():
+            raise UserError(f"{wanted} {name} is not set. {remedy}")
+    if _number("RANK", 0) >= together:
+        raise UserError(f"{wanted} RANK={process_number()} is none of 0 to {together - 1}. {remedy}")
+    _number("LOCAL_RANK", 0)
+    if not 0 < meeting_place()[1] < 2**16:
+        raise UserError(f"{wanted} MASTER_PORT={meeting_place()[1]} is no port from 1 to 65535. {remedy}")
+
+
+def end_with_launcher(every: float = 1.0) -> None:
+    """End this process soon after torchrun is gone, from now on; has no effect for one that torchrun did not start.
+
+    torchrun ends its processes when it is stopped, but not when it is killed; then they would wait for each other for
+    half an hour, and hold the run's lock. Heartbeats say so only once the processes have met.
+    """
+    # Not PR_SET_PDEATHSIG: it also kills when the launcher's thread ends that started this process. Not where a shell
+    # has started the processes by hand: they outlive it. Where torchrun is process 1 of a container, it is the parent
+    # from the start, and the container ends with it.
+    if processes() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(), every), name="launcher", daemon=True).start()
+
+
+def _end_with(parent: int, every: float) -> None:
+    # torchrun may be gone before this process sees its parent; but it has served a store since before the start.
+    starts, refused = True, 0
+    while os.getppid() == parent and refused < 3:
+        starts = starts and _refused()
+        refused += starts
+        time.sleep(every)
+    end_lost(process_number(), processes(), f"the launcher (process {parent}) is gone")
+
+
+def _refused() -> bool:
+    """Whether nothing listens where torchrun serves a store."""
+    try:
+        socket.create_connection(meeting_place(), 2.0).close()
+    except ConnectionRefusedError:
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    except OSError:  # a slow network says nothing
+        pass
+    return False
+
+
+def end_lost(number: int, of: int, why: str) -> None:
+    """End this process at once. Files are whole: all are written under temporary names and renamed."""
+    with suppress(OSError):
+        os.write(2, f"\nerror: process {number} of {of}: {why_it_ends(why)}\n".encode())
+    os._exit(LOST)
+
+
+def why_it_ends(why: str) -> str:
+    """The error message of a process that ends because of another process."""
+    return f"{why}. This process ends, too; everything saved is intact. {AGAIN}"
 
 
 class WorkDone:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import UserError, join_names
 from simpletune.system.regular_files import open_regular
+from simpletune.system.shell import to_paste
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +56,21 @@ INDEX_SUFFIX = ".shards.json"
 PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 
 
+CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; "
+    'found = torch.load(sys.argv[1], map_location="cpu", weights_only=True); found = found.get("state_dict", found); '
+    "save_file({k: v.clone().contiguous() for k, v in found.items() if torch.is_tensor(v)}, sys.argv[2])"
+)
+"""Rewrites a pickle's tensors; ``weights_only`` refuses a pickle that would run code."""
+
+
+def conversion(file: Path) -> str:
+    """The command that rewrites a pickle's tensors as safetensors and runs no code of the file."""
+    out = file.with_suffix(".safetensors")
+    out = file.with_name(f"{file.stem}-converted.safetensors") if out == file else out
+    return to_paste("python", "-c", CONVERT, file, out)
+
+
 def require_safetensors(file: Path) -> None:
     """Refuse missing files and files in other formats, above all pickles; a ``UserError`` names the format."""
     if not file.is_file():
@@ -71,7 +87,7 @@ def require_safetensors(file: Path) -> None:
     if file.suffix in PICKLES or pickled:
         raise UserError(
             f"{file} is a pickle file ({file.suffix or 'by its first bytes'}), which is never opened because loading "
-            "one can run arbitrary code. Get the .safetensors version, or convert it if you trust its source"
+            f"one can run arbitrary code. Get the .safetensors version, or convert it: {conversion(file)}"
         )
     if start[:4] == b"GGUF":
         raise UserError(f"{file} is a GGUF file, which is not supported. Get the .safetensors version")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 from PIL import Image, ImageDraw, ImageFont
+
+from simpletune.system.printable import printable
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 
 
-def grid(rows: list[tuple[str, list[Image.Image]]], columns: list[str]) -> Image.Image:
-    """Arrange pictures in a grid with titles above the columns and a caption below each row."""
-    cell = max(160, *(image.width for _, images in rows for image in images))
-    scale = {id(image): max(1, cell // image.width) for _, images in rows for image in images}
-    heights = [max(image.height * scale[id(image)] for image in images) for _, images in rows]
+def grid(rows: Sequence[tuple[str, Sequence[Image.Image | None]]], columns: Sequence[str]) -> Image.Image:
+    """Arrange pictures in a grid with titles above the columns and a caption below each row; None leaves a cell
+    empty."""
+    cell = max([160, *(image.width for _, images in rows for image in images if image is not None)])
     font, line, gap = ImageFont.load_default(size=13), 20, 8
+
+    def size(image: Image.Image) -> tuple[int, int]:
+        scale = max(1, cell // image.width)
+        return image.width * scale, image.height * scale
+
+    heights = [max([0, *(size(image)[1] for image in images if image is not None)]) for _, images in rows]
     width = gap + (cell + gap) * len(columns)
     sheet = Image.new("RGB", (width, gap + line + sum(height + line + gap for height in heights)), "white")
     pen = ImageDraw.Draw(sheet)
@@ -21,16 +31,19 @@ def grid(rows: list[tuple[str, list[Image.Image]]], columns: list[str]) -> Image
     top = gap + line
     for (caption, images), height in zip(rows, heights, strict=True):
         for number, image in enumerate(images):
-            factor = scale[id(image)]
-            shown = image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-            sheet.paste(shown, (gap + number * (cell + gap), top))
+            if image is not None:
+                shown = image.resize(size(image), Image.Resampling.NEAREST)
+                sheet.paste(shown, (gap + number * (cell + gap), top))
         pen.text((gap, top + height + 2), shorten_to_width(caption, width - 2 * gap, pen, font), "dimgray", font)
         top += height + line + gap
     return sheet
 
 
 def shorten_to_width(text: str, width: int, pen: ImageDraw.ImageDraw, font: Font) -> str:
-    """Shorten a text to at most ``width`` pixels."""
-    while pen.textlength(text, font) > width and len(text) > 4:
-        text = f"{text[:-4]}..."
-    return text
+    """Put a text on one line of at most ``width`` pixels, but of at least one character."""
+    text = printable(" ".join(text.split()))  # Pillow measures neither several lines nor lone surrogates
+    if len(text) <= width and pen.textlength(text, font) <= width:  # almost no character is narrower than a pixel
+        return text
+    most = min(len(text), width)
+    fitting = bisect_right(range(most), float(width), key=lambda count: pen.textlength(f"{text[:count]}...", font))
+    return f"{text[: max(1, fitting - 1)]}..."

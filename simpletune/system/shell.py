@@ -1,13 +1,20 @@
-"""Commands as a user can paste them into a shell."""
+"""Commands as a user can paste them into a shell, and paths as a user types or pastes them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
+from simpletune.system.devices import under_wsl
+from simpletune.system.options import UserError
 from simpletune.system.portable import join_words
+
+DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)", re.DOTALL)
+SHARE = re.compile(r"\\\\wsl(?:\$|\.localhost)\\[^\\]+(\\.*)?", re.DOTALL)  # a distribution's files, in Explorer
+SWALLOWED = re.compile(r"[A-Za-z]:[A-Za-z]\w*")  # what an unquoted path of Windows is after the shell
 
 
 def to_paste(program: str, *words: object) -> str:
@@ -18,3 +25,42 @@ def to_paste(program: str, *words: object) -> str:
         here, place = Path.cwd(), Path(beside)
         program = str(place.relative_to(here) if place.is_relative_to(here) else place)
     return join_words([program, *map(str, words)])
+
+
+def install(*words: object) -> str:
+    """The command that installs packages into this Python's environment, wherever it is."""
+    return to_paste("python", "-m", "pip", "install", *words)
+
+
+def log_in() -> str:
+    """The command that stores a token of the Hugging Face hub."""
+    return to_paste("hf", "auth", "login")
+
+
+def typed_path(text: str) -> str:
+    """A path as a user types or pastes it: without quotes around it, with ``~`` expanded, and under WSL with a drive of
+    Windows where Linux has it (``C:\\Users`` is ``/mnt/c/Users``).
+
+    Raises:
+        UserError: it is a path of Windows, which this machine does not have.
+    """
+    path = text.strip() if text.strip()[:1] in ("'", '"') else text
+    if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"":
+        path = path[1:-1]
+    if os.name == "nt":
+        return os.path.expanduser(path)
+    if path.startswith("~"):
+        return os.path.expanduser(path)
+    if SWALLOWED.fullmatch(path) and not os.path.lexists(path):
+        raise UserError(f"{path} is a path of Windows whose backslashes the shell removed. Put it in single quotes")
+    drive, share = DRIVE.fullmatch(path), SHARE.fullmatch(path)
+    if drive is None and share is None and not path.startswith("\\\\"):
+        return path
+    if under_wsl() and share is not None:
+        return (share[1] or "/").replace("\\", "/")
+    if under_wsl() and drive is not None:
+        return f"/mnt/{drive[1].lower()}/{drive[2]}".replace("\\", "/")
+    raise UserError(
+        f"{path} is a path of Windows, which this machine cannot open. Copy what it names to this machine, and give "
+        "its path here, such as ~/pictures"
+    )

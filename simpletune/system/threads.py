@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from simpletune.system.options import UserError
 from simpletune.system.portable import cores_of_process
 
 PARAMETERS_PER_THREAD = 50_000_000
@@ -35,6 +36,16 @@ def prepare_threads() -> None:
         os.environ |= {ASKED: str(usable_cores()), AUTO: "1"}
 
 
+def asked_threads() -> int:
+    """The number of threads that OMP_NUM_THREADS asks for: a number, or one for each level of nesting, as OpenMP has it
+    (torch uses the first). A ``UserError`` if it is none."""
+    text = os.environ[ASKED]
+    first, *deeper = [each.strip() for each in text.split(",")]
+    if not all(each.isascii() and each.isdigit() and int(each) > 0 for each in (first, *deeper)):
+        raise UserError(f"{ASKED}={text} is no number of threads. Set it to 1 or more, unset it, or set speed.threads")
+    return int(first)
+
+
 def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int | None = None) -> tuple[int, str]:
     """Choose the number of threads and describe the reason.
 
@@ -47,7 +58,7 @@ def choose_threads(option: int | str, parameters: int, on_cpu: bool, kept: int |
     if isinstance(option, int):
         return option, "speed.threads"
     if AUTO not in os.environ and ASKED in os.environ:
-        return int(os.environ[ASKED]), ASKED
+        return asked_threads(), ASKED
     if kept is not None:
         return kept, "auto: as at the run's first start"
     cores = usable_cores()

@@ -12,12 +12,14 @@ from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.remote.checkpoint_store import CheckpointStore
 from simpletune.stages.step.train_step import TrainStep
+from simpletune.system.options import Json
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.nonfinite import not_saved, require_finite
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, and hands them to its object store; ``config`` is as the user gave it."""
+    """Writes a run's checkpoints, and hands them to its object store; ``config`` is as the user gave it, ``base`` what
+    it trains on (``resume.base_of``)."""
 
     def __init__(
         self,
@@ -28,9 +30,10 @@ class Checkpointer:
         stages: StageTimer,
         attempt: AttemptRecorder,
         store: CheckpointStore,
+        base: Json,
     ):
         self.config, self.folder, self.core, self.plan = config, folder, core, plan
-        self.stages, self.attempt, self.store = stages, attempt, store
+        self.stages, self.attempt, self.store, self.base = stages, attempt, store, base
 
     def save(self, step: int) -> None:
         """Write the checkpoint after ``step`` steps.
@@ -62,4 +65,5 @@ class Checkpointer:
             average=core.average,
             processes=core.accelerator.num_processes,
             fp16=None if core.fp16 is None else core.fp16.state(),
+            base=self.base,
         )

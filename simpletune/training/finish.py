@@ -8,8 +8,9 @@ from pathlib import Path
 from simpletune.engine.optim.ema import use_average
 from simpletune.engine.profiling.traces import EpochTraces
 from simpletune.runs import checkpoint
+from simpletune.runs.figure_sums import FIGURES, figure_sums
 from simpletune.runs.folder import EVALUATION, SUMMARY
-from simpletune.runs.model_card import shareable, write_card
+from simpletune.runs.model_card import write_card
 from simpletune.runs.repair import NUMBER, read_own
 from simpletune.runs.result import CHECKSUMS, export_result, result_checksums
 from simpletune.runs.summary import print_results, summarise, time_lines
@@ -25,7 +26,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
     job, config, folder, steps = trainer.job, trainer.config, trainer.folder, trainer.steps
     core, plan, trackers, validator = trainer.core, trainer.plan, trainer.trackers, trainer.validator
     with trainer.stages.stage("save"), use_average(core.average):
-        metadata = checkpoint.metadata_of(folder, shareable(config), steps)
+        metadata = checkpoint.metadata_of(folder, config, steps)
         output = export_result(config, core.denoiser, folder, metadata)
     eval_after = validator.try_to_evaluate(steps)
     validator.try_to_draw(steps)
@@ -45,6 +46,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
         **validator.evaluated_on,
         "output": str(output),
         CHECKSUMS: result_checksums(config, folder),
+        FIGURES: figure_sums(folder),
     }
     if trainer.early is not None:
         asked = config.steps(plan.steps_per_epoch)

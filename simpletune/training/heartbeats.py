@@ -11,6 +11,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,15 +22,23 @@ from typing import NamedTuple
 
 import torch.distributed
 from accelerate import Accelerator
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
-from simpletune.system.options import UserError
+from simpletune.system.options import UserError, plural
 from simpletune.system.portable import end_after
 from simpletune.system.printable import describe_exception
-from simpletune.system.processes import process_number, processes, progressed
+from simpletune.system.processes import (
+    LOST,
+    end_lost,
+    meeting_place,
+    process_number,
+    processes,
+    progressed,
+    require_launch,
+    why_it_ends,
+)
 from simpletune.system.signals import Stopped
 
-LOST = 7  # exit code: another process of the run has ended, is lost or hangs; restarting all is enough
 CONNECTION = re.compile(r"gloo|nccl|connection|socket|broken pipe", re.IGNORECASE)
 RUNNING, LEFT, STOPPED, FAILED = "running", "left", "stopped", "failed"
 
@@ -41,6 +50,8 @@ class Timeouts:
     beat: float = 2.0  # between two heartbeats
     silent: float = 24.0  # without a heartbeat, after which a process counts as lost
     absent: float = 900.0  # for a process's first two heartbeats; it may run on a machine that starts later
+    said: float = 5.0  # of waiting for others before they have met, after which it is said
+    refused: float = 10.0  # for torchrun's store, which was there before its processes
     meeting: float = 60.0  # to form the process group once all have heartbeats; gloo was seen to hang there
     failed: float = 10.0  # for this process to end by itself after another has failed
     stopped: float = 60.0  # the same, after another was stopped
@@ -149,6 +160,68 @@ def _meet(url: str, timeout: timedelta = timedelta(minutes=30), **words: object)
 torch.distributed.register_rendezvous_handler(SCHEME, _meet)
 
 
+def wait_for_others() -> None:
+    """Wait until all processes are there, before accelerate does: it waits in torch, for as long as a collective may
+    take, where no signal arrives and nothing is said. A ``UserError`` with code ``LOST`` if they cannot meet."""
+    number, of, (address, port) = process_number(), processes(), meeting_place()
+    if of == 1 or torch.distributed.is_initialized():
+        return
+    patience, began, told = PATIENCE, time.monotonic(), False
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: Store | None = None
+    if number == 0 and not of_launcher:  # torch serves it again at the same port, and keeps this one
+        seconds = timedelta(seconds=patience.silent)
+        try:
+            _served.append(TCPStore(address, port, of, True, seconds, wait_for_workers=False, multi_tenant=True))
+        except RuntimeError as error:
+            why = describe_exception(error)
+            raise UserError(f"MASTER_ADDR={address} MASTER_PORT={port}: process 0 cannot serve there ({why})") from None
+        store = _served[-1]
+    limit = patience.refused if of_launcher else patience.absent
+    while True:
+        waited = time.monotonic() - began
+        try:
+            store = store or _connect(timedelta(seconds=patience.beat))
+            missing = list(range(of)) if store is None else _missing(store, number, of)
+        except RuntimeError as error:  # DistStoreError, DistNetworkError
+            why = f"process 0 or its launcher is gone ({describe_exception(error)})"
+            raise UserError(why_it_ends(why), code=LOST) from error
+        if not missing:
+            return
+        if store is None and waited > limit:
+            why = f"nothing has answered at {address}:{port} for {waited:.0f} s, so process 0 or its launcher is gone"
+            raise UserError(why_it_ends(why), code=LOST)
+        if store is not None and waited > patience.absent:
+            why = f"{plural(len(missing), 'process has', 'processes have')} not appeared for {waited:.0f} s"
+            raise UserError(why_it_ends(why), code=LOST)
+        if waited > patience.said and not told:
+            told = True
+            whom = "process 0" if store is None else plural(len(missing), "other process", "other processes")
+            text = f"process {number} of {of}: waiting for {whom} at {address}:{port} (WORLD_SIZE={of}, RANK={number})"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(0.2)
+
+
+def _missing(store: Store, number: int, of: int) -> list[int]:
+    """Say that this process is there, and list the others that are not."""
+    place, everyone = torch.distributed.PrefixStore(f"meet-{start_number()}", store), list(map(str, range(of)))
+    place.set(str(number), "here")
+    return [] if place.check(everyone) else [each for each in range(of) if not place.check([everyone[each]])]
+
+
+def _connect(timeout: timedelta) -> Store | None:
+    """Connect to the store, which process 0 or its launcher serves; None if nobody answers."""
+    address, port = meeting_place()
+    try:
+        socket.create_connection((address, port), 2.0).close()  # torch would print a warning for each attempt
+        return TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    except (OSError, RuntimeError):
+        return None
+
+
+_served: list[Store] = []
+
+
 class HeartbeatThread(threading.Thread):
     """Send heartbeats and watch the others', until ``close`` or until this process has to end."""
 
@@ -173,11 +246,8 @@ class HeartbeatThread(threading.Thread):
 
     def connect(self) -> bool:
         """Connect to the store, which process 0 or its launcher serves; return whether it is there."""
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-        patience = timedelta(seconds=self.patience.silent)
-        try:
-            store = torch.distributed.TCPStore(address, port, None, False, patience, wait_for_workers=False)
-        except RuntimeError:  # not served yet; if it never is, the launcher's own timeout applies
+        store = _connect(timedelta(seconds=self.patience.silent))
+        if store is None:  # not served yet; if it never is, wait_for_others ends the process
             return False
         self.store = torch.distributed.PrefixStore(f"watch-{start_number()}", store)
         return True
@@ -210,10 +280,8 @@ class HeartbeatThread(threading.Thread):
             return Heartbeat(*json.loads(self.store.get(str(other)))) if self.store.check([str(other)]) else None
 
     def end(self, why: str) -> None:
-        """End this process at once. Files are whole: all are written under temporary names and renamed."""
-        with suppress(OSError):
-            os.write(2, f"\nerror: process {self.number} of {self.of}: {message_of(why)}\n".encode())
-        os._exit(LOST)
+        """End this process at once."""
+        end_lost(self.number, self.of, why)
 
     def close(self, state: str, reason: str = "") -> None:
         """Send a last heartbeat and stop watching."""
@@ -245,6 +313,7 @@ def watched() -> Iterator[None]:
     Raises:
         UserError: with code ``LOST``, instead of a broken connection's error.
     """
+    require_launch()
     if processes() == 1:
         yield
         return
@@ -264,19 +333,13 @@ def watched() -> Iterator[None]:
         watch.close(FAILED, why)
         if threading.current_thread() is threading.main_thread():  # closing the connections may take longer
             end_after(watch.patience.closing)
-        raise UserError(message_of(f"{why} ({describe_exception(error)})"), code=LOST) from error
+        raise UserError(why_it_ends(f"{why} ({describe_exception(error)})"), code=LOST) from error
     except BaseException as error:
         watch.close(FAILED, describe_exception(error))
         raise
     finally:
         _watching.remove(watch)
         watch.close(LEFT) if not watch.closed.is_set() else None
-
-
-def message_of(why: str) -> str:
-    """The error message of a process that ends because of another process."""
-    again = "Start all processes again with --resume auto, as torchrun does with --max-restarts"
-    return f"{why}. This process ends, too; everything saved is intact. {again}"
 
 
 def leave(accelerator: Accelerator) -> None:

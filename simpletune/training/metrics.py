@@ -11,9 +11,13 @@ from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import append_metrics
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.console import TrainingProgress
+from simpletune.system.options import plural
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.pending_steps import DeviceEvent, InterruptFlags, PendingStep, global_figures
 from simpletune.training.trackers import Trackers
+
+NOTHING = 1e-12  # a loss or a gradient's norm that moves no weight: optimizers divide by 1e-8 at least
+IDLE = 10  # steps after which a run that trains nothing is warned of
 
 
 class Metrics:
@@ -36,6 +40,8 @@ class Metrics:
         self.steps_per_epoch, self.main = steps_per_epoch, core.accelerator.is_main_process
         self.to_first_step: float | None = None
         """Seconds from the start to the end of this process's first step."""
+        self.idle: int | None = 0
+        """Steps so far, as long as none of them had a loss and a gradient."""
         self._pending: deque[PendingStep] = deque()
         self._ahead = 0 if guard.skips else 1
 
@@ -72,6 +78,19 @@ class Metrics:
                 row["waited"] = round(done.waited, 6)
             append_metrics(self.folder, {"step": done.step + 1, "epoch": done.step // self.steps_per_epoch, **row})
             self.attempt.last_step = done.step + 1
+            if self.idle is not None:
+                self.idle = self.idle + 1 if min(abs(loss), norm) < NOTHING else None
+            if self.idle == IDLE:
+                self.warn_if_idle()
             self.trackers.scalars(done.step + 1, row)
             progress.update(done.step + 1, loss, seconds)
         return InterruptFlags(stop, answer)
+
+    def warn_if_idle(self) -> None:
+        """Warn if nothing has been trained in any step of this process."""
+        if self.idle:
+            self.trackers.warn(
+                f"{plural(self.idle, 'step')} trained nothing: the loss or its gradient is 0 in each. Look at the "
+                "weights of levels (objective), adapter.alpha and masks; `simpletune check` names settings that do it"
+            )
+        self.idle = None

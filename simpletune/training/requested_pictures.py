@@ -39,7 +39,8 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
     own, core, previews = validator.config, validator.core, validator.previews
     option = validation_for(own, asked)
     size = (option.width or own.data.resolution, option.height or own.data.resolution)
-    request = PictureRequest(asked.prompt, asked.seed, option.negative_prompt, *size, option.steps, option.guidance)
+    negative = own.model.steered_from(option.negative_prompt)
+    request = PictureRequest(asked.prompt, asked.seed, negative, *size, option.steps, option.guidance)
     if previews.requests and previews.requests[0].mask is not None:  # paints into the run's own first picture
         first = previews.requests[0]
         request = replace(request, image=first.image, mask=first.mask, strength=first.strength)
@@ -50,15 +51,14 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
         )
     require_position_table(core.denoiser, size)
     text, device = previews.text, core.device
-    prompts = [request.prompt, request.negative_prompt]
     if device.type == "cuda":
         from simpletune.estimate.generate_memory import require_memory
 
         config = core.config.model_copy(update={"validation": option})
         known = predicted if is_alike(own, option) else None
-        require_memory(config, device, validator.plan.largest(), known, encodes=bool(text.lacking(prompts)))
+        require_memory(config, device, validator.plan.largest(), known, encodes=bool(text.lacking(request.texts)))
     with validator.stages.stage("text"):
-        text.fill(prompts, device)
+        text.fill(request.texts, device)
     with validator.stages.stage("validate"), use_average(core.average), unchanged(core.denoiser):
         with nullcontext() if asked.strength == 1 else at_strength(core.denoiser, asked.strength):
             (picture,) = previews.pictures(core.denoiser, [request])

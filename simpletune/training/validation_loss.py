@@ -7,7 +7,7 @@ Shapes: n samples; a prediction is [1, c, h, w], with the latent's channels, hei
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,21 +67,31 @@ class LossEvaluator:
         self.core, self.batches, self.adapter, self.file = core, batches, adapter, folder / DRIFT
         self.samples = samples
 
-    @torch.no_grad()
     def evaluate(self, denoiser: Denoiser, step: int) -> ValidationFigures | None:
         """Evaluate the model with its adapter, not wrapped, after ``step`` steps: at 0 it is the base; None if there
         are no samples."""
+        return self._evaluated(denoiser, self._write_base if step == 0 else self._beside_base)
+
+    def evaluate_start(self, denoiser: Denoiser) -> ValidationFigures | None:
+        """The same of the LoRA that training begins with."""
+        return self._evaluated(denoiser, self._beside_base)
+
+    @torch.no_grad()
+    def _evaluated(
+        self, denoiser: Denoiser, figures: Callable[[Denoiser], ValidationFigures]
+    ) -> ValidationFigures | None:
         if not self.samples:
             return None
         was_training = denoiser.training
         denoiser.eval()
         try:
-            if step == 0:
-                return self._write_base(denoiser)
-            base = self._base(denoiser)
-            return finite_passes(denoiser, lambda: self._compared(denoiser, base))
+            return figures(denoiser)
         finally:
             denoiser.train(was_training)
+
+    def _beside_base(self, denoiser: Denoiser) -> ValidationFigures:
+        base = self._base(denoiser)
+        return finite_passes(denoiser, lambda: self._compared(denoiser, base))
 
     @cached_property
     def groups(self) -> dict[str, list[SampleDraw]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain, count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from PIL import Image
@@ -13,19 +16,23 @@ from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.denoiser import Denoiser, model_device
+from simpletune.runs.repair import set_aside
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.png import save_png
+from simpletune.stages.png import asked_for, generation_parameters, request_values, save_png
 from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures, shown_inputs
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
 from simpletune.stages.text_cache import TextCache
-from simpletune.system.atomic import atomic_folder
+from simpletune.system.atomic import atomic_file, atomic_folder, remove
+from simpletune.system.console import say
 from simpletune.system.sheets import grid
 
 BASE = "base"
+START = "start"  # the LoRA that training begins with
 GRID = "grid.png"
 INPUT = "input"
+T = TypeVar("T")
 
 
 class Previews:
@@ -46,23 +53,81 @@ class Previews:
     ):
         self.config, self.requests, self.text, self.folder = config, requests, text, folder
         self.core, self.modulation = core, None if core is None else core.modulation
+        self._unreadable: set[Path] = set()
+        self._asked: dict[tuple[Path, int], str] = {}  # what pictures were asked to be, by file and time
 
     def folder_of(self, step: int) -> Path:
-        """The folder of the pictures after ``step`` steps, 0: of the base's."""
-        return self.folder / (f"step-{step:06d}" if step else BASE)
+        """The folder of the pictures after ``step`` steps, 0: of the LoRA that training begins with."""
+        return self.folder / (f"step-{step:06d}" if step else START)
 
     def draw(self, denoiser: Denoiser, step: int) -> None:
-        """Draw with the model after ``step`` steps; at step 0 with the base, which full fine-tuning changes later."""
+        """Draw with the model after ``step`` steps, 0: with the LoRA that training begins with."""
         if not self.requests:
             return
-        adapter = self.config.adapter
-        with untrained(adapter, denoiser) if step == 0 and not adapter.trains_base else nullcontext():
-            pictures = self.pictures(denoiser, self.requests)
+        pictures = self.pictures(denoiser, self.requests)
         self._write_inputs()
-        about = self.about(f"step {step}" if step else BASE)
-        with atomic_folder(self.folder_of(step)) as part:  # the grid needs all pictures of a step
+        state = f"step {step}" if step else START
+        with atomic_folder(self.folder_of(step)) as part:
             for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-                save_png(picture, part / f"prompt-{number:02d}.png", request, **about)
+                save_png(picture, part / name_of(number), request, **self._how(request, state))
+
+    def draw_base(self, denoiser: Denoiser, step: int) -> None:
+        """Draw the pictures of the base that are not there: all before the first step; later those that are lost or of
+        other requests, unless the base itself is trained."""
+        adapter, folder = self.config.adapter, self.folder / BASE
+        if not step:
+            remove(folder)  # of a start that was ended before its first checkpoint
+        lacking = [number for number, file in enumerate(self._found(folder)) if file is None]
+        if not lacking or (step and adapter.trains_base):
+            return
+        with nullcontext() if adapter.trains_base else untrained(adapter, denoiser):
+            pictures = self.pictures(denoiser, [self.requests[number] for number in lacking])
+        self._write_inputs()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Each takes a free name: a checkpoint knows the checksums of those that are there.
+        taken = {file.name for file in folder.iterdir()}
+        for picture, number in zip(pictures, lacking, strict=True):
+            name = next(name for name in map(name_of, chain([number], count())) if name not in taken)
+            taken.add(name)
+            request = self.requests[number]
+            with atomic_file(folder / name) as part:
+                save_png(picture, part, request, **self._how(request, BASE))
+
+    def _how(self, request: PictureRequest, state: str) -> dict[str, object]:
+        """A validation picture's metadata besides its request: with a digest of what it paints into, if anything."""
+        shown = shown_inputs(request)
+        pixels = b"".join(image.tobytes() for image in shown.values())
+        return {**self.about(state), **({"inputs": hashlib.sha256(pixels).hexdigest()[:16]} if shown else {})}
+
+    @cached_property
+    def _keys(self) -> list[tuple[str, str]]:
+        """What each request asks for, with a digest of what it paints into, and as version 0.1.0 recorded it."""
+        recorded = [(request_values(request), request) for request in self.requests]
+        return [(asked_for({**how, **self._how(request, "")}), asked_for(how)) for how, request in recorded]
+
+    def _found(self, folder: Path) -> list[Path | None]:
+        """A state's picture of each request; None: it has none of exactly this request. Sets damaged ones aside."""
+        known: dict[str, Path] = {}
+        for file in sorted(folder.glob("prompt-*.png")):
+            stamp = file, file.stat().st_mtime_ns  # reading how it was drawn decodes it
+            if stamp not in self._asked and (how := self._read(file, generation_parameters)) is not None:
+                self._asked[stamp] = asked_for(how)
+            if stamp in self._asked:
+                known.setdefault(self._asked[stamp], file)
+        return [next((known[key] for key in keys if key in known), None) for keys in self._keys]
+
+    def _read(self, file: Path, read: Callable[[Path], T]) -> T | None:
+        """Read a picture, or about it. None: it is damaged, and set aside, or cannot be read, which is said once."""
+        try:
+            return read(file)
+        except (OSError, SyntaxError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                if file not in self._unreadable:
+                    self._unreadable.add(file)
+                    say(f"warning {file} cannot be read ({error.strerror}); the sheet is drawn without it")
+            else:
+                set_aside(file, "is damaged")
+        return None
 
     def _write_inputs(self) -> None:
         """Write what is painted into, for inpainting: ``input/picture-NN.png`` and ``mask-NN.png``."""
@@ -110,19 +175,34 @@ class Previews:
         return embeds, pooled
 
     def write_grid(self) -> Path | None:
-        """Write one picture with a row per prompt and a column per state."""
+        """Write one picture with a row per prompt and a column per state. A cell is empty where a state has no picture
+        of exactly the row's request."""
         if not self.requests:
             return None
-        drawn = [f"prompt-{number:02d}.png" for number in range(len(self.requests))]
-        states = [self.folder / BASE, *sorted(self.folder.glob("step-*"))]
-        states = [state for state in states if all((state / name).is_file() for name in drawn)]
-        rows: list[tuple[str, list[Image.Image]]] = []
-        for number, request in enumerate(self.requests):
-            images = [*shown_inputs(request).values()]
-            images += [Image.open(state / f"prompt-{number:02d}.png") for state in states]
-            rows.append((f"{request.prompt}  (seed {request.seed})", images))
+        columns: list[tuple[str, list[Image.Image | None]]] = []
+        for state in [self.folder / BASE, self.folder / START, *sorted(self.folder.glob("step-*"))]:
+            cells = [None if file is None else self._read(file, loaded) for file in self._found(state)]
+            if any(cells):
+                title = state.name if state.name in (BASE, START) else f"step {int(state.name[5:])}"
+                columns.append((title, cells))
+        rows = [
+            (
+                f"{request.prompt}  (seed {request.seed})",
+                [*shown_inputs(request).values(), *(cells[number] for _, cells in columns)],
+            )
+            for number, request in enumerate(self.requests)
+        ]
         file = self.folder / GRID
-        titles = [*shown_inputs(self.requests[0])]
-        titles += [BASE if state.name == BASE else f"step {int(state.name[5:])}" for state in states]
-        grid(rows, titles).save(file)
+        grid(rows, [*shown_inputs(self.requests[0]), *(title for title, _ in columns)]).save(file)
         return file
+
+
+def name_of(number: int) -> str:
+    """The file of a validation picture."""
+    return f"prompt-{number:02d}.png"
+
+
+def loaded(file: Path) -> Image.Image:
+    """A whole picture in memory; an OSError, SyntaxError or ValueError if the file is damaged."""
+    with Image.open(file) as image:
+        return image.convert("RGB")

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
-from simpletune.config.validation_schedule import is_due, is_validation_due, loss_name
+from simpletune.config.validation_schedule import has_start, is_due, is_validation_due, loss_name
 from simpletune.engine.optim.ema import use_average
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import EVALUATION, EVALUATIONS, read_rows, record_validation
+from simpletune.runs.folder import EVALUATION, EVALUATIONS, is_start, read_rows, record_validation
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -27,6 +27,7 @@ from simpletune.training.validation_loss import LossEvaluator
 from simpletune.training.validation_pictures import Previews
 
 EVALUATING, DRAWING = "the validation loss", "drawing validation pictures"
+DRAWING_BASE = "drawing the base's validation pictures"
 T = TypeVar("T")
 
 
@@ -73,6 +74,7 @@ class Validator:
     ):
         self.config, self.folder, self.core, self.plan, self.stages = config, folder, core, prepared.plan, stages
         self.attempt, self.trackers, self.tasks = attempt, trackers, tasks
+        self.has_start = has_start(config)
         self.evaluator = LossEvaluator(core, batches, config.adapter, folder, samples)
         self.previews = Previews(core.config, prepared.requests, prepared.text, folder / "samples", core)
 
@@ -88,10 +90,13 @@ class Validator:
         if start == 0:
             before = self.try_to_evaluate(0)
             write_json(self.folder / EVALUATION, {"eval_loss": before, **self.evaluated_on})
+            if self.has_start:
+                self.tasks.run(EVALUATING, self.evaluate, 0, True)
             self.try_to_draw(0)
             return
         if not (self.folder / EVALUATION).is_file():  # set aside because it had changed
-            first = next((row for row in read_rows(self.folder / EVALUATIONS) if row["step"] == 0), None)
+            rows = read_rows(self.folder / EVALUATIONS)
+            first = next((row for row in rows if row["step"] == 0 and not is_start(row)), None)
             if first is not None:
                 write_json(self.folder / EVALUATION, {"eval_loss": first["eval_loss"], **self.evaluated_on})
         if start < steps:
@@ -112,25 +117,36 @@ class Validator:
         return self.tasks.run(EVALUATING, self.evaluate, step)
 
     def try_to_draw(self, step: int) -> None:
-        self.tasks.run(DRAWING, self.draw, step)
+        """Draw the validation pictures, the base's too if they are not there, and the sheet of all."""
+        self.tasks.run(DRAWING_BASE, self.draw_base, step)
+        if step or self.has_start:
+            self.tasks.run(DRAWING, self.draw, step)
 
-    def evaluate(self, step: int) -> float | None:
-        """Compute the validation loss and the drift, and record them by step."""
+    def evaluate(self, step: int, start: bool = False) -> float | None:
+        """Compute the validation loss and the drift, and record them by step; at step 0 the base's, or with ``start``
+        those of the LoRA that training begins with."""
         with self.stages.stage("validate"), use_average(self.core.average):
-            found = self.evaluator.evaluate(self.core.denoiser, step)
+            evaluator, denoiser = self.evaluator, self.core.denoiser
+            found = evaluator.evaluate_start(denoiser) if start else evaluator.evaluate(denoiser, step)
         if found is None:
             return None
-        record_validation(self.folder, {"step": step, **found.row(), "held_out": bool(self.plan.held_out)})
+        of = {"step": step, **({"start": True} if start else {})}
+        record_validation(self.folder, {**of, **found.row(), "held_out": bool(self.plan.held_out)})
+        if step == 0 and self.has_start and not start:
+            return found.loss  # the trackers' curves begin at the start
         drift = {f"drift_{group}": value for group, value in found.drift.items()}
         # In trackers, runs with and without a split must not share a curve.
         name = "validation_loss" if self.plan.held_out else "training_loss_fixed_noise"
         self.trackers.scalars(step, {name: found.loss, **drift})
         return found.loss
 
+    def draw_base(self, step: int) -> None:
+        with self.stages.stage("validate"):
+            self.previews.draw_base(self.core.denoiser, step)
+
     def draw(self, step: int) -> None:
-        """Draw the validation pictures; at step 0, with the base model."""
         with self.stages.stage("validate"), use_average(self.core.average):
             self.previews.draw(self.core.denoiser, step)
-            sheet = self.previews.write_grid() if step else None
+            sheet = self.previews.write_grid()
         if sheet is not None:
             self.trackers.picture(step, "samples", Image.open(sheet))

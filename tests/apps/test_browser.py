@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import time
 from collections.abc import Iterator
 from urllib.parse import urlencode
 
@@ -55,6 +56,52 @@ def test_every_page_is_accessible_silent_and_stays_on_the_server(address: str, b
     browser.look(False, DESKTOP)
     assert [each for each in browser.complaints() if not ("404" in each and path in each)] == []
     assert "owned" not in browser.driver.title
+
+
+def test_what_a_script_has_styled_is_refreshed_without_an_inline_style(address: str, browser: Browser) -> None:
+    """The policy forbids those, and each that htmx would copy is an error in the console."""
+    browser.open(f"{address}/run/old")
+    browser.driver.execute_script("""
+      document.getElementById("pictures-heading").style.setProperty("--cut", "20%");
+      document.getElementById("run-pictures").addEventListener("htmx:afterSettle", () => { window.settled = true; });
+      htmx.trigger(document.getElementById("run-pictures"), "changed");""")
+    browser.until(lambda: browser.driver.execute_script("return window.settled"), "the pictures anew")
+    assert browser.complaints() == []
+
+
+STREAMS = """
+window.streams = [];
+window.EventSource = class {
+  constructor() { this.heard = {}; this.closed = false; streams.push(this); }
+  addEventListener(name, hear) { this.heard[name] = hear; }
+  close() { this.closed = true; }
+  say(name) { this.heard[name]({data: "[]"}); }
+};
+const later = window.setTimeout;
+window.setTimeout = (call, ms, ...more) => later(call, ms === 45000 ? 400 : ms, ...more);  // a hundredth of the time
+"""
+
+
+def test_a_stream_that_has_died_in_silence_is_replaced(address: str, browser: Browser) -> None:
+    """Beats keep it; without them the page says that it is not connected, and refreshes what it shows afterwards."""
+    run = browser.driver.execute_script
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": STREAMS})
+    try:
+        browser.open(f"{address}/")
+        browser.until(lambda: run("return streams.length === 1"), "a stream")
+        run("""streams[0].say("hello"); window.refreshed = 0;
+            document.querySelector("[data-topic]").addEventListener("changed", () => { refreshed += 1; });
+            window.beats = setInterval(() => streams[0].say("beat"), 50);""")
+        time.sleep(1)
+        assert run("return [streams.length, streams[0].closed]") == [1, False]
+        assert browser.text("#connection") == "live"
+        run("clearInterval(beats)")
+        browser.until(lambda: run("return streams.length > 1 && streams[0].closed"), "another stream")
+        assert browser.text("#connection") == "not connected; trying again" and run("return refreshed") == 0
+        run('streams.at(-1).say("hello")')
+        assert browser.text("#connection") == "live" and run("return refreshed") == 1
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
 # The page of serve

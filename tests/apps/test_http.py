@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from serving import BlockingGenerator, blocking, running, until
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from web_pages import address_of, pages_served
 
 from simpletune.apps import http
@@ -89,6 +93,45 @@ def test_a_body_that_is_too_large_is_not_read(app: str, address: tuple[str, int]
         with pytest.raises(ConnectionError):
             while True:
                 connection.sendall(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+
+
+@pytest.mark.parametrize("target", ["/%00", "/" + "x" * 5000, "/%ed%a0%80", "/..%2f..", "/predict?x=" + "9" * 5000])
+def test_an_odd_address_is_answered(app: str, address: tuple[str, int], target: str) -> None:
+    with httpx.Client(timeout=60, verify=False) as client:
+        assert client.get(f"http://{address[0]}:{address[1]}{target}").status_code in (404, 405)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0), ("007", 7), (str(2**63 - 1), 2**63 - 1), (str(2**63), None), ("9" * 5000, None), ("-1", None),
+        ("", None), (" 1", None), ("1.0", None), ("\u0663", None), ("\u00b2", None), ("nan", None), ("1_0", None),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_request_is_whole_and_of_64_bits(text: str, number: int | None) -> None:
+    assert http.whole_number(text) == number
+
+
+def test_a_length_of_thousands_of_digits_is_too_large() -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"9" * 5000)]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(http.read_body(request, "application/json", 100, "body", "application/json"))
+    assert caught.value.status_code == 413
+
+
+def test_a_client_that_is_refused_early_may_send_its_body_first(
+    app: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEADER_TIMEOUT", 0.1)
+    host = f"{address[0]}:{address[1]}"
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(f"POST /nowhere HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\n".encode())
+        connection.sendall(b"Content-Length: 100\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 404"
+        time.sleep(0.3)  # with less patience the connection would be closed now
+        connection.sendall(b"x" * 100 + f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert b"HTTP/1.1 200" in read_all(connection)
 
 
 def test_a_body_that_does_not_arrive_is_not_waited_for_and_a_client_that_leaves_is_no_error(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,15 +20,27 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from simpletune.apps.cli import main as cli_main
+from simpletune.apps.cli.evaluate import evaluate_arguments
+from simpletune.apps.cli.generate import compare_arguments, generate_arguments
+from simpletune.apps.cli.lora import merge_arguments
 from simpletune.apps.cli.main import main
+from simpletune.config import load
 from simpletune.config.error_text import problems_of
 from simpletune.config.load import read_config, read_saved, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import TrainConfig, Validation
 from simpletune.data.demo import SHIPPED
 from simpletune.system import redact
-from simpletune.system.options import ConfigError, Option, UserError, first_lines, join_names, option_classes
+from simpletune.system.options import (
+    ConfigError,
+    Option,
+    UserError,
+    documented,
+    first_lines,
+    join_names,
+    option_classes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"name": "x", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
@@ -184,6 +198,100 @@ def test_changing_a_tag_drops_the_fields_that_are_gone_and_keeps_what_both_have(
         assert kept.items() <= result.items() and said == notices
 
 
+def path_of(data: dict, path: str) -> str:
+    for part in path.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return str(data)
+
+
+def test_every_path_is_read_as_users_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    texts = {
+        "data.path": "~/dog", "data.mask_path": "'~/masks'", "output.runs": "~/runs", "output.cache": '"~/a cache"',
+        "output.profiles": "~/profiles", "output.prices": "~/prices.json", "model.pretrained": "~/m.safetensors",
+        "model.transformer": "~/t", "model.unet": "~/u", "model.vae": "~/v", "model.text_encoders": "~/e",
+        "adapter.start": "~/a.safetensors:0.8", "model.loras.0": "~/l.safetensors", "data.sources.1.path": "~/more",
+    }  # fmt: skip
+    data: dict = {"model": {"loras": ["~/l.safetensors"]}, "data": {"sources": [{}, {}]}}
+    for path, text in texts.items():
+        *sections, key = path.split(".")
+        place = data
+        for part in sections:
+            place = place[int(part)] if isinstance(place, list) else place.setdefault(part, {})
+        if isinstance(place, dict):
+            place[key] = text
+    read, problems = load.with_typed_paths(data)
+    assert not problems and {path for _, _, path in load.path_fields(data)} == set(texts)
+    for path, text in texts.items():
+        assert path_of(read, path) == text.strip("'\"").replace("~", str(tmp_path))
+    said = {  # texts that are a path by what the schema says of them
+        f"{section}.{name}"
+        for section in load.PATHS
+        for member in option_classes(TrainConfig.model_fields[section].annotation)
+        for name, field in documented(member).items()
+        if "str" in str(field.annotation) and "Literal" not in str(field.annotation)
+        and re.match(r"Path|Folder|JSON file|A Hub name|Replaces|LoRAs? t|\w+ to start from", field.description or "")
+    }  # fmt: skip
+    assert said == {f"{section}.{key}" for section, keys in load.PATHS.items() for key in keys}
+
+
+def test_overrides_reach_folders_below_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my dog").mkdir()
+    (tmp_path / "my dog" / "0.jpg").touch()
+    config, _ = read_config(Path("demo"), ["data.path=~/my dog", "data.prompt=a dog", "output.runs=~/runs"])
+    assert (config.data.path, config.output.runs) == (f"{tmp_path}/my dog", f"{tmp_path}/runs")
+    quoted, _ = read_config(Path("demo"), [f"data.path='{tmp_path}/my dog'", "data.prompt=a dog"])
+    assert quoted.data.path == f"{tmp_path}/my dog"
+    with pytest.raises(ConfigError) as caught:
+        read_config(Path("demo"), [r"data.path=C:\Users\me", "output.runs=D:/r"])
+    assert [each.path for each in caught.value.problems] == ["data.path", "output.runs"]
+    assert all(" is a path of Windows, which this machine" in each.message for each in caught.value.problems)
+
+
+def test_words_of_an_unquoted_prompt_are_one_problem_that_quotes_it() -> None:
+    _, _, problems = merge(MINIMAL, ["data.prompt=a", "photo:", "sks", "dog", "train.steps=3", "x"])
+    rule = "is not an override. Write key.path=value, as in train.steps=100. A value with spaces is quoted: "
+    assert [str(each) for each in problems] == [
+        f"photo: sks dog: {rule}'data.prompt=a photo: sks dog'",
+        f"x: {rule}'train.steps=3 x'",
+    ]
+
+
+def test_what_is_no_configuration_is_named_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    header = {f"{lora}.{end}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * at, 4 * at + 4]}
+              for at, end in enumerate(("lora_down.weight", "lora_up.weight"))}  # fmt: skip
+    for name, tensors in (
+        ("my lora.safetensors", header),
+        ("model.safetensors", {"a.weight": header[f"{lora}.lora_down.weight"]}),
+    ):
+        text = json.dumps(tensors).encode()
+        Path(name).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * len(tensors)))
+    Path("dog").mkdir()
+    Path("dog/00.JPG").write_bytes(b"\xff\xd8\xff\0")
+    Path("x.ckpt").write_bytes(b"PK\3\4")
+    Path("sd.toml").write_text("a = 1")
+    Path("dog.zip").write_bytes(b"PK\3\4")
+    for name, told in (
+        ("dog/00.JPG", r"00.JPG is not a configuration, but a picture. Give its folder, as in .*simpletune train dog$"),
+        ("my lora.safetensors", "a LoRA. Draw with it: .*generate --lora 'my lora.safetensors'. Train it fur"),
+        ("model.safetensors", "a file of weights. .* train sd15_lora model.pretrained=model.safetensors"),
+        ("x.ckpt", "a pickle of weights. Convert it: .*python -c .*weights_only=True.* x.ckpt x.safetensors"),
+        ("sd.toml", "another format. .*simpletune import sd.toml"),
+        ("dog.zip", "an archive. Unpack it"),
+        ("dgo", "dgo does not exist. Did you mean dog?"),
+        ("qqqqqqq", "qqqqqqq does not exist. .* or, for train, init and data, a folder of pictures"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=told):
+            load.read_json(Path(name))
+    with pytest.raises(ConfigError) as caught:
+        read_config(Path("sdxl_lora_8gb"), ["data.path=demo:style", "model.pretrained=my lora.safetensors"])
+    (only,) = caught.value.problems
+    assert only.path == "model.pretrained" and "It seems to be a LoRA. Draw with it: " in only.message
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -296,8 +404,11 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
         ("generate --vae-tile 500", "--vae-tile: 500 is not a multiple of 64 of at least 128, such as 512"),
         ("generate --strength 1.5", "--strength: 1.5 is not a number greater than 0 and at most 1"),
         ("generate --strength much", "--strength: much is not a number greater than 0 and at most 1"),
-        ("generate --guidance much", "--guidance: much is not a number"),
-        ("evaluate runs/x --seed 1.5", "--seed: 1.5 is not a whole number"),
+        ("generate --guidance much", "--guidance: much is not a number of at least 1, which is no guidance"),
+        ("evaluate runs/x --seed 1.5", "--seed: 1.5 is not a whole number from -2^63 to 2^64 - 1"),
+        ("plan demo --device L4 --reserve nan", "--reserve: nan is not a number of GiB of at least 0"),
+        ("control runs/x --stop --wait nan", "--wait: nan is not a number of seconds of at least 0"),
+        ("mix a:1 --density 0 --out x", "--density: 0 is not a number greater than 0 and at most 1"),
         ("export x --format kohia", "--format: unknown value kohia. Did you mean kohya?"),
         ("generate --base --full", "--full: not allowed with argument --base"),
         ("data x.json --pictures 3000", "--pictures: 3000 is not a whole number from 0 to 2000"),
@@ -320,6 +431,44 @@ def test_a_command_line_that_cannot_be_read_says_one_thing(words: str, message: 
     place = "" if words in ("trian demo", "--verson") else f" {words.split()[0]}"
     expected = f"error: {message}{'' if message.endswith('?') else '.'} See simpletune{place} --help\n"
     assert stopped.value.code == 2 and capsys.readouterr().err == expected
+
+
+TRIED = (
+    "nan inf -inf 1e39 0.99 0.5 0 -3 1 1.0 1.5 4.5 1000 1001 -9223372036854775808 -9223372036854775809 x "
+    f"18446744073709551615 18446744073709551616 {'9' * 5000}"
+).split()
+VERBS = [(generate_arguments, []), (compare_arguments, []), (evaluate_arguments, ["runs/x"])]
+
+
+@pytest.mark.parametrize("field", ["guidance", "steps", "seed"])
+def test_numbers_on_the_command_line_have_the_bounds_of_the_configuration(field: str, capsys) -> None:
+    for text, (add, words) in product(TRIED, VERBS):
+        try:
+            Validation.model_validate({field: float(text) if field == "guidance" else int(text)})
+            allowed = True
+        except ValueError:
+            allowed = False
+        assert takes(add, [*words, f"--{field}={text}"], capsys) == allowed, (add, text[:30])
+
+
+def test_a_strength_is_a_number_with_which_weights_stay_finite(capsys) -> None:
+    options = [(*VERBS[0], "scale"), (*VERBS[1], "scale"), (*VERBS[2], "strengths"),
+               (merge_arguments, ["x", "--out", "y"], "scale")]  # fmt: skip
+    for text, (add, words, option) in product(TRIED, options):
+        allowed = text in ("0.99", "0.5", "0", "-3", "1", "1.0", "1.5", "4.5", "1000", "1001")
+        assert takes(add, [*words, f"--{option}={text}"], capsys) == allowed, (add, text[:30])
+
+
+def takes(add: Callable[[argparse.ArgumentParser], None], words: list[str], capsys) -> bool:
+    """Whether a verb takes its words; otherwise it must say what is allowed."""
+    parser = argparse.ArgumentParser()
+    add(parser)
+    try:
+        parser.parse_args(words)
+        return True
+    except SystemExit:
+        assert " is not a " in capsys.readouterr().err
+        return False
 
 
 @pytest.mark.parametrize(
@@ -507,3 +656,38 @@ def test_the_configuration_of_an_older_run_has_the_familys_objective() -> None:
     unet = read_saved(json.dumps(old | {"model": {"family": "sd15"}, "objective": {}}))
     assert unet.objective.name == "ddpm"
     assert read_saved(json.dumps({key: old[key] for key in ("name", "data")})).objective.name == "flow"
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError("Unable to allocate 40.0 GiB for an array"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                 "to allocate 40000000000 bytes. Error code 12 (Cannot allocate memory)"),
+])  # fmt: skip
+def test_full_memory_of_the_machine_is_said_with_its_numbers(error: Exception, capsys, monkeypatch) -> None:
+    def fails(args: argparse.Namespace) -> None:
+        raise error
+
+    monkeypatch.setitem(cli_main.VERBS, "schema", (fails, lambda parser: None))
+    assert main(["schema"]) == 5
+    said = capsys.readouterr().err
+    assert re.search(r"^error: this machine's memory is full.*; this process has used up to \d+\.\d GiB\. End", said)
+    assert all(number in said for number in re.findall(r"\d{5,}|40.0 GiB", str(error)))
+
+
+def test_another_runtime_error_keeps_its_traceback(monkeypatch) -> None:
+    def fails(args: argparse.Namespace) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(cli_main.VERBS, "schema", (fails, lambda parser: None))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["schema"])
+
+
+@pytest.mark.parametrize("path", ["data.path", "data.mask_path", "model.pretrained", "model.text_encoders"])
+def test_a_path_longer_than_any_file_s_is_a_problem_of_its_field(path: str, tiny_pictures: Path) -> None:
+    section, leaf = path.split(".")
+    data: dict = {"name": "x", "data": {"path": str(tiny_pictures), "mask": "files"}, "model": {}}
+    data[section][leaf] = "x" * 5000
+    with pytest.raises(ConfigError, match=rf"{path}: x+\.\.\. has 5,\d+ characters") as refused:
+        validate(data, "x.json")
+    assert len(str(refused.value)) < 1000

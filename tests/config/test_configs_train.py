@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import tiny_sd15
 import tiny_sdxl
 from slow_cases import slow_but
 
+from simpletune.adapters.methods.hypernetwork import Hypernetwork
+from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
+from simpletune.config.resolve import resolve_model_folder
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.runs.result import result_files
 
@@ -84,3 +88,29 @@ def test_trains_scaled_down(file: Path, tiny_config: dict, tiny_unets: dict[str,
     assert (run / "samples" / "grid.png").exists()
     traces = list((run.parents[1] / "profiles").rglob("*.pt.trace.json.gz"))
     assert len(traces) == (file.name == TRACED)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_trains_the_denoiser_at_its_real_size(file: Path, tiny_config: dict) -> None:
+    """What a preset trains by its published model's shapes: layers of the denoiser, or words where it says so."""
+    model = json.loads(file.read_text()).get("model", {})
+    here = [f"model.{part}=null" for part in ("unet", "transformer") if model.get(part)]
+    if model.get("pretrained", "").startswith("runs/"):  # which the file's own preparation makes
+        here.append(f"model.pretrained=demo:tiny-{model.get('family', 'sd3')}")
+    config, _ = read_config(file, [f"data.path={tiny_config['data']['path']}", *captions(file), *here])
+    shapes = dict(resolve_model_folder(config).model.known_shapes())
+    trained, whole = config.adapter.trainable(shapes), sum(math.prod(shape) for shape in shapes.values())
+    rate = config.optimizer.lr
+    assert rate > 0 and config.train.steps != 0
+    if config.adapter.method == "none":
+        assert trained == 0 and config.text is not None and config.text.embeddings is not None
+    elif config.adapter.trains_base:
+        assert whole / 100 < trained <= whole and config.precision.trainable
+    else:
+        assert isinstance(config.adapter, TargetedMethod | Hypernetwork)
+        assert whole / 10_000 < trained < whole
+    if isinstance(config.adapter, TargetedMethod):
+        layers = config.adapter.modules(shapes)
+        assert layers and all(f"{layer}.weight" in shapes for layer in layers)
+        units = config.model.units_among(shapes)
+        assert any(layer.startswith(units) for layer in layers)

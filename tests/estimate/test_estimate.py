@@ -75,9 +75,9 @@ def test_under_wsl_a_tenth_of_the_card_stays_with_windows(name: str, monkeypatch
 def test_a_device_by_its_name() -> None:
     known = {
         "NVIDIA L4": 121, "Tesla T4": 65, "NVIDIA A10G": 70, "NVIDIA A10": 125, "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H200": 989, "NVIDIA GeForce RTX 3060": 25, "NVIDIA GeForce RTX 3060 Ti": None,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4060 Ti": 44, "NVIDIA H100 PCIe": None,
-        "NVIDIA L40S": 362, "NVIDIA GeForce RTX 5070 Ti": 88, "AMD EPYC": None, "NVIDIA RTX 4000 Ada": None,
+        "NVIDIA H200": 989, "NVIDIA GeForce RTX 3060": 25, "NVIDIA GeForce RTX 3060 Ti": 32.4,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": 66, "NVIDIA GeForce RTX 4060 Ti": 44, "NVIDIA H100 PCIe": 756,
+        "NVIDIA L40S": 362, "NVIDIA GeForce RTX 5070 Ti": 88, "AMD EPYC": None, "NVIDIA RTX 4000 Ada": 106.9,
     }  # fmt: skip
     assert {device: peak_tflops(device) for device in known} == known
 

@@ -23,6 +23,7 @@ from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpoin
 from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.simulate.simulate import simulate
+from simpletune.runs.repair import without_sum
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.gpus import Card
@@ -237,10 +238,10 @@ def test_a_resumed_run_keeps_what_auto_has_chosen(
     folder = train(of(2.0, 1))
     assert set(asked) == {(32, 32)}
     assert json.loads((folder / "config.json").read_text())["memory"]["checkpointing"] == "auto"
-    assert json.loads((folder / "chosen.json").read_text()) == chosen
+    assert without_sum(json.loads((folder / "chosen.json").read_text())) == chosen
     train(of(9.0, 2), resume="latest")
     assert "checkpointing auto: 2 of 3 blocks, 2 keeping attention's output, as before" in capsys.readouterr().out
-    assert json.loads((folder / "chosen.json").read_text()) == chosen
+    assert without_sum(json.loads((folder / "chosen.json").read_text())) == chosen
 
 
 @pytest.mark.slow

@@ -21,4 +21,4 @@ def test_long_rows_are_not_read_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     tracemalloc.stop()
     file.write_bytes(b"[]\n" + file.read_bytes()[3:])
     require_figures(tmp_path, sums)
-    assert "metrics.jsonl has changed since the checkpoint was saved" in capsys.readouterr().out
+    assert "metrics.jsonl has changed since it was written" in capsys.readouterr().out

@@ -89,6 +89,25 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
     assert split_scale("C:here.safetensors") == ("C:here.safetensors", None)
 
 
+def test_a_checkpoint_that_was_removed_is_said_to_be(tmp_path: Path) -> None:
+    data = {"name": "r", "model": {"pretrained": "demo:tiny-sd3"}, "data": {"path": "demo:pictures"}}
+    config = validate(data | {"checkpoint": {"every": 50, "keep_last": 2, "keep_every": 200}}, "test")
+    (tmp_path / "config.json").write_text(config.model_dump_json(by_alias=True))
+    for step in (200, 250, 300):
+        checkpoint.checkpoint_folder(tmp_path, step).mkdir(parents=True)
+    removed = (
+        "has no checkpoint of step {}: it was removed as later ones were saved, because the run keeps its last 2. Use"
+    )
+    for step, told in (
+        (100, removed),
+        (150, removed),
+        (120, "step {}. Use one of"),
+        (350, "step {}. Use one of"),
+    ):
+        with pytest.raises(UserError, match=f"{told.format(step)}.*200, 250, 300"):
+            find_run(f"{tmp_path}@{step}")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -97,7 +116,8 @@ def test_what_exists_and_has_such_a_name_is_itself(here: Path, tmp_path: Path) -
         ("q@", "q@: '' is not a step"),
         ("nowhere@3", "nowhere@3: nowhere does not exist"),
         ("c@3", "c@3: c has no checkpoint"),
-        ("lora:abc", "lora:abc: .*'abc' is not a number. .*lora:0.8"),
+        ("lora:abc", "lora:abc: .*'abc' is not a number from -1000000 to 1000000. .*lora:0.8"),
+        ("lora:1e39", "lora:1e39: .*'1e39' is not a number from -1000000 to 1000000. .*lora:0.8"),
         ("q@2:nan", "q@2:nan: .*'nan' is not a number"),
         ("nowhere", "nowhere does not exist. Give a LoRA file, a run's folder"),
         ("q", "q has no result, .*`.*simpletune finish q`, .*: q@4, q@2$"),

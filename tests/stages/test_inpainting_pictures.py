@@ -102,12 +102,12 @@ def test_a_plain_transformer_keeps_what_the_pipeline_keeps(
     tiny_pipeline: Path, request_: PictureRequest, tmp_path: Path
 ) -> None:
     family = SD3(pretrained=str(tiny_pipeline), t5_length=8)
-    ours = replace(request_, width=64, height=32, strength=0.5)
+    ours = replace(request_, width=64, height=32)
     text = text_of(family, tmp_path / "cache", ours.prompt, ours.negative_prompt)
     theirs = StableDiffusion3InpaintPipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
     sampler = Sampler(family.load_denoiser(FP32(), CPU, sizes=[(64, 32)]), family, FP32())
-    for strength in (1.0, 0.5):
+    for strength in (1.0, 0.6):  # 0.6 of 4 steps: 3, by the pipelines' rounding
         ours = replace(ours, strength=strength)
         expected = theirs(
             prompt=ours.prompt, negative_prompt=ours.negative_prompt, image=Image.open(str(ours.image)),

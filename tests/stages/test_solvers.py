@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +15,13 @@ import pytest
 import torch
 from diffusers import (
     DPMSolverMultistepScheduler,
+    StableDiffusion3Img2ImgPipeline,
+    StableDiffusion3InpaintPipeline,
     StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -57,6 +63,9 @@ class Family:
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
         return objective.solver(self.config, steps, skipped)
+
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        return StableDiffusion.skipped_steps(self, steps, strength)
 
     def framed(self, pooled: Tensor, framings: object) -> Tensor:
         return pooled
@@ -120,7 +129,7 @@ def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: fl
 
 @pytest.mark.parametrize(
     ("schedule", "strength"),
-    [("epsilon", 1.0), ("v", 0.5), ("zero SNR", 0.25), ("zero SNR", 1.0)],
+    [("epsilon", 1.0), ("v", 0.6), ("zero SNR", 0.25), ("zero SNR", 1.0)],
 )
 def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: float, unet) -> None:
     config = SCHEDULES[schedule]
@@ -134,6 +143,28 @@ def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: 
         num_inference_steps=8, guidance_scale=5.0, generator=generator, output_type="latent",
     ).images  # fmt: skip
     torch.testing.assert_close(drawn(unet, Family(config), request, start), theirs, rtol=1e-5, atol=1e-5)
+
+
+PIPELINES_FROM_PICTURES: dict[type[Any], tuple[type[Any], ...]] = {
+    StableDiffusion: (StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline),
+    SDXL: (StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline),
+    SD3: (StableDiffusion3Img2ImgPipeline, StableDiffusion3InpaintPipeline),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES_FROM_PICTURES)
+def test_a_picture_skips_the_steps_that_it_skips_in_the_familys_pipelines(kind: type[Any]) -> None:
+    """Of 1 to 30 steps at ten strengths, most of which make no whole number; what a pipeline refuses, no step at all,
+    is one step here."""
+    family, strengths = kind(), (0.01, 0.1, 0.25, 0.3, 0.33, 0.6, 0.7, 0.75, 0.9, 1.0)
+    whole = Image.new("L", (64, 64), 255)
+    for masked, pipeline in zip((False, True), PIPELINES_FROM_PICTURES[kind], strict=True):
+        for steps, strength in product(range(1, 31), strengths):
+            scheduler = SimpleNamespace(timesteps=torch.arange(steps), order=1)
+            _, run = pipeline.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, "cpu")
+            request = PictureRequest("", 0, steps=steps, image=whole, strength=strength, mask=whole if masked else None)
+            assert steps - request.skipped(family) == max(run, 1), (steps, strength, masked)
+    assert PictureRequest("", 0, steps=8).skipped(family) == 0
 
 
 def test_what_was_trained_decides_over_the_models_schedule(unet) -> None:
@@ -231,29 +262,32 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(
     version: str, unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     """From the prompt and the starting picture on: text, autoencoder, UNet and schedule are the family's own. An empty
-    negative prompt is a text to both, if the pipeline is given one."""
+    negative prompt is a text to both; zeros take the place of one that is not given."""
     kind, theirs, from_picture = PIPELINES[version]
     folder, prompt, against = unet_pipeline(version), "a red disc", "" if version == "v" else "a blue star"
     family, text = kind(pretrained=str(folder)), tmp_path / "cache"
     cache = TextCache(family, torch.float32, text)
-    cache.fill([prompt, against], torch.device("cpu"))
+    cache.fill([prompt, against, ""], torch.device("cpu"))
     sampler = Sampler(family.load_denoiser(FP32(), torch.device("cpu")), family, FP32())
     theirs = theirs.from_pretrained(folder, local_files_only=True)
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
-    asked = {"prompt": prompt, "negative_prompt": against, "num_inference_steps": 4, "guidance_scale": 5.0}
+    asked = {"prompt": prompt, "num_inference_steps": 4, "guidance_scale": 5.0}
     for pipe in (theirs, from_picture := from_picture.from_pipe(theirs)):
         pipe.set_progress_bar_config(disable=True)
 
-    request = PictureRequest(prompt, 3, against, 128, 64, 4, 5.0)
     size = {"width": 128, "height": 64}  # which SDXL is also told
-    expected = theirs(**asked, **size, latents=noises(request, family)[0], output_type="latent").images
-    torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
+    for given in (None, against):
+        request = PictureRequest(prompt, 3, family.steered_from(given), 128, 64, 4, 5.0)
+        latents = noises(request, family)[0]
+        expected = theirs(**asked, **size, negative_prompt=given, latents=latents, output_type="latent").images
+        torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
 
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 128, 3), dtype=np.uint8))
     picture.save(tmp_path / "start.png")
-    request = replace(request, image=tmp_path / "start.png", strength=0.5)
+    request = replace(request, image=tmp_path / "start.png", strength=0.6)  # 2 of the 4 steps
     expected = from_picture(
-        **asked, image=picture, strength=0.5, generator=torch.Generator().manual_seed(3), output_type="latent"
-    ).images
+        **asked, negative_prompt=against, image=picture, strength=0.6, generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+    ).images  # fmt: skip
     starts = encode_inputs(theirs.vae, family, [request])
     torch.testing.assert_close(sampler.latents([request], cache.load, starts)[0], expected, rtol=1e-5, atol=2e-5)

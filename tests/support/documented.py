@@ -66,7 +66,12 @@ class Command:
 
 def commands(page: str) -> list[Command]:
     """All commands in a page's code blocks; where a block has lines that begin with ``$``, only these."""
-    return [command for block in _blocks((ROOT / page).read_text()) for command in _commands_of(page, block)]
+    return [command for block in blocks(page) for command in _commands_of(page, block)]
+
+
+def blocks(page: str) -> Iterator[list[str]]:
+    """The code blocks of a page."""
+    return _blocks((ROOT / page).read_text())
 
 
 def inline_verbs(page: str) -> set[str]:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,7 @@ def hub(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         impatient(monkeypatch, 20.0)
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
         monkeypatch.setattr(ours, "PAUSE", 0.0)
@@ -562,3 +564,112 @@ def test_a_tagger_comes_from_the_hub_with_its_two_files(hub: FakeHub, tmp_path: 
     forget()
     del hub.files["selected_tags.csv"]
     assert find_tagger(NAME) is None
+
+
+@dataclasses.dataclass
+class Xet:
+    """A download with hf_xet, in whose place a process runs a script of ours; ``pids`` has the processes."""
+
+    file: HubFile
+    script: str = ""
+    pids: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def blobs(self) -> Path:
+        return self.file.repository.cache / "blobs"
+
+
+@pytest.fixture
+def xet(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Xet:
+    """A download of the weights with hf_xet, which counts as stalled after 0.5 s."""
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(ours, "STALLED", 0.5)
+    monkeypatch.setattr(ours, "LOOK", 0.02)
+    (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
+    found = Xet(file)
+    found.blobs.mkdir(parents=True)
+    start = f"import os, pathlib, time\nblobs, name = pathlib.Path({str(found.blobs)!r}), {file.sha256!r}\n"
+    monkeypatch.setattr(ours, "_command", lambda file: [sys.executable, "-S", "-c", start + found.script])
+    real = subprocess.Popen.__init__
+    monkeypatch.setattr(
+        subprocess.Popen, "__init__", lambda self, *a, **k: (real(self, *a, **k), found.pids.append(self.pid))[0]
+    )
+    return found
+
+
+STALLS = "print('1 3000000', flush=True); (blobs / f'{name}.0.incomplete').write_bytes(b'half'); time.sleep(60)"
+
+
+def test_a_download_that_does_not_move_is_ended_and_tried_without_xet(xet: Xet, hub: FakeHub, capsys) -> None:
+    """And the later files of this start come without it, too."""
+    xet.script = STALLS
+    began = time.monotonic()
+    ours.fetch_files([xet.file])
+    said = capsys.readouterr().out
+    assert f"fetch {WEIGHTS}: nothing has arrived for 0.5 s; tries again without xet (HF_HUB_DISABLE_XET=1 " in said
+    assert xet.file.place.read_bytes() == hub.files[WEIGHTS] and 0.5 < time.monotonic() - began < 30
+    with pytest.raises(ProcessLookupError):
+        os.kill(xet.pids[0], 0)
+    assert not list(xet.blobs.glob("*.incomplete")), "the killed process left a part"
+    other = next(each for each in ours.listing(Repository(NAME)) if each.path == "vae/" + Path(WEIGHTS).name)
+    ours.fetch_files([other])
+    assert len(xet.pids) == 1 and "without xet" not in capsys.readouterr().out
+
+
+def test_a_second_stall_ends_in_words(xet: Xet, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    xet.script, hub.failure = STALLS, Failure("stall", on="weights", method="GET")
+    impatient(monkeypatch, 0.2)
+    with pytest.raises(UserError, match=f"the download timed out while fetching {WEIGHTS}.*Start again.*sets the seco"):
+        ours.fetch_files([xet.file])
+    assert len(xet.pids) == 1
+
+
+@pytest.mark.parametrize(
+    "moves",
+    ["print('1 1', flush=True)", "(blobs / f'{name}.1.incomplete').write_bytes(b'a' * n)"],
+    ids=["a byte at a time", "another process fetches the same file"],
+)
+def test_a_download_that_moves_slowly_is_left_alone(moves: str, xet: Xet, hub: FakeHub, capsys) -> None:
+    (xet.blobs / xet.file.sha256).write_bytes(hub.files[WEIGHTS])
+    done = f"target = pathlib.Path({str(xet.file.place)!r}); target.parent.mkdir(parents=True)"
+    xet.script = f"for n in range(12):\n    time.sleep(0.1); {moves}\n{done}; target.symlink_to(blobs / name)"
+    hub.failure = Failure(500, on="weights")  # nothing else brings it
+    ours.fetch_files([xet.file])
+    assert xet.file.place.read_bytes() == hub.files[WEIGHTS]
+    assert "without xet" not in capsys.readouterr().out and len(xet.pids) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("print('failed RuntimeError')", "failed (RuntimeError)"), ("os._exit(3)", "ended with code 3")],
+)
+def test_hf_xet_that_fails_is_done_without(script: str, said: str, xet: Xet, hub: FakeHub, capsys) -> None:
+    xet.script = script
+    ours.fetch_files([xet.file])
+    assert f"fetch {WEIGHTS}: {said}; tries again without xet" in capsys.readouterr().out
+    assert xet.file.place.read_bytes() == hub.files[WEIGHTS]
+
+
+def test_what_the_process_that_downloads_prints(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The bytes that arrive; of a failure its class alone, since its text may hold a token."""
+    (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
+    monkeypatch.setattr(sys, "argv", ["", ours._command(file)[-1]])
+    ours.download_alone()
+    assert file.place.read_bytes() == hub.files[WEIGHTS]
+    bars, sizes = zip(*(line.split() for line in capsys.readouterr().out.splitlines()), strict=True)
+    assert len(set(bars)) == 1 and sum(map(int, sizes)) == file.size
+    file.place.resolve().unlink()
+    file.place.unlink()
+    hub.failure = Failure(404, "EntryNotFound", on="weights")
+    with pytest.raises(SystemExit) as ended:
+        ours.download_alone()
+    assert ended.value.code == 1 and capsys.readouterr().out == "failed RemoteEntryNotFoundError\n"
+
+
+@pytest.mark.slow
+def test_the_process_that_downloads(hub: FakeHub) -> None:
+    hub.files[WEIGHTS] = bytes(3 * ours.MIB)
+    (file,) = (each for each in ours.listing(Repository(NAME)) if each.path == WEIGHTS)
+    counted: list[None] = []
+    assert ours._download_apart(file, ours._progress_bar(lambda: counted.append(None))) is None
+    assert file.place.read_bytes() == hub.files[WEIGHTS] and len(counted) == 3

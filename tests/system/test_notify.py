@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from inbox import Inbox
@@ -102,6 +103,19 @@ def test_a_server_that_hangs_delays_little_and_is_said_once(monkeypatch: pytest.
         sender.close()
         assert len(inbox.posted) <= 1, "while the server still has the first, all are sent and the end is reached"
     assert warned == ["notification: Slack (127.0.0.1) is slow: a message was dropped"]
+
+
+def test_after_a_burst_the_end_waits_no_longer_than_the_server_takes() -> None:
+    """A full queue once took the end's mark away: 8 s, and "did not answer", however fast the server was."""
+    warned: list[str] = []
+    with Inbox() as inbox:
+        receiver = Receiver("JSON", "127.0.0.1", inbox.url + SECRET)
+        sender, began = Sender(receiver, warned.append), time.monotonic()
+        for _ in range(notify.PENDING):
+            sender._messages.put(message())
+        sender.close()
+    assert time.monotonic() - began < 4 and not sender._thread.is_alive()
+    assert len(inbox.posted) == notify.PENDING and warned == []
 
 
 def test_the_url_is_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,6 @@ def test_verbs_answer_at_once(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("read", [weight_files, fingerprint])
 def test_a_pipe_as_weights_of_a_model_is_refused(read: Callable[[Path], object], pipe: Path, tmp_path: Path) -> None:
-    fingerprint.cache_clear()
     pipe.rename(tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="model.safetensors is not a regular file"):
         read(tmp_path)

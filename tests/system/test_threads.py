@@ -15,6 +15,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import chosen_before
 from simpletune.system import threads
+from simpletune.system.options import UserError
 from simpletune.system.threads import ASKED, AUTO, WAITING, choose_threads, prepare_threads, usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,22 @@ def test_what_is_asked_for_comes_first(automatic: None, monkeypatch: pytest.Monk
     monkeypatch.setenv(ASKED, "4")
     assert choose_threads("auto", TINY, True, kept=3) == (4, ASKED)
     assert choose_threads(5, TINY, True)[0] == 5
+
+
+@pytest.mark.parametrize(("text", "count"), [("4,2", 4), (" 3 ", 3), ("2, 1,1", 2)])
+def test_one_number_a_level_of_nesting_is_legal(text: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AUTO, raising=False)
+    monkeypatch.setenv(ASKED, text)
+    assert choose_threads("auto", TINY, True) == (count, ASKED)
+
+
+@pytest.mark.parametrize("text", ["0", "abc", "", "-2", "4,0", "2.5", "4,", "²"])
+def test_what_is_no_number_of_threads_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(AUTO, raising=False)
+    monkeypatch.setenv(ASKED, text)
+    with pytest.raises(UserError, match=f"{ASKED}={text} is no number of threads. .*unset it"):
+        choose_threads("auto", TINY, True)
+    assert choose_threads(2, TINY, True)[0] == 2, "speed.threads comes first"
 
 
 def test_the_environment_is_set_where_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> None:

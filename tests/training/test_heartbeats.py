@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from launching import free_port
 
+from simpletune.system.options import UserError
+from simpletune.system.processes import LOST
+from simpletune.system.signals import Stopped, listening
+from simpletune.training import heartbeats
 from simpletune.training.heartbeats import (
     APART,
     FAILED,
@@ -110,3 +120,62 @@ def test_a_second_start_reads_nothing_of_the_first(monkeypatch: pytest.MonkeyPat
         stores.append(store)
     stores[0].set("address", "of the killed process")
     assert stores[0].check(["address"]) and not stores[1].check(["address"])
+
+
+@pytest.fixture
+def of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """This is process 0 of 2, with the port at which they would meet."""
+    with free_port() as port:
+        words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        for name, value in words.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        yield int(port)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    monkeypatch.setattr(heartbeats, "PATIENCE", replace(PATIENCE, **seconds))
+
+
+def test_waiting_for_others_is_said_and_a_signal_ends_it(of_two: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Left-over variables made a run wait in silence for up to two days, deaf to SIGTERM and Ctrl-C."""
+    impatient(monkeypatch, said=0.1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
+        with listening(), pytest.raises(Stopped, match=f"stopped by {number.name}"):
+            timer.start()
+            heartbeats.wait_for_others()
+        text = f"process 0 of 2: waiting for 1 other process at 127.0.0.1:{of_two} (WORLD_SIZE=2, RANK=0)"
+        assert capsys.readouterr().err.splitlines() == [text]
+
+
+def test_others_that_are_there_are_not_waited_for(of_two: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def other() -> None:
+        store = None
+        while store is None:
+            store = heartbeats._connect(timedelta(seconds=2))
+        assert heartbeats._missing(store, 1, 2) == []
+
+    impatient(monkeypatch, said=60)
+    thread = threading.Thread(target=other)
+    thread.start()
+    heartbeats.wait_for_others()
+    thread.join()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_a_meeting_place_where_nobody_answers_ends_the_wait(by_torchrun: bool, of_two: int, monkeypatch) -> None:
+    """torchrun serves the store before it starts a process, so it is gone; another process 0 may start later."""
+    impatient(monkeypatch, **({"refused": 0.3} if by_torchrun else {"absent": 0.3, "refused": 0.0}))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(by_torchrun))
+    monkeypatch.setenv("RANK", "0" if by_torchrun else "1")
+    with pytest.raises(UserError, match=f"nothing has answered at 127.0.0.1:{of_two} for 0 s.*--resume auto") as caught:
+        heartbeats.wait_for_others()
+    assert caught.value.code == LOST
+
+
+def test_the_other_may_not_appear_for_a_quarter_of_an_hour(of_two: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(monkeypatch, absent=0.3)
+    with pytest.raises(UserError, match="1 process has not appeared for 0 s.*--resume auto"):
+        heartbeats.wait_for_others()

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 from tiny_runs import TrainOnce, merged, run_with, stop_at
 
-from simpletune.runs.folder import read_rows
+from simpletune.config.load import validate
+from simpletune.config.schema import run_folder
+from simpletune.runs.folder import (
+    BEST,
+    CHOSEN,
+    SCORES,
+    chosen_before,
+    put_chosen,
+    read_json_or_none,
+    read_rows,
+    read_scores,
+)
+from simpletune.runs.repair import with_sum
+from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import content_hash
 
 STEPS = {"train": {"steps": 4}, "checkpoint": {"every": 2}}
@@ -99,7 +112,7 @@ def test_a_changed_row_is_said(tiny_config: dict, stopped: TrainOnce, capsys: py
         digit(run / name)
     run_with(config, "auto")
     said = capsys.readouterr().out
-    assert all(f"{name} has changed since the checkpoint was saved" in said for name in names)
+    assert all(f"{name} has changed since it was written" in said for name in names)
 
 
 def test_nothing_is_said_of_files_as_they_were(
@@ -112,3 +125,42 @@ def test_nothing_is_said_of_files_as_they_were(
         run_with(config, "auto", train={"steps": steps})
     assert "changed since" not in capsys.readouterr().out
     assert content_hash(run / PREDICTIONS) == before
+
+
+def test_a_finished_run_is_looked_through(
+    tiny_config: dict, copy_run: TrainOnce, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By ``--resume auto``, which does nothing else; what is as it was is not mentioned."""
+    config = tiny_config | STEPS | CHECKS
+    run = copy_run(config)
+    run_with(config, "auto")
+    assert "already finished" in (said := capsys.readouterr().out) and "warning" not in said
+    damages = {"metrics.jsonl": digit, "evaluations.jsonl": digit, **OTHERS}
+    for name, damage in damages.items():
+        damage(run / name)
+    run_with(config, "auto")
+    said = capsys.readouterr().out
+    assert all(f"{name} has changed since it was written" in said for name in damages) and "already finished" in said
+    assert all((run / f"{name}.damaged").is_file() for name in OTHERS)
+
+
+def test_a_changed_choice_is_not_followed(tiny_config: dict, tmp_path: Path, capsys) -> None:
+    """What was chosen for auto, the best checkpoint, and the scores by which it is chosen; 0.1.0 wrote no checksum."""
+    config = validate(tiny_config, "test")
+    run = run_folder(config)
+    run.mkdir(parents=True)
+    put_chosen(config, config, threads=2)
+    (run / BEST).write_text(json.dumps(with_sum({"step": 200})))
+    (run / SCORES).write_text(json.dumps(with_sum({"points": [{"step": 200, "value": 0.25}]}), indent=2))
+    assert chosen_before(config)["threads"] == 2 and read_json_or_none(run / BEST) == {"step": 200}
+    assert read_scores(run) == {"points": [{"step": 200, "value": 0.25}]}
+    for name in (CHOSEN, BEST, SCORES):
+        text = (run / name).read_text()
+        (run / name).write_text(text.replace("2", "3", 1))
+    assert chosen_before(config) == {}
+    assert "chosen.json is damaged: set aside as chosen.json.damaged" in capsys.readouterr().out
+    for name in (BEST, SCORES):
+        with pytest.raises(UserError, match=rf"{name} is damaged \(its checksum does not match\)"):
+            read_json_or_none(run / name)
+        (run / name).write_text('{"step": 100}')
+        assert read_json_or_none(run / name) == {"step": 100}

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from slow_cases import slow_but
@@ -487,15 +488,17 @@ def test_side_stages_do_not_take_the_run_down(
 
 
 def test_after_a_failure_the_next_validation_is_tried(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = Previews.draw, []
+    """The base's pictures, too, whose drawing fails before the first step and at the first validation."""
+    honest, calls = Previews.pictures, []
 
-    def draw(self: Previews, transformer: torch.nn.Module, *args: object) -> None:
-        calls.append(transformer.training)
-        if len(calls) in (1, 3):
+    def draw(self: Previews, *args: object) -> list[Image.Image]:
+        calls.append(args)
+        if len(calls) in (1, 2, 6):
             raise torch.OutOfMemoryError("injected")
-        honest(self, transformer, *args)  # type: ignore[arg-type]
+        return honest(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Previews, "draw", draw)
+    monkeypatch.setattr(Previews, "pictures", draw)
     run = run_with(tiny_config, validation={"prompts": ["a disc"], "every": 1, "steps": 2})
     left = sorted(entry.name for entry in (run / "samples").iterdir())
-    assert left == ["grid.png", "step-000001", "step-000003", "step-000004"]
+    assert left == ["base", "grid.png", "step-000001", "step-000002", "step-000004"] and len(calls) == 7
+    assert Image.open(run / "samples/grid.png").width == 8 + 4 * 168

@@ -69,6 +69,11 @@ def test_the_result_is_that_of_a_run_of_so_many_steps(method: str, tiny_config: 
     with safe_open(run / file, "pt") as ours, safe_open(whole / file, "pt") as other:
         assert ours.metadata()["simpletune_step"] == other.metadata()["simpletune_step"] == "2"
         assert str(run.parent) not in ours.metadata()["simpletune_config"]
+    places = (str(run.parent.parent), str(Path(tiny_config["model"]["pretrained"]).parent))
+    for saved in (whole / "checkpoints").rglob("*.safetensors"):
+        with safe_open(saved, "pt") as header:
+            told = str(header.metadata())
+        assert not any(place in told for place in places), saved
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

@@ -13,12 +13,21 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from tiny_runs import TrainOnce, run_with, saved_weights
+from tiny_runs import TrainOnce, merged, run_with, saved_weights
 
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.best_checkpoint import step_to_keep
-from simpletune.runs.folder import RunFile, append_metrics, clear_unsaved, newest_run, open_again, read_metrics
+from simpletune.runs.folder import (
+    RunFile,
+    append_metrics,
+    clear_unsaved,
+    newest_run,
+    open_again,
+    read_metrics,
+    read_rows,
+)
+from simpletune.runs.resume import kept_settings
 from simpletune.stages.png import generation_parameters
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import stage_timer as stages
@@ -155,6 +164,59 @@ def test_resume_says_what_changed_and_may(tiny_config: dict, capsys: pytest.Capt
     run_with(tiny_config, "latest", train={"steps": 3}, optimizer={"lr": 0.5})
     shown = capsys.readouterr().out
     assert "resume  changed train.steps: 2 -> 3" in shown and "resume  changed optimizer.lr: 0.01 -> 0.5" in shown
+
+
+def test_resume_says_what_stays_although_it_was_changed(
+    tiny_config: dict, copy_run: TrainOnce, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the evaluation has as many samples as it says; with 0, there is none."""
+    monkeypatch.setenv("SIMPLETUNE_AUTO_THREADS", "1")
+    data = merged(tiny_config, validation={"loss_samples": 2}, speed={"threads": 1})
+    run = copy_run(data | {"train": {"steps": 2}})
+    changes = {"validation": {"loss_samples": 5, "every": 3}, "speed": {"threads": "auto"}}
+    run_with(data, "latest", train={"steps": 4}, **changes)
+    shown = capsys.readouterr().out
+    assert (
+        "resume  validation.loss_samples stays 2, because evaluations are compared sample by sample (2 -> 5)" in shown
+    )
+    assert 'resume  speed.threads stays 1, because another number changes rounding (1 -> "auto")' in shown
+    assert "resume  changed validation.every: null -> 3" in shown and "evaluate 2 samples" in shown
+    assert [len(row["eval_losses"]) for row in read_rows(run / "evaluations.jsonl")] == [2] * 4  # 0, 2, 3, 4
+    run_with(data, "latest", train={"steps": 5}, validation={"loss_samples": 0})
+    shown = capsys.readouterr().out
+    assert "resume  changed validation.loss_samples: 5 -> 0" in shown and "evaluate " not in shown
+    assert [row["step"] for row in read_rows(run / "evaluations.jsonl")] == [0, 2, 3, 4]
+
+
+def test_what_a_resumed_run_keeps(tiny_config: dict) -> None:
+    def kept(**changes: object) -> dict[str, str]:
+        config = validate(merged(tiny_config, **changes), "kept")
+        return kept_settings(config, 4, {"threads": 3, "modulation": "plan"}, 3)
+
+    budget = {"budget_gib": 8.0}
+    for samples, stays in {4: False, 0: False, 5: True, "auto": True}.items():
+        assert ("validation.loss_samples" in kept(validation={"loss_samples": samples})) == stays, samples
+    assert "speed.threads" in kept() and "speed.threads" not in kept(speed={"threads": 2})
+    assert kept(memory={"modulation": "auto"})["memory.modulation"] == "plan, as before"
+    assert "memory.modulation" not in kept(memory={"modulation": "resident"})
+    assert "memory.budget_gib" not in kept(memory={"checkpointing": "auto", **budget})
+    batch = {"batch_size": 2, "global_batch": 4}
+    assert "memory.budget_gib" in kept(memory={"checkpointing": "none", **budget}, train=batch)
+    assert "price is that of the first start" in kept()["output.prices"]
+
+
+def test_full_fine_tuning_says_that_other_prompts_end_its_drift(
+    tiny_config: dict, copy_run: TrainOnce, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = merged(tiny_config, validation={"loss_samples": 1}) | {"adapter": {"method": "full"}, "train": {"steps": 1}}
+    run = copy_run(data)
+    run_with(data, "latest", train={"steps": 2}, validation={"unrelated_prompts": ["other"]})
+    assert '["other"]. Drift is no longer measured: the base has trained since' in capsys.readouterr().out
+    assert "drift" in read_rows_list(run)[1] and "drift" not in read_rows_list(run)[2]
+
+
+def read_rows_list(run: Path) -> list[dict]:
+    return list(read_rows(run / "evaluations.jsonl"))
 
 
 def test_a_damaged_checkpoint_is_named(tiny_config: dict) -> None:

@@ -30,9 +30,11 @@ PACKAGE = ROOT / "simpletune"
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 METHODS = {("torch", "load"), ("torch", "save"), ("os", "system"), ("os", "popen"), ("np", "load"), ("numpy", "load")}
-SAFE_YAML = {"scan", "safe_load", "SafeLoader", "AliasToken", "YAMLError"}
+SAFE_YAML = {"scan", "safe_load", "SafeLoader", "AliasToken", "YAMLError", "AliasEvent", "Event", "Node", "ScalarNode",
+             "constructor"}  # fmt: skip
 ALLOWED = {
     ("adapters/methods/hypernetwork_files.py", "torch.save"),  # export --format a1111 writes one, and nothing reads it
+    ("apps/web/scans.py", "pickle"),  # of what a process that the page has started tells it through a pipe, no file
 }
 
 

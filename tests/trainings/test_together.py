@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,32 @@ def test_torchrun_starts_all_again_when_one_is_killed(
     require_same(run_of(data), whole[0])
     result = Path(data["output"]["runs"]) / "torchrun" / "pytorch_lora_weights.safetensors"
     assert load_file(result).keys() == load_file(whole[0] / result.name).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.0, 1.0, 4.0])
+def test_nobody_waits_for_a_torchrun_that_is_killed_before_its_processes_have_met(
+    after: float, ground: dict[str, Any], tmp_path: Path
+) -> None:
+    """They waited for over half an hour, and held the lock. The first have hardly started, the last import torch."""
+    (tmp_path / "config.json").write_text(json.dumps(unwatched(ground, f"orphans-{after:g}", train={"steps": 10_000})))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "simpletune", "train"]
+    command = [sys.executable, *words, str(tmp_path / "config.json")]
+    torchrun = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    children, late = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children"), time.monotonic() + 120
+    while len(children.read_text().split()) < 2 and time.monotonic() < late:
+        time.sleep(0.05)
+    time.sleep(after)
+    torchrun.kill()
+    killed = time.monotonic()
+    assert torchrun.stdout is not None
+    said = torchrun.stdout.read().decode()  # until both have ended, too
+    torchrun.wait()
+    assert time.monotonic() - killed < 30, said
+    assert said.count("is gone. This process ends, too") == 2, said
 
 
 # A run of two processes. Each prints what it maps; the second may be unable to.

@@ -203,7 +203,8 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         style = style_of(header.text[0])
         layout_title = f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
     return {
-        "method": ", ".join(header.methods) or ("DoRA" if settings.get("use_dora") else " and ".join(header.kinds)),
+        "method": ", ".join(header.methods)
+        or ("DoRA" if settings.get("use_dora") else " and ".join(header.named_kinds)),
         "layout": header.layout_name,
         "layout_title": layout_title,
         "family": family,

@@ -48,6 +48,11 @@ PLAIN_ONLY = "Only plain LoRA can be applied exactly"
 LONGEST_PATTERN = 200  # characters
 DAMAGED = "The file is damaged: download or export it again"
 MOST_TENSORS = 100_000  # of a file that is described: matching so many names takes seconds
+MOST_BYTES = 2**35  # of a LoRA's tensors; a header of a few bytes can announce any number
+MOST_SIDE = 2**15  # inputs or outputs of a layer, and ranks; the widest known have 23,040 (a U-Net's 3x3 convolutions)
+MOST_RANK = (
+    4096  # of small layers, whose rank may exceed both sides: one setting for all, or the joined ranks of q, k and v
+)
 LARGEST_SCALE = 1e6
 """Largest accepted alpha / rank; real files have 0.001 to 100."""
 
@@ -97,7 +102,7 @@ class LoraHeader:
         modules: updated modules of the denoiser by name; ``text_modules``: of text encoders; ``all_modules``: both.
         methods: methods other than plain LoRA, with the keys that identify them.
         is_lora: whether the file contains updates rather than a model.
-        kinds: kinds of the denoiser's modules.
+        kinds: kinds of the denoiser's modules; ``named_kinds``: in a file of text encoders alone, of theirs.
         unmatched: keys that match no layer of the family's denoiser or of a text encoder.
         halves: modules that lack a factor.
 
@@ -117,6 +122,9 @@ class LoraHeader:
         self.bundled = [name for name in self.names if name.startswith(BUNDLED)]
         self.methods = other_methods(self.names)
         self.is_lora = is_lora(self.names)
+        size = max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
+        if self.is_lora and size > MOST_BYTES:
+            raise UserError(f"{file} has {size:,} bytes of tensors; a LoRA has at most {MOST_BYTES:,}. {DAMAGED}")
         self.odd_alphas: list[str] = []
         found: dict[str, Module] = {}
         for key in self.names:
@@ -140,6 +148,7 @@ class LoraHeader:
         for module in self.modules.values():
             module.layers = self.layout.layers(module.name) if self.layout else ()
         self.kinds = sorted({module.kind for module in self.modules.values()})
+        self.named_kinds = self.kinds or sorted({module.kind for module in self.text_modules.values()})
         self.halves = [module.name for module in self.all_modules if not is_whole(module.keys)]
         lost = {key for module in self.all_modules if not module.layers for key in module.keys.values()}
         known = {key for module in self.all_modules for key in module.keys.values()} | set(self.bundled)
@@ -336,6 +345,12 @@ def _require_shapes(header: LoraHeader) -> None:
         size = update_shape(shapes)
         if size is None or size.outputs % len(module.layers):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
+        sides = max(size.outputs, size.inputs)
+        if sides > MOST_SIDE * len(module.layers) or (size.rank or 0) > max(sides, MOST_RANK):
+            raise UserError(
+                f"{factors}: rank {size.rank or 1:,} for {size.inputs:,} inputs and {size.outputs:,} outputs. No layer "
+                f"has more than {MOST_SIDE:,}, and no update a higher rank than its layer's larger side. {DAMAGED}"
+            )
         if any(not is_by_output(role, shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
             raise UserError(
                 f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "

@@ -428,8 +428,10 @@ def product_norm(
     a: Tensor,  # [r, i]
     b: Tensor,  # [o, r]
 ) -> Tensor:  # fp32 []
-    """||B A|| (Frobenius) = sqrt(trace((A A^T) (B^T B)))."""
+    """||B A|| (Frobenius) = sqrt(trace((A A^T) (B^T B))); of B A itself where that is smaller than [r, r]."""
     a, b = a.float(), b.float()
+    if a.shape[0] ** 2 > a.shape[1] * b.shape[0]:
+        return (b @ a).norm()
     return ((a @ a.T) * (b.T @ b)).sum().clamp_min(0).sqrt()
 
 
@@ -455,5 +457,5 @@ def row_norms(
     ||W_j||^2 and ``projected`` W A^T."""
     a, b = a.float(), b.float()
     crossed = (b * projected.float()).sum(1)
-    own = ((b @ (a @ a.T)) * b).sum(1)
+    own = ((b @ (a @ a.T)) * b).sum(1) if len(a) <= a.shape[1] else (b @ a).square().sum(1)  # no [r, r] larger than A
     return (squares + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
 
+LARGEST_STRENGTH = 1e6  # that of files' own scales, too
 CONFIG_HELP = "a JSON file or the name of a shipped configuration, such as demo or sd3_medium_lora_8gb"
 OVERRIDES_HELP = "override fields of the configuration, such as train.steps=30"
 JSON_HELP = "print machine-readable JSON"
@@ -45,7 +46,9 @@ def whole_number(what: str, least: int, most: float = math.inf, multiple_of: int
     """Make an argument's type; ``what`` says in messages what it must be."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most or int(text) % multiple_of:
+        digits = text.removeprefix("-")
+        # Python refuses to read numbers of thousands of digits
+        if not digits.isdecimal() or len(digits) > 30 or not least <= int(text) <= most or int(text) % multiple_of:
             raise argparse.ArgumentTypeError(f"{text} is not {what}")
         return int(text)
 
@@ -71,7 +74,13 @@ positive = whole_number("a whole number of at least 1", 1)
 non_negative = whole_number("a whole number of at least 0", 0)
 port = whole_number("a port from 0 to 65535", 0, 65535)
 tile = whole_number("a multiple of 64 of at least 128, such as 512", 128, multiple_of=64)  # side in pixels
-finite = number("a number, such as 0.8", math.isfinite)
+# Those of the configuration's validation: tests/config/test_config.py compares them.
+steps = whole_number("a whole number from 1 to 1000", 1, 1000)
+seed = whole_number("a whole number from -2^63 to 2^64 - 1", -(2**63), 2**64 - 1)
+guidance = number("a number of at least 1, which is no guidance", lambda value: 1 <= value < math.inf)
+strength = number("a number from -1000000 to 1000000, such as 0.8", lambda value: abs(value) <= LARGEST_STRENGTH)
+gigabytes = number("a number of GiB of at least 0", lambda value: 0 <= value < math.inf)
+seconds = number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf)
 probability = number("a number from 0 to 1, such as 0.35", lambda value: 0 <= value <= 1)
 share = number("a number greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
@@ -79,6 +88,7 @@ share = number("a number greater than 0 and at most 1", lambda value: 0 < value 
 def size(text: str) -> tuple[int, int]:
     """Parse WIDTHxHEIGHT in pixels."""
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) >= 16 and int(part) % 16 == 0 for part in parts):
+    known = [int(part) for part in parts if part.isdecimal() and len(part) <= 6]
+    if not len(parts) == len(known) == 2 or any(side < 16 or side % 16 for side in known):
         raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in multiples of 16, such as 1024x768")
-    return int(parts[0]), int(parts[1])
+    return known[0], known[1]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.apps.cli.arguments import seconds
 from simpletune.system.options import Json, UserError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def control_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=int, metavar="PIXELS", help="picture height (default: as in validation)")
     parser.add_argument(
         "--wait",
-        type=float,
+        type=seconds,
         default=600.0,
         metavar="SECONDS",
         help="how long to wait for the answer (default: 600); 0: do not wait",

@@ -13,6 +13,7 @@ from simpletune.apps.cli.arguments import (
     read_config_arguments,
     whole_number,
 )
+from simpletune.apps.cli.estimate import ABOUT_DEVICE
 from simpletune.apps.cli.train import is_folder_of_pictures
 
 PLACE_HELP = "a folder of pictures, or a configuration"
@@ -25,13 +26,19 @@ def data(args: argparse.Namespace) -> None:
     if args.masks_from is not None:
         write_masks(args)
         return
-    if is_folder_of_pictures(args.config):
-        from simpletune.commands.init.command import config_in_memory
+    from simpletune.commands.inspect_data.folder_config import folder_config, with_model
+    from simpletune.system.gpus import find_card
 
-        config = config_in_memory(args.config, args.overrides)
+    if is_folder_of_pictures(args.config):
+        config, about = folder_config(args.config, args.overrides, args.model, args.device)
     else:
+        about = ""
+        if args.device is not None and args.device.lower() != "cpu":
+            about = f"sizes are the configuration's own, on {find_card(args.device).name} as on any card"
         config = read_config_arguments(args, needs_model=False)
-    report(config, args.out, args.json, args.pictures)
+        if args.model is not None:
+            config = with_model(config, args.model)
+    report(config, args.out, args.json, args.pictures, about)
 
 
 def write_masks(args: argparse.Namespace) -> None:
@@ -40,6 +47,10 @@ def write_masks(args: argparse.Namespace) -> None:
     from simpletune.data.sources.folder import Folder
     from simpletune.system.options import UserError
 
+    if args.model is not None or args.device is not None:
+        raise UserError(
+            "--masks-from needs neither --model nor --device: masks have the pictures' own sizes. Leave out"
+        )
     if args.json or args.out is not None:
         raise UserError("--masks-from writes masks and no report. Leave out --out and --json, or call data again")
     sources: list[Folder] = []
@@ -60,6 +71,10 @@ def write_masks(args: argparse.Namespace) -> None:
 def data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG_OR_FOLDER", help=PLACE_HELP)
     add_overrides(parser)
+    parser.add_argument("--model", metavar="NAME", help="show the sizes of this base: hub name, folder or file")
+    parser.add_argument(
+        "--device", metavar="CARD", help=f"of a folder: those for {ABOUT_DEVICE}, or cpu (default: this machine's)"
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write data.html, sheet.png and data.json to it")
     parser.add_argument("--json", action="store_true", help=JSON_HELP)
     parser.add_argument(

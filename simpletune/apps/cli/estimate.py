@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import CONFIG_HELP, JSON_HELP, add_config, add_overrides
+from simpletune.apps.cli.arguments import (
+    CONFIG_HELP,
+    JSON_HELP,
+    add_config,
+    add_overrides,
+    gigabytes,
+    positive,
+    seconds,
+)
 from simpletune.system.options import UserError
 from simpletune.system.startup import import_libraries
 
@@ -61,14 +69,14 @@ def estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="CARD", help=ABOUT_DEVICE + "; separate several with commas")
     parser.add_argument("--prices", type=Path, metavar="FILE", help=ABOUT_PRICES)
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="predict each of N processes; memory only"
+        "--processes", type=positive, default=1, metavar="N", help="predict each of N processes; memory only"
     )
     add_reserve(parser)
 
 
 def add_reserve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--reserve", type=float, default=0.0, metavar="GIB", help="device memory that other programs use"
+        "--reserve", type=gigabytes, default=0.0, metavar="GIB", help="device memory that other programs use"
     )
 
 
@@ -136,7 +144,7 @@ def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache", type=Path, default=Path(".cache"), metavar="FOLDER", help="output.cache of your runs"
     )
     parser.add_argument(
-        "--seconds", type=float, default=110.0, metavar="S", help="start no new measurement after this long"
+        "--seconds", type=seconds, default=110.0, metavar="S", help="start no new measurement after this long"
     )
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from simpletune.apps.cli.arguments import (
     DEVICE_HELP,
     PRECISION_HELP,
-    finite,
+    guidance,
     non_negative,
     number,
     positive,
+    seed,
     size,
+    steps,
+    strength,
     tile,
 )
 from simpletune.system.options import UserError
@@ -56,11 +59,11 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--token", metavar="WORD", help="rare word for the subject, {token} in prompts; not scored")
     parser.add_argument("--class", dest="kind", metavar="WORD", help="what the subject is, {class} in prompts")
-    parser.add_argument("--strengths", nargs="+", type=finite, metavar="S", help="LoRA strengths (default: 1)")
+    parser.add_argument("--strengths", nargs="+", type=strength, metavar="S", help="LoRA strengths (default: 1)")
     parser.add_argument("--seeds", type=positive, default=2, help="pictures per prompt (default: 2)")
-    parser.add_argument("--seed", type=int, help="seed of the first picture's noise (default: 10000)")
-    parser.add_argument("--steps", type=positive, help="number of sampling steps (default: the run's)")
-    parser.add_argument("--guidance", type=float, help="classifier-free guidance scale (default: the run's)")
+    parser.add_argument("--seed", type=seed, help="seed of the first picture's noise (default: 10000)")
+    parser.add_argument("--steps", type=steps, help="number of sampling steps (default: the run's)")
+    parser.add_argument("--guidance", type=guidance, help="classifier-free guidance scale (default: the run's)")
     parser.add_argument("--size", type=size, metavar="WIDTHxHEIGHT", help="size in pixels (default: the run's)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), help=DEVICE_HELP)
     parser.add_argument("--precision", choices=("bf16", "fp32", "int8", "int8-quanto", "nf4"), help=PRECISION_HELP)

@@ -11,10 +11,14 @@ from simpletune.apps.cli.arguments import (
     OVERWRITE_HELP,
     PRECISION_HELP,
     RUNS_HELP,
+    guidance,
     non_negative,
     positive,
+    seed,
     share,
     size,
+    steps,
+    strength,
     tile,
 )
 from simpletune.system.startup import import_libraries
@@ -32,7 +36,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     about = "a LoRA file, a run, RUN@STEP or a hub name; repeat to combine several (default: the run's)"
     parser.add_argument("--lora", metavar="NAME[:SCALE]", action="append", help=about)
-    parser.add_argument("--scale", type=float, help="LoRA strength (default: 1)")
+    parser.add_argument("--scale", type=strength, help="LoRA strength (default: 1)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--base", action="store_true", help="draw with the base model alone")
     kind.add_argument("--full", action="store_true", help="draw with the run's full model, or its LoRA merged")
@@ -60,7 +64,9 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora", action="append", metavar="NAME[:SCALE]", help="draw with a LoRA at each --scale; repeatable"
     )
-    parser.add_argument("--scale", type=float, action="append", help="LoRA strength; repeatable (default: 0.5 and 1)")
+    parser.add_argument(
+        "--scale", type=strength, action="append", help="LoRA strength; repeatable (default: 0.5 and 1)"
+    )
     parser.add_argument("--checkpoints", action="store_true", help="add every checkpoint of each run")
     parser.add_argument("--predict", action="store_true", help="predict the memory first, and refuse what does not fit")
     parser.add_argument("--clip", metavar="NAME", help="CLIP model (folder or hub name) that scores prompt fit")
@@ -81,14 +87,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help=RUNS_HELP)
     parser.add_argument("--model", help="base model: a hub name (owner/name) or a folder")
     parser.add_argument("--negative-prompt", default=None, help="negative prompt for guidance")
-    parser.add_argument("--steps", type=positive, help="number of sampling steps")
+    parser.add_argument("--steps", type=steps, help="number of sampling steps")
     parser.add_argument(
-        "--guidance", type=float, help="classifier-free guidance scale; 1 disables it and halves the time"
+        "--guidance", type=guidance, help="classifier-free guidance scale; 1 disables it and halves the time"
     )
     parser.add_argument(
         "--size", type=size, metavar="WIDTHxHEIGHT", help="size in pixels, multiples of 16, such as 1024x1024"
     )
-    parser.add_argument("--seed", type=int, help="seed of the initial noise")
+    parser.add_argument("--seed", type=seed, help="seed of the initial noise")
     parser.add_argument("--image", type=Path, help="start from this picture, centre-cropped to the size")
     parser.add_argument(
         "--mask", type=Path, help="inpainting: paint into --image where this picture of its shape is white"

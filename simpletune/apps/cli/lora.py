@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from simpletune.apps.cli.arguments import JSON_HELP, OVERWRITE_HELP, positive
+from simpletune.apps.cli.arguments import JSON_HELP, OVERWRITE_HELP, positive, seed, share, strength
 
 FORMATS = ("diffusers", "kohya", "onetrainer", "comfy")  # of LoRA
 DTYPES = ("fp32", "bf16", "fp16")
@@ -84,7 +84,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "loras", nargs="*", metavar="LORA[:STRENGTH]", help=f"{LORA}; without one, the base is written as it is"
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on every strength (default: 1)")
+    parser.add_argument("--scale", type=strength, default=1.0, help="factor on every strength (default: 1)")
     parser.add_argument(
         "--base", help="a folder, a single file, a hub name or a run with full weights (default: the run's base)"
     )
@@ -111,9 +111,9 @@ def mix_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank", type=positive, help="rank of the result, for methods that end in svd (default: the largest)"
     )
     parser.add_argument(
-        "--density", type=float, default=0.5, help="share of entries to keep, for ties, dare and magnitude_prune"
+        "--density", type=share, default=0.5, help="share of entries to keep, for ties, dare and magnitude_prune"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed for the entries that dare drops")
+    parser.add_argument("--seed", type=seed, default=0, help="seed for the entries that dare drops")
     add_output(parser)
 
 

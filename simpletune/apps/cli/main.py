@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from simpletune import __version__
@@ -15,8 +17,11 @@ from simpletune.apps.cli import control, data, doctor, estimate, evaluate, gener
 from simpletune.system.console import print_any_text
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import UserError
+from simpletune.system.portable import peak_resident_bytes
 from simpletune.system.printable import printable
+from simpletune.system.processes import end_with_launcher
 from simpletune.system.redact import redact
+from simpletune.system.shell import typed_path
 from simpletune.system.signals import Stopped
 
 Verb = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None]]
@@ -39,6 +44,12 @@ examples:
   simpletune estimate sd3_medium_lora_8gb --device L4     memory, time and price before anything runs
 
 simpletune VERB --help shows a verb's arguments."""
+
+# Arguments that are texts and may be paths.
+NAMES = (
+    "run", "file", "lora", "loras", "base", "tuned", "model", "source", "resume", "embedding", "compare", "prompts",
+    "clip", "dino",
+)  # fmt: skip
 
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)$")
 _REQUIRED = "the following arguments are required: "
@@ -146,25 +157,48 @@ def near_option(parser: argparse.ArgumentParser, word: str) -> str:
     return f". Did you mean {near[0]}?" if near else ""
 
 
+def read_paths(args: argparse.Namespace) -> None:
+    """Read the paths among the arguments as ``typed_path`` does, in place."""
+    for name, value in vars(args).items():
+        several = value if isinstance(value, list) else [value]
+        read = [
+            type(each)(typed_path(str(each)))
+            if isinstance(each, Path) or (isinstance(each, str) and name in NAMES)
+            else each
+            for each in several
+        ]
+        setattr(args, name, read if isinstance(value, list) else read[0])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; a user's mistake ends in a message and an exit code, never in a traceback.
 
     Returns:
         0 on success, 1 for problems that doctor found, 2 for configuration and input, 4 for a non-finite loss or
-        gradient, 6 for a full disk, 7 if another process of the run is gone, 130 after Ctrl-C or a request to stop, 143
-        after SIGTERM.
+        gradient, 5 for full memory, 6 for a full disk, 7 if another process of the run is gone, 130 after Ctrl-C or a
+        request to stop, 143 after SIGTERM.
     """
     print_any_text()
     args = parse(argv)
     prepare_environment()
     try:
+        end_with_launcher()
+        read_paths(args)
         VERBS[args.verb][0](args)
     except UserError as error:
         print(f"error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (MemoryError, RuntimeError) as error:
+        if not _is_memory_full(error):
+            raise
+        print(f"error: {printable(redact(_memory_full(error)))}", file=sys.stderr)
+        return 5
     except OSError as error:
+        if _is_memory_full(error):
+            print(f"error: {printable(redact(_memory_full(error)))}", file=sys.stderr)
+            return 5
         if error.filename is None:  # without a file, a traceback is more useful
             raise
         remedy = "Repair or remove it, or check that this user has read and write permission"
@@ -178,6 +212,25 @@ def main(argv: list[str] | None = None) -> int:
         print("\nstopped; finished work is kept", file=sys.stderr)
         return 130
     return 0
+
+
+def _is_memory_full(error: BaseException) -> bool:
+    """Whether an error says that this machine, rather than its card, has no memory left: Python's, the system's, or
+    that of torch's allocator."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _memory_full(error: BaseException) -> str:
+    """Say how much memory was asked for, if the error knows, how much this process has had, and what to do."""
+    asked = " ".join(str(error).split())[:300]
+    return (
+        f"this machine's memory is full{f' ({asked})' if asked else ''}; this process has used up to "
+        f"{peak_resident_bytes() / 2**30:,.1f} GiB. End other programs, raise the limit that this process has "
+        "(ulimit -v, a container's), or give it less at once: smaller files, pictures or batches. A run continues with "
+        "--resume auto"
+    )
 
 
 def run_verb(*words: str) -> None:

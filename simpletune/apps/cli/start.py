@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from simpletune.apps.cli.arguments import add_overrides
 from simpletune.apps.cli.estimate import ABOUT_DEVICE
 
 OVERWRITE_HELP = "replace the file if it exists"
@@ -19,11 +20,12 @@ def init(args: argparse.Namespace) -> None:
 
     on_cpu = args.device is not None and args.device.lower() == CPU
     answers = Answers(args.what, args.trigger, args.length, args.model, on_cpu)
-    init_command(args.folder, answers, args.out, args.device, overwrite=args.overwrite, quiet=args.yes)
+    init_command(args.folder, answers, args.out, args.device, args.overwrite, args.yes, args.overrides)
 
 
 def init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of pictures, with or without captions")
+    add_overrides(parser)
     parser.add_argument(
         "--what", choices=WHAT, help="what the pictures teach (default: guessed from their number and captions)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from simpletune.apps.cli.arguments import add_config, read_config_arguments
@@ -21,10 +22,13 @@ RESUME = (
 
 def train(args: argparse.Namespace) -> None:
     """prepare the data, train, validate and export; given a folder of pictures, write its configuration first"""
-    args.config = of_folder(args.config)
+    args.config = of_folder(args.config, args.overrides)
     config = read_config_arguments(args)
     with listening():
         try:
+            from simpletune.runs.checkpoint_folders import require_resumable
+
+            require_resumable(config, args.resume)
             import_libraries()
             from simpletune.commands.train.train import train as run
 
@@ -44,13 +48,13 @@ def is_folder_of_pictures(config: Path) -> bool:
     return find_config(config).is_dir() and not (any(config.glob("*.json")) and not walk(config, "inside").pictures)
 
 
-def of_folder(config: Path) -> Path:
+def of_folder(config: Path, overrides: Sequence[str] = ()) -> Path:
     """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
     if not is_folder_of_pictures(config):
         return config
     from simpletune.commands.init.command import config_for
 
-    return config_for(config)
+    return config_for(config, overrides)
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:

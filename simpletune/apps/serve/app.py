@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Scope
 
 from simpletune.apps.http import CLIENT_CLOSED_REQUEST, CLIENT_LEFT, Guard, read_body
 from simpletune.apps.serve.metrics import CONTENT_TYPE, Metrics
-from simpletune.apps.serve.requests import Capabilities, RequestError, read_requests
+from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
 from simpletune.apps.serve.worker import FAILED, STOPPING, GenerationJob, Worker
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
@@ -34,6 +34,8 @@ PAGE_FILES = {
     "/page.css": (PAGE / "page.css", "text/css; charset=utf-8"),
     "/page.js": (PAGE / "page.js", "text/javascript; charset=utf-8"),
 }
+DECODED = 2  # requests whose pictures are decoded at a time; each takes some hundred MiB
+PATIENCE = 10  # seconds for which a request waits to be decoded
 STANDARD = ("negative_prompt", "width", "height", "steps", "guidance", "seed")  # fields of a Request, for the page
 
 
@@ -55,13 +57,29 @@ class HttpOptions:
 def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, options: HttpOptions) -> ASGIApp:
     """Build the application around a worker that generates the images."""
     pages = {path: (file.read_bytes(), kind) for path, (file, kind) in PAGE_FILES.items()}
+    decoding = asyncio.Semaphore(DECODED)
+
+    async def read(request: Request) -> list[ImageRequest]:
+        body = await read_body(request, "application/json", capabilities.limits.body, "body", "application/json")
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await decoding.acquire()
+        except TimeoutError:
+            busy = f"The pictures of other requests are being decoded. Try again in {PATIENCE} s"
+            raise RequestError(503, busy, headers={"Retry-After": str(PATIENCE)}) from None
+        try:
+            if await request.is_disconnected():  # while it waited
+                raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT)
+            worker.require_ready()
+            return await run_in_threadpool(read_requests, body, capabilities)  # parsing must not block others
+        finally:
+            decoding.release()
 
     async def predict(request: Request) -> Response:
-        worker.require_ready()
-        body = await read_body(request, "application/json", capabilities.limits.body, "body", "application/json")
-        worker.require_room()  # before the pictures in the body are decoded
-        images = await run_in_threadpool(read_requests, body, capabilities)  # parsing must not block others
-        job = worker.submit(images)
+        arrived = time.monotonic()
+        with worker.place():  # before the body, which may have megabytes, is read
+            images = await read(request)
+            job = worker.submit(images, arrived)
         request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
         pictures = await wait_for_images(request, worker, job)
         waited, drew = job.started - job.submitted, time.monotonic() - job.started

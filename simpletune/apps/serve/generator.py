@@ -80,7 +80,7 @@ class ImageGenerator:
         wanted: dict[str, tuple[TextSide, list[str]]] = {}
         for image in images:
             side = self.side_of(image)
-            wanted.setdefault(side.key, (side, []))[1].extend([image.request.prompt, image.request.negative_prompt])
+            wanted.setdefault(side.key, (side, []))[1].extend(image.request.texts)
         for side, prompts in wanted.values():
             self.text.fill(prompts, side)
 
@@ -98,7 +98,7 @@ class ImageGenerator:
         sampling step, and raises to stop the work. Returns a PNG with the text chunks of ``simpletune generate``."""
         check_cancelled()
         side = self.side_of(image)
-        self.text.fill([image.request.prompt, image.request.negative_prompt], side)
+        self.text.fill(image.request.texts, side)
         denoiser, modulation = self.models.use(image.lora, image.scale)
         self._check_cancelled, config = check_cancelled, self.config
         try:

@@ -18,5 +18,6 @@ class Limits:
     prompt: int = 2000  # characters per prompt
     body: int = 8 * 2**20  # bytes per request, for a picture and a mask in base64
     pixels: int = 2**24  # of a picture or a mask that is sent
+    all_pixels: int = 2**25  # of all pictures and masks of a request
     queue: int = 32  # waiting requests; further ones get status 429
     seconds: float = 600.0  # from a request's arrival to its response

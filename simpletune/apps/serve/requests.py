@@ -9,19 +9,22 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_core import PydanticKnownError
 
 from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
 from simpletune.config.error_text import did_you_mean, problems_of, show
-from simpletune.data.sources.pictures import decode, decode_mask, picture_size
+from simpletune.data.sources.pictures import decode, decode_mask, header_size
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.stages.sample import PictureRequest, fitted
 from simpletune.system import strict_json
 from simpletune.system.options import Option, Problem, UserError
 from simpletune.system.strict_json import JsonError, JsonValue
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 BASE = "base"
 STEP = 16  # pixels
@@ -204,11 +207,12 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
     if between:
         raise _unprocessable(between, len(between))
     common = _settings(parsed.parameters) if parsed.parameters else {}
+    inputs = _Inputs(capabilities.limits)
     images, without = [], []
     for number, each in enumerate(parsed.instances):
         values = {**common, **_settings(each)}
         lora, scale = values.pop("lora", capabilities.tuned or BASE), values.pop("scale", 1.0)
-        unusable = list(_unusable_inputs(values, capabilities.limits.pixels))
+        unusable = list(_unusable_inputs(values, inputs))
         for name, rule in unusable:
             own = name.removesuffix("_image") in each.model_fields_set  # mask_image is the alias of mask
             place = f"instances.{number}" if own else "parameters"
@@ -245,23 +249,45 @@ def _rules(path: str, given: Mapping[str, JsonValue]) -> Iterator[Problem]:
         yield Problem(path, "the prompt is empty. Describe what to draw")
 
 
-def _unusable_inputs(values: dict[str, Any], most: int) -> Iterator[tuple[str, str]]:
+class _Inputs:
+    """The pictures and masks of a request: each is decoded once, and none after they have too many pixels together."""
+
+    def __init__(self, limits: Limits):
+        self._limits, self._pixels = limits, 0
+        self._decoded: dict[tuple[str, str], Image.Image] = {}
+
+    def decode(self, name: str, text: str) -> Image.Image:
+        """The picture in a base64 text. UserError: it is too large; UnusablePicture: it cannot be used; ValueError: it
+        is not base64."""
+        if (name, text) not in self._decoded:
+            data = base64.b64decode(text, validate=True)
+            width, height = header_size(data)
+            if width * height > self._limits.pixels:
+                raise UserError(f"is {width}x{height}. Send at most {self._limits.pixels / 1e6:.1f} million pixels")
+            self._pixels += width * height
+            if self._pixels > self._limits.all_pixels:
+                raise UserError(
+                    f"brings the request's pictures and masks to {self._pixels / 1e6:.1f} million pixels. Send at most "
+                    f"{self._limits.all_pixels / 1e6:.1f} million in a request"
+                )
+            self._decoded[name, text] = decode(data) if name == "image" else decode_mask(data, "file")
+        return self._decoded[name, text]
+
+
+def _unusable_inputs(values: dict[str, Any], inputs: _Inputs) -> Iterator[tuple[str, str]]:
     """Replace the picture and the mask among values by what they hold, and add the strength that a mask has by default;
     yield the name of each that cannot be used, and why."""
     for name, sent in (("image", "image"), ("mask", "mask_image")):
         if name not in values:
             continue
         try:
-            data = base64.b64decode(values[name], validate=True)
-            width, height = picture_size(data)
-            if width * height > most:
-                yield sent, f"is {width}x{height}. Send at most {most / 1e6:.1f} million pixels"
-            else:
-                values[name] = decode(data) if name == "image" else decode_mask(data, "file")
-        except ValueError:
-            yield sent, "is not base64"
+            values[name] = inputs.decode(name, values[name])
+        except UserError as too_large:
+            yield sent, str(too_large)
         except UnusablePicture as reason:
             yield sent, f"{reason}. Send a PNG, JPEG or WebP in base64"
+        except ValueError:
+            yield sent, "is not base64"
     if "image" not in values:
         for name, sent in (("mask", "mask_image"), ("strength", "strength")):
             if name in values:

@@ -14,6 +14,7 @@ from types import FrameType
 
 from starlette.types import ASGIApp
 
+from simpletune.adapters.files.attach import holds_hypernetwork
 from simpletune.apps.http import EVERYWHERE, LOOPBACK, HttpServer, bind, is_loopback, loopback_hosts, url_of
 from simpletune.apps.serve.app import HttpOptions, make_app
 from simpletune.apps.serve.generator import ImageGenerator
@@ -23,12 +24,14 @@ from simpletune.apps.serve.models import ServedModels
 from simpletune.apps.serve.requests import BASE, STEP, Capabilities
 from simpletune.apps.serve.worker import SupportsGenerate, Worker
 from simpletune.commands.generate.generate import GenerationSession, open_session
+from simpletune.runs.stack import require_lora_of
 from simpletune.runs.text_side import embedding_of
 from simpletune.runs.weights import Embedding, run_result
 from simpletune.runs.weights_names import find_lora, refuse_strength
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.console import say
 from simpletune.system.options import UserError
+from simpletune.system.shell import typed_path
 from simpletune.system.startup import freeze
 
 PORT = 8000
@@ -120,7 +123,8 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
     width, height = (min(each, side) for each in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
-    defaults = PictureRequest("", option.seed, option.negative_prompt, width, height, steps, guidance)
+    negative = session.config.model.steered_from(option.negative_prompt)
+    defaults = PictureRequest("", option.seed, negative, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
     capabilities = Capabilities(served.names, defaults, limits, tuned, session.config.model.inpaints)
 
@@ -161,8 +165,11 @@ def _served_models(session: GenerationSession, given: list[str], common: Sequenc
             )
         if name in ServedModels(loras, tuned, embeddings).names:
             raise UserError(f"--lora: {name} is already in use. Give {file} another name")
+        file = typed_path(file)
         named = find_lora(file, "--lora: ", f"Serve it by --run {file}", strength=False)
         assert named.lora is not None
+        if not holds_hypernetwork(named.lora):
+            require_lora_of(f"--lora: {file}", named.lora, session.config)
         loras[name] = named.lora
         if named.embeddings:
             embeddings[name] = tuple((each, None) for each in named.embeddings)

@@ -8,8 +8,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from simpletune.apps.serve.limits import Limits
@@ -38,13 +39,13 @@ class JobCancelled(Exception):
 
 
 class GenerationJob:
-    """The images of one HTTP request, which have some seconds until the deadline."""
+    """The images of one HTTP request, which have some seconds from its arrival to the deadline."""
 
-    def __init__(self, images: Sequence[ImageRequest], seconds: float):
+    def __init__(self, images: Sequence[ImageRequest], seconds: float, arrived: float | None = None):
         self.images = list(images)
         self.submitted = time.monotonic()
         self.started = self.submitted
-        self.deadline = self.submitted + seconds
+        self.deadline = (self.submitted if arrived is None else arrived) + seconds
         self.done: Future[list[str]] = Future()
         self.done.set_running_or_notify_cancel()  # from here on only the worker completes it
         self.cancelled = threading.Event()  # keeps it from starting, or stops it before the next sampling step
@@ -66,6 +67,7 @@ class Worker(threading.Thread):
         self._load = load
         self._generator: SupportsGenerate | None = None
         self._waiting: deque[GenerationJob] = deque()
+        self._places = 0  # of requests that are being read
         self._current: GenerationJob | None = None
         self._changed = threading.Condition()
 
@@ -89,18 +91,32 @@ class Worker(threading.Thread):
         """Raise a RequestError: 429 if the queue is full, 503 if the server is not ready."""
         with self._changed:
             self.require_ready()
-            if len(self._waiting) < self.limits.queue:
+            known = len(self._waiting) + self._places
+            if known + (self._current is not None) <= self.limits.queue:
                 return
-            ahead = sum(len(job.images) for job in self._waiting)
+            ahead = sum(len(job.images) for job in self._waiting) + self._places
             wait = max(1, min(600, math.ceil(ahead * self.metrics.image_seconds())))
-            message = f"The queue is full with {len(self._waiting)} requests. Try again in {wait} s"
+            message = f"The queue is full with {known} requests. Try again in {wait} s"
         raise RequestError(429, message, headers={"Retry-After": str(wait)})
 
-    def submit(self, images: Sequence[ImageRequest]) -> GenerationJob:
-        """Append a job to the queue; a RequestError as of ``require_room``."""
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Keep a place in the queue for a request while it is read: no more of them are in memory than may wait. A
+        RequestError as of ``require_room``."""
         with self._changed:
             self.require_room()
-            job = GenerationJob(images, self.limits.seconds)
+            self._places += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._places -= 1
+
+    def submit(self, images: Sequence[ImageRequest], arrived: float | None = None) -> GenerationJob:
+        """Append a request that has a place to the queue; a RequestError if the server is not ready any more."""
+        with self._changed:
+            self.require_ready()
+            job = GenerationJob(images, self.limits.seconds, arrived)
             self._waiting.append(job)
             self._changed.notify()
         return job

@@ -21,6 +21,7 @@ from simpletune.apps.web import data_page, mask_page, queue, run_page, runs_page
 from simpletune.apps.web.access import FAILED, HEADERS, TOKEN, Access
 from simpletune.apps.web.events import FileWatcher, changes, events
 from simpletune.apps.web.roots import Roots, make_roots
+from simpletune.apps.web.scans import Scans
 from simpletune.apps.web.templates import TEMPLATES, render
 from simpletune.apps.web.upload import Uploads, clean
 from simpletune.system.console import say
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace) -> None:
     bound = bind(args.host, args.port)
     local = is_loopback(bound)
     token = None if local and not args.token else secrets.token_urlsafe(24)
-    app, watch = make_app(roots, Access(loopback_hosts(args.host) if local else None, token))
+    scans = Scans(roots)
+    app, watch = make_app(roots, Access(loopback_hosts(args.host) if local else None, token), scans)
     say(f"runs in {roots.runs}; pictures and configurations below {', '.join(map(str, roots.named))}")
     if not local:
         say("warning: other machines can reach this page, and nothing is encrypted: use it in a network that you trust")
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         PageServer(app, watch).run(sockets=[bound])
     finally:
+        scans.close()
         clean(roots)
 
 
@@ -72,7 +75,7 @@ class PageServer(HttpServer):
         super().handle_exit(sig, frame)
 
 
-def make_app(roots: Roots, access: Access) -> tuple[ASGIApp, FileWatcher]:
+def make_app(roots: Roots, access: Access, scans: Scans | None = None) -> tuple[ASGIApp, FileWatcher]:
     """Build the application, in which pages find the roots as ``request.app.state.roots``, and the watch over files,
     which must be closed before the server stops."""
     routes = [Route("/events", events), Route("/changes", changes), Route("/static/{name}", static)]
@@ -87,6 +90,7 @@ def make_app(roots: Roots, access: Access) -> tuple[ASGIApp, FileWatcher]:
 
     watch = FileWatcher(look)
     app.state.roots, app.state.watch, app.state.uploads = roots, watch, Uploads(roots)
+    app.state.scans = scans or Scans(roots)
     return Guard(app, access.hosts, PlainTextResponse, FAILED, HEADERS, access.refusal), watch
 
 

@@ -4,9 +4,10 @@ processes that it starts: the check of all pictures, and captioning by a model."
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -15,14 +16,18 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from simpletune.apps.http import whole_number
 from simpletune.apps.web import processes
 from simpletune.apps.web.data_set import (
+    ANY,
+    MODELS,
     ORDERS,
     PAGE,
     ROWS,
     SHOWN,
     DataSet,
     card_id,
+    faults_of,
     open_data_set,
     picture_tiles,
     select_pictures,
@@ -32,14 +37,18 @@ from simpletune.apps.web.form.presets import card_here
 from simpletune.apps.web.history import Change, History
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, stamps_in
+from simpletune.apps.web.scans import WAIT, PictureScan, Scans
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.commands.caption.defaults import CAPTIONERS, TAGGER, default_model
-from simpletune.commands.inspect_data.caption_edits import Edit, apply, preview, tag_counts
+from simpletune.commands.init import Answers, FolderContents, suggest
+from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, Edit, apply, preview, tag_counts
 from simpletune.commands.inspect_data.prompt_cuts import Cutter
 from simpletune.commands.inspect_data.report import FIGURES
+from simpletune.commands.inspect_data.scan import DatasetReport
 from simpletune.commands.inspect_data.thumbnails import thumbnail_of
 from simpletune.data.sources.caption_files import ChangedCaption, caption_content, write_caption
 from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.walk import readable
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import Json, UserError, plural
@@ -49,6 +58,8 @@ CHANGES = 20  # shown in a preview
 GROUPS, EACH = 24, 6  # groups of duplicates shown, and pictures in each
 LISTED = 200  # unusable entries
 LINES = 12  # of a log
+STRIP = 24  # pictures shown after an upload
+ASKED_AGAIN = 200  # pictures up to which a saved caption has the folder scanned again
 LONGEST = 2000  # characters of a field
 CHANGED = "captions-changed"  # event for the parts of the page that count captions, or show what can be undone
 UNDONE = "data-undone"  # event for the same parts but what can be undone, which says itself what was
@@ -56,12 +67,16 @@ CHECK, CAPTION = "data-check-", "data-caption-"
 PRECISIONS, DEVICES = ("bf16", "int8", "fp32"), ("auto", "cpu", "cuda")
 THRESHOLDS = {"threshold": "Least probability", "character-threshold": "Least probability of a character's name"}
 REDO = "ours"
+FolderScan = PictureScan[FolderContents] | PictureScan[DatasetReport]
 
 
 def routes() -> list[Route]:
     return [
         Route("/data", data),
         Route("/data/gallery", gallery),
+        Route("/data/files", files),
+        Route("/data/folders", folders),
+        Route("/data/strip", strip),
         Route("/data/thumbnail", thumbnail),
         Route("/data/summary", summary),
         Route("/data/caption", save_caption, methods=["POST"]),
@@ -89,7 +104,21 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 
 def data_set_of(request: Request, given: Mapping[str, str]) -> DataSet:
     """The data set that a request names, in its address or its form."""
-    return open_data_set(request.app.state.roots, given.get("place", ""), given.get("source", "0"))
+    names = ("place", "source", "model", "side", "upscale")
+    return open_data_set(request.app.state.roots, *(given.get(name, "") for name in names))
+
+
+def _scan(request: Request, found: DataSet, wait: float = WAIT) -> FolderScan | None:
+    """The scan of a folder, which a configuration may say how to read; None for a table."""
+    scans: Scans = request.app.state.scans
+    if found.is_table:
+        return None
+    return scans.folder(found.folder, wait=wait) if found.model else scans.data_set(found.config, found.folder, wait)
+
+
+def _report(scan: FolderScan | None) -> DatasetReport | None:
+    found = scan.found if scan is not None else None
+    return found.report if isinstance(found, FolderContents) else found
 
 
 # Pictures
@@ -100,15 +129,46 @@ def data(request: Request) -> Response:
     roots: Roots = request.app.state.roots
     place = request.query_params.get("place") or request.query_params.get("folder")
     if not place:
-        return render(request, "data_choose.html", suggested=suggestions(roots))
-    found = open_data_set(roots, place, request.query_params.get("source", "0"))
+        return render(request, "data_choose.html", suggested=suggestions(roots), uploads=roots.uploads)
+    found = data_set_of(request, {**request.query_params, "place": place})
+    scan, card = _scan(request, found), card_here()
+    if scan is not None and isinstance(scan.found, FolderContents) and not found.side:  # as a run would choose them
+        chosen = suggest(found.folder, Answers(model=found.model), card, scan.found).config["data"]
+        side = str(chosen.get("resolution", found.source.resolution))
+        upscale = "" if chosen.get("max_upscale", 0) is not None else ANY
+        found = open_data_set(roots, place, str(found.index), found.model, side, upscale)
+    elif scan is not None and scan.under_way and not found.side:  # it is not known yet whether small ones are used
+        found = open_data_set(roots, place, str(found.index), found.model, "", ANY)
     root = roots.named[0]
     shown = found.folder.relative_to(root) if found.folder.is_relative_to(root) else found.folder
-    card = card_here()
     return render(
         request, "data.html", data=found, shown=shown, query=found.query, card=card, default=default_model(card),
-        models=(*CAPTIONERS, TAGGER), **_gallery(request, found),
+        models=(*CAPTIONERS, TAGGER), bases=MODELS, scan=scan, report=_report(scan), polled=False, most=ASKED_AGAIN,
+        **_gallery(request, found),
     )  # fmt: skip
+
+
+def files(request: Request) -> Response:
+    """GET /data/files: what each file of the folder is to training."""
+    found = data_set_of(request, request.query_params)
+    scan, polled = _scan(request, found), "polled" in request.query_params
+    return render(
+        request, "data_files.html", data=found, scan=scan, report=_report(scan), query=found.query, polled=polled,
+        most=ASKED_AGAIN,
+    )  # fmt: skip
+
+
+def folders(request: Request) -> Response:
+    """GET /data/folders: the folders with pictures in the roots."""
+    return render(request, "data_folders.html", suggested=suggestions(request.app.state.roots))
+
+
+def strip(request: Request) -> Response:
+    """GET /data/strip: the first pictures of a folder that an upload has made, and where to go on with them."""
+    found = data_set_of(request, request.query_params)
+    files = found.files()
+    names = [readable(file.relative_to(found.folder).as_posix()) for file in files[:STRIP]]
+    return render(request, "data_strip.html", data=found, query=found.query, names=names, count=len(files))
 
 
 def gallery(request: Request) -> Response:
@@ -120,15 +180,21 @@ def gallery(request: Request) -> Response:
 def _gallery(request: Request, found: DataSet) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
     show = show if show in SHOWN else "all"
-    number = request.query_params.get("page", "1")
+    number = whole_number(request.query_params.get("page", "1"))
     order = request.query_params.get("order", "name")
     order = order if order in ORDERS else "name"
     report = {} if order == "name" else _read_report(request.app.state.roots, found)
-    entries = select_pictures(found, show, text, order, report)
+    entries: Sequence[CaptionedPicture | Path]
+    if show == "all" and order == "name" and not text and not found.is_table:
+        entries = found.files()  # of many thousands of captions, only those of this page are read
+    else:
+        entries = select_pictures(found, show, text, order, report)
     pages = max(1, -(-len(entries) // PAGE))
-    page = min(max(1, int(number)), pages) if number.isdecimal() and len(number) < 9 else 1
-    cards = picture_tiles(found, entries[(page - 1) * PAGE : page * PAGE])
-    view = urlencode({"place": str(found.place), "source": found.index, "show": show, "q": text, "order": order})
+    page = min(max(1, number or 1), pages)
+    scanned = _report(_scan(request, found, 0))
+    faults = {} if scanned is None else faults_of(scanned)
+    cards = picture_tiles(found, found.captioned(entries[(page - 1) * PAGE : page * PAGE]), faults)
+    view = urlencode({**found.given, "show": show, "q": text, "order": order})
     return {
         "cards": cards, "count": len(entries), "show": show, "text": text, "number": page, "pages": pages, "view": view,
         "order": order, "orders": ORDERS, "unordered": order != "name" and not report, "rows": ROWS,
@@ -246,9 +312,11 @@ def undo_part(request: Request) -> Response:
 @with_form
 def undo(request: Request, form: Form) -> Response:
     """POST /data/undo: give files what they held before a change; a form that names a picture gets its card."""
-    found, number = data_set_of(request, form), form.get("number", "")
+    found, number = data_set_of(request, form), whole_number(form.get("number", ""))
+    if number is None:
+        raise UserError("This is not the number of a change, so nothing was undone. Reload the page")
     history = _history(request, found)
-    what, left = history.undo(int(number) if number.isdecimal() and len(number) < 21 else 0)
+    what, left = history.undo(number)
     if "name" in form:
         said = left[0] if left else "Undone"
         response = _card(request, found, form["name"], typed=None, said=said, changed=False, made=None)
@@ -296,9 +364,14 @@ def start_check(request: Request, form: Form) -> Response:
     found, roots = data_set_of(request, form), request.app.state.roots
     place = _check_folder(roots, found)
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / "config.json", found.config.model_dump(mode="json", by_alias=True), shared=True)
+    config: Json = found.config.model_dump(mode="json", by_alias=True)
+    scan = _scan(request, found)
+    if scan is not None and isinstance(scan.found, FolderContents):  # as a run of the folder would read it
+        chosen = suggest(found.folder, Answers(model=found.model), card_here(), scan.found).config["data"]
+        config["data"] |= chosen | {"resolution": found.source.resolution}
+    write_json(place / "config.json", config, shared=True)
     words = ("data", str(place / "config.json"), "--out", str(place), "--pictures", "0")
-    processes.start(roots, words, CHECK + found.key)
+    processes.start(roots, words, CHECK + found.key, title="The check of these pictures")
     return _check_part(request, found)
 
 
@@ -339,7 +412,8 @@ def start_captioning(request: Request, form: Form) -> Response:
     try:
         if found.why_not:
             raise UserError(found.why_not)
-        processes.start(roots, caption_words(roots, found.folder, form), CAPTION + found.key)
+        words = caption_words(roots, found.folder, form)
+        processes.start(roots, words, CAPTION + found.key, title="Captioning of these pictures")
     except UserError as reason:
         return _captioning_part(request, found, str(reason))
     return _captioning_part(request, found)
@@ -351,7 +425,7 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
     model = form.get("model", "").strip()
     if not model:
         raise UserError("The model is empty. Give a hub name, such as florence-community/Florence-2-base, or a folder")
-    is_folder = (roots.named[0] / model).exists() or not HUB_NAME.match(model) or ".." in model
+    is_folder = os.path.exists(roots.named[0] / model) or not HUB_NAME.match(model) or ".." in model
     chosen = str(roots.resolve(model)) if is_folder else model
     words = ["caption", str(folder), f"--model={chosen}"]
     for name in ("prompt", "prefix", "trigger", "blacklist"):  # one word each, so that no value is read as a flag
@@ -362,8 +436,8 @@ def caption_words(roots: Roots, folder: Path, form: Mapping[str, str]) -> list[s
         words += [f"--{name}={text}{ends}"] if text else []
     for name, said in THRESHOLDS.items():
         text = form.get(name, "").strip()
-        if text and not (re.fullmatch(r"[0-9]*\.?[0-9]+", text) and float(text) <= 1):
-            raise UserError(f"{said}: {text} is not a number from 0 to 1. Use one such as 0.35")
+        if text and not (len(text) < 20 and re.fullmatch(r"[0-9]*\.?[0-9]+", text) and float(text) <= 1):
+            raise UserError(f"{said}: {text[:40]} is not a number from 0 to 1. Use one such as 0.35")
         words += [f"--{name}={text}"] if text else []
     for name, known in (("precision", PRECISIONS), ("device", DEVICES)):
         value = form.get(name, known[0])

@@ -13,20 +13,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlencode
 
-from simpletune.apps.web.form.presets import card_here
+from simpletune.apps.http import whole_number
 from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.scans import version_of
 from simpletune.commands.caption.pictures import require_text_captions
 from simpletune.commands.caption.record import Record
 from simpletune.commands.init.choices import TINY_SIDE
-from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, picture_files, read_captions
+from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, read_captions
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
+from simpletune.commands.inspect_data.scan import DatasetReport
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import TINY_SD3
 from simpletune.data.sources.caption_files import CaptionFile
 from simpletune.data.sources.captions import one_line
-from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.folder import CaptionReader, Folder
 from simpletune.data.sources.mask_files import MaskFile, read_mask
 from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.pictures import picture_size
@@ -34,9 +36,16 @@ from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.table import SUFFIXES as TABLES
 from simpletune.data.sources.table import Table
 from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable, walk
+from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.buckets import Size, upscaling
 from simpletune.system.options import Json, UserError
 
+MODELS = {
+    **{family.pretrained: family.pretrained for family in FAMILIES},
+    TINY_SD3: "the tiny model that comes with simpletune, for trying out",
+}
+"""The models that a folder's pictures can be shown for, in words."""
+ANY = "any"
 PAGE = 48  # pictures
 SHOWN = ("all", "without", "model", "cut", "unmasked")
 ORDERS = {"name": "name", "small": "smallest first", "large": "largest first", "cropped": "most cropped first",
@@ -60,6 +69,9 @@ class DataSet:
     why_not: str  # why its captions cannot be edited here; empty if they can
     mask_folder: Path | None = None  # data.mask_path, links resolved
     why_no_masks: str = ""  # why masks cannot be painted here; empty if they can
+    model: str = ""  # that a folder's pictures are shown for; empty: the configuration's
+    side: str = ""  # the resolution that they are shown for; empty: the model's own
+    upscale: str = ""  # ``any``: however small they are
 
     @property
     def key(self) -> str:
@@ -71,27 +83,39 @@ class DataSet:
         return isinstance(self.source, Table)
 
     @property
+    def given(self) -> dict[str, str]:
+        """What an address or a form says of it."""
+        given = {"place": str(self.place), "source": str(self.index), "model": self.model, "side": self.side}
+        given["upscale"] = self.upscale
+        return {name: value for name, value in given.items() if value}
+
+    @property
     def query(self) -> str:
-        return urlencode({"place": str(self.place), "source": self.index})
+        return urlencode(self.given)
 
     def files(self) -> list[Path]:
-        """The pictures of a folder. Masks beside them are none, even if training takes them for pictures."""
-        source = self.source if self.source.mask else self.source.model_copy(update={"mask": "files"})
-        return picture_files(self.folder, source)
-
-    def hints(self) -> list[str]:
-        """That training would take masks for pictures, if it would."""
-        if isinstance(self.source, Table):
-            return []
-        return without_masks(walk(self.folder, self.source.links).pictures, self.source.mask, self.mask_folder)[1]
+        """The pictures of a folder; masks are none."""
+        return list(_files(self.folder, self.source, version_of(self.folder)[0])[0])
 
     def entries(self) -> list[CaptionedPicture]:
         if isinstance(self.source, Table):
             return list(_rows(self.source, _version(self.folder)))
-        files = self.files()
-        return (
-            _captions_elsewhere(self.source, self.folder, files) if self.why_not else read_captions(self.folder, files)
-        )
+        return self.captioned(self.files())
+
+    def captioned(self, pictures: Sequence[CaptionedPicture | Path]) -> list[CaptionedPicture]:
+        """Pictures with their captions, of files whose captions are not read yet."""
+        files = [each for each in pictures if isinstance(each, Path)]
+        if not files or isinstance(self.source, Table):
+            return [each for each in pictures if isinstance(each, CaptionedPicture)]
+        if self.why_not:
+            return _captions_elsewhere(self.source, self.folder, files)
+        entries = read_captions(self.folder, files)
+        if self.source.reading == "0.1" or all(each.text for each in entries):
+            return entries
+        if not _files(self.folder, self.source, version_of(self.folder)[0])[1]:
+            return entries
+        reader = self.source.caption_reader(self.folder, files)
+        return [each if each.text else _read_as_training(each, reader) for each in entries]
 
     def entry(self, name: str) -> CaptionedPicture:
         """One picture with its caption; a UserError if the folder has none of this name."""
@@ -159,6 +183,35 @@ class TableRow(CaptionedPicture):
     size: Size | None = None
 
 
+@dataclass(frozen=True)
+class UneditedPicture(CaptionedPicture):
+    """A picture whose caption lies where this page does not write, such as in a table of all captions."""
+
+    read: str = ""
+
+    @property
+    def text(self) -> str:
+        return self.read
+
+
+def _read_as_training(entry: CaptionedPicture, reader: CaptionReader) -> CaptionedPicture:
+    """A picture without a text of its own, with the caption that training reads from another file, if there is one."""
+    try:
+        captions = reader.caption_of(entry.file)
+    except UnusablePicture:  # it has none, or the entry says what is wrong with it
+        return entry
+    from_file = any(file.is_file() for file in reader.files_of(entry.file))
+    return UneditedPicture(entry.name, entry.file, None, "", "\n".join(captions)) if from_file else entry
+
+
+@lru_cache(maxsize=4)
+def _files(folder: Path, source: Folder, version: str) -> tuple[tuple[Path, ...], bool]:
+    """The pictures of a folder, and whether it has other files; listed again when it changes, which takes a second for
+    100,000."""
+    found = walk(folder, source.links, source.reading)
+    return tuple(without_masks(found.pictures, source.mask, source.mask_path)[0]), bool(found.others)
+
+
 @lru_cache(maxsize=2)
 def _rows(source: Table, version: str) -> tuple[TableRow, ...]:
     """The first rows of a table, by name."""
@@ -183,7 +236,7 @@ def _version(file: Path) -> str:
 def _captions_elsewhere(source: Folder, folder: Path, files: list[Path]) -> list[CaptionedPicture]:
     """Pictures with the captions that training reads from metadata.jsonl, file names or data.prompt."""
     try:
-        caption_of = source.caption_reader(folder, files)[0]
+        caption_of = source.caption_reader(folder, files).caption_of
     except UserError:  # training says why; the pictures can be shown
         return read_captions(folder, files)
     entries = []
@@ -196,16 +249,24 @@ def _captions_elsewhere(source: Folder, folder: Path, files: list[Path]) -> list
     return entries
 
 
-def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
+def open_data_set(roots: Roots, place: str, index: str, model: str = "", side: str = "", upscale: str = "") -> DataSet:
     """Open a folder of pictures, or a source of a configuration, with place and index as in the address; a UserError if
-    the place is outside of the roots or missing, or the configuration is wrong."""
+    the place is outside of the roots or missing, or the configuration is wrong. A folder or a table is shown as a run
+    of ``model`` at ``side`` px would see it; empty: of the default model, at its own resolution."""
     path = roots.resolve(place)
     if not path.exists():
         raise UserError(f"{place} does not exist below {', '.join(map(str, roots.named))}. Give a folder with pictures")
     status = path.stat()
-    config = _config_of(path, (0, 0) if path.is_dir() else (status.st_mtime_ns, status.st_size))
+    if path.is_dir() or path.suffix in TABLES:
+        model = model if model in MODELS else FAMILIES[0].pretrained
+        side = side if side.isdecimal() and len(side) < 5 else ""
+    else:
+        model = side = upscale = ""
+    version = (0, 0) if path.is_dir() else (status.st_mtime_ns, status.st_size)
+    config = _config_of(path, version, model, side, upscale == ANY)
     members = config.data.members
-    number = int(index) if index.isdecimal() and int(index) < len(members) else 0
+    number = whole_number(index) or 0
+    number = number if number < len(members) else 0
     source = members[number]
     if not isinstance(source, Folder | Table):
         raise UserError(f"data.source: {source.path} is read while training. This page shows folders and tables")
@@ -233,19 +294,22 @@ def open_data_set(roots: Roots, place: str, index: str) -> DataSet:
             why_no_masks = "data.mask=alpha takes the opacity of the pictures"
     alone = config.model_copy(update={"data": source})
     paths = tuple(each.path for each in members)
-    return DataSet(path, number, paths, alone, source, folder, why_not, mask_folder, why_no_masks)
+    return DataSet(path, number, paths, alone, source, folder, why_not, mask_folder, why_no_masks, model, side, upscale)
 
 
 @lru_cache(maxsize=16)
-def _config_of(path: Path, version: tuple[int, int]) -> TrainConfig:
-    """A file's configuration, or the one with which Start trains a folder; cached, because validation takes 50 ms."""
-    if path.is_dir() or path.suffix in TABLES:
-        data: Json = {"name": "data", "data": {"path": str(path)}}
-        if not path.is_dir():
-            data["data"]["source"] = "table"
-        if card_here() is None:  # the tiny model, at its size
-            data["data"]["resolution"] = TINY_SIDE
-            data["model"] = {"pretrained": TINY_SD3}
+def _config_of(path: Path, version: tuple[int, int], model: str, side: str, upscaled: bool) -> TrainConfig:
+    """A file's configuration, or one for a folder, a model and a resolution; cached, because validation takes 50 ms."""
+    if model:
+        data: Json = {"name": "data", "data": {"path": str(path)}, "model": {"pretrained": model}}
+        family = family_of(model) or family_by_name(model)
+        if family is not None:
+            data["model"]["family"] = family.family
+        data["data"] |= {"reading": "any"} if path.is_dir() else {"source": "table"}
+        if upscaled or model == TINY_SD3:
+            data["data"]["max_upscale"] = None
+        if side or model == TINY_SD3:
+            data["data"]["resolution"] = int(side or TINY_SIDE)
         return validate(data, str(path), needs_data=False, needs_model=False)
     return resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
 
@@ -267,12 +331,20 @@ class PictureTile:
     masked: str  # changes when its mask does; empty if it has none
 
 
+def faults_of(report: DatasetReport) -> dict[str, str]:
+    """Why pictures are not used, as a scan has found out, by name."""
+    return {name: reason for name, (kind, reason) in report.files.files.items() if kind in ("damaged", "left over")}
+
+
 def card_id(name: str) -> str:
     """A name for the page's elements about a picture."""
     return "card-" + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[PictureTile]:
+def picture_tiles(
+    data: DataSet, entries: Sequence[CaptionedPicture], faults: Mapping[str, str] | None = None
+) -> list[PictureTile]:
+    """The pictures with their captions; ``faults``: what a scan found wrong with pictures, by name."""
     prompts = [data.prompt(entry.text) if entry.text else "" for entry in entries]
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
     tiles = []
@@ -295,6 +367,7 @@ def picture_tiles(data: DataSet, entries: Sequence[CaptionedPicture]) -> list[Pi
                 masked = version if data.source.mask == "alpha" else data.mask(entry.file).digest[:16]
         except (UnusablePicture, OSError) as reason:
             problem = str(reason)
+        problem = (faults or {}).get(entry.name, problem)
         cut = min((cut.place for cut in cuts), default=len(prompt))
         made = entry.caption is not None and record.of(entry.caption) is not None
         tiles.append(
@@ -356,15 +429,15 @@ def _is_unmasked(data: DataSet, entry: CaptionedPicture) -> bool:
 
 
 def suggestions(roots: Roots) -> list[Path]:
-    """Folders with pictures in the roots and one level below them."""
+    """Folders with pictures in the roots and one level below them, and those that were uploaded."""
     found: list[Path] = []
-    for root in roots.named:
+    for root in dict.fromkeys((roots.uploads, *roots.named)):
         try:
             entries = sorted(root.iterdir())[:LOOKED_AT]
         except OSError:  # unreadable: there is nothing to suggest
             entries = []
         below = (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
-        found += [folder for folder in (root, *below) if _holds_pictures(folder)]
+        found += [folder for folder in (root, *below) if folder not in found and _holds_pictures(folder)]
     return found[:SUGGESTED]
 
 

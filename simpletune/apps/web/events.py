@@ -15,10 +15,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from simpletune.apps.http import whole_number
+
 PERIOD = 1.0  # seconds between two looks at the files
-HEARTBEAT = 15.0  # seconds until an idle stream sends a comment, so that proxies keep it
+HEARTBEAT = 15.0  # seconds until an idle stream sends a beat: proxies keep it, and a page notices when none comes
 KEPT = 1000  # changes for pages that poll
 HELLO, BYE = b"retry: 2000\nevent: hello\ndata: []\n\n", b"event: bye\ndata: []\n\n"
+BEAT = b"event: beat\ndata: []\n\n"  # no comment: a browser hides those from the page
 Look = Callable[[], Mapping[str, Hashable]]
 """Returns a stamp for each topic; a topic has changed when its stamp differs, or when it appears or disappears."""
 
@@ -50,7 +53,7 @@ class FileWatcher:
                 try:
                     event = await asyncio.wait_for(queue.get(), HEARTBEAT)
                 except TimeoutError:
-                    event = b": still here\n\n"
+                    event = BEAT
                 yield event
         finally:
             self._streams.discard(queue)
@@ -104,6 +107,6 @@ async def events(request: Request) -> Response:
 
 async def changes(request: Request) -> Response:
     """GET /changes?since=N: the changes, for pages that poll."""
-    since = request.query_params.get("since", "-1")
-    number, topics = await request.app.state.watch.since(int(since) if since.isdecimal() else -1)
+    since = whole_number(request.query_params.get("since", ""))
+    number, topics = await request.app.state.watch.since(-1 if since is None else since)
     return JSONResponse({"number": number, "topics": topics})

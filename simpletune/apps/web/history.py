@@ -31,7 +31,7 @@ class Change:
 
 class History:
     """The latest changes of a data set, each a file: a line in words, and a line for each changed file with what it
-    held before and the SHA-256 of what was written."""
+    held before, the SHA-256 of what was written, and that of what it held (version 0.1 wrote none)."""
 
     def __init__(self, roots: Roots, key: str):
         self._roots, self._folder = roots, roots.own / "history" / key
@@ -46,7 +46,8 @@ class History:
             old, digest = _bytes(file), sha256(content)
             if old is None or sha256(old) != digest:
                 after[file] = digest
-                lines.append(json.dumps([str(file), None if old is None else b64encode(old).decode(), digest]))
+                before = (None, None) if old is None else (b64encode(old).decode(), sha256(old))
+                lines.append(json.dumps([str(file), before[0], digest, before[1]]))
         place = self._place(made.number)
         write_text(place, "\n".join(lines), shared=True)
         try:
@@ -62,8 +63,8 @@ class History:
         for place in reversed(self._places()):
             try:
                 with place.open(encoding="utf-8") as file:
-                    return Change(int(place.stem), str(json.loads(file.readline())))
-            except (OSError, ValueError):
+                    return Change(int(place.stem), _words(file.readline()))
+            except (OSError, ValueError):  # damaged, as undo says
                 continue
         return None
 
@@ -72,23 +73,32 @@ class History:
         are left because something else has changed them since. UserError: it is not kept any more."""
         place = self._place(number)
         try:
-            what, *files = (json.loads(line) for line in place.read_text(encoding="utf-8").splitlines())
+            first, *lines = place.read_text(encoding="utf-8").splitlines()
+            what = _words(first)
         except (OSError, ValueError):
             raise UserError(GONE) from None
         left, kept = [], []
-        for name, before, digest in files:
+        for line in lines:
+            try:
+                name, before, digest = _parsed(line)
+                self._roots.resolve(name)  # a UserError if a link now leads out of the roots
+            except ValueError:
+                left.append("A damaged line of the history names no file with what it held, and is skipped")
+                continue
+            except UserError as reason:
+                left.append(str(reason))
+                continue
             file = Path(name)
-            self._roots.resolve(name)  # a UserError if a link now leads out of the roots
             if not _has(file, digest):
-                kept.append([name, before, digest])
+                kept.append(line)
                 left.append(f"{file.name} was changed by something else since, and is left as it is")
             elif before is None:
                 file.unlink()
             else:
                 with atomic_file(file, shared=True) as part:
-                    part.write_bytes(b64decode(before))
+                    part.write_bytes(before)
         if kept and any(each.stem > place.stem for each in self._places()):  # a later change, which can be undone first
-            write_text(place, "\n".join(map(json.dumps, [what, *kept])), shared=True)
+            write_text(place, "\n".join([first, *kept]), shared=True)
         else:
             place.unlink(missing_ok=True)
         return what, left
@@ -98,6 +108,36 @@ class History:
 
     def _places(self) -> list[Path]:
         return sorted(self._folder.glob("[0-9]*.jsonl"))
+
+
+def _words(line: str) -> str:
+    """The first line of a change; a ValueError if it is damaged."""
+    found = _json(line)
+    if not isinstance(found, str):
+        raise ValueError
+    return found
+
+
+def _parsed(line: str) -> tuple[str, bytes | None, str]:
+    """A changed file, what it held before, if it was there, and the SHA-256 of what was written; a ValueError if the
+    line is damaged, so that nothing is restored but what was kept."""
+    found = _json(line)
+    if not (isinstance(found, list) and len(found) in (3, 4)):
+        raise ValueError
+    name, before, after, *held = found
+    if not (isinstance(name, str) and isinstance(after, str) and isinstance(before, str | None)):
+        raise ValueError
+    content = None if before is None else b64decode(before, validate=True)
+    if held and held[0] != (None if content is None else sha256(content)):
+        raise ValueError
+    return name, content, after
+
+
+def _json(line: str) -> object:
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError from None
 
 
 def _bytes(file: Path) -> bytes | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from simpletune import __version__
 from simpletune.apps.web import processes
-from simpletune.apps.web.form.filled_form import MODEL_PARTS
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import file_stamp
+from simpletune.config.load import MODEL_PARTS
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate.estimate_command import shipped_json
 from simpletune.estimate.stored import versions

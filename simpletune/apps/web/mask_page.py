@@ -60,7 +60,7 @@ def page(request: Request) -> Response:
         for side, one in (("before", before), ("after", after))
     }
     mask = found.mask(file)
-    query = urlencode({"place": str(found.place), "source": found.index, "name": name})
+    query = urlencode({**found.given, "name": name})
     return render(
         request, "mask.html", data=found, name=name, query=query, size=painting_size(_size(file)), mask=mask, **near
     )

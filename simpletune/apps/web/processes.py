@@ -35,14 +35,15 @@ _starting = threading.Lock()
 _unreaped: set[Path] = set()  # logs of this process's children whose end is not recorded yet
 
 
-def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune") -> int:
+def start(roots: Roots, words: Sequence[str], log_name: str, module: str = "simpletune", title: str = "") -> int:
     """Start a verb with its arguments; returns the process's ID, which is also its session's. The log's name is the
-    process's, too, and only one of each name runs at a time: a UserError if one does, or if none can be started."""
+    process's, too, and only one of each name runs at a time: a UserError, which calls it ``title``, if one does, or if
+    none can be started."""
     log = log_file(roots, log_name)
     log.parent.mkdir(parents=True, exist_ok=True)
     with _starting, log.open("ab") as opened:
         if log in _unreaped or not _locked(opened.fileno()):
-            raise UserError(f"{log_name} is still running. Wait for its end, or stop it")
+            raise UserError(f"{title or log_name} is still running. Wait for its end, or stop it")
         opened.truncate(0)
         record: Json = {"words": list(words), "machine": machine_name(), "since": time.time()}
         write_json(log.with_suffix(".json"), record, shared=True)

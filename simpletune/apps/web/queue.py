@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from simpletune.apps.web import processes
 from simpletune.apps.web.roots import Roots
@@ -28,6 +30,18 @@ CPU, GPU = "cpu", "gpu"
 State = Literal["waiting", "running", "finished", "stopped", "failed", "killed"]
 
 
+def log_name(name: str) -> str:
+    """Return the name of a run's log."""
+    return f"run-{name}"
+
+
+def _queueable(name: str) -> str:
+    if not all(map(processes.NAME.fullmatch, (name, log_name(name)))):
+        rule = "Rename its folder with letters, digits, '.', '_' and '-'"
+        raise ValueError(f"{name[:60]!r} cannot be trained from this page. {rule}")
+    return name
+
+
 class QueueEntry(BaseModel):
     """A run in the queue."""
 
@@ -35,8 +49,8 @@ class QueueEntry(BaseModel):
 
     id: str
     """Random; names the entry in the page's forms."""
-    name: str
-    """Name of the run and of its folder."""
+    name: Annotated[str, AfterValidator(_queueable)]
+    """Name of the run and of its folder; its log has it, too."""
     config: str
     """Path of its configuration."""
     device: Literal["cpu", "gpu"]
@@ -54,47 +68,98 @@ class QueueEntry(BaseModel):
 _ENTRIES = TypeAdapter(list[QueueEntry])
 
 
-def log_name(name: str) -> str:
-    """Return the name of a run's log."""
-    return f"run-{name}"
+@dataclass(frozen=True)
+class OtherEntry:
+    """An entry that this version cannot use: one of a newer version, or a damaged one. It is left as it is."""
+
+    value: object  # as the file has it
+    fields: str  # what cannot be used
+
+    @property
+    def id(self) -> str:
+        """To remove it by; empty if it has none."""
+        return self._text("id")
+
+    @property
+    def name(self) -> str:
+        return self._text("name")
+
+    def _text(self, key: str) -> str:
+        found = self.value.get(key) if isinstance(self.value, dict) else None
+        return found if isinstance(found, str) else ""
+
+
+class DamagedQueue(UserError):
+    """The queue's file cannot be read."""
 
 
 def read_queue(roots: Roots) -> list[QueueEntry]:
     """Return all entries in order, including ended ones; a UserError if the file is damaged, or of a newer version."""
+    return _read(roots)[0]
+
+
+def other_entries(roots: Roots) -> list[OtherEntry]:
+    """Return the entries that this version cannot use; a UserError as of ``read_queue``."""
+    return _read(roots)[1]
+
+
+def _read(roots: Roots) -> tuple[list[QueueEntry], list[OtherEntry]]:
+    file = roots.own / FILE
     try:
-        return _ENTRIES.validate_json((roots.own / FILE).read_bytes(), strict=True)
+        values = json.loads(file.read_bytes())
     except FileNotFoundError:
-        return []
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(
-            f"{roots.own / FILE} is damaged ({first['msg'][:200]}). The next change sets it aside as "
+        return [], []
+    except (ValueError, RecursionError) as error:
+        raise DamagedQueue(
+            f"{file} is damaged ({str(error)[:200]}). The next change sets it aside as "
             f"{FILE}.damaged and starts a new queue; runs are not affected"
         ) from None
+    if not isinstance(values, list):
+        raise UserError(f"{file} is no list of runs: a newer version wrote it. Use that version, or move the file away")
+    entries, others = [], []
+    for value in values:
+        try:
+            entries.append(QueueEntry.model_validate(value))
+        except ValidationError as error:  # such an entry must not stop those that wait
+            wrong = {
+                str(each["loc"][0]) for each in error.errors(include_url=False, include_input=False) if each["loc"]
+            }
+            others.append(OtherEntry(value, ", ".join(sorted(wrong))[:200]))
+    return entries, others
 
 
-def change(roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]]) -> list[QueueEntry]:
-    """Replace the entries by the result of ``to``, while no other process changes them; drops old ended ones."""
+def change(
+    roots: Roots, to: Callable[[list[QueueEntry]], list[QueueEntry]], dropped: str | None = None
+) -> list[QueueEntry]:
+    """Replace the entries by the result of ``to``, while no other process changes them; drops old ended ones. Entries
+    that this version cannot use stay, but for that of the ID ``dropped``."""
     roots.own.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(roots.own / LOCK, "waiting for another page to write the queue"):
         try:
-            entries = read_queue(roots)
-        except UserError:
+            entries, others = _read(roots)
+        except DamagedQueue:
             quarantine(roots.own / FILE)
-            entries = []
+            entries, others = [], []
         changed = to(entries)
         ended = [each.id for each in changed if each.state not in ("waiting", "running")]
         old = set(ended[:-ENDED_KEPT])
         changed = [each for each in changed if each.id not in old]
-        if changed != entries:
-            write_json(roots.own / FILE, _ENTRIES.dump_python(changed, mode="json"))
+        kept = [each for each in others if each.id != dropped]
+        if changed != entries or kept != others:
+            values = [*_ENTRIES.dump_python(changed, mode="json"), *(each.value for each in kept)]
+            write_json(roots.own / FILE, values)
             flush_to_disk(roots.own)  # the new name, too, before anyone is told
         return changed
 
 
 def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False) -> QueueEntry:
-    """Append a run to the queue, and make sure that a runner processes the queue; a UserError if the queue is full. The
-    configuration must exist until the run has begun; ``device`` is the result of ``queue_device``."""
+    """Append a run to the queue, and make sure that a runner processes the queue; a UserError if the queue is full, or
+    the name unfit. The configuration must exist until the run has begun; ``device`` is the result of
+    ``queue_device``."""
+    try:
+        _queueable(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     entry = QueueEntry(
         id=secrets.token_hex(6), name=name, config=str(config), device="cpu" if device == CPU else "gpu", resume=resume
     )
@@ -111,7 +176,7 @@ def add(roots: Roots, name: str, config: Path, device: str, resume: bool = False
 
 def remove(roots: Roots, which: str) -> None:
     """Remove an entry from the queue, unless it is running."""
-    change(roots, lambda entries: [each for each in entries if each.id != which or each.state == "running"])
+    change(roots, lambda entries: [each for each in entries if each.id != which or each.state == "running"], which)
 
 
 def move_up(roots: Roots, which: str) -> None:

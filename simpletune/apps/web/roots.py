@@ -1,5 +1,5 @@
 """The folders that the pages may read and write: the runs' folder and the named roots, nothing else. In the roots they
-write captions and masks, and below the first one new folders of uploaded pictures."""
+write captions and masks, and new folders of uploaded pictures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from simpletune.runs.folder import ATTEMPTS, CONFIG, METRICS
 from simpletune.system.options import UserError
 
+LONGEST = 200  # characters of a wrong path that are repeated
+UPLOADS = "data"  # where shipped configurations expect pictures; git ignores it
 OWN = ".web"  # next to the runs: the pages' configurations, logs and queue
 
 
@@ -19,6 +21,7 @@ class Roots:
 
     runs: Path
     named: tuple[Path, ...]  # with pictures and configurations; relative paths are relative to the first
+    uploads: Path  # where new folders of pictures go, which need not exist
 
     @property
     def own(self) -> Path:
@@ -29,16 +32,22 @@ class Roots:
         """Resolve a path given by a user, including links; a UserError, with the remedy, if it leads out of them."""
         if "://" in text:
             raise UserError(f"{text} is an address, not a path of this machine. Give one below {self.named[0]}")
-        given = Path(text).expanduser()
         try:
+            given = Path(text).expanduser()
             path = (given if given.is_absolute() else self.named[0] / given).resolve()
-        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name
-            raise UserError(f"{text!r} is not a path") from None
+        except (OSError, ValueError, RuntimeError):  # a null byte, a loop of links, an overlong name, an unknown ~user
+            raise UserError(f"{text[:LONGEST]!r} is not a path") from None
         if not any(path.is_relative_to(root) for root in (self.runs, *self.named)):
             allowed = ", ".join(map(str, self.named))
             raise UserError(
                 f"{text} is outside of the folders that this page may use ({allowed}). Start it with --root {path}"
             )
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # whoever asks says what should be there
+        except OSError as error:  # what they do with it would fail, too
+            raise UserError(f"{text[:LONGEST]!r} cannot be read ({error.strerror or error})") from None
         return path
 
     def run(self, name: str) -> Path | None:
@@ -68,8 +77,13 @@ class Roots:
 
 
 def make_roots(runs: Path, named: list[Path]) -> Roots:
-    """Resolve the folders of ``simpletune web``; a UserError if a root is not one."""
+    """Resolve the folders of ``simpletune web``: uploads go into the first root, or without one into ``data`` below the
+    current folder. A UserError if a root is not a folder."""
     for root in named:
         if not root.is_dir():
             raise UserError(f"--root: {root} is not a folder. Give one that exists")
-    return Roots(runs.resolve(), tuple(root.resolve() for root in named) or (Path.cwd().resolve(),))
+    if not named:  # the current folder is likely a checkout of this program
+        here = Path.cwd().resolve()
+        return Roots(runs.resolve(), (here,), here / UPLOADS)
+    found = tuple(root.resolve() for root in named)
+    return Roots(runs.resolve(), found, found[0])

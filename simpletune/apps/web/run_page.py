@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import signal
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -19,6 +20,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from simpletune.adapters.methods.adapter import OUTPUT
+from simpletune.apps.http import whole_number
 from simpletune.apps.web import processes, queue
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.pictures import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
@@ -48,12 +50,17 @@ from simpletune.system.options import ConfigError, Json, UserError
 SHOWN = 12  # requests, and requested pictures, newest first
 LOG_LINES, JOB_LINES = 40, 12  # of the run's log, and of a verb's
 TRAIN = "run"  # the queue's name for a run's process
-JOBS = (COMPARE, "choose", "export", "report", "finish")
+JOBS = {
+    COMPARE: "Comparison", "choose": "Choice of the best step", "export": "Conversion", "report": "Report",
+    "finish": "Result",
+}  # fmt: skip
+"""The verbs that the page starts for a run, besides its training, and what they make."""
 UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
 REPORT = "report.html"
 FORMATS = {"kohya": "kohya (ComfyUI, Forge)", "comfy": "ComfyUI", "diffusers": "diffusers"}
 FULL = ("full", "partial")  # methods whose result has no strength
 STRENGTHS, MOST_STRENGTHS = "0.25 0.5 0.75 1 1.25", 8
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a verb that a person has stopped
 WHOLE, BROKEN = ("seed", "steps", "width", "height"), ("strength", "guidance")
 NUMBER = re.compile(r"-?\d{1,18}(\.\d{1,9})?")
 # Our own pages contain their scripts and pictures. Sandboxed, they cannot send requests to this server.
@@ -80,6 +87,7 @@ def routes() -> list[Route]:
         Route("/run/{name}/report", report, methods=["POST"]),
         Route("/run/{name}/finish", finish, methods=["POST"]),
         Route("/run/{name}/continue", go_on, methods=["POST"]),
+        Route("/run/{name}/stop", stop_job, methods=["POST"]),
         Route("/run/{name}/file/{path:path}", file),
         Route("/run/{name}/small/{path:path}", small),
         Route("/run/{name}/exports/{file}", export_file),
@@ -150,7 +158,7 @@ class RunView:
 
     def weights(self, step: str) -> str:
         """Name the run's result, or with a step a checkpoint, for a command."""
-        return f"{self.folder}@{whole_number(step, 'step')}" if step else str(self.folder)
+        return f"{self.folder}@{required_number(step, 'step')}" if step else str(self.folder)
 
     def drawing(self) -> Json:
         """The defaults of the picture form: the settings of the run's validation."""
@@ -165,7 +173,8 @@ class RunView:
         if not prompt and isinstance(data, dict):  # before the first pictures
             prompt = data.get("prompt") or "a picture"
         fallback = {"width": option.get("width") or side, "height": option.get("height") or side}
-        own = {name: option.get(name, "") for name in ("negative_prompt", "seed", "steps", "guidance")}
+        own = {name: option.get(name, "") for name in ("seed", "steps", "guidance")}
+        own["negative_prompt"] = option.get("negative_prompt") or ""
         return {"prompt": prompt, **own, **fallback}
 
     def now(self) -> Json:
@@ -226,12 +235,13 @@ class RunView:
     def jobs(self) -> Json:
         """The processes that the page has started for the run, besides its training."""
         found = []
-        for kind in JOBS:
+        for kind, title in JOBS.items():
             name = job_name(kind, self.folder.name)
             lines, running = processes.tail(self.roots, name, JOB_LINES), processes.running(self.roots, name)
             if lines or running:
-                failed = not running and processes.exit_code(self.roots, name) not in (0, None)
-                found.append({"kind": kind, "running": running, "failed": failed, "lines": lines})
+                code = None if running else processes.exit_code(self.roots, name)
+                word = "running" if running else "stopped" if code in STOPPED else "failed" if code else "done"
+                found.append({"kind": kind, "title": title, "word": word, "lines": lines})
         return {"jobs": found}
 
     def comparisons(self) -> Json:
@@ -328,7 +338,7 @@ def compare(request: Request, form: Form) -> Response:
     prompt = " ".join(form.get("prompt", "").split())
     if not prompt or not prompt.isprintable() or len(prompt) > LONGEST:
         raise UserError(f"prompt: write 1 to {LONGEST:,} characters that can be printed")
-    seed = whole_number(form.get("seed") or "0", "seed")
+    seed = required_number(form.get("seed") or "0", "seed")
     source = view.weights(form.get("step", ""))
     models = [source]
     if view.has_strength:
@@ -341,7 +351,7 @@ def compare(request: Request, form: Form) -> Response:
 def choose_step(request: Request, form: Form) -> Response:
     """POST /run/NAME/choose: choose a step as the best, or let the figures choose."""
     view, step = view_of(request), form.get("step", "auto")
-    chosen = "auto" if step == "auto" else str(whole_number(step, "step"))
+    chosen = "auto" if step == "auto" else str(required_number(step, "step"))
     return _begin(request, view, "choose", ["evaluate", str(view.folder), "--choose", chosen])
 
 
@@ -353,7 +363,7 @@ def export(request: Request, form: Form) -> Response:
         raise UserError(f"{layout[:40]!r} is not a format. Use {', '.join(FORMATS)}")
     view.exports.mkdir(parents=True, exist_ok=True)
     source = view.weights(step)
-    at = f"-{whole_number(step, 'step')}" if step else ""
+    at = f"-{required_number(step, 'step')}" if step else ""
     target = view.exports / f"{job_name('lora', view.folder.name)}{at}-{layout}.safetensors"
     return _begin(request, view, "export", ["export", source, "--format", layout, "--out", str(target), "--overwrite"])
 
@@ -373,8 +383,19 @@ def finish(request: Request, form: Form) -> Response:
 
 def _begin(request: Request, view: RunView, kind: str, words: list[str]) -> Response:
     """Start a verb for a run, unless one of this kind is running, and report it."""
-    processes.start(view.roots, words, job_name(kind, view.folder.name))
-    return render(request, "run_begun.html", kind=kind)
+    title = f"{JOBS[kind]} of {view.folder.name}"
+    processes.start(view.roots, words, job_name(kind, view.folder.name), title=title)
+    return render(request, "run_begun.html", kind=title)
+
+
+@with_run_form
+def stop_job(request: Request, form: Form) -> Response:
+    """POST /run/NAME/stop: end a verb that the page has started for the run."""
+    view, kind = view_of(request), form.get("kind", "")
+    if kind not in JOBS:
+        raise UserError(f"{kind[:40]!r} is nothing that this page starts. Use {', '.join(JOBS)}")
+    processes.send_signal(view.roots, job_name(kind, view.folder.name))
+    return part("run_jobs.html", RunView.jobs, request)
 
 
 @with_run_form
@@ -382,7 +403,7 @@ def go_on(request: Request, form: Form) -> Response:
     """POST /run/NAME/continue: queue the run, to continue training up to a number of steps."""
     view = view_of(request)
     name, state = view.folder.name, view.progress.state
-    steps = whole_number(form.get("steps", ""), "steps")
+    steps = required_number(form.get("steps", ""), "steps")
     if view.progress.running:
         raise UserError(f"{name} is training already")
     if steps <= state.done and state.word == "finished":
@@ -399,12 +420,12 @@ def go_on(request: Request, form: Form) -> Response:
     return render(request, "run_begun.html", kind="the run, as soon as the queue reaches it")
 
 
-def whole_number(text: str, what: str) -> int:
+def required_number(text: str, what: str) -> int:
     """Read a whole number of at least 0 from a form's field."""
-    text = text.strip()
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise UserError(f"{what}: {text[:40]!r} is not a whole number of at least 0")
-    return int(text)
+    number = whole_number(text.strip())
+    if number is None:
+        raise UserError(f"{what}: {text.strip()[:40]!r} is not a whole number of at least 0")
+    return number
 
 
 def strengths_of(text: str) -> list[float]:

@@ -43,6 +43,7 @@ def routes() -> list[Route]:
         Route("/runs/queue", queue_part),
         Route("/runs/thumbnail/{name}", thumbnail),
         Route("/queue/{what}", change_queue, methods=["POST"]),
+        Route("/queue/{what}", to_runs, methods=["GET"]),
     ]
 
 
@@ -87,6 +88,12 @@ def change_queue(request: Request, form: Form) -> Response:
     """POST /queue/remove, /queue/up, /queue/stop: change the entry ``id``."""
     _change_of(request)(request.app.state.roots, form.get("id", ""))
     return queue_part(request) if request.headers.get("hx-request") == "true" else RedirectResponse("/", 303)
+
+
+def to_runs(request: Request) -> Response:
+    """GET of an address to which a button is sent, as when a page that says why it failed is opened again."""
+    _change_of(request)
+    return RedirectResponse("/", 303)
 
 
 def thumbnail(request: Request) -> Response:
@@ -188,6 +195,6 @@ def _cards(found: list[Json], charted: list[Path]) -> dict[str, object]:
 
 def _queue(roots: Roots) -> dict[str, object]:
     try:
-        return {"entries": queue.read_queue(roots), "damaged": ""}
+        return {"entries": queue.read_queue(roots), "others": queue.other_entries(roots), "damaged": ""}
     except UserError as error:
-        return {"entries": [], "damaged": str(error)}
+        return {"entries": [], "others": [], "damaged": str(error)}

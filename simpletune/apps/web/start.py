@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Hashable
+from dataclasses import asdict
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,11 +13,12 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from simpletune.apps.web import live, processes, queue
-from simpletune.apps.web.form.filled_form import FilledForm, FormRequest, fill_form
+from simpletune.apps.web.form.filled_form import AnswersGiven, FilledForm, FormRequest, fill_form
 from simpletune.apps.web.form.presets import HERE, card_here, cards
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, file_stamp
 from simpletune.apps.web.templates import Form, render, with_form
+from simpletune.config.explain import rate_notes
 from simpletune.config.load import shipped_names
 from simpletune.system.atomic import write_json
 from simpletune.system.locks import wait_for_lock
@@ -24,6 +26,7 @@ from simpletune.system.options import plural
 
 CONFIGS, STARTING = "configs", ".start.lock"
 LISTED = 200  # configurations in a list
+SHOWN = 24  # thumbnails
 PRESET = "preset"
 LOG_LINES = 30
 
@@ -35,6 +38,7 @@ def routes() -> list[Route]:
         Route("/start/live", live_line),
         Route("/start/run", begin, methods=["POST"]),
         Route("/start/config.json", download, methods=["POST"]),
+        *(Route(path, to_form, methods=["GET"]) for path in ("/start/run", "/start/config.json")),
         Route("/queued/{id}", queued),
         Route("/queued/{id}/part", queued),
     ]
@@ -55,14 +59,20 @@ def page(request: Request) -> Response:
     base = f"run:{query['from']}" if "from" in query else f"file:{query['file']}" if "file" in query else PRESET
     folder = {"data.path": query["folder"]} if query.get("folder") else {}
     asked = FormRequest(base, HERE, "", folder, {}, folder)
-    return _whole(request, fill_form(request.app.state.roots, asked), secrets.token_hex(6), None)
+    return _whole(request, _fill(request, asked), secrets.token_hex(6), None)
+
+
+def _fill(request: Request, asked: FormRequest) -> FilledForm:
+    return fill_form(request.app.state.roots, request.app.state.scans, asked)
 
 
 @with_form
 def change(request: Request, form: Form) -> Response:
-    """POST /start/change: the parts that a change affects."""
+    """POST /start/change: the parts that a change or an answer affects; without scripts the whole page."""
     asked, state = _asked(form)
-    filled = fill_form(request.app.state.roots, asked)
+    filled = _fill(request, asked)
+    if request.headers.get("hx-request") != "true":
+        return _whole(request, filled, str(state.get("form", "")), state.get("live"))
     shown = {path: text.replace("\r\n", "\n") for path, text in asked.texts.items()}
     fields = filled.edited.fields
     anew = []  # sections that have got or lost fields
@@ -73,7 +83,8 @@ def change(request: Request, form: Form) -> Response:
     inside = {each.path for section in anew for each in section.fields()}
     changed = [each for path, each in fields.items() if path not in inside and each.text != shown[path]]
     values = _values(request, filled, str(state.get("form", "")), state.get("live"))
-    return render(request, "start_change.html", 200, anew=anew, changed=changed, inside=inside, **values)
+    named = filled.asked.trigger != asked.trigger  # by an answer
+    return render(request, "start_change.html", 200, anew=anew, changed=changed, inside=inside, named=named, **values)
 
 
 def live_line(request: Request) -> Response:
@@ -88,8 +99,8 @@ def begin(request: Request, form: Form) -> Response:
     """POST /start/run: write the configuration and queue the run, or show the problems."""
     roots: Roots = request.app.state.roots
     asked, state = _asked(form)
-    filled = fill_form(roots, asked)
-    if filled.problems or filled.config is None:
+    filled = _fill(request, asked)
+    if not filled.may_start or filled.config is None:
         return _whole(request, filled, str(state.get("form", "")), state.get("live"), 422)
     name, folder = filled.config.name, roots.own / CONFIGS
     files = (folder / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 10**6))
@@ -102,10 +113,15 @@ def begin(request: Request, form: Form) -> Response:
     return RedirectResponse(f"/queued/{entry.id}", 303)
 
 
+def to_form(request: Request) -> Response:
+    """GET of an address to which the form is sent, as when a page of problems is opened again."""
+    return RedirectResponse("/start", 303)
+
+
 @with_form
 def download(request: Request, form: Form) -> Response:
     """POST /start/config.json: the configuration as a file."""
-    filled = fill_form(request.app.state.roots, _asked(form)[0])
+    filled = _fill(request, _asked(form)[0])
     name = filled.config.name if filled.config else "config"
     headers = {"content-disposition": f'attachment; filename="{name}.json"'}
     return Response(json.dumps(filled.data, indent=2, ensure_ascii=False) + "\n", 200, headers, "application/json")
@@ -116,13 +132,17 @@ def _asked(form: Form) -> tuple[FormRequest, dict[str, object]]:
     texts = dict(form)
     try:
         state = json.loads(texts.pop("state", "{}"))
-        shown, mine = dict(state.get("shown", {})), dict(state.get("mine", {}))
-        if not all(isinstance(each, str) for each in (*shown, *shown.values(), *mine, *mine.values())):
+        json.dumps(state, ensure_ascii=False).encode()  # JSON can name half a character, which no page can hold
+        shown, mine, answers = (dict(state.get(name, {})) for name in ("shown", "mine", "answers"))
+        pairs = [*answers.get("chosen", []), *([json.loads(texts.pop("choice"))] if "choice" in texts else [])]
+        given = AnswersGiven(answers.get("folder", ""), tuple((question, words) for question, words in pairs))
+        said = [given.folder, *(each for pair in given.chosen for each in pair)]
+        if not all(isinstance(each, str) for each in (*shown, *shown.values(), *mine, *mine.values(), *said)):
             raise ValueError
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise HTTPException(400, "The form is damaged. Reload the page") from None
     base, card, trigger = (texts.pop(name, "") for name in ("base", "card", "trigger"))
-    asked = FormRequest(base or PRESET, card or HERE, " ".join(trigger.split()), texts, shown, mine)
+    asked = FormRequest(base or PRESET, card or HERE, " ".join(trigger.split()), texts, shown, mine, given)
     return asked, state
 
 
@@ -134,8 +154,8 @@ def _whole(request: Request, filled: FilledForm, form: str, last: object, status
     own = [(base, base.replace(":", " ", 1))] if base.startswith(("file:", "run:")) else []
     shipped = [(f"shipped:{name}", name) for name in shipped_names()]
     bases = [(PRESET, "what suits the card and the pictures"), *own, *shipped]
-    tried = status != 200
-    return render(request, "start.html", status, cards=cards(), bases=bases, files=files, tried=tried, **values)
+    values |= {"tried": status != 200, "uploads": roots.uploads}
+    return render(request, "start.html", status, cards=cards(), bases=bases, files=files, **values)
 
 
 def _values(request: Request, filled: FilledForm, form: str, last: object) -> dict[str, object]:
@@ -150,18 +170,27 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
         if live.cached_estimate(roots, key) is None:
             live.keep_shipped(roots, key, filled.planned, filled.card)
             live.estimator(roots).want(form, estimate)
-    why = "" if filled.planned else "no prediction until the problems are fixed"
+    until = "the problems are fixed" if filled.problems else "the folder has been looked at"
+    why = "" if filled.planned else f"no prediction until {until}"
     shown = _live(roots, key, last if isinstance(last, str) else None, why)
     fields = filled.edited.fields
     state = {
-        "form": form, "shown": {path: each.text for path, each in fields.items()}, "mine": dict(filled.edited.mine),
-        "live": key or last,
+        "form": form, "shown": {path: each.text for path, each in fields.items()},
+        "mine": {path: text for path, text in filled.edited.mine.items() if path not in filled.answered},
+        "live": key or last, "answers": asdict(filled.answers),
     }  # fmt: skip
     return {
         "filled": filled, "live": shown, "state": json.dumps(state, ensure_ascii=False),
         "warnings": _warnings(roots, filled), "count": plural(len(filled.problems), "problem"),
         "general": [str(each) for each in filled.problems if each.path not in fields],
+        "thumbnails": _thumbnails(filled),
     }  # fmt: skip
+
+
+def _thumbnails(filled: FilledForm) -> list[str]:
+    """The first pictures of the folder by name, without masks."""
+    seen = filled.seen
+    return [picture.name for picture in seen.pictures[:SHOWN]] if seen else []
 
 
 def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str, object]:
@@ -187,6 +216,7 @@ def _warnings(roots: Roots, filled: FilledForm) -> list[str]:
         found.append(f"{name} is already in the queue: this run waits until it ends and moves it to {name}.{number}")
     elif older is not None:
         found.append(f"An older run {name} moves to {name}.{number}")
+    found += rate_notes(filled.config) if filled.config is not None else ()
     if filled.config is not None and card_here() is None and queue.queue_device(filled.data) == queue.GPU:
         found.append("This machine has no graphics card, where this run would fail: download the configuration instead")
     return found

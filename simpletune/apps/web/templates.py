@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 
 from simpletune import __version__
 from simpletune.apps.http import read_body
-from simpletune.data.sources.walk import SUFFIXES
+from simpletune.data.sources.walk import SUFFIXES, readable
 from simpletune.system.package import ASSETS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def render(request: Request, template: str, status: int = 200, **values: object)
     """Render a template of ``assets/web``: a whole page extends ``base.html``, a part does not. The request's path
     marks the current entry of the navigation."""
     text = jinja_environment().get_template(template).render(path=request.url.path, **values)
-    return HTMLResponse(text, status)
+    return HTMLResponse(readable(text), status)  # names of files need not be UTF-8
 
 
 async def read_form(request: Request) -> Form:

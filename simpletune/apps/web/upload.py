@@ -1,11 +1,10 @@
-"""Receive pictures into a new folder below the first root: checks of names, kinds, sizes and contents; zip files entry
+"""Receive pictures into a new folder of ``Roots.uploads``: checks of names, kinds, sizes and contents; zip files entry
 by entry. The folder gets its name when it is complete. Until then it is hidden, and removed if the upload fails."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import lzma
 import os
 import re
 import secrets
@@ -21,25 +20,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from simpletune.apps.web.roots import Roots
+from simpletune.commands.inspect_data.thumbnails import AT_ONCE
 from simpletune.data.sources import captions
 from simpletune.data.sources.captions import METADATA, TEXTS, validate_caption
 from simpletune.data.sources.folder_names import meaning
 from simpletune.data.sources.masks import LABEL
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import (
-    MAX_BYTES,
-    OTHER_PICTURES,
-    SUFFIXES,
-    printable_name,
-    read_regular,
-    too_large,
-)
+from simpletune.data.sources.walk import MAX_BYTES, OTHER_PICTURES, SUFFIXES, read_regular, too_large
 from simpletune.system.atomic import remove, remove_stale, temporary_path
 from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes, reason_full
 from simpletune.system.options import UserError, plural
 from simpletune.system.portable import flush_to_disk
-from simpletune.system.printable import STEERING
+from simpletune.system.printable import STEERING, printable_name
 
 HIDDEN = "simpletune-upload-"  # begins the name of an upload's folder while it is filled
 DEFAULT = "pictures"  # name of a folder
@@ -58,10 +51,14 @@ THUMBNAIL = 64  # pixels: a JPEG is decoded at a fraction of its size
 MOST_OPEN, IDLE = 8, 600  # uploads at once; seconds after which an abandoned one is removed
 SKIPPED = {"__macosx", "thumbs.db", "desktop.ini"}  # besides hidden files: what systems leave between pictures
 DRIVE = re.compile(r"[A-Za-z]:")
-RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{port}{n}" for port in ("COM", "LPT") for n in range(1, 10))}  # by Windows
-DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, ValueError,
-          OSError, struct.error)  # fmt: skip
-_decoding = threading.Lock()  # one picture at a time: the largest takes a GiB
+RESERVED = {  # by Windows, whatever follows the first dot; superscript digits count
+    "CON", "PRN", "AUX", "NUL", "CONIN$", "CONOUT$", *(f"{port}{n}" for port in ("COM", "LPT") for n in "123456789¹²³"),
+}  # fmt: skip
+FORBIDDEN = set('<>:"|?*')  # by Windows in a name, besides what is refused everywhere
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, OSError,
+          struct.error)  # fmt: skip
+# For bzip2 and LZMA, zipfile unpacks all that a read of packed bytes gives, whatever size the entry claims.
+BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def path_parts(path: str) -> tuple[str, ...]:
@@ -76,7 +73,7 @@ def path_parts(path: str) -> tuple[str, ...]:
     if len(path.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST for part in parts):
         raise UnusablePicture(f"has more than {LONGEST} bytes in its name, or {LONGEST_PATH} in its path. Rename it")
     for part in parts:
-        if part.partition(".")[0].rstrip().upper() in RESERVED or part[-1] in ". ":
+        if part.partition(".")[0].rstrip().upper() in RESERVED or part[-1] in ". " or FORBIDDEN & set(part):
             raise UnusablePicture(f"has a name that Windows cannot use ({part}). Rename it")
     return parts
 
@@ -85,8 +82,8 @@ def new_folder_name(text: str) -> str:
     """Return the name for a new folder that a user gave, or the default; a UserError if it is not one."""
     name = unicodedata.normalize("NFC", text.strip()) or DEFAULT
     try:
-        if len(path_parts(name)) > 1 or "/" in name or ":" in name or name.startswith("."):
-            raise UnusablePicture("is not a folder's name. Use one without / and :, and without a dot in front")
+        if len(path_parts(name)) > 1 or "/" in name or name.startswith("."):
+            raise UnusablePicture("is not a folder's name. Use one without /, and without a dot in front")
     except UnusablePicture as reason:
         raise UserError(f"{printable_name(text)!r} {reason}") from None
     return name
@@ -117,7 +114,7 @@ class Upload:
 
     def __init__(self, roots: Roots, name: str):
         self.id, self.roots, self.name = secrets.token_hex(16), roots, name
-        self.folder = temporary_path(roots.named[0] / f"{HIDDEN}{self.id[:12]}", shared=True)
+        self.folder = temporary_path(roots.uploads / f"{HIDDEN}{self.id[:12]}", shared=True)
         self.left_out: list[str] = []  # sentences
         self.busy, self.touched = False, time.monotonic()
         self._bytes = self._files = 0
@@ -127,6 +124,7 @@ class Upload:
         self._captions: list[str] = []
         self._kept, self._dropped = set[str](), set[str]()  # paths of pictures and of what is left out, without endings
         with self._room():
+            roots.uploads.mkdir(exist_ok=True)
             self.folder.mkdir()
 
     def admit(self, path: str, size: int) -> str | None:
@@ -178,7 +176,7 @@ class Upload:
             return
         data, digest = read_regular(self._incoming), ""
         if kind in SUFFIXES:
-            with _decoding:
+            with AT_ONCE:  # the largest takes a GiB
                 decode(data, THUMBNAIL)  # training turns pictures as their EXIF says, so the file keeps its bytes
             if not name.stem.endswith(LABEL):  # masks may well be equal
                 digest = hashlib.sha256(data).hexdigest()
@@ -210,14 +208,17 @@ class Upload:
         if not self._pictures:
             why = "; ".join(self.left_out[:3]) or "there was none"
             raise UserError(f"No picture could be used, so no folder was made: {why}. Choose others")
+        emptied = set[Path]()
         for name in self._captions:
             stem = os.path.splitext(name)[0]
             if stem not in self._kept:
                 (self.folder / name).unlink()
-                with suppress(OSError):  # of a folder that holds more
-                    os.removedirs((self.folder / name).parent)
+                emptied.add((self.folder / name).parent)
                 if stem not in self._dropped:
                     self.left_out.append(f"{printable_name(name)} is a caption, and no picture has its name")
+        for folder in emptied:  # once each: some file systems list all that is in a folder before they refuse
+            with suppress(OSError):  # of a folder that holds more
+                os.removedirs(folder)
         self._incoming.unlink(missing_ok=True)
         with self._room():
             flush_to_disk(self.folder)
@@ -304,6 +305,10 @@ class Upload:
             raise UnusablePicture("is a link or a device, not a file. Pack the file itself")
         if entry.flag_bits & 1:
             raise UnusablePicture("is encrypted. Pack it without a password")
+        if entry.compress_type not in BOUNDED:
+            known = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}
+            method = known.get(entry.compress_type, f"method {entry.compress_type}")
+            raise UnusablePicture(f"cannot be unpacked, because it is packed by {method}. Pack it by deflate, as usual")
         _check_ratio(entry.file_size, entry.compress_size)
         try:
             with self.incoming(kind) as write, archive.open(entry) as stream:
@@ -356,12 +361,12 @@ class Uploads:
                 raise UserError(
                     f"These are {format_bytes(size)}; an upload takes {most}. Divide them over several folders"
                 )
-            check_room(self._roots.named[0], size)
+            check_room(self._roots.uploads, size)
             try:
                 upload = Upload(self._roots, folder)
             except OSError as error:
                 why = f"cannot be written to ({error.strerror or error})"
-                raise UserError(f"{self._roots.named[0]} {why}. Start the page with another folder as --root") from None
+                raise UserError(f"{self._roots.uploads} {why}. Start the page with another folder as --root") from None
             self._open[upload.id] = upload
         return upload
 
@@ -384,9 +389,9 @@ class Uploads:
 
 def clean(roots: Roots) -> None:
     """Remove what uploads of this process, and of others that have ended, have left; called where none is open."""
-    for each in roots.named[0].glob(temporary_path(roots.named[0] / f"{HIDDEN}*", shared=True).name):
+    for each in roots.uploads.glob(temporary_path(roots.uploads / f"{HIDDEN}*", shared=True).name):
         remove(each)
-    remove_stale(roots.named[0], f"{HIDDEN}*")
+    remove_stale(roots.uploads, f"{HIDDEN}*")
 
 
 def check_room(folder: Path, size: int) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from simpletune.apps.http import BODY_TIMEOUT, CLIENT_CLOSED_REQUEST, CLIENT_LEFT
+from simpletune.apps.http import BODY_TIMEOUT, CLIENT_CLOSED_REQUEST, CLIENT_LEFT, whole_number
 from simpletune.apps.web.data_set import list_folders
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs
@@ -43,14 +43,14 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
 def begin(request: Request, form: Form) -> Response:
     """POST /upload: begin to fill a new folder; ``bytes`` is the size of all files. The answer has the limits of files,
     so that a page need not send what would be left out."""
-    upload = request.app.state.uploads.begin(form.get("name", ""), _size(form.get("bytes", "")))
+    upload = request.app.state.uploads.begin(form.get("name", ""), whole_number(form.get("bytes", "")) or 0)
     return JSONResponse({"id": upload.id, "limits": LIMITS})
 
 
 async def receive(request: Request) -> Response:
     """POST /upload/ID/file?path=PATH&size=BYTES: one file, whose content is the body; a page leaves out the body of a
     file that is refused for its name or size."""
-    path, size = request.query_params.get("path", ""), _size(request.query_params.get("size", ""))
+    path, size = request.query_params.get("path", ""), whole_number(request.query_params.get("size", "")) or 0
     with _using(request) as upload:
         before, kind = len(upload.left_out), None
         try:
@@ -64,11 +64,6 @@ async def receive(request: Request) -> Response:
         is_read = kind is not None and not left_out
         values = {"pictures": upload.pictures, "left_out": left_out}
         return JSONResponse(values, headers=None if is_read else CLOSE)
-
-
-def _size(text: str) -> int:
-    """A size that a page gives; 0 if it gives none."""
-    return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
 async def _read(request: Request, upload: Upload, kind: str) -> None:

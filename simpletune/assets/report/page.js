@@ -114,13 +114,14 @@
   }
   const step = find("step");
   if (step) step.addEventListener("input", () => {
+    const states = step.dataset.steps.split(","), now = Number(step.value);
+    find("step-value").textContent = states[now];
     for (const frame of document.querySelectorAll(".frame")) {
       const drawn = [...frame.querySelectorAll("img[data-step]")];
-      drawn.forEach((image, index) => { image.hidden = index !== Math.min(Number(step.value), drawn.length - 1); });
-      const shown = drawn.find((image) => !image.hidden);
+      const shown = drawn.filter((image) => states.indexOf(image.dataset.step) <= now).pop() || drawn[0];
+      for (const image of drawn) image.hidden = image !== shown;
       const label = frame.querySelector(".of-step");
-      if (shown && label) label.textContent = shown.dataset.step;
-      if (shown) find("step-value").textContent = shown.dataset.step;
+      if (shown && label) label.textContent = (shown.dataset.step === "start" ? "" : "step ") + shown.dataset.step;
     }
   });
 

@@ -3,10 +3,12 @@
 //
 // A browser opens at most six connections to a server, so its tabs share one event stream: the visible tab that holds a
 // lock reads it and tells the others. A hidden tab gives the lock away. Where locks are missing (http from another
-// machine), or the stream fails, a visible tab polls every three seconds instead.
+// machine), a visible tab polls every three seconds instead. A stream that has died in silence, as behind a proxy or a
+// laptop's lid, is replaced when three heartbeats of the server are missing.
 "use strict";
 const shared = "BroadcastChannel" in window ? new BroadcastChannel("simpletune") : null;
 const PERIOD = 3000; // ms between two polls
+const SILENCE = 45000; // ms without an event until the stream counts as lost
 let known = -1; // number of the last change that a poll has seen
 let release = null; // ends this tab's turn at the stream
 let poll = null;
@@ -35,13 +37,24 @@ function tell(message) {
 
 function stream() { // a promise that ends with the turn
   return new Promise((done) => {
-    const source = new EventSource("/events");
-    let lost = false;
-    source.addEventListener("hello", () => { tell({ state: "live", ...(lost ? { topics: null } : {}) }); lost = false; });
-    source.addEventListener("changed", (event) => tell({ topics: JSON.parse(event.data) }));
-    source.addEventListener("bye", () => { lost = true; tell({ state: "the page was stopped in the terminal" }); });
-    source.addEventListener("error", () => { lost = true; tell({ state: "not connected; trying again" }); });
-    release = () => { source.close(); release = null; done(); };
+    let source, silence, lost = false;
+    const lose = (state) => { lost = true; tell({ state }); };
+    const alive = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => { lose("not connected; trying again"); open(); }, SILENCE);
+    };
+    const open = () => {
+      if (source) source.close();
+      source = new EventSource("/events");
+      alive();
+      source.addEventListener("hello", () => { alive(); tell({ state: "live", ...(lost ? { topics: null } : {}) }); lost = false; });
+      source.addEventListener("beat", alive);
+      source.addEventListener("changed", (event) => { alive(); tell({ topics: JSON.parse(event.data) }); });
+      source.addEventListener("bye", () => lose("the page was stopped in the terminal"));
+      source.addEventListener("error", () => lose("not connected; trying again"));
+    };
+    open();
+    release = () => { clearTimeout(silence); source.close(); release = null; done(); };
   });
 }
 

@@ -2,17 +2,18 @@
 "use strict";
 function showStep(number) {
   const slider = document.getElementById("matrix-step");
+  const titles = [...document.querySelectorAll("#matrix thead th")].slice(1).map((each) => each.textContent);
   for (const frame of document.querySelectorAll("#frames .frame")) {
     const drawn = [...frame.querySelectorAll("img[data-at]")];
     const shown = drawn.filter((picture) => Number(picture.dataset.at) <= number).pop() || drawn[0];
     if (!shown) continue;
+    const tag = frame.querySelector(".tag.right");
+    if (tag) tag.textContent = titles[Number(shown.dataset.at)];
     if (shown.dataset.src) { shown.src = shown.dataset.src; delete shown.dataset.src; }
     for (const picture of drawn) picture.hidden = picture !== shown;
   }
-  const titles = [...document.querySelectorAll("#matrix thead th")].slice(1).map((each) => each.textContent);
   slider.setAttribute("aria-valuetext", titles[number]);
   document.getElementById("matrix-shown").textContent = titles[number];
-  for (const tag of document.querySelectorAll("#frames .tag.right")) tag.textContent = titles[number];
 }
 document.addEventListener("input", (event) => {
   const slider = event.target;

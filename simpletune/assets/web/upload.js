@@ -93,6 +93,8 @@ async function send(all) {
     const left = leftOut.length ? ` Left out: ${leftOut.length}.` : "";
     say(`${made.pictures} picture${made.pictures === 1 ? " is" : "s are"} in ${made.folder}.${left}`, leftOut);
     document.body.dispatchEvent(new Event("uploaded")); // the list of folders is older
+    const shown = part("shown"); // on Pictures; New run shows those of its folder
+    if (shown) htmx.ajax("GET", `/data/strip?${new URLSearchParams({ place: made.folder })}`, { target: shown, swap: "innerHTML" });
   } catch (error) {
     say(error.message, leftOut);
     cancel();

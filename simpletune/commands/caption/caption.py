@@ -19,7 +19,7 @@ from simpletune.commands.caption.tagger import TagChoice, Tagger, TaggerInfo, fi
 from simpletune.data.sources.caption_files import ChangedCaption, plain_line, sha256, write_caption
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import printable_name, read_regular
+from simpletune.data.sources.walk import read_regular
 from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.run_estimate import card_at_hand
 from simpletune.system.atomic import remove_stale
@@ -27,6 +27,7 @@ from simpletune.system.console import progress, say
 from simpletune.system.devices import BF16_FROM, capability_of, choose_device, driver_version
 from simpletune.system.hub import Unreachable
 from simpletune.system.options import UserError, first_lines, join_names, plural
+from simpletune.system.printable import printable_name
 
 LISTED = 20  # pictures without a caption to list on the screen
 OUT_OF_MEMORY = 5  # exit code

@@ -13,6 +13,7 @@ from simpletune.data.sources.caption_files import CaptionFile, caption_file
 from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.masks import without_masks
+from simpletune.data.sources.sidecars import METADATA_CSV
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
 from simpletune.data.sources.walk import is_text, readable, walk
 from simpletune.system.console import note
@@ -43,7 +44,7 @@ def sources_of(place: Path, overrides: list[str]) -> list[Folder]:
     if place.is_dir():
         if overrides:
             raise UserError(f"{overrides[0]}: {place} is a folder of pictures, which has no fields. Leave it out")
-        return [require_text_captions(Folder(path=str(place), mask="files"), "")]
+        return [require_text_captions(Folder(path=str(place), reading="any", mask="files"), "")]
     read, notices = read_config(place, overrides, needs_model=False)
     note(notices)
     config = resolve_data_folder(read)
@@ -60,9 +61,14 @@ def require_text_captions(source: Folder, field: str) -> Folder:
     folder = Path(source.path)
     if source.prompt is not None:
         raise UserError(f"data.prompt is set, so no caption in {source.path} would be read. Set data.prompt=null")
-    if source.captions in ("jsonl", "filename") or (source.captions == "auto" and (folder / METADATA).exists()):
-        read = METADATA if source.captions != "filename" else "file names"
-        remedy = f"Set data.captions=txt in a configuration{f', or remove {METADATA}' if read == METADATA else ''}"
+    names = {METADATA} if (folder / METADATA).exists() else set[str]()
+    if source.reading == "any":
+        names = {
+            file.name for file in walk(folder, source.links).others if file.name.lower() in (METADATA, METADATA_CSV)
+        }
+    if source.captions in ("jsonl", "filename") or (source.captions == "auto" and names):
+        read = min(names, default=METADATA) if source.captions != "filename" else "file names"
+        remedy = f"Set data.captions=txt in a configuration{f', or remove {read}' if names else ''}"
         raise UserError(f"{field}{source.path} takes its captions from {read}, not from text files. {remedy}")
     return source
 
@@ -76,7 +82,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
     for source in sources:
         root = Path(source.path)
         record = Record(root)
-        found = walk(root, source.links)
+        found = walk(root, source.links, source.reading)
         files, _ = without_masks(
             found.pictures, source.mask, None if source.mask_path is None else Path(source.mask_path)
         )

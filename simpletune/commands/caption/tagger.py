@@ -21,7 +21,7 @@ from PIL import Image
 
 from simpletune.commands.caption.onnx_model import CUDA, open_onnx
 from simpletune.models.shared.transformers_folder import ModelFolder
-from simpletune.system.checksums import hash_samples
+from simpletune.system.checksums import hash_content
 from simpletune.system.console import say
 from simpletune.system.extras import require_extra
 from simpletune.system.hub import files_folder, is_hub_name
@@ -99,7 +99,7 @@ def find_tagger(name: str) -> TaggerInfo | None:
     try:
         listed = read_regular(folder / TAGS, TAGS_BYTES)
         digest = hashlib.sha256(listed)
-        hash_samples(digest, folder / MODEL, 0, (folder / MODEL).stat().st_size)
+        hash_content(digest, folder / MODEL, [(0, (folder / MODEL).stat().st_size)])
     except OSError as error:
         raise place.damaged(f"cannot be read ({error.strerror})") from None
     return TaggerInfo(place, _read_tags(place, listed), digest.hexdigest()[:16])

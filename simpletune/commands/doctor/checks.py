@@ -13,6 +13,7 @@ from simpletune.system.devices import ALLOCATOR, BF16_FROM, CUDA_13_FROM, EXPAND
 from simpletune.system.disk import format_bytes
 from simpletune.system.notify import VARIABLE, Message, find_receiver
 from simpletune.system.options import UserError, plural
+from simpletune.system.shell import install
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
@@ -320,7 +321,7 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
     """Check whether bitsandbytes loads its library for the device."""
     answer, has_card = machine.ask("bitsandbytes"), bool(machine.ask("torch").get("devices"))
     why = "nf4 weights and 8-bit optimizers need it"
-    remedy = "Install it again: .venv/bin/python -m pip install --force-reinstall --no-deps bitsandbytes"
+    remedy = f"Install it again: {install('--force-reinstall', '--no-deps', 'bitsandbytes')}"
     if "error" in answer:
         yield Finding("bitsandbytes", PROBLEM, answer["error"], why, remedy)
     elif has_card and not answer["cuda"]:

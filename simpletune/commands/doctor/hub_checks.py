@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.commands.doctor.machine import OK, WARNING, Finding, Machine
+from simpletune.system.shell import log_in
 
 FILE = "model_index.json"
 SECONDS = 5.0  # timeout for the hub
-LOGIN = "Run `hf auth login`, or set HF_TOKEN"
+
+
+def login_words() -> str:
+    return f"Run `{log_in()}`, or set HF_TOKEN"
 
 
 def login(machine: Machine) -> Iterator[Finding]:
@@ -18,7 +22,7 @@ def login(machine: Machine) -> Iterator[Finding]:
     if get_token() is None:
         yield Finding("hub login", WARNING, "no token",
                       "The hub only lets accounts that accepted its licence download SD3 Medium",
-                      f"{LOGIN}. Local folders and files, SDXL, SD 1.5 and 2 need none")  # fmt: skip
+                      f"{login_words()}. Local folders and files, SDXL, SD 1.5 and 2 need none")  # fmt: skip
     else:
         yield Finding(
             "hub login", OK, "HF_TOKEN is set" if machine.environment.get("HF_TOKEN") else "a token is stored"

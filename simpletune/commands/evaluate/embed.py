@@ -17,7 +17,7 @@ from simpletune.commands.evaluate.encoders import EncoderInfo
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
-from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.pictures import decode_picture
 from simpletune.data.sources.source import Picture, UnusablePicture
 from simpletune.data.storage.cache import FileCache
 from simpletune.stages.latent_cache import free_memory
@@ -49,7 +49,7 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
         # The name includes a hash of the bytes, so that a redrawn picture is embedded again.
         names[point] = [f"picture {key} {sha256_of(gallery.file(key))}" for key in keys]
         jobs |= {name: partial(gallery.open, key) for name, key in zip(names[point], keys, strict=True)}
-    real = [f"real {picture.digest}" for picture in plan.real]
+    real = [f"real {picture.digest} {picture.decoding.changes}".rstrip() for picture in plan.real]
     jobs |= {name: partial(_open_real, picture) for name, picture in zip(real, plan.real, strict=True)}
     reads_prompts = about.kind.reads_prompts
     texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts] if reads_prompts else []
@@ -80,6 +80,6 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
 
 def _open_real(picture: Picture) -> Image.Image:
     try:
-        return decode(picture.read_same())
+        return decode_picture(picture)
     except (UnusablePicture, OSError) as error:
         raise UserError(f"{picture.name} {error}. Put it back; what is drawn already stays") from None

@@ -57,7 +57,7 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undra
     if undrawn:
         # all prompts, as if none were cached
         taken = simulate_stage(config, "text", card[0].capability if card else CAPABILITY, recorders).bytes
-        prompts = len({text for shot in plan.shots for text in (shot.request.prompt, shot.request.negative_prompt)})
+        prompts = len({text for shot in plan.shots for text in shot.request.texts})
         once = sum(alone(recorder.sections, speeds) for recorder in recorders.values())
         stages["text"] = StageEstimate(taken, prompts / (2 * BATCH) * once)
         batch = min(plan.session.speed.batch_size, len(plan.shots))  # pictures drawn together

@@ -14,11 +14,13 @@ from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, gen
 from simpletune.commands.evaluate.measure import measure
 from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_pictures, shots_of
 from simpletune.commands.evaluate.prompts import find_prompts, subject_words
+from simpletune.commands.generate.generate import picture_size
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
+from simpletune.runs.repair import with_sum
 from simpletune.runs.report.evaluations import about_scores
 from simpletune.runs.weights_names import find_whole_run, run_config
 from simpletune.stages.sample import PictureRequest
@@ -67,7 +69,7 @@ def evaluate(args: argparse.Namespace) -> Path:
             },
             "measured": session.stages.as_json(),
         }
-        write_json(args.run / SCORES, result)
+        write_json(args.run / SCORES, with_sum(result))
     say("\n".join(lines(result)))
     memory = f"; peak memory {session.memory()}" if session.stages.as_json() else ", nothing was left to compute"
     say(f"{args.run / SCORES}: every score with its interval{memory}")
@@ -99,10 +101,10 @@ def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationP
     written = run_config(args.run)  # its data may be the demo's, by name
     words = subject_words(written, args.token, args.kind)
     prompts = find_prompts(args.prompts, written, words, [picture.caption for picture in real])
-    width, height = args.size or config.picture_size()
-    asked = given_arguments(args, "steps", "guidance")
+    width, height = picture_size(config, args)
+    asked, negative = given_arguments(args, "steps", "guidance"), config.model.steered_from(option.negative_prompt)
     first = PictureRequest(
-        "", FIRST_SEED if args.seed is None else args.seed, option.negative_prompt, width, height,
+        "", FIRST_SEED if args.seed is None else args.seed, negative, width, height,
         asked.get("steps", option.steps), asked.get("guidance", option.guidance),
     )  # fmt: skip
     shots = shots_of(first, prompts.prompts, args.seeds)

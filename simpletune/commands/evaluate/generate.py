@@ -97,7 +97,7 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
     asked = {tuple(group): [shot.request for shot in group] for groups in wanted.values() for group in groups}
     requests = {weights: [asked[tuple(group)] for group in groups] for weights, groups in wanted.items()}
     every = [request for groups in requests.values() for group in groups for request in group]
-    prompts = [prompt for each in every for prompt in (each.prompt, each.negative_prompt)]
+    prompts = [text for each in every for text in each.texts]
     texts = session.encode_prompts(list(points), prompts)
     say(f"draw    {plural(len(every), 'picture')} by {plural(len(wanted), 'model')}")
     if every:

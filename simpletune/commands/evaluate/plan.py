@@ -94,7 +94,8 @@ class EvaluationPlan:
                 batch = [each.request.prompt for each in group]  # the last bits of a picture depend on its batch
                 for shot in group:
                     values = asdict(shot.request).items()
-                    request = {key: str(value) for key, value in values if value or key not in ("mask", "paste")}
+                    later = ("mask", "paste", "negative_prompt")  # names from before there was each, or none, stay
+                    request = {key: str(value) for key, value in values if value or value == "" or key not in later}
                     how = json.dumps({**own, "request": request, "batch": batch}, sort_keys=True)
                     keys[point, shot] = hashlib.sha256(how.encode()).hexdigest()[:24]
         return keys

@@ -41,24 +41,28 @@ def build_requests(
     """Combine every prompt with every seed, with the settings of the run's validation pictures, changed by the
     arguments. Of the default prompts, None stands for the run's first."""
     option = session.config.validation
-    width, height = args.size or session.config.picture_size()
-    if max(width, height) > (most := session.config.model.largest_side):
-        raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
+    width, height = picture_size(session.config, args)
     changed = given_arguments(
         args, "seed", "negative_prompt", "steps", "guidance", "image", "strength", "mask", "paste"
     )
     if "mask" in changed:
         changed.setdefault("strength", 1.0)  # as diffusers' inpainting pipelines for UNets
-    requests = []
+    requests, negative = [], session.config.model.steered_from(option.negative_prompt)
     for prompt in args.prompt or default:
         prompt = default_prompt(session) if prompt is None else prompt
-        first = PictureRequest(
-            prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance
-        )  # fmt: skip
+        first = PictureRequest(prompt, option.seed, negative, width, height, option.steps, option.guidance)
         first = replace(first, **changed)
         require_inputs(first, "strength" in given_arguments(args, "strength"))
         requests += [replace(first, seed=first.seed + number) for number in range(args.seeds)]
     return requests
+
+
+def picture_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
+    """The size to draw, by the arguments or the run; a UserError if the model cannot."""
+    width, height = args.size or config.picture_size()
+    if max(width, height) > (most := config.model.largest_side):
+        raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
+    return width, height
 
 
 def require_inputs(request: PictureRequest, strength: bool) -> None:

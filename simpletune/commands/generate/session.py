@@ -27,7 +27,7 @@ from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.folder import newest_run
-from simpletune.runs.stack import require_stack
+from simpletune.runs.stack import require_lora_of, require_stack
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
@@ -156,7 +156,7 @@ class GenerationSession:
         latents are drawn, then the transformer is freed and they are decoded. A base is loaded once for all its LoRAs.
         """
         config = self.config
-        texts = self.encode_prompts(models, [prompt for r in requests for prompt in (r.prompt, r.negative_prompt)])
+        texts = self.encode_prompts(models, [text for request in requests for text in request.texts])
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
         for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts):
             latents[weights] = z, seconds / len(requests)
@@ -218,7 +218,11 @@ class GenerationSession:
         shared.free()
 
     def encode_prompts(self, models: Sequence[Weights], prompts: Sequence[str]) -> dict[Weights, PromptStore]:
-        """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders."""
+        """Encode prompts as every model reads them: with its embeddings, and with its updates of the text encoders.
+        Before anything is loaded, LoRAs of another family are refused."""
+        for file in dict.fromkeys(file for weights in models for file, _ in weights.loras):
+            if not holds_hypernetwork(file):
+                require_lora_of(str(file), file, self.config)
         config, stand_ins = self.config, stand_ins_of(models, self.config.text)
         stores: dict[str, PromptStore] = {}
         found: dict[Weights, PromptStore] = {}
@@ -244,11 +248,19 @@ class GenerationSession:
         return f"{on_device}{self.stages.peak('peak_rss_gib'):.2f} GiB in host memory"
 
 
+def _inside(runs: Path | None, name: str) -> str:
+    """A run's name, or RUN@STEP, in the folder of the runs if only that one has it."""
+    own = Path(name.partition("@")[0])
+    if runs is None or own.is_absolute() or own.exists() or Path(name).exists() or not (runs / own).is_dir():
+        return name
+    return str(runs / name)
+
+
 def open_session(args: argparse.Namespace) -> GenerationSession:
     """Open the run that the arguments name, or the newest, and apply their changes; ``--model`` alone needs no run."""
     run: CheckpointRef | None = None
     if args.run:
-        run = find_run(str(args.run), "--run: ", strength=True)
+        run = find_run(_inside(args.runs, str(args.run)), "--run: ", strength=True)
     elif not args.model:
         run = CheckpointRef(newest_run(args.runs))
     if run is None:

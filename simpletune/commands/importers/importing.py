@@ -4,6 +4,7 @@ key."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,12 +25,14 @@ from simpletune.config.schema import TrainConfig, run_name
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
-from simpletune.system.printable import printable
+from simpletune.system.printable import describe_exception, printable
 from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
 TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer, ai_toolkit, diffusers_scripts)}
 KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
+UNEXPECTED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError, OSError)
+"""What a translation raises for a value that its trainer would not take either."""
 ABSENT = ("does not exist", "is not a folder", "was not found", "cannot be read", "neither a folder nor a Hub name")
 
 
@@ -92,19 +95,19 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         raise UserError(f"{file} is no configuration of {KNOWN}: no object {{...}}")
     try:
         tool = form_of(settings)
-    except Unsupported as error:
-        raise Unsupported(f"{file}: {error}") from None
-    if tool is None:
-        raise UserError(f"{file} is no configuration of {KNOWN}. simpletune's own configurations need no import")
-    try:
+        if tool is None:
+            raise UserError(f"{file} is no configuration of {KNOWN}. simpletune's own configurations need no import")
         refuse_by_table(TOOLS[tool].flatten(settings), trainer_tables(TOOLS[tool].NAME))
         general, sources = TOOLS[tool].translate(settings, file.parent, data)
+        _take_tokenizers(general, file.parent)
+        config = _assemble(general, sources, file)
     except Unsupported as error:
         raise Unsupported(f"{file}: {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{file}: a configuration of {tool}, but a value has an unexpected type ({error})") from None
-    _take_tokenizers(general, file.parent)
-    config = _assemble(general, sources, file)
+    except UNEXPECTED as error:
+        raise UserError(
+            f"{file}: a configuration of another trainer, but a value has an unexpected type or size "
+            f"({describe_exception(error)}). Correct or remove it"
+        ) from None
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
     return ImportResult(tool, config, lines, *_problems(config, file))
 
@@ -130,7 +133,7 @@ def _take_tokenizers(general: Translation, folder: Path) -> None:
     if not isinstance(base, str) or not general.family.lacks_tokenizers:
         return
     local = folder / base
-    family = general.family.model_copy(update={"pretrained": str(local)}) if local.is_file() else general.family
+    family = general.family.model_copy(update={"pretrained": str(local)}) if os.path.isfile(local) else general.family
     try:
         example = family.text_example
     except UserError:  # the file is of another family, or damaged: ``check`` says so

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -199,7 +198,7 @@ def _options(settings: Json, folder: Path, family: str | None) -> Translation:
     elif file is not None:
         try:
             take_prompts(found, [row for row in _rows(file) if row.get("prompt")])
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, RecursionError):
+        except (UserError, OSError, ValueError, TypeError, AttributeError):
             found.leave("sample_prompts", "the file cannot be read. Set validation.prompts")
     if (name := found.read("output_name", as_text)) is not None:
         found.take("output_name", "name", run_name(name))
@@ -676,14 +675,17 @@ def take_prompts(found: Translation, rows: list[Json]) -> None:
 
 
 def _rows(file: Path) -> list[Json]:
-    content = read_regular(file, MOST).decode("utf-8-sig")
+    rows: object
     if file.suffix == ".json":
-        rows = json.loads(content)
+        rows = read_any(file)
     elif file.suffix == ".toml":
-        own = tomllib.loads(content).get("prompt", {})
+        whole = read_any(file)
+        assert isinstance(whole, dict), "TOML is a table"
+        own = whole.get("prompt", {})
         general = {key: value for key, value in own.items() if key != "subset"}
         rows = [{**general, **each} for each in own.get("subset", [])]
     else:
+        content = read_regular(file, MOST).decode("utf-8-sig")
         rows = [line.strip() for line in content.splitlines() if line.strip() and not line.startswith("#")]
     if not isinstance(rows, list):
         raise ValueError("no list of prompts")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from simpletune.commands.importers import kohya
-from simpletune.commands.importers.command_lines import read_flags
+from simpletune.commands.importers.command_lines import read_flags, split_words
 from simpletune.commands.importers.translation import (
     Translation,
     boolean,
@@ -72,9 +71,9 @@ def _options(used: Json) -> Json:
     drop = {*tables["left_out"], *tables["no_effect"], "sample_prompts", "LoRA_type"}
     drop |= {*networks["arguments"], *networks["blocks"]}
     found = {tables["rename"].get(key, key): value for key, value in used.items() if key not in drop}
-    found |= read_flags(shlex.split(str(found.pop("additional_parameters", ""))))
+    found |= read_flags(split_words(str(found.pop("additional_parameters", ""))))
     if isinstance(found.get("optimizer_args"), str):
-        found["optimizer_args"] = shlex.split(found["optimizer_args"])
+        found["optimizer_args"] = split_words(found["optimizer_args"])
     given = [key for key in ("max_train_epochs", "max_train_steps") if not is_off(used.get(key))]
     for key in ("max_train_epochs", "max_train_steps"):
         found.pop(key, None)

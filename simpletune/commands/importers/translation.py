@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +30,7 @@ Kind = Callable[[object], object]
 SHOWN = 60  # characters of a value
 SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth|wandb)_?(token|key)", re.IGNORECASE)
 OFF = ", 0 is off"  # ends the kind of value of an option
+LARGEST = 1e30  # no setting is as large, and products of those below stay finite
 DIGITS = 6  # significant digits of a computed number
 TRAINS = "simpletune trains SD 3, 3.5, XL, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
 
@@ -119,7 +122,7 @@ class Translation:
             return None
         try:
             return kind(raw)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             self.leave(key, f"expected: {kind.__name__.replace('_', ' ')}")
             return None
 
@@ -200,13 +203,12 @@ class Translation:
     def leave_others(self, tables: Json, part: str = "") -> None:
         """Leave out the remaining keys: those of ``left_out`` and ``no_effect``, where a pattern may end in ``*``, with
         their reasons, and unknown ones. ``part``: ending of the tables' names."""
-        of_each = [(name, why, False) for name, why in tables.get(f"left_out{part}", {}).items()]
-        of_each += [(name, why, True) for name, why in tables.get(f"no_effect{part}", {}).items()]
+        named = {name: (why, True) for name, why in tables.get(f"no_effect{part}", {}).items()}
+        named |= {name: (why, False) for name, why in tables.get(f"left_out{part}", {}).items()}
+        starts = [name[:-1] for name in (*tables.get(f"left_out{part}", {}), *named) if name.endswith("*")]
         for key in [key for key in self.settings if key not in self._read]:
-            found = [(why, same) for name, why, same in of_each if name == key] or [
-                (why, same) for name, why, same in of_each if name.endswith("*") and key.startswith(name[:-1])
-            ]
-            self.leave(key, *(found[0] if found else ("unknown to simpletune import", False)))
+            start = next((start for start in starts if key not in named and key.startswith(start)), None)
+            self.leave(key, *named.get(key if start is None else f"{start}*", ("unknown to simpletune import", False)))
 
     def part(self, key: str, name: str, value: object) -> str:
         """Register one of several values inside a key as a separate key: ``optimizer_args.weight_decay``."""
@@ -244,18 +246,17 @@ def boolean(value: object) -> bool:
         return True
     if word in ("false", "0", "no", "off", "none"):
         return False
-    raise ValueError
+    raise ValueError(f"{format_value('', value)} is not true or false")
 
 
 def number(value: object) -> float:
     """Parse a number, also from text: ``"1e-5"``."""
-    if isinstance(value, bool):
-        raise ValueError
-    if isinstance(value, int | float):
-        return value
-    found = float(str(value))
-    if found != found or abs(found) == float("inf"):
-        raise ValueError
+    try:
+        found = value if isinstance(value, int | float) else float(str(value))
+    except ValueError:
+        found = math.nan
+    if isinstance(value, bool) or not -LARGEST < found < LARGEST:  # nor is NaN
+        raise ValueError(f"{format_value('', value)} is not a number that an option takes")
     return found
 
 
@@ -263,7 +264,7 @@ def whole_number(value: object) -> int:
     """Parse a whole number, also from text: ``"1000"``, ``"1e3"``."""
     found = number(value)
     if found != int(found):
-        raise ValueError
+        raise ValueError(f"{format_value('', value)} is not a whole number")
     return int(found)
 
 
@@ -334,7 +335,7 @@ def take_family_of_base(found: Translation, key: str, folder: Path, otherwise: s
     base = found.settings.get(key)
     base = base if isinstance(base, str) else ""
     local = folder / base
-    if base and (family := family_of(str(local) if local.exists() else base)) is not None:
+    if base and (family := family_of(str(local) if os.path.exists(local) else base)) is not None:
         found.take(key, "model.family", family.family)
     elif base and (family := family_by_name(base)) is not None:
         found.take(key, "model.family", family.family, "by its name")

@@ -5,21 +5,31 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from simpletune.commands.init.answers import ABOUT, LENGTHS, WHAT, Answers, What
-from simpletune.commands.init.inspect_folder import FolderContents, inspect_folder, source_of
+from simpletune.commands.init.inspect_folder import (
+    FolderContents,
+    describe_refused,
+    describe_splits,
+    describe_unread,
+    inspect_folder,
+    source_of,
+)
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
+from simpletune.data.clip_words import is_clip_word
 from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
-from simpletune.data.sources.walk import printable_name
+from simpletune.data.sources.accounts import Accounts
+from simpletune.data.sources.masks import LABEL
 from simpletune.data.split import split_pictures
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError, join_names, plural
+from simpletune.system.printable import printable_name
 
 TINY_SIDE = 64  # pixels
 PROFILES = ("4gb", "6gb", "8gb", "12gb", "16gb", "24gb")
@@ -72,6 +82,24 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """An answer to a question: what it means, and the fields that it sets (or ``trigger``); none: to mend the files, or
+    to take a folder ``below`` instead."""
+
+    words: str
+    overrides: Json
+    below: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the pictures do not tell, so that a person decides before anything is written or trained."""
+
+    text: str
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
 class Suggestion:
     """A configuration and the reasons for its choices."""
 
@@ -80,12 +108,13 @@ class Suggestion:
     notes: tuple[str, ...] = ()  # what the user should know about the pictures or the machine
     smaller: tuple[tuple[str, Json], ...] = ()
     """Names and sections (``BY_CARD``) of shipped configurations that need less memory, the largest first."""
+    questions: tuple[Question, ...] = ()  # while there are any, the configuration is not to be written
+    files: Accounts = field(default_factory=Accounts)  # what each file of the folder is
 
 
 def guess_what(seen: FolderContents) -> tuple[What, str]:
     """Guess what the pictures teach; also return the evidence."""
-    captions = seen.caption_texts
-    count, captioned = len(seen.pictures), 2 * len(set(captions)) > len(captions)
+    count, captioned = len(seen.pictures), 2 * len(set(seen.own_captions)) > len(seen.pictures)
     if not captioned and count <= FEW:
         return "subject", f"{plural(count, 'picture')} without captions of their own"
     if captioned and count >= MANY:
@@ -96,7 +125,7 @@ def guess_what(seen: FolderContents) -> tuple[What, str]:
 def default_trigger(seen: FolderContents, what: What) -> str | None:
     """Return words to name what is learned, if captions do not name it: for a subject, with the class that the folder's
     name may be."""
-    if seen.caption_texts:
+    if seen.own_captions:
         return None
     return f"{TRIGGER} {seen.kind}" if what == "subject" and seen.kind else TRIGGER
 
@@ -125,9 +154,10 @@ def templates_for(name: str, profile: str) -> list[str]:
 class Choices:
     """A configuration under construction."""
 
-    def __init__(self, seen: FolderContents, answers: Answers, device: Card | None):
-        self.seen, self.answers, self.device = seen, answers, device
-        self.captioned = seen.caption_texts
+    def __init__(self, seen: FolderContents, answers: Answers, device: Card | None, chosen: Json):
+        self.seen, self.answers, self.device, self.chosen = seen, answers, device, chosen
+        self.captioned = seen.own_captions
+        self.questions: list[Question] = []
         guess, by = guess_what(seen)
         self.what: What = answers.what or guess
         self.by = "you said so" if answers.what else f"a guess from {by}"
@@ -208,10 +238,21 @@ class Choices:
         sides = [(width * height) ** 0.5 for width, height in sizes]  # of squares with the pictures' areas
         (low_width, low_height), (width, height) = sizes[0], sizes[-1]
         range_ = f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")
-        self.config["data"] = source_of(seen.folder, seen.captions, seen.kohya)
+        self.config["data"] = source_of(seen)
         self.reasons.append(
             Reason("data.path", str(seen.folder), f"{plural(len(seen.pictures), 'usable picture')} of {range_} px")
         )
+        if seen.kohya:
+            self.reasons.append(Reason("data.folder_names", "kohya", "; ".join(seen.report.notes)))
+        if seen.splits and "train" not in seen.splits:
+            counts = [f"{name} ({plural(count, 'picture')})" for name, count in seen.splits.items()]
+            self.ask(
+                f"no pictures are of the split train, but of {join_names(counts)}",
+                *(Choice(f"train on {name}", {"data.split": name}) for name in seen.splits),
+                Choice("train on all", {"data.split": None}),
+            )
+        elif seen.splits:
+            self.reasons.append(Reason("data.split", "train", describe_splits(seen.splits)))
         if self.tiny:
             side = TINY_SIDE
             self.set("data.resolution", side, "the tiny model's own size")
@@ -231,14 +272,8 @@ class Choices:
             so = told if self.family.reads_framing else blurred
             self.set("data.max_upscale", None, f"{plural(small, 'picture')} would be scaled up more than twice{so}")
             small = 0
-        lacking = seen.uncaptioned
-        names = [printable_name(each.name) for each in seen.report.rejected if each.name not in lacking]
+        names = [printable_name(each.name) for each in seen.report.rejected]
         faults = []
-        if lacking:
-            shown = join_names([printable_name(name) for name in lacking], LISTED)
-            faults.append(
-                f"{plural(len(lacking), 'picture')} without a caption beside {len(seen.pictures)} with one ({shown})"
-            )
         if names:
             faults.append(f"{plural(len(names), 'entry', 'entries')} cannot be used ({join_names(names, LISTED)})")
         if small:
@@ -247,50 +282,151 @@ class Choices:
             self.set("data.on_error", "skip", f"{' and '.join(faults)}: they are left out. simpletune data lists them")
 
     def remarks(self) -> None:
-        """Note what the scan found odd."""
-        report = self.seen.report
+        """Note what the scan found odd; ask about sd-scripts' folders that are deeper than their names are read."""
+        report, named = self.seen.report, self.seen.named
+        if len(named) > 1:
+            self.ask(
+                f"folders are named as for kohya's scripts ({join_names([printable_name(n) for n in named], LISTED)}), "
+                "which is read only in the folder that you give; pictures for regularization would be learned, too",
+                *(
+                    Choice(f"take {printable_name(top)} alone", {}, top)
+                    for top in dict.fromkeys(name.rpartition("/")[0] for name in named)
+                ),
+                Choice("learn from all alike, whatever their folders are called", {"data.folder_names": "plain"}),
+            )
+        elif named:
+            above = self.seen.folder / named[0].rpartition("/")[0]
+            self.notes.append(f"{printable_name(named[0])}: its repeats and words are read if you give {above}")
         for groups, what in ((report.exact, "identical files"), (report.near, "nearly identical pictures")):
             if groups:
                 count, names = plural(len(groups), "group"), [printable_name(name) for name in groups[0]]
                 self.notes.append(
                     f"{count} of {what}, such as {join_names(names, LISTED)}: each copy counts. Keep one of each"
                 )
-        if report.left_alone:
-            listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(report.left_alone.items()))
-            self.notes.append(f"not read: {listed}. Convert them to jpg, png or webp to train on them")
         if report.long:
             self.notes.append(
                 f"{plural(len(report.long), 'caption')} longer than CLIP's 77 tokens. simpletune data lists them"
             )
-        self.notes.extend(hint for hint in report.hints if not self.seen.kohya)
+        if not self.seen.kohya and not self.seen.masks.aside:
+            self.notes.extend(report.hints)
+
+    def ask(self, text: str, *choices: Choice) -> None:
+        """Ask, unless the fields of an answer have been chosen, whatever their values."""
+        answers = [choice.overrides for choice in choices if choice.overrides]
+        if not any(all(path in self.chosen for path in fields) for fields in answers):
+            self.questions.append(Question(text, choices))
+
+    def masks(self) -> None:
+        """Use the masks if every picture has one of its size; ask if not. Nothing is said of masks by transparency."""
+        seen, masks = self.seen, self.seen.masks
+        if not masks.aside or "data.mask" in self.chosen:
+            return
+        of = {file.relative_to(seen.folder).as_posix() for file in masks.masks}
+        without = [picture.name for picture in seen.pictures if picture.name not in of]
+        whole = Choice("learn from the whole pictures; the masks are left alone", {"data.mask": None})
+        if lost := masks.lost(seen.folder):
+            self.ask(
+                f"{len(lost)} of {plural(len(masks.masks), 'mask')} lie where training does not look, such as "
+                f"{printable_name(lost[0].relative_to(seen.folder).as_posix())}. It reads NAME{LABEL}.png beside each "
+                "picture, or one folder (data.mask_path) with the paths of the pictures",
+                whole,
+                Choice("move them, and call this again", {}),
+            )
+            return
+        use: Json = {"data.mask": "files"}
+        if masks.folder is not None:
+            use["data.mask_path"] = str(masks.folder)
+        if not without and not seen.other_masks and masks.masks:
+            for path, value in use.items():
+                self.set(path, value)
+            example = printable_name(next(iter(masks.masks.values())).name)
+            why = f"every picture has a mask, such as {example}: only its white parts are learned"
+            self.reasons.append(Reason("data.mask", "files", why, "data.mask=null leaves the masks alone"))
+            return
+        if not masks.masks:
+            self.notes.append(f"{plural(len(masks.aside), 'mask')} without a picture, such as {masks.aside[0].name}")
+            return
+        if seen.other_masks:
+            names = join_names([printable_name(name) for name in seen.other_masks], LISTED)
+            self.ask(
+                f"{_of(len(seen.other_masks), len(masks.masks), 'mask')} another size than their picture, or cannot be "
+                f"read ({names})",
+                Choice(
+                    "scale those of the same shape, and leave out the other pictures", use | {"data.on_error": "skip"}
+                ),
+                whole,
+            )
+            return
+        names = join_names([printable_name(name) for name in without], LISTED)
+        self.ask(
+            f"{_of(len(masks.masks), len(seen.pictures), 'picture')} a mask; without one: {names}",
+            whole,
+            Choice(f"leave out the {len(without)} without a mask", {**use, "data.on_error": "skip"}),
+        )
+
+    def prompt_for(self, trigger: str | None) -> str:
+        """The prompt that names what is learned."""
+        forms: dict[What, str] = {
+            "subject": f"a photo of {trigger}",
+            "style": f"a picture in {trigger} style",
+            "general": f"a picture of {trigger}",
+        }
+        return forms[self.what]
 
     def captions(self) -> None:
         """Choose one prompt, or the pictures' own captions with the trigger before them."""
         seen, trigger = self.seen, self.trigger
+        one = self.prompt_for(trigger or default_trigger(seen, self.what) or TRIGGER)
         if not self.captioned:
-            prompts = {
-                "subject": f"a photo of {trigger}",
-                "style": f"a picture in {trigger} style",
-                "general": f"a picture of {trigger}",
-            }
+            if (seen.refused or seen.unread) and "data.prompt" not in self.chosen:
+                self.ask(
+                    f"no caption can be used. {describe_refused(seen)}",
+                    Choice("mend the files, and call this again", {}),
+                    Choice("use one prompt for all pictures, and no captions", {"data.prompt": one}),
+                )
             self.set(
                 "data.prompt",
-                prompts[self.what],
+                self.chosen.get("data.prompt") or one,
                 "no captions were found: a .txt beside each picture would teach what else is in it",
             )
             return
-        where = {
-            "texts": "texts beside the pictures",
-            "metadata": "metadata.jsonl",
-            "names": "the pictures' file names",
-        }
+        refused = [each for each in seen.refused if each.kind == "picture"]
+        if len(refused) >= len(self.captioned):
+            self.ask(
+                f"{_of(len(refused), len(seen.pictures) + len(refused), 'picture')} a caption that cannot be used. "
+                f"{describe_refused(seen)}",
+                Choice("mend the files, and call this again", {}),
+                Choice(f"leave {_these(len(refused))} out", {"data.on_error": "skip"}),
+                Choice("use one prompt for all pictures, and no captions", {"data.prompt": one}),
+            )
         self.reasons.append(
             Reason(
                 "data.captions",
                 self.config["data"].get("captions", "auto"),
-                f"captions from {where.get(seen.captions, 'the folders')}, such as {self.captioned[0][:60]!r}",
+                f"captions from {seen.report.captions}, such as {self.captioned[0][:60]!r}",
             )
         )
+        lines = [each for each in seen.refused if each.kind == "line"]
+        if seen.lacking and (seen.unread or lines):
+            found = (
+                f"files that may hold some are not read. {describe_unread(seen)}"
+                if seen.unread
+                else f"lines with some cannot be used. {describe_refused(seen)}"
+            )
+            self.ask(
+                f"{_of(len(seen.lacking), len(seen.pictures), 'picture')} no caption, and {found}",
+                Choice("mend the files, and call this again", {}),
+                Choice(f"use one prompt for {_these(len(seen.lacking))}", {"data.missing_prompt": one}),
+                Choice(
+                    f"leave {_these(len(seen.lacking))} out", {"data.missing_prompt": None, "data.on_error": "skip"}
+                ),
+            )
+        if seen.lacking:
+            names = join_names([printable_name(name) for name in seen.lacking], LISTED)
+            of = f"{_of(len(seen.lacking), len(seen.pictures), 'picture')} no caption ({names})"
+            get, them = ("it gets", "it") if len(seen.lacking) == 1 else ("they get", "them")
+            others = f"write captions for {them}, or leave {them} out: data.missing_prompt=null data.on_error=skip"
+            self.set("data.missing_prompt", one, f"{of}: {get} this one. Or {others}")
         if not trigger:
             return
         having = sum(trigger.lower() in caption.lower() for caption in self.captioned)
@@ -318,6 +454,16 @@ class Choices:
         noun = (self.trigger or "").partition(" ")[2]  # the class: the trigger's words after the first
         if self.what != "subject":
             return
+        words = self.seen.words
+        if not noun and words and not self.captioned and not self.answers.words and "data.prompt" not in self.chosen:
+            known = [word for word in words if is_clip_word(word)][:LISTED]
+            known = [" ".join(words), *known] if len(words) <= LISTED else known
+            self.ask(
+                f"what do the pictures of {self.seen.folder.name!r} show? With its class, such as dog, the base keeps "
+                "what it knows of others",
+                *(Choice(word, {"trigger": f"{TRIGGER} {word}"}) for word in dict.fromkeys(known)),
+                Choice(f"something else (without a class; or put its class behind {TRIGGER})", {"trigger": TRIGGER}),
+            )
         if not noun:
             self.notes.append("name the class too, as in the trigger 'sks dog', and the base keeps what it knows of it")
             return
@@ -328,10 +474,10 @@ class Choices:
             else {"method": "base_prediction", "prompt": prompt}
         )
         self.config["prior"] = prior
-        why, override = f"every {noun} would become yours otherwise", ""
+        why, override = f"every {noun} would become yours otherwise. A step takes about twice the time", ""
         if not self.answers.words:
             why += ". The folder's name is taken for the class"
-            override = f"--trigger '{TRIGGER} CLASS' overrides it"
+            override = f"--trigger '{TRIGGER} CLASS' names another, --trigger {TRIGGER} none"
         self.reasons.append(Reason("prior.method", "base_prediction", why, override))
         self.set("validation.class_prompt", prompt)
 
@@ -363,8 +509,10 @@ class Choices:
         self.set("validation.every", self.config["checkpoint"]["every"])
         prefix = self.config["data"].get("caption_prefix")
         captions = list(dict.fromkeys(self.captioned))
-        chosen = [captions[0], captions[len(captions) // 2]] if captions else [self.config["data"]["prompt"]]
+        one = self.config["data"].get("prompt") or self.config["data"].get("missing_prompt")
+        chosen = [captions[0], captions[len(captions) // 2]] if captions else []
         prompts = [f"{prefix} {caption}" if prefix else caption for caption in dict.fromkeys(chosen)]
+        prompts += [one] if one else []
         if self.what == "subject" and self.trigger:
             prompts.append(f"a photo of {self.trigger} on a beach at sunset")
         elif self.trigger:
@@ -403,19 +551,48 @@ class Choices:
         self.config = {name: self.config[name] for name in ORDER if self.config.get(name)}
 
 
+def _of(count: int, total: int, noun: str) -> str:
+    """Some of several have something."""
+    return f"{count:,} of {plural(total, noun)} {'has' if count == 1 else 'have'}"
+
+
+def _these(count: int) -> str:
+    return "this picture" if count == 1 else f"these {count:,}"
+
+
 def suggest(
-    folder: Path, answers: Answers = UNASKED, device: Card | None = None, seen: FolderContents | None = None
+    folder: Path,
+    answers: Answers = UNASKED,
+    device: Card | None = None,
+    seen: FolderContents | None = None,
+    chosen: Json | None = None,
 ) -> Suggestion:
+    """Suggest a configuration. ``chosen``: fields that the user has set, by path (``data.mask``); they answer
+    questions, and the caller puts them into the configuration."""
+    chosen = chosen or {}
     if seen is None:
         with silent():
-            seen = inspect_folder(folder)
-    choices = Choices(seen, answers, device)
+            seen = inspect_folder(folder, data_fields(chosen))
+    choices = Choices(seen, answers, device, chosen)
     choices.base()
     choices.pictures()
+    choices.masks()
     choices.remarks()
     choices.captions()
     choices.method()
     choices.length()
     choices.validation()
     choices.describe()
-    return Suggestion(choices.config, tuple(choices.reasons), tuple(choices.notes), tuple(choices.smaller))
+    return Suggestion(
+        choices.config,
+        tuple(choices.reasons),
+        tuple(choices.notes),
+        tuple(choices.smaller),
+        tuple(choices.questions),
+        seen.report.files,
+    )
+
+
+def data_fields(chosen: Json) -> Json:
+    """The fields of ``data`` among those that the user has set."""
+    return {path.removeprefix("data."): value for path, value in chosen.items() if path.startswith("data.")}

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from simpletune.commands.init.answers import Answers, ask
-from simpletune.commands.init.choices import NO_PHOTOS, Suggestion, default_trigger, guess_what, suggest
+from simpletune.commands.init.choices import (
+    NO_PHOTOS,
+    Choice,
+    Question,
+    Suggestion,
+    data_fields,
+    default_trigger,
+    guess_what,
+    suggest,
+)
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
-from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.config.schema import DEMO
+from simpletune.data.sources.accounts import sentences
 from simpletune.data.sources.source import Source
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.console import note, say
 from simpletune.system.gpus import find_card
-from simpletune.system.options import UserError, plural
+from simpletune.system.options import Json, UserError, plural
+from simpletune.system.printable import printable
 from simpletune.system.shell import to_paste
 
 CPU = "cpu"
@@ -36,14 +49,27 @@ def init_command(
     device: str | None = None,
     overwrite: bool = False,
     quiet: bool = False,
+    overrides: Sequence[str] = (),
+    verb: str = "init",
 ) -> Path:
     """Examine the pictures, ask, suggest, predict, and write the configuration.
 
-    ``out``: None writes beside the folder. ``device``: a card by name or memory, ``cpu``, or None for this machine's.
-    ``quiet``: ask no questions, even on a terminal.
+    Args:
+        folder: the pictures.
+        answers: what the user has answered on the command line.
+        out: the file to write; None: beside the folder.
+        device: a card by name or memory, ``cpu``, or None for this machine's.
+        overwrite: replace the file.
+        quiet: ask no questions, even on a terminal.
+        overrides: ``key.path=value``, written into the file; they answer what must be asked.
+        verb: the verb that the user called, ``init`` or ``train``, for the commands to paste.
+
+    Raises:
+        UserError: the folder cannot be used, or leaves a question open; nothing is written.
     """
     out = out or file_for(folder)
     require_new(out, overwrite)
+    chosen = fields_of(folder, overrides)
     card, why_none = None, ""
     if device is None:
         from simpletune.commands.init.machine import card_here
@@ -51,14 +77,22 @@ def init_command(
         card, why_none = card_here()
     elif device.lower() != CPU:
         card = find_card(device)
-    seen = inspect_folder(folder)
+    seen = inspect_folder(folder, data_fields(chosen))
     say(
         f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
         f"{plural(len(seen.report.rejected), 'unusable entry', 'unusable entries')}"
     )
+    for number, line in enumerate(sentences(seen.report.files)):
+        say(f"{'' if number else 'files':<10} {line}")
     if not quiet and sys.stdin.isatty() and sys.stdout.isatty():
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
-    suggestion = suggest(folder, answers, card, seen)
+    suggestion = suggest(folder, answers, card, seen, chosen)
+    if suggestion.questions:
+        raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb))
+    merged, notices, problems = merge(suggestion.config, list(overrides))
+    validate(merged, str(out), problems)
+    note(notices)
+    suggestion = replace(suggestion, config=merged)
     model = suggestion.config["model"]["pretrained"]
     if card is not None and not model.startswith(DEMO):
         from simpletune.commands.init.machine import fit_to_card
@@ -72,6 +106,47 @@ def init_command(
     for line in _lines(suggestion, out, why_none):
         say(line)
     return out
+
+
+def fields_of(folder: Path, overrides: Sequence[str]) -> Json:
+    """The values of overrides by path, as their fields read them; what is wrong with them is said by ``merge``."""
+    merged, _, _ = merge({"data": {"path": str(folder)}}, list(overrides))
+    found: Json = {}
+    for override in overrides:
+        path = override.partition("=")[0]
+        section: object = merged
+        for part in path.split("."):
+            section = section.get(part) if isinstance(section, dict) else None
+        found[path] = section
+    return found
+
+
+def open_questions(
+    folder: Path, questions: Sequence[Question], answers: Answers, overrides: Sequence[str], verb: str
+) -> str:
+    """The questions with their choices, each with a command to paste."""
+    before = "trained" if verb == "train" else "written"
+    lines = [f"{folder}: {plural(len(questions), 'question')} before anything is {before}"]
+    for question in questions:
+        lines.append(f"  {printable(question.text)}.")
+        lines += [
+            f"    {choice.words}:  {_command(folder, choice, answers, overrides, verb)}" for choice in question.choices
+        ]
+    return "\n".join(lines)
+
+
+def _command(folder: Path, choice: Choice, answers: Answers, overrides: Sequence[str], verb: str) -> str:
+    folder = folder / choice.below
+    trigger = choice.overrides.get("trigger", answers.trigger)
+    fields = {path: value for path, value in choice.overrides.items() if path != "trigger"}
+    words = [
+        *overrides,
+        *(f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in fields.items()),
+    ]
+    if trigger is None:
+        return to_paste("simpletune", verb, folder, *words)
+    init = to_paste("simpletune", "init", folder, *words, "--trigger", trigger)
+    return init if verb == "init" else f"{init} && {to_paste('simpletune', 'train', folder)}"
 
 
 def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
@@ -91,30 +166,18 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
 
 
-def config_in_memory(folder: Path, overrides: list[str]) -> TrainConfig:
-    """Return a folder's configuration, as in the file beside it or as ``init`` would suggest; writes nothing."""
-    file = file_for(folder)
-    if file.exists() and any(_is_of(folder, source) for source in read_config(file)[0].data.members):
-        config, notices = read_config(file, overrides, needs_model=False)
-    else:
-        from simpletune.commands.init.machine import card_here
-
-        merged, notices, problems = merge(suggest(folder, device=card_here()[0]).config, overrides)
-        config = validate(merged, str(folder), problems, needs_model=False)
-    note(notices)
-    return config
-
-
 def _is_of(folder: Path, source: Source) -> bool:
     return Path(source.path).resolve() == folder.resolve()
 
 
-def config_for(folder: Path) -> Path:
-    """Return the configuration of a folder: the one beside it, or a new one."""
+def config_for(folder: Path, overrides: Sequence[str] = (), verb: str = "train") -> Path:
+    """Return the configuration of a folder: the one beside it, or a new one, into which what the user says of the data
+    is written."""
     file = file_for(folder)
     is_new = not file.exists()
     if is_new:
-        init_command(folder, Answers())
+        of_data = [override for override in overrides if override.startswith("data.")]
+        init_command(folder, Answers(), quiet=True, overrides=of_data, verb=verb)
     config, _ = read_config(file)
     init = to_paste("simpletune", "init", folder)
     if not any(_is_of(folder, source) for source in config.data.members):

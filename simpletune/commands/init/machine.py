@@ -17,6 +17,7 @@ from simpletune.system.gpus import Card, card_named_by_driver
 from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, UserError
 
+AS_ABOVE = "as above"
 SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # signs of a driver; the last one in WSL
 
 
@@ -43,7 +44,7 @@ def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
         sizes = PROFILES[: PROFILES.index(profile) + 1]
         choices = [(name, {"memory": memory | {"profile": name}}) for name in reversed(sizes)]
     else:
-        path, choices = "precision, memory", [("as above", {}), *suggestion.smaller]
+        path, choices = "precision, memory", [(AS_ABOVE, {}), *suggestion.smaller]
     for name, sections in choices:
         tried: Json = {key: value for key, value in (config | sections).items() if value}
         try:
@@ -53,7 +54,8 @@ def fit_to_card(suggestion: Suggestion, card: Card) -> Suggestion:
             return replace(suggestion, notes=(*suggestion.notes, note))
         if fits:
             reason = Reason(path, name, f"predicted: {words}")
-            return replace(suggestion, config=tried, reasons=(*suggestion.reasons, reason))
+            earlier = [each for each in suggestion.reasons if each.path != path or name == AS_ABOVE]
+            return replace(suggestion, config=tried, reasons=(*earlier, reason))
     note = f"predicted not to fit even with the levers of {choices[-1][0]}: {words}. Use a smaller data.resolution"
     return replace(suggestion, notes=(*suggestion.notes, note))
 

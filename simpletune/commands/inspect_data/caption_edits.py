@@ -11,8 +11,8 @@ from typing import Literal
 
 from simpletune.data.sources.caption_files import CaptionFile, ChangedCaption, caption_file, write_caption
 from simpletune.data.sources.captions import one_line
-from simpletune.data.sources.source import Source, UnusablePicture
-from simpletune.data.sources.walk import is_text, readable, walk
+from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.walk import is_text, readable
 from simpletune.system.options import UserError
 
 LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
@@ -43,16 +43,6 @@ def read_captions(root: Path, pictures: Iterable[Path]) -> list[CaptionedPicture
         except UnusablePicture as reason:
             entries.append(CaptionedPicture(name, file, None, str(reason)))
     return entries
-
-
-def picture_files(root: Path, source: Source) -> list[Path]:
-    """Return the picture files of a folder, without masks."""
-    from simpletune.data.sources.folder import Folder
-    from simpletune.data.sources.masks import without_masks
-
-    assert isinstance(source, Folder)
-    masks = None if source.mask_path is None else Path(source.mask_path)
-    return without_masks(walk(root, source.links).pictures, source.mask, masks)[0]
 
 
 @dataclass(frozen=True)

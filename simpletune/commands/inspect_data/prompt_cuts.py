@@ -1,6 +1,6 @@
 """Count the tokens of captions, and find where text encoders truncate them, by tokenizers that are available locally.
 
-Downloads nothing. `Cutter` uses only the library tokenizers, because importing transformers imports torch.
+Downloads nothing. Uses only the library tokenizers, because importing transformers imports torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ FolderState = tuple[tuple[str, int, int], ...]  # name, time of the last change 
 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
-    """Return the number of tokens of each caption; None if no tokenizer is available."""
+    """Return the number of tokens of each caption; None if no tokenizer is available. UserError: it is damaged."""
     folder = tokenizer_folder(config, "tokenizer")
     if folder is None or not captions:
         return None
-    from transformers import CLIPTokenizer
-
-    tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
-    return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
+    tokenizer = read_fast_tokenizer(folder, _state(folder))
+    return [len(encoding.ids) for encoding in tokenizer.encode_batch(list(captions))]
 
 
 def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:

@@ -26,12 +26,12 @@ from simpletune.commands.inspect_data.text import (
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
-from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.pictures import decode_picture
 from simpletune.data.sources.source import Picture, UnusablePicture
-from simpletune.data.sources.walk import printable_name
 from simpletune.runs.report.page import page_style, page_template
 from simpletune.system.console import say, silent
 from simpletune.system.options import UserError, first_lines, plural
+from simpletune.system.printable import printable_name
 from simpletune.system.sheets import shorten_to_width
 
 PAGE, SHEET, FIGURES = "data.html", "sheet.png", "data.json"
@@ -45,13 +45,17 @@ PageTable = tuple[str, str, tuple[str, ...], Sequence[tuple[str, ...]]]
 """Title, explanation, column names, rows."""
 
 
-def report(config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96) -> DatasetReport:
+def report(
+    config: TrainConfig, out: Path | None, as_figures: bool = False, shown: int = 96, about: str = ""
+) -> DatasetReport:
     """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
 
-    Without a folder nothing is written; ``as_figures`` prints only JSON; the sheet and the page show so many pictures.
+    Without a folder nothing is written; ``as_figures`` prints only JSON; the sheet and the page show so many pictures;
+    ``about`` says what the sizes are for.
     """
     with silent() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))
+    found.notes = (*([about] if about else []), *found.notes)
     if as_figures:
         print(json.dumps(as_json(found)))
     else:
@@ -207,7 +211,7 @@ def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> li
 
     def small(seen: ScannedImage) -> str:
         try:
-            image = decode(seen.picture.read_same(), at_least=2 * SIDE)
+            image = decode_picture(seen.picture, at_least=2 * SIDE)
         except UnusablePicture:  # changed since the scan: show only its name
             return ""
         image.thumbnail((SIDE, SIDE))

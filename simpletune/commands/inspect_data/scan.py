@@ -19,6 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
 from simpletune.data.source_mix import SourceShare
+from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
 from simpletune.data.sources.pictures import decode, has_more_frames
@@ -98,6 +99,7 @@ class DatasetReport:
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
     sources: list[SourceShare] = field(default_factory=list)
     augmentation: list[str] = field(default_factory=list)  # the ranges of each source that has any, in words
+    files: Accounts = field(default_factory=Accounts)  # what each file of the folders is
     holes: list[str] = field(
         default_factory=list
     )  # the sources' ``inpainting_mask``; empty: the model does not inpaint
@@ -145,6 +147,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     )
     found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
     found.resolution, found.hints = config.data.resolution, scan.hints
+    found.files = scan.files
     found.notes = (*scan.notes, *source_notes(config.data, scan.pictures, inpaints))
     if not pictures:
         return found
@@ -163,9 +166,13 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
         _place(sample.picture): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
         for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))
     }
+    firsts_by_name = {view.picture.name for view in firsts.values()}
     with progress("look", len(firsts), "pictures") as advance:
         for result in _scan_pictures(firsts.values(), chosen, variants, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
+    seen = {seen.picture.name for seen in found.usable}
+    broken = [each for each in found.rejected if each.name in firsts_by_name - seen]
+    found.files = scan.files.with_class("damaged", ((each.name, each.reason) for each in broken))
     if found.usable:
         _compare(found)
         _read_captions(found, config)
@@ -224,7 +231,7 @@ def _scan_picture(
 
     try:
         data = view.picture.read_same()
-        image, animated = decode(data, at_least=2 * TILE), has_more_frames(data)
+        image, animated = decode(data, at_least=2 * TILE, background=view.picture.background), has_more_frames(data)
         shown, varied = thumbnail(view) if with_tile else None, tuple(map(thumbnail, variants))
     except UnusablePicture as reason:
         return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)

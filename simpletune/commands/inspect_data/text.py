@@ -8,8 +8,9 @@ from dataclasses import asdict
 from simpletune.commands.inspect_data.prompt_cuts import LIMIT
 from simpletune.commands.inspect_data.scan import LONG, DatasetReport
 from simpletune.data.source_mix import source_lines
-from simpletune.data.sources.walk import printable_name
+from simpletune.data.sources.accounts import sentences
 from simpletune.system.options import Json, first_lines, join_names, plural
+from simpletune.system.printable import printable_name
 
 LISTED = 10  # entries of a list on the terminal
 SIZES = ("under half of it", "half of it to all", "up to twice", "up to four times", "more")
@@ -62,6 +63,8 @@ def format_report(found: DatasetReport) -> str:
 def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     total = len(found.usable) + sum(each.kind == "picture" for each in found.rejected)
     yield "data", f"{printable_name(found.path)}: {plural(total, 'picture')}, {len(found.usable)} usable"
+    for number, line in enumerate(sentences(found.files)):
+        yield "" if number else "files", line
     yield "captions", printable_name(f"from {found.captions}")
     for note in found.notes:
         yield "note", note
@@ -82,7 +85,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     for group in found.across:
         names = join_names([printable_name(name) for name in group], LISTED)
         yield "leak", f"near-duplicates, some held out and some trained on: {names}"
-    if found.left_alone:
+    if found.left_alone and not found.files:
         counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         yield "not read", f"{counted}. Convert them to jpg, png or webp to train on them"
     if found.animated:
@@ -111,7 +114,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
         return
     yield "sizes", ", ".join(f"{name}: {count}" for name, count in sizes(found) if count)
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
-    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped"
+    yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped after scaling"
     yield from _listed([
         f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.fillers}, {row.lost:.1%}"
         for row in found.buckets
@@ -133,6 +136,7 @@ def _listed(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 def as_json(found: DatasetReport) -> Json:
     return {
         "path": found.path, "captions": found.captions, "on_error": found.on_error, "left_alone": found.left_alone,
+        "files": {name: {"class": kind, "reason": why} for name, (kind, why) in found.files.files.items()},
         "hints": list(found.hints), "notes": list(found.notes), "sources": [asdict(each) for each in found.sources],
         "augmentation": found.augmentation,
         "inpainting_masks": found.holes,

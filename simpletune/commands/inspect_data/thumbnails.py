@@ -19,7 +19,7 @@ from simpletune.models.shared.buckets import Size
 from simpletune.system.atomic import atomic_file
 
 SIDE = 256  # pixels of a thumbnail's longer side
-AT_ONCE = threading.Semaphore(2)  # decoded pictures in memory
+AT_ONCE = threading.Semaphore(2)  # pictures that the page decodes, wherever: the largest takes a GiB
 QUALITY = 80
 VEIL = 0.85  # of white over what lies outside of a mask
 
@@ -51,7 +51,7 @@ def thumbnail_of(
     Shows the centre even if training crops at random; with a mask, what lies outside of it is nearly white. The folder
     may be removed at any time. ``version`` names the content of picture and mask.
     """
-    cropped = (source.resolution, source.aspect, source.max_aspect, step, SIDE)
+    cropped = (source.resolution, source.aspect, source.max_aspect, source.background, step, SIDE)
     key = repr((version, cropped, mask is not None))
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     kept = folder / name[:2] / f"{name}.webp"
@@ -60,7 +60,7 @@ def thumbnail_of(
     with AT_ONCE:
         data = read()
         bucket = source.bucket(picture_size(data), step)
-        image = decode(data, at_least=2 * SIDE)
+        image = decode(data, 2 * SIDE, source.background)
         if mask is not None:
             learned = decode_mask(mask.read(), mask.kind).resize(image.size, Image.Resampling.BILINEAR)
             image = Image.composite(image, Image.blend(image, Image.new("RGB", image.size, "white"), VEIL), learned)

@@ -115,8 +115,8 @@ def export(args: argparse.Namespace) -> Path:
         metadata.pop("modelspec.thumbnail", None)
     written = write_lora_file(updates, out, args, metadata, names, usual_layout(names, header))
     if lost is not None:
-        say(f"  LoRA of rank {ranks_of(updates)} for {' and '.join(header.kinds)}: residual {lost:.3%} of the update "
-            "(Frobenius norm)")  # fmt: skip
+        kinds = " and ".join(header.named_kinds)
+        say(f"  LoRA of rank {ranks_of(updates)} for {kinds}: residual {lost:.3%} of the update (Frobenius norm)")
     return written
 
 

@@ -15,14 +15,15 @@ from simpletune.data.sources.mask_files import mask_content, read_mask, write_ma
 from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.pictures import decode
 from simpletune.data.sources.source import RejectedEntry, UnusablePicture
-from simpletune.data.sources.walk import printable_name, read_regular, readable, walk
+from simpletune.data.sources.walk import read_regular, readable, walk
 from simpletune.system.console import progress, say
 from simpletune.system.extras import require_extra
 from simpletune.system.options import UserError, plural
-from simpletune.system.printable import first_line
+from simpletune.system.printable import first_line, printable_name
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, RGB
 SIDE = 320  # of models that take any
+MOST_SIDE = 4096  # of the input; U2-Net's successors have 1024
 MODEL_BYTES = 2**31  # of a protobuf
 
 
@@ -45,13 +46,23 @@ class SaliencyModel:
             raise UserError(f"--masks-from: {file} {reason}. Name an ONNX file") from None
         except ValueError as error:
             raise UserError(f"--masks-from: {file} cannot be loaded ({error}). Name an ONNX file") from None
-        self._input = self._session.get_inputs()[0]
-        shape = self._input.shape
-        if len(shape) != 4 or (isinstance(shape[1], int) and shape[1] != 3):
+        inputs = self._session.get_inputs()
+        shapes = [each.shape for each in inputs]
+        shape = shapes[0] if len(shapes) == 1 else []
+        sides = [size if isinstance(size, int) else SIDE for size in shape[2:]]
+        batch, channels = (size if isinstance(size, int) else None for size in (*shape, 0, 0)[:2])
+        if len(sides) != 2 or batch not in (1, None) or channels not in (3, None):
             raise UserError(
-                f"--masks-from: the input of {file} is {shape}, not [1, 3, {SIDE}, {SIDE}]. Name another model"
+                f"--masks-from: {file} has the inputs {shapes}, not one of [1, 3, {SIDE}, {SIDE}]. Name another model"
             )
-        height, width = (size if isinstance(size, int) else SIDE for size in shape[2:])
+        if not all(1 <= side <= MOST_SIDE for side in sides):
+            raise UserError(
+                f"--masks-from: the input of {file} is {sides[0]} x {sides[1]} px; sides are from 1 to {MOST_SIDE}. "
+                "Name another model"
+            )
+        if not self._session.get_outputs():
+            raise UserError(f"--masks-from: {file} has no output. Name another model")
+        self._input, (height, width) = inputs[0], sides
         self.size = width, height
 
     @property
@@ -98,7 +109,7 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
     for source in sources:
         root = Path(source.path)
         folder = None if source.mask_path is None else Path(source.mask_path)
-        files, _ = without_masks(walk(root, source.links).pictures, "files", folder)
+        files, _ = without_masks(walk(root, source.links, source.reading).pictures, "files", folder)
         with progress("masks", len(files), "pictures") as advance:
             for each in files:
                 try:
@@ -117,5 +128,5 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
     if result.rejected:
         say(f"{plural(len(result.rejected), 'picture has', 'pictures have')} no mask")
     if any(source.mask != "files" for source in sources):
-        say("training reads masks with data.mask=files; without it, it takes them for pictures")
+        say("training reads masks with data.mask=files; without it, it leaves them alone")
     return result

@@ -91,7 +91,8 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
     """The pictures to draw: squares at the subject's largest resolution, each with its own seed. With a trigger, their
     prompts are those of the class for the subject's captions, in turn."""
     data = config.data
-    side, negative = max(source.resolution for source in subjects(data)), config.validation.negative_prompt
+    side = max(source.resolution for source in subjects(data))
+    negative = config.model.steered_from(config.validation.negative_prompt)
     prompts = [prior.prompt]
     if prior.trigger is not None:
         pictures = [each for each in scan_sources(data).pictures if not data.members[each.source].regularization]
@@ -113,17 +114,17 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
 
 def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
     """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
-    model, precision, first = config.model, config.precision, requests[0]
+    model, precision, first, sums = config.model, config.precision, requests[0], config.output.cache_folder
     prompts = model.prompts(precision.encoder_dtype())
     depends = {
         "base": [
-            model.part(model.denoiser).fingerprint(),
+            model.part(model.denoiser).fingerprint(sums),
             model.init,
             config.train.seed if model.init == "random" else 0,
             *([] if (stack := read_stack(config)) is None else [stack.key]),
         ],
-        "encoders": [prompts.fingerprint(encoder) for encoder in prompts.encoders],
-        "vae": model.part("vae").fingerprint(),
+        "encoders": [prompts.fingerprint(encoder, sums) for encoder in prompts.encoders],
+        "vae": model.part("vae").fingerprint(sums),
         "weights": precision.weights,
         "request": [
             sorted({request.prompt for request in requests}),
@@ -162,7 +163,7 @@ def generate_missing(
     text = TextCache(model, config.precision.encoder_dtype(), config.output.place)
     # With an object store, nobody waits for the others' shares: each process encodes all prompts that it draws with.
     dividing = share if config.output.place.url is None else ALONE
-    text.fill([*(request.prompt for request in requests), requests[0].negative_prompt], device, dividing)
+    text.fill([text for request in requests for text in request.texts], device, dividing)
     by_key = {str(request.seed): request for request in requests}
     sampler: Sampler | None = None
     with progress("class", share.count(len(requests)), "pictures") as advance:

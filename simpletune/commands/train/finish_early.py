@@ -13,8 +13,9 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import checkpoint_folder, list_checkpoints
+from simpletune.runs.figure_sums import FIGURES, figure_sums
 from simpletune.runs.folder import SUMMARY, finished_steps, read_json_or_none, read_summary
-from simpletune.runs.model_card import shareable, write_card
+from simpletune.runs.model_card import write_card
 from simpletune.runs.repair import set_aside
 from simpletune.runs.result import CHECKSUMS, damaged_results, result_checksums, result_files
 from simpletune.runs.stack import read_stack
@@ -55,6 +56,7 @@ def finish_early(name: str) -> Path:
         summary, warnings = summary_at(run, resolve_model_folder(config), saved), list[str]()
         output = export(run, config, saved)
         summary |= {"output": str(output), CHECKSUMS: result_checksums(config, run), "warnings": warnings}
+        summary[FIGURES] = figure_sums(run)
         write_json(run / SUMMARY, summary | {"complete": False})
         card = write_card(run, config, summary, saved.manifest)
         page = report_or_warning(run, warnings.append) if config.output.report else None
@@ -131,8 +133,8 @@ def _read(folder: Path) -> checkpoint.SavedState:
 
 def export(run: Path, config: TrainConfig, saved: checkpoint.SavedState) -> Path:
     """Write the result as at the end of a run, from the average if the run keeps one."""
-    adapter, metadata = config.adapter, checkpoint.metadata_of(run, shareable(config), saved.step)
-    if adapter.exports_to_checkpoints:  # the checkpoint's header names local folders, a result's must not
+    adapter, metadata = config.adapter, checkpoint.metadata_of(run, config, saved.step)
+    if adapter.exports_to_checkpoints:  # of 0.1.0, the checkpoint's header names local folders
         names = [file.name for file in result_files(config, run)]
         for name in names:
             header = {**read_header(saved.folder / name).get("__metadata__", {}), **metadata}

@@ -31,13 +31,14 @@ from simpletune.runs.folder import (
     STACK,
     chosen_before,
     clear_unsaved,
+    earlier_validation_samples,
     finished_steps,
     open_again,
     open_fresh,
     put_chosen,
 )
 from simpletune.runs.remote.checkpoint_store import CheckpointStore, LocalOnly
-from simpletune.runs.resume import check_resumable
+from simpletune.runs.resume import base_of, changed_versions, check_resumable, kept_settings, require_same_base
 from simpletune.runs.stack import read_stack, require_lora_families
 from simpletune.runs.summary import print_data
 from simpletune.stages.encode import encode
@@ -95,7 +96,11 @@ def set_up(
         require_lora_families(config)  # before the download
     resolved = resolve_folders(config)
     require_model_rules(resolved)
-    begins, stacked = None if saved else read_start(resolved), require_base(resolved, saved)
+    begins, stacked = None if saved else read_start(resolved), require_loras(resolved, saved)
+    with accelerator.main_process_first():  # computes the checksums of large files, which the others then know
+        base = base_of(resolved, stacked)
+    if saved is not None:
+        require_same_base(saved, resolved, base)
     threads = settle_threads(resolved, device, resumed=saved is not None)
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
@@ -112,7 +117,7 @@ def set_up(
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
-    announce_resume(saved, config, prepared, processes)
+    announce_resume(saved, config, prepared, processes, threads, chosen_before(resolved) if saved else {})
     if main:
         open_folder(config, prepared, saved, anew=resume == "auto")
         if begins is not None:
@@ -141,12 +146,13 @@ def set_up(
         attention=attention,
         attempt=attempt,
         store=store,
+        base=base,
         predicted=predicted,
         timed=None if saved else timed,
     )
 
 
-def require_base(config: TrainConfig, saved: checkpoint.SavedState | None) -> list[Json]:
+def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> list[Json]:
     """Print and return the record of the LoRAs under a run; a ``UserError`` if they do not fit the base, or are not
     those that a resumed run began with."""
     stack = read_stack(config, run_folder(config) if saved else None)
@@ -224,18 +230,30 @@ def write_config(config: TrainConfig) -> None:
 
 
 def announce_resume(
-    saved: checkpoint.SavedState | None, config: TrainConfig, prepared: PreparedData, processes: int
+    saved: checkpoint.SavedState | None,
+    config: TrainConfig,
+    prepared: PreparedData,
+    processes: int,
+    threads: int,
+    chosen: Json,
 ) -> None:
-    """Print the checkpoint that a run continues from, if any, and the changed settings; a ``UserError`` if it cannot
-    continue from there."""
+    """Print the checkpoint that a run continues from, if any, the changed settings, and those that stay as they were;
+    a ``UserError`` if it cannot continue from there. ``chosen``: what it chose before (``chosen_before``)."""
     if saved is None:
         return
     steps = config.steps(prepared.plan.steps_per_epoch)
+    chosen = {**saved.config.get("memory", {}), **chosen}
+    kept = kept_settings(config, earlier_validation_samples(run_folder(config)), chosen, threads)
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
-        say(f"resume  changed {change}")
+        path, _, values = change.partition(": ")
+        no_drift = config.adapter.trains_base and path in ("validation.class_prompt", "validation.unrelated_prompts")
+        more = ". Drift is no longer measured: the base has trained since it predicted for the others" * no_drift
+        say(f"resume  {path} stays {kept[path]} ({values})" if path in kept else f"resume  changed {change}{more}")
     if saved.step > steps or saved.step == steps == finished_steps(run_folder(config)):
         raise UserError(
             f"--resume: the checkpoint has {plural(saved.step, 'step')} and the configuration asks for {steps}. "
             "Increase train.steps or train.epochs"
         )
     say(f"resume  from {saved.folder}: step {saved.step} of {steps}")
+    if changed := changed_versions(saved):
+        say(f"resume  with {changed}: what follows may differ in the last bits")

@@ -6,18 +6,20 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.commands.train.set_up import set_up
+from simpletune.commands.train.set_up import require_loras, set_up
 from simpletune.config.batches import with_saved_batch
 from simpletune.config.compute import with_saved_compute
+from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig, run_folder
 from simpletune.estimate.simulate.processes import one_of
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
+from simpletune.runs.figure_sums import FIGURES, require_figures
 from simpletune.runs.folder import finished_steps, read_summary
 from simpletune.runs.remote.checkpoint_store import open_checkpoint_store
 from simpletune.runs.repair import require_place
 from simpletune.runs.result import result_files
-from simpletune.runs.resume import check_resumable
+from simpletune.runs.resume import base_of, check_resumable, moved, require_same_base
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.locks import exclusive
@@ -86,11 +88,16 @@ def is_finished(config: TrainConfig) -> bool:
     if saved.step != config.steps(summary["steps_per_epoch"]) and not summary.get("stopped_early"):
         return False
     chosen_then = with_saved_batch(with_saved_compute(config, saved.config), saved.config)
+    if moved(saved, config):
+        resolved = resolve_folders(config)
+        require_same_base(saved, resolved, base_of(resolved, require_loras(resolved, saved)))
     check_resumable(saved, chosen_then, saved.manifest)
     if is_first_process():
         from simpletune.commands.train.finish_early import restore_result
 
         restore_result(folder, saved, summary)
+        figures = summary.get(FIGURES)
+        require_figures(folder, figures if isinstance(figures, dict) else {})
     result = result_files(config, folder)[0]
     say(f"{folder} is already finished ({plural(saved.step, 'step')}). Its result is {result}")
     return True

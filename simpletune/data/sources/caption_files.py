@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simpletune.data.sources.captions import MAX_BYTES, TEXTS, one_line, validate_caption
+from simpletune.data.sources.sidecars import decode_text
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, is_outside, is_text, read_regular
 from simpletune.system.atomic import write_text
@@ -34,7 +35,7 @@ def caption_file(root: Path, picture: Path) -> CaptionFile:
     Raises:
         UnusablePicture: there are two files, or the only one links out of the data folder, or is not text.
     """
-    found = [file for suffix in TEXTS if os.path.lexists(file := picture.with_suffix(suffix))]
+    found = _texts_of(picture)
     if len(found) > 1:
         raise UnusablePicture(f"has two caption files: {' and '.join(file.name for file in found)}. Keep one")
     if not found:
@@ -44,10 +45,20 @@ def caption_file(root: Path, picture: Path) -> CaptionFile:
         raise UnusablePicture(f"its caption {file.name} {OUTSIDE}")
     data = read_regular(file, MAX_BYTES)
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UnusablePicture(f"its caption {file.name} is not UTF-8 text") from None
+        text = decode_text(data)
+    except UnusablePicture as reason:
+        raise UnusablePicture(f"its caption {file.name} {reason}") from None
     return CaptionFile(file, text.replace("\r\n", "\n").strip(), sha256(data))
+
+
+def _texts_of(picture: Path) -> list[Path]:
+    """The caption files of a picture: NAME.txt or NAME.caption, or if there is none, those in capital letters or named
+    NAME.jpg.txt, once where the file system knows no case."""
+    usual = [picture.with_suffix(suffix) for suffix in TEXTS]
+    capital = [picture.with_suffix(suffix.upper()) for suffix in TEXTS]
+    whole = [picture.with_name(picture.name + suffix) for suffix in (*TEXTS, *map(str.upper, TEXTS))]
+    found = [file for file in usual if os.path.lexists(file)]
+    return found or [file for file in (*capital, *whole) if os.path.lexists(file)]
 
 
 def caption_content(file: Path, caption: str) -> str:

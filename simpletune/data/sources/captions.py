@@ -126,7 +126,7 @@ def cell_captions(value: object, what: str) -> list[str]:
 
 def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
     """Read the caption beside a picture, NAME.txt or NAME.caption. UnusablePicture: none is usable, or both differ."""
-    files = [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
+    files = texts_beside(file)
     if not files:
         raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
     captions = set()
@@ -144,6 +144,11 @@ def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
     if len(captions) > 1:
         raise UnusablePicture(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
     return tuple(captions)
+
+
+def texts_beside(file: Path) -> list[Path]:
+    """The files NAME.txt and NAME.caption beside a picture."""
+    return [text for suffix in TEXTS if os.path.lexists(text := file.with_suffix(suffix))]
 
 
 def endings_of_texts(files: Sequence[Path]) -> list[str]:
@@ -197,12 +202,17 @@ def read_metadata(file: Path) -> Metadata:
         raise UserError(
             f"data.captions: {file} cannot be read as UTF-8 text ({error}). Fix the file, or set data.captions"
         ) from None
+    return read_lines(text)
+
+
+def read_lines(text: str, keys: Sequence[str] = ("text",)) -> Metadata:
+    """Read the lines of a metadata.jsonl; a caption is in the first of these fields that a line has."""
     found = Metadata()
     for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold U+2028: not splitlines
         if not line.strip():
             continue
         try:
-            name, texts = _read_line(line)
+            name, texts = _read_line(line, keys)
             if name in found.captions:
                 raise UnusablePicture(f"repeats {name!r} from line {found.lines[name]}. Keep one")
             found.captions[name], found.lines[name] = texts, number
@@ -211,19 +221,25 @@ def read_metadata(file: Path) -> Metadata:
     return found
 
 
-def _read_line(line: str) -> tuple[str, tuple[str, ...]]:
+def _read_line(line: str, keys: Sequence[str] = ("text",)) -> tuple[str, tuple[str, ...]]:
     """A line's file name, relative and normalised, and its texts. UnusablePicture: the line cannot be used."""
     try:
         row = json.loads(line)
-        name, text = row["file_name"], row["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UnusablePicture('is not a JSON object with "file_name" and "text"') from None
+        name, text = row["file_name"], row[next(key for key in keys if key in row)]
+    except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
+        raise UnusablePicture(f'is not a JSON object with "file_name" and {_quoted(keys)}') from None
     texts = text if isinstance(text, list) and text else [text]
     if not isinstance(name, str) or not all(isinstance(each, str) for each in texts):
         raise UnusablePicture("file_name must be a string, and text a string or a list of them")
+    if "\\" in name and len(keys) > 1:  # written on Windows
+        name = name.replace("\\", "/")
     if not is_text("".join([name, *texts])):
         raise UnusablePicture("contains a lone surrogate, which is not valid text")
     inside = name_inside(name)
     if inside is None:
         raise UnusablePicture(f"file_name {name!r} is outside the folder. Use paths inside it")
     return inside, tuple(texts)
+
+
+def _quoted(keys: Sequence[str]) -> str:
+    return " or ".join(f'"{key}"' for key in keys)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import printable_name
-from simpletune.system.options import join_names
+from simpletune.system.options import join_names, plural
+from simpletune.system.printable import printable_name
 
 KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_holiday
 
@@ -38,13 +38,16 @@ def explain_folder_names(root: Path, names: Sequence[str]) -> list[str]:
         return [
             "data.folder_names=kohya finds no folder like '10_sks dog' here: pictures appear data.repeats times",
         ]
-    each = [f"{printable_name(folder)} ({repeats} repeats of {words!r})" for folder, (repeats, words) in known.items()]
+    each = [
+        f"{printable_name(folder)} ({plural(repeats, 'repeat')} of {words!r})"
+        for folder, (repeats, words) in known.items()
+    ]
     plain = [printable_name(folder) for folder in folders if folder not in known]
     rest = f"; once: {join_names(plain, 3)}" if plain else ""
     return [f"folder names read as kohya's: {join_names(each, 6)}{rest}"]
 
 
-def hints(root: Path, names: Sequence[str]) -> Iterator[str]:
+def hints_at_repeats(root: Path, names: Sequence[str]) -> Iterator[str]:
     """Point to ``data.folder_names`` if folders are named as for kohya's scripts, where 10_dog means 10 repeats."""
     folders = dict.fromkeys([root.name, *(name.split("/")[0] for name in names if "/" in name)])
     numbers = [folder for folder in folders if (found := meaning(folder)) is not None and found[0] > 1]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import Augmentation
 from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, picture_size, require_alpha
+from simpletune.data.sources.sidecars import folded
 from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import DOWNSAMPLING, Size
@@ -22,26 +24,136 @@ if TYPE_CHECKING:
     from simpletune.data.samples import Crop
 
 LABEL = "-masklabel"  # OneTrainer's name of the mask beside NAME.jpg: NAME-masklabel.png
+CONDITIONING = "-condlabel"  # and of a conditioning picture
+OWN_LABELS, PLAIN_LABELS = (LABEL, CONDITIONING), ("_mask", "-mask", ".mask")
+ASIDE = (*OWN_LABELS, *PLAIN_LABELS)
+MASK_FOLDERS = ("mask", "masks", "masklabel", "masklabels", "conditioning", "conditioning_images", "conditioning_data")
+"""Names of folders, in lower case, whose pictures are masks if pictures beside, or in a folder beside, have the same
+names."""
+NEIGHBOURS = 8  # folders beside a folder of masks; one among more belongs to none of them
 VERSION = 1  # increment when the crop of a mask changes
 SHAPE_TOLERANCE = 0.02  # largest relative difference of the aspect ratios of mask and picture
 
 Kind = Literal["alpha", "files"]
 
 
+@dataclass(frozen=True)
+class FoundMasks:
+    """Pictures and masks of a folder, told apart by their names."""
+
+    pictures: list[Path]
+    masks: dict[Path, Path]  # by picture
+    aside: list[Path]  # masks, also those without a picture, and conditioning pictures: never trained on
+    folder: Path | None = None  # the only folder of masks, with the paths of the pictures beside it
+    beside: bool = False  # whether masks lie beside their pictures
+
+    def lost(self, root: Path) -> list[Path]:
+        """The masks that training does not find: ``data.mask_path`` is one folder, with the paths of the pictures."""
+        targets = {mask: mask_target(root, self.folder, picture) for picture, mask in self.masks.items()}
+        return [mask for mask, target in targets.items() if find_mask(target) != mask]
+
+    @property
+    def hint(self) -> str:
+        """What is said of masks that are not in use."""
+        found = f"{plural(len(self.aside), 'mask is', 'masks are')} left alone, such as {self.aside[0].name}"
+        if self.folder is None and not self.beside:
+            return f"{found}. Put each beside its picture as NAME{LABEL}.png to use them"
+        setting = "data.mask=files" + ("" if self.folder is None else f" data.mask_path={self.folder}")
+        return f"{found}. Set {setting} to learn from their white parts only"
+
+
+def find_masks(files: Sequence[Path]) -> FoundMasks:
+    """Tell pictures and masks apart: masks are named like OneTrainer's (NAME-masklabel.png, and NAME-condlabel.png, a
+    conditioning picture), NAME_mask.png or NAME-mask.png beside NAME.jpg, or lie in a folder such as ``masks`` with the
+    names of the pictures beside or in a folder beside that folder (SimpleTuner, sd-scripts)."""
+    folders = _mask_folders(files)
+    if not folders and not any(label in file.name.lower() for file in files for label in ASIDE):
+        return FoundMasks(list(files), {}, [])
+    names = _Pictures(files)
+    masks, aside = dict[Path, Path](), set[Path]()
+    for file in files:
+        label = _label_of(file)
+        picture = names.find(file.with_name(file.stem[: -len(label)])) if label else None
+        if label in PLAIN_LABELS and picture is None:  # a picture that somebody has called so
+            continue
+        if label is not None:
+            aside.add(file)
+            if label != CONDITIONING and picture is not None:
+                masks.setdefault(picture, file)
+    beside = bool(masks)
+    places = []
+    for place in folders:
+        inside = [file for file in files if file.is_relative_to(place)]
+        base, of = _pictures_of(place, inside, files, names)
+        if base is None:
+            continue
+        places.append((place, base))
+        aside.update(inside)
+        for file, picture in of.items():
+            masks.setdefault(picture, file)
+    masks = {picture: mask for picture, mask in masks.items() if picture not in aside}
+    same = all(picture.stem == mask.stem for picture, mask in masks.items())
+    single = len(places) == 1 and not beside and same and places[0][1] == places[0][0].parent
+    folder = places[0][0] if single else None
+    return FoundMasks([file for file in files if file not in aside], masks, sorted(aside), folder, beside)
+
+
+def _label_of(file: Path) -> str | None:
+    """The label at the end of a mask's name, in lower case."""
+    low = file.stem.lower()
+    return next((label for label in ASIDE if low.endswith(label) and low != label), None)
+
+
+class _Pictures:
+    """Pictures by path, without or with suffix, composed and in any case of letters; an exact path is preferred."""
+
+    def __init__(self, files: Sequence[Path]):
+        self._exact, self._folded = dict[str, Path](), dict[str, Path]()
+        for file in files:
+            for path in (str(file), str(file.with_suffix(""))):
+                self._exact.setdefault(path, file)
+                self._folded.setdefault(folded(path), file)
+
+    def find(self, path: Path) -> Path | None:
+        return self._exact.get(str(path)) or self._folded.get(folded(str(path)))
+
+
+def _pictures_of(
+    place: Path, inside: Sequence[Path], files: Sequence[Path], names: _Pictures
+) -> tuple[Path | None, dict[Path, Path]]:
+    """The folder whose pictures have their masks in ``place``, and the picture of each mask; None: half of neither the
+    masks nor the pictures belong together. It is the folder around ``place``, or one beside it."""
+    above = place.parent
+    rest = [file for file in files if file.is_relative_to(above) and not file.is_relative_to(place)]
+    beside = sorted({above / file.relative_to(above).parts[0] for file in rest if file.parent != above})
+    for base in (above, *(beside if len(beside) <= NEIGHBOURS else ())):
+        of = {}
+        for file in inside:
+            label = _label_of(file)
+            path = base / file.relative_to(place).with_suffix("")
+            picture = names.find(path) or (names.find(path.with_name(path.name[: -len(label)])) if label else None)
+            if picture is not None and not picture.is_relative_to(place):
+                of[file] = picture
+        if of and 2 * len(of) >= min(len(inside), sum(file.is_relative_to(base) for file in rest)):
+            return base, of
+    return None, {}
+
+
+def _mask_folders(files: Sequence[Path]) -> list[Path]:
+    """The folders with the name of a folder of masks that hold one of the files, at any depth."""
+    return sorted({
+        parent for folder in {file.parent for file in files}
+        for parent in (folder, *folder.parents) if parent.name.lower() in MASK_FOLDERS
+    })  # fmt: skip
+
+
 def without_masks(files: Sequence[Path], kind: Kind | None, folder: str | Path | None) -> tuple[list[Path], list[str]]:
-    """The files of a data folder to train on, and a hint at masks among them if masks are not in use. ``kind`` and
-    ``folder`` are ``data.mask`` and ``data.mask_path``."""
-    stems = {file.with_suffix("") for file in files}
-    beside = [
-        file for file in files if file.stem.endswith(LABEL) and file.with_name(file.stem.removesuffix(LABEL)) in stems
-    ]
-    if kind != "files":
-        found = f"{plural(len(beside), 'file is', 'files are')} named like a mask (NAME{LABEL}.png) and trained on"
-        return list(files), [f"{found} as pictures. Set data.mask=files to use them as masks"] if beside else []
-    if folder is None:
-        masks = set(beside)
-        return [file for file in files if file not in masks], []
-    return [file for file in files if is_outside(file, folder)], []
+    """The files of a data folder to train on, never masks, and a hint at masks among them if they are not in use.
+    ``kind`` and ``folder`` are ``data.mask`` and ``data.mask_path``."""
+    if kind == "files" and folder is not None:
+        files = [file for file in files if is_outside(file, folder)]
+    found = find_masks(files)
+    return found.pictures, [found.hint] if found.aside and kind != "files" else []
 
 
 def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
@@ -58,9 +170,13 @@ def mask_target(root: str | Path, folder: str | Path | None, file: Path) -> Path
 
 
 def find_mask(target: Path) -> Path | None:
-    """The file that holds a mask: ``target``, or one that differs in its suffix; None: there is none."""
+    """The file that holds a mask: ``target``, or one that differs in its suffix or label; None: there is none."""
     endings = [ending for suffix in (".png", *SUFFIXES) for ending in (suffix, suffix.upper())]  # PNG first
-    places = (target.with_suffix(ending) for ending in endings)
+    stems = [target.stem]
+    if target.stem.endswith(LABEL):  # beside the picture
+        labels = (*PLAIN_LABELS, *(label.upper() for label in (LABEL, *PLAIN_LABELS)))
+        stems += [target.stem.removesuffix(LABEL) + label for label in labels]
+    places = (target.with_name(f"{stem}{ending}") for stem in stems for ending in endings)
     return next((place for place in places if os.path.lexists(place)), None)
 
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from simpletune.data.prompts import prompt_of
+from simpletune.data.sources.accounts import joined
 from simpletune.data.sources.augmentation import augmentation_in_words
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
 from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
 from simpletune.models.shared.buckets import STEP
-from simpletune.system.options import Option, Problem, UserError
+from simpletune.system.options import Option, Problem, UserError, join_names, plural
+from simpletune.system.printable import printable_name
 
 if TYPE_CHECKING:
     from simpletune.models.shared.family import Family
@@ -155,11 +157,11 @@ def scan_sources(data: Source | MultiSource) -> Scan:
         UserError: one cannot be scanned at all.
     """
     if isinstance(data, Source):
-        return data.scan(Path(data.path))
+        return _with_decoding(data.scan(Path(data.path)), data)
     scans = []
     for index, source in enumerate(data.members):
         try:
-            scans.append(source.scan(Path(source.path)))
+            scans.append(_with_decoding(source.scan(Path(source.path)), source))
         except UserError as error:
             name = str(error).removeprefix("data.")
             raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
@@ -173,7 +175,25 @@ def scan_sources(data: Source | MultiSource) -> Scan:
         sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
         tuple(dict.fromkeys(hint for scan in scans for hint in scan.hints)),
         tuple(dict.fromkeys(note for scan in scans for note in scan.notes)),
+        joined((f"{source.path}/", scan.files) for source, scan in zip(data.members, scans, strict=True)),
     )
+
+
+def _with_decoding(scan: Scan, source: Source) -> Scan:
+    """A source's scan with the background of its pictures, and a hint at those of high dynamic range."""
+    hdr = [picture for picture in scan.pictures if picture.decoding.hdr]
+    hints = scan.hints
+    if hdr:
+        kinds = " and ".join(sorted({picture.decoding.hdr for picture in hdr}))
+        names = join_names([printable_name(picture.name) for picture in hdr])
+        hints = (
+            *hints,
+            f"{plural(len(hdr), 'picture has', 'pictures have')} a high dynamic range ({kinds}), which is not converted"
+            f": the colours would be learned washed out. Export without HDR: {names}",
+        )
+    if source.background == Picture.background and not hdr:
+        return scan
+    return replace(scan, pictures=[replace(p, background=source.background) for p in scan.pictures], hints=hints)
 
 
 def with_paths(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -13,21 +14,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import Decoding, Picture, UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size, crop_corner
+from simpletune.system.extras import install_extra
 
 if TYPE_CHECKING:
     import numpy as np
-    from PIL import Image
+    from PIL import Image, ImageCms
 
 EXIF_ORIENTATION = 0x0112
-# excludes formats that start other programs, such as EPS
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+# Found by a file's first bytes, whatever its suffix; TGA, which has no mark, is tried last. Without formats that start
+# other programs (EPS), whose pixels are a preview (PSD, WMF), or that only instruments write (FITS, HDF5).
+FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI", "DDS", "ICO", "PCX", "SGI", "TGA",
+)  # fmt: skip
 HEIC = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}  # brands of HEVC pictures (ISO/IEC 23008-12, annex B)
 MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs
 STRIP_PIXELS = 2**22  # composited or scaled to 8 bits at a time
 MAX_SPARE = 8  # largest ratio of the scaled picture's area to its bucket's up to which the whole picture is scaled
+MOST_SCANS = 50  # of a JPEG, each of which goes over all pixels again in a few bytes; encoders write up to 24
+MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd7\xff])")  # of a segment of a JPEG, also after a scan's data
 PNG_TEXT = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may contain the EXIF orientation
+HDR = {16: "PQ", 18: "HLG"}  # transfer characteristics of ITU-T H.273
 # what Pillow raises for damaged data, including EXIF
 DAMAGE = (OSError, EOFError, IndexError, RuntimeError, SyntaxError, ValueError, struct.error)
 
@@ -47,6 +55,8 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
             raise UnusablePicture("is not a picture that Pillow can read") from None
         if image.format == "TIFF":
             _silence_libtiff()
+        if image.format in ("JPEG", "MPO") and _has_many_scans(data):
+            raise UnusablePicture(f"is a JPEG in more than {MOST_SCANS} scans. Save it again")
         yield image
     except Image.DecompressionBombError:
         raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down") from None
@@ -76,7 +86,7 @@ def _heic_format() -> tuple[str]:
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
-        raise UnusablePicture("is HEIC, which needs one more package. Run: pip install 'simpletune[heic]'") from None
+        raise UnusablePicture(f"is HEIC, which needs one more package. Run: {install_extra('heic')}") from None
     register_heif_opener(thumbnails=False)
     return ("HEIF",)
 
@@ -93,8 +103,14 @@ def picture_size(data: bytes) -> Size:
         # Pillow has turned a TIFF's size already.
         turned = image.format != "TIFF" and exif.get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
     if not seems_complete(data, image.format):
-        decode(data)
+        return decode(data).size  # the header of an icon may be wrong, too
     return (image.height, image.width) if turned else (image.width, image.height)
+
+
+def header_size(data: bytes) -> Size:
+    """(width, height) as the header says, before EXIF rotation; decodes nothing. UnusablePicture: it cannot be read."""
+    with _opened(data) as image:
+        return image.size
 
 
 def seems_complete(data: bytes, kind: str | None) -> bool:
@@ -152,6 +168,17 @@ def _jpeg_has_end(data: bytes) -> bool:
     return False
 
 
+def _has_many_scans(data: bytes) -> bool:
+    """Whether decoding the first picture of a JPEG takes more than MOST_SCANS scans (ITU T.81, B.2.2)."""
+    if data.count(b"\xff\xda") <= MOST_SCANS:  # most files end here; metadata and what follows the picture count, too
+        return False
+    scans, at = 0, 2
+    while (found := MARKER.search(data, at)) and found[1] != b"\xd9" and scans <= MOST_SCANS:
+        scans += found[1] == b"\xda"
+        at = found.end() + max(2, int.from_bytes(data[found.end() : found.end() + 2], "big"))  # the segment, as libjpeg
+    return scans > MOST_SCANS
+
+
 def _boxes_fill(data: bytes) -> bool:
     """Whether the boxes of a file end where it ends (ISO/IEC 14496-12, section 4.2)."""
     at = 0
@@ -171,13 +198,37 @@ def has_more_frames(data: bytes) -> bool:
         return image.format != "MPO" and bool(getattr(image, "is_animated", False))
 
 
-def decode(data: bytes, at_least: int | None = None) -> Image.Image:
-    """Decode to RGB: apply EXIF rotation, put transparent parts on white, take an animation's first frame.
+def decoding_of(data: bytes, background: str = "white") -> Decoding:
+    """How ``decode`` reads a picture, told from its header. UnusablePicture: it cannot be read."""
+    with _opened(data) as image:
+        alpha, applied = _has_alpha(image), _profile_transform(image) is not None
+        first = image.mode in ("RGB", "CMYK", "L") and not alpha  # whose profiles were always applied
+        deep = "transparency" in image.info if image.mode.startswith("I") else _deep_transparency(image)
+        changes = ["profile"] if applied and not first else []
+        changes += ["transparency of 16 bits"] if deep else []
+        changes += [f"on {background}"] if alpha and background != "white" else []
+        return Decoding(", ".join(changes), _hdr_transfer(data, image.format))
+
+
+def _hdr_transfer(data: bytes, kind: str | None) -> str:
+    """The name of the transfer function of a PNG, AVIF or HEIC for high dynamic range; empty if there is none."""
+    code = 0
+    if kind == "PNG":
+        code = next((data[start + 1] for name, start, size in _png_chunks(data) if name == b"cICP" and size == 4), 0)
+    elif kind in ("AVIF", "HEIF") and (at := data.find(b"colrnclx")) >= 0:  # ISO/IEC 14496-12, section 12.1.5
+        code = int.from_bytes(data[at + 10 : at + 12], "big")
+    return HDR.get(code, "")
+
+
+def decode(data: bytes, at_least: int | None = None, background: str = "white") -> Image.Image:
+    """Decode to RGB: apply EXIF rotation and the colour profile, put transparent parts on a background, take an
+    animation's first frame.
 
     Args:
         data: the file's bytes.
         at_least: if set, a JPEG may be decoded at a fraction (a power of two) of its size as long as no side gets
             shorter than this.
+        background: ``data.background``.
 
     Raises:
         UnusablePicture: the file is damaged or truncated.
@@ -189,18 +240,23 @@ def decode(data: bytes, at_least: int | None = None) -> Image.Image:
             image.draft(None, (at_least, at_least))
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # without in_place, copies even an unrotated image
-        image = _to_srgb(image)
         if image.mode == "F":
             raise UnusablePicture("has floating-point pixels, whose range is undefined. Save it as PNG")
-        if image.mode.startswith("I"):
-            return _in_strips(image, _from_16_bit)
-        if _has_alpha(image):
-            return _in_strips(image, _on_white)
-        return image if image.mode == "RGB" else image.convert("RGB")
+        transform = _profile_transform(image)
+        if image.mode == "RGB" and transform is None and not _has_alpha(image):
+            return image
+        return _in_strips(image, "RGB", functools.partial(_to_rgb, transform=transform, background=background))
+
+
+def decode_picture(picture: Picture, at_least: int | None = None) -> Image.Image:
+    """Read a picture again and decode it as its source says; ``at_least`` is as for ``decode``. UnusablePicture: it
+    cannot be read or decoded, or has changed since the scan."""
+    return decode(picture.read_same(), at_least, picture.background)
 
 
 def _has_alpha(image: Image.Image) -> bool:
-    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    of_palette = image.mode == "P" and image.palette is not None and image.palette.mode.endswith("A")
+    return image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info or of_palette
 
 
 def require_alpha(data: bytes) -> None:
@@ -212,59 +268,122 @@ def require_alpha(data: bytes) -> None:
 
 def decode_mask(data: bytes, kind: Literal["alpha", "file"]) -> Image.Image:
     """Decode a mask to 8-bit grey, with EXIF rotation. UnusablePicture: the file is damaged or truncated."""
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     with _opened(data) as image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
         if kind == "alpha":
-            return image.convert("RGBA").getchannel("A")
-        return (_in_strips(image, _from_16_bit) if image.mode.startswith("I") else image).convert("L")
+            if not _has_alpha(image):
+                return Image.new("L", image.size, 255)
+            return _in_strips(image, "L", _opacity)
+        return (_in_strips(image, "RGB", _to_rgb) if image.mode.startswith("I") else image).convert("L")
 
 
-def _in_strips(image: Image.Image, to_rgb: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Convert a picture to RGB in strips, so that no temporary is as large as the picture."""
+def _in_strips(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Convert a picture in strips, so that no temporary is as large as the picture."""
     from PIL import Image
 
-    result = Image.new("RGB", image.size)
+    result = Image.new(mode, image.size)
     rows = max(1, STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        result.paste(to_rgb(strip), (0, top))
+        result.paste(convert(strip), (0, top))
     return result
 
 
-def _on_white(image: Image.Image) -> Image.Image:
+def _to_rgb(
+    image: Image.Image, transform: ImageCms.ImageCmsTransform | None = None, background: str = "white"
+) -> Image.Image:
+    """Convert a picture to sRGB by its profile, without its alpha, and put it on the background."""
+    import numpy as np
+    from PIL import Image, ImageCms
+
+    colours, alpha = _colours_and_alpha(image)
+    if transform is None:
+        colours = _eight_bits(colours).convert("RGB")
+    elif colours.mode == "I;16":  # each level once: exactly, this takes 0.5 us a pixel
+        levels = Image.fromarray(np.arange(2**16, dtype=np.uint16)[None])
+        table = np.asarray(ImageCms.applyTransform(levels, transform))[0]
+        colours = Image.fromarray(table[np.asarray(colours)])
+    else:
+        colours = ImageCms.applyTransform(colours, transform) or colours
+    if alpha is None:
+        return colours
+    colours.putalpha(alpha)
+    return Image.alpha_composite(Image.new("RGBA", colours.size, background), colours).convert("RGB")
+
+
+def _colours_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """A picture in the colours that its profile is about, and its opacity: 8-bit grey; None: it has none."""
+    import numpy as np
     from PIL import Image
 
+    if image.mode.startswith("I"):
+        levels = np.array(image.convert("I")).clip(0, 65535)
+        clear = image.info.get("transparency")
+        alpha = None if clear is None else Image.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8))
+        return Image.fromarray(levels.astype(np.uint16)), alpha
+    if not _has_alpha(image):
+        return (image if _profile_mode(image) == image.mode else image.convert(_profile_mode(image))), None
+    if _deep_transparency(image):  # Pillow keeps the upper byte of each level
+        image.info["transparency"] = tuple(level >> 8 for level in image.info["transparency"])
+    if _profile_mode(image) == "L":
+        grey = image.convert("LA")
+        return grey.getchannel("L"), grey.getchannel("A")
     rgba = image.convert("RGBA")
-    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, rgba).convert("RGB")
+    return rgba.convert("RGB"), rgba.getchannel("A")
 
 
-def _to_srgb(image: Image.Image) -> Image.Image:
-    """Convert colours to sRGB if the picture embeds an ICC profile. Ignores a damaged profile."""
-    profile = image.info.get("icc_profile")
-    if not profile or image.mode not in ("RGB", "CMYK", "L"):
-        return image
+def _opacity(image: Image.Image) -> Image.Image:
+    alpha = _colours_and_alpha(image)[1]
+    assert alpha is not None
+    return alpha
+
+
+def _deep_transparency(image: Image.Image) -> bool:
+    """Whether the transparent colour of a picture, which has 8 bits now, is given in 16."""
+    clear = image.info.get("transparency")
+    return isinstance(clear, tuple) and any(level > 255 for level in clear)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit grey to 8 bits (convert() would clip at 255); others stay as they are."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)) if image.mode == "I;16" else image
+
+
+def _profile_mode(image: Image.Image) -> str:
+    """The mode, without alpha, in which a picture's colours meet its profile."""
+    if image.mode.startswith("I"):
+        return "I;16"
+    if image.mode in ("L", "LA", "La"):
+        return "L"
+    return image.mode if image.mode in ("1", "CMYK", "LAB") else "RGB"
+
+
+def _profile_transform(image: Image.Image) -> ImageCms.ImageCmsTransform | None:
+    """The way from the picture's colours, without its alpha, to sRGB by its ICC profile; None: it has no profile, or
+    one that is damaged or for other colours, which is ignored."""
+    profile, mode = image.info.get("icc_profile"), _profile_mode(image)
+    if not profile or mode == "1":
+        return None
+    return _transform_of(profile, mode)
+
+
+@functools.lru_cache(maxsize=8)  # a camera's or a screen's pictures share one
+def _transform_of(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     from PIL import ImageCms
 
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        # what it would interpolate between for speed is too coarse for the darks of 16-bit grey
+        flags = ImageCms.Flags.NOOPTIMIZE if mode == "I;16" else ImageCms.Flags.NONE
+        return ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
     except (ImageCms.PyCMSError, OSError):
-        return image
-    return image if converted is None else converted
-
-
-def _from_16_bit(image: Image.Image) -> Image.Image:
-    """Scale 16-bit grey to RGB (convert() would clip at 255); turn the transparent level white."""
-    import numpy as np
-    from PIL import Image
-
-    levels = np.array(image.convert("I")).clip(0, 65535)
-    levels[levels == image.info.get("transparency", -1)] = 65535
-    return Image.fromarray((levels // 257).astype(np.uint8)).convert("RGB")
+        return None
 
 
 def crop_to_bucket(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
+from simpletune.data.sources.accounts import Accounts
 from simpletune.models.shared.buckets import STEP, Size, nearest_bucket, upscaling
 from simpletune.system.options import Json, Option, Problem
 
@@ -64,6 +66,14 @@ class Hole:
         return {"kind": self.kind, "draw": self.draw, "version": HOLES_VERSION}
 
 
+class Decoding(NamedTuple):
+    """How a picture is decoded, where that is out of the ordinary."""
+
+    changes: str = ""
+    """What of its pixels follows rules that version 0.1.0 did not have, in words: a part of its key in the cache."""
+    hdr: str = ""  # its transfer function for high dynamic range, PQ or HLG; empty: it has none
+
+
 @dataclass(frozen=True)
 class Picture(BytesOnDemand):
     """A usable picture."""
@@ -81,6 +91,9 @@ class Picture(BytesOnDemand):
     by_row: bool = False
     """Whether the digest identifies a row of a data set in shards, known without reading the picture, rather than the
     bytes; reading then verifies the bytes by other means."""
+    as_it_is: bool = False  # whether its caption is ``data.missing_prompt``, to which nothing is added
+    decoding: Decoding = Decoding()
+    background: str = "white"  # of its transparent parts: ``data.background``
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -109,6 +122,7 @@ class Scan:
     """Pictures of unsupported formats, counted by file extension."""
     hints: tuple[str, ...] = ()  # sentences about data that may not be as the user intended
     notes: tuple[str, ...] = ()  # sentences that explain how data was interpreted
+    files: Accounts = field(default_factory=Accounts)  # of a folder: what each of its files is
 
 
 def _named(path: str) -> str:
@@ -117,6 +131,14 @@ def _named(path: str) -> str:
             f"{path!r} is empty. Give the folder that holds the pictures, or demo:pictures, which is built in"
         )
     return path
+
+
+def _colour(name: str) -> str:
+    from PIL import ImageColor
+
+    if not re.fullmatch(r"#[0-9a-fA-F]{6}", name) and name.lower() not in ImageColor.colormap:
+        raise ValueError(f"{name[:40]!r} is no colour. Use a name, such as white or grey, or #rrggbb")
+    return name.lower()
 
 
 class Source(Option):
@@ -139,6 +161,8 @@ class Source(Option):
     aspect: Literal["buckets", "square"] = "buckets"
     """Keep the pictures' aspect ratios (sides in steps of 16 px for SD3, 64 for SDXL, SD 1.5 and 2), or crop all
     pictures to squares."""
+    background: Annotated[str, AfterValidator(_colour)] = "white"
+    """Colour behind the transparent parts of pictures: a name (white, grey, ...) or #rrggbb."""
     max_aspect: Annotated[float, Field(ge=1, le=8)] = 4.0
     """Largest ratio of a bucket's longer to its shorter side; longer pictures are cropped."""
     max_upscale: Annotated[float, Field(ge=1)] | None = 2.0

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.captions import cell_captions, settle_captions
-from simpletune.data.sources.pictures import picture_size, require_alpha
-from simpletune.data.sources.source import Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
+from simpletune.data.sources.pictures import decoding_of, picture_size, require_alpha
+from simpletune.data.sources.source import Decoding, Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
+from simpletune.data.sources.walk import account_tables
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Problem, UserError, plural
 
@@ -71,6 +73,7 @@ class Stream(Source):
             try:
                 data, read = _bytes(rows, row), partial(_bytes, rows, row)
                 found = self.picture(rows, row, picture_size(data), STEP)
+                found = replace(found, decoding=decoding_of(data, self.background))
                 if found.mask is not None:
                     require_alpha(data)
                 pictures.append(replace(found, read=read, mask=found.mask and replace(found.mask, read=read)))
@@ -80,7 +83,9 @@ class Stream(Source):
             f"{plural(len(chosen), 'row')} of {len(rows):,} were examined, from up to {BLOCKS} parts of the data set"
         )
         notes = (*([looked] if len(chosen) < len(rows) else []), *rows.notes())
-        return Scan(sorted(pictures, key=lambda picture: picture.name), rejected, self.captions_from, notes=notes)
+        files = account_tables(path, {shard.name for shard in rows.shards}, {}) if path.is_dir() else Accounts()
+        pictures.sort(key=lambda picture: picture.name)
+        return Scan(pictures, rejected, self.captions_from, notes=notes, files=files)
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """Check the index without reading a row; the index at a URL is checked only when the run starts."""
@@ -126,7 +131,12 @@ class Stream(Source):
         first, *more = captions
         digest, read = rows.key(row), partial(self._read, rows, row, self.bucket(size, step), step)
         mask = Mask("alpha", digest, read, by_row=True) if self.mask == "alpha" else None
-        found = Picture(rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True)
+        on = "" if self.background == "white" else f", on {self.background}"
+        decoding = Decoding(f"each row by its header{on}")  # which nobody has read yet
+        found = Picture(
+            rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True, decoding=decoding,
+            background=self.background,
+        )  # fmt: skip
         return settle_captions(found, self.caption_lines == "several") if self.prompt is None else found
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:

@@ -347,4 +347,5 @@ def crop_key(crop: Crop) -> str:
     hole = {} if crop.hole is None else {"hole": crop.hole.identity()}
     changes = crop.augmentation.changes()
     augmented = {"augmentation": changes} if changes else {}  # older caches have no such key
-    return json.dumps({"sha256": crop.picture.digest, **cut, **augmented, **mask, **hole}, sort_keys=True)
+    decoded = {"decoding": crop.picture.decoding.changes} if crop.picture.decoding.changes else {}  # nor this one
+    return json.dumps({"sha256": crop.picture.digest, **cut, **augmented, **decoded, **mask, **hole}, sort_keys=True)

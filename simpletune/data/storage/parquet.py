@@ -55,7 +55,11 @@ class ParquetRows(ShardedRows):
         for name, size in files.shards(PARQUET, split).items():
             footer, digest = self._footer(name, size, columns)
             shards.append(Shard(name, footer.num_rows, digest))
-            blocks += [_block(footer, shards, number, columns) for number in range(footer.num_row_groups)]
+            with reading(name, "its footer"):
+                groups = [_block(footer, shards, number, columns) for number in range(footer.num_row_groups)]
+                if sum(group.rows for group in groups) != footer.num_rows or any(group.rows < 0 for group in groups):
+                    raise ValueError(f"its row groups do not have its {footer.num_rows:,} rows")
+            blocks += groups
         super().__init__(files.place, shards, blocks, columns)
 
     def _footer(self, name: str, size: int, columns: Columns) -> tuple[FileMetaData, str]:
@@ -80,18 +84,26 @@ class ParquetRows(ShardedRows):
         """Some columns of a row group."""
         name, number = self.shards[self._shard_of[block]].name, int(self._number_of[block])
         with self._lock, reading(name, f"its row group {number}"):
-            return self._open(name).read_row_group(number, columns=list(columns), use_threads=False)
+            table = self._open(name).read_row_group(number, columns=list(columns), use_threads=False)
+            wanted = int(self.starts[block + 1] - self.starts[block])
+            if table.num_rows != wanted:
+                raise ValueError(f"{table.num_rows:,} of {wanted:,} rows")
+            return table
 
     def _cell(self, block: int, row: int, column: str) -> object:
         def read() -> tuple[ChunkedArray, int]:
             table = self._table(block, [column])
             return table[column], table.nbytes
 
-        cell = (self._captions if column == self.columns.caption else self._pictures).get(block, read)[row]
-        try:
-            value: object = cell.as_py()
-        except UnicodeDecodeError:
-            return bytes(cell.as_buffer())
+        cache = self._captions if column == self.columns.caption else self._pictures
+        with reading(self.shards[self._shard_of[block]].name, f"its column {column}"):
+            cell = cache.get(block, read)[row]
+            try:
+                value: object = cell.as_py()
+            except UnicodeDecodeError:
+                if not hasattr(cell, "as_buffer"):
+                    raise  # the text is within a structure
+                return bytes(cell.as_buffer())
         return value
 
     def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
@@ -107,7 +119,7 @@ def reading(name: str, what: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:
         raise UserError(
             f"data.path: {name} is damaged: {what} cannot be read ({describe_exception(error)[:200]}). "
             "Fetch or write it again"
@@ -117,6 +129,8 @@ def reading(name: str, what: str) -> Iterator[None]:
 def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Columns) -> Block:
     """The block of a row group in the last shard, with the uncompressed size of its pictures."""
     group, sizes = footer.row_group(number), Counter[str]()
+    if group.num_columns != footer.num_columns:  # pyarrow ends the process at a column that the schema lacks
+        raise ValueError(f"row group {number} has {group.num_columns} columns, the schema {footer.num_columns}")
     for place in range(group.num_columns):
         column = group.column(place)
         sizes[column.path_in_schema.partition(".")[0]] += column.total_uncompressed_size

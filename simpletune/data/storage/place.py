@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from simpletune.system.processes import processes_here
 
 if TYPE_CHECKING:
     from simpletune.data.storage.cache import Cache
@@ -67,5 +68,5 @@ def open_cache(place: CachePlace | Path, kind: str, name: str = "") -> Cache:
     from simpletune.system.stores.object_store import ObjectStore
 
     store = ObjectStore("/".join(filter(None, (place.url, kind, name))), "output.cache")
-    copies = LocalCopies(place.local / PART, place.limit, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    copies = LocalCopies(place.local / PART, place.limit, processes_here())
     return ShardCache(folder, ShardStore(store, folder / "stored"), copies, f"{kind}/{name}")

@@ -23,11 +23,12 @@ from simpletune.data.sources.captions import MAX_BYTES as MAX_CAPTION
 from simpletune.data.sources.captions import TEXTS
 from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, printable_name, readable, too_large
+from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, readable, too_large
 from simpletune.data.storage.files import TARS, DataFiles
 from simpletune.data.storage.rows import BLOCKS_IN_MEMORY, MAX_BLOCK, Block, Columns, LruCache, Shard, ShardedRows
+from simpletune.system.console import counting
 from simpletune.system.options import UserError, plural
-from simpletune.system.printable import describe_exception
+from simpletune.system.printable import describe_exception, printable_name
 
 MOST_HEAD = 2**14  # bytes of a member's head with its long name
 NAMED = 5  # members in a note
@@ -117,13 +118,14 @@ class TarRows(ShardedRows):
 
     def _members(self, name: str) -> Iterator[tarfile.TarInfo]:
         """A tar's members. UserError: it is damaged."""
-        with self._opened(name) as file, reading(name):
+        with self._opened(name) as file, reading(name), counting(f"reading {name}", "members") as count:
             tar, before = tarfile.TarFile(fileobj=_Heads(file)), -1  # type: ignore[arg-type]
             while member := tar.next():
                 tar.members.clear()  # type: ignore[attr-defined]  # it keeps them all
                 if member.offset <= before or member.size < 0:
                     raise tarfile.ReadError("its members overlap")
                 before = member.offset
+                count(printable_name(member.name))
                 yield member
             file.seek(tar.offset)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any damage for the end

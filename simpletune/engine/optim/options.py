@@ -24,7 +24,7 @@ PAGED_FROM = 100_000  # elements; bitsandbytes does not page smaller state
 class OptimizerOption(Option):
     """Fields shared by all optimizers. Members define ``name`` (the tag)."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-4
+    lr: Annotated[float, Field(gt=0, le=100)] = 1e-4
     """Learning rate after warm-up. Common values: 1e-4 for LoRA; 1e-5 to 5e-5 for full fine-tuning with batch size 4 or
     more."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -35,6 +35,8 @@ class OptimizerOption(Option):
     bytes_per_parameter: ClassVar[float]
     """Bytes of optimizer state per trained fp32 parameter."""
 
+    same_in_fp32: ClassVar[str | None] = None
+    """The optimizer that does the same with state in fp32, for one with 8-bit state."""
     draws: ClassVar[bool] = False
     """Whether the optimizer itself draws random numbers."""
     steps_in_backward: ClassVar[bool] = True
@@ -143,6 +145,7 @@ class AdamW8bit(OptimizerOption):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator for numerical stability."""
 
+    same_in_fp32: ClassVar[str | None] = "adamw"
     bytes_per_parameter: ClassVar[float] = 2.03
 
     def make(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -161,6 +164,7 @@ class PagedAdamW8bit(OptimizerOption):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator for numerical stability."""
 
+    same_in_fp32: ClassVar[str | None] = "adamw"
     bytes_per_parameter: ClassVar[float] = 2.03
     no_fsdp_reason: ClassVar[str | None] = "pages state to host memory, of which each process has only a part"
     undoes: ClassVar[bool] = False  # the host would read the paged state while the device writes it
@@ -187,7 +191,7 @@ class Lion8bit(OptimizerOption):
 
     name: Literal["lion8bit"] = "lion8bit"
     """Lion with 8-bit state: 1 byte per parameter; needs a learning rate 3 to 10 times smaller than AdamW's."""
-    lr: Annotated[float, Field(gt=0)] = 2e-5
+    lr: Annotated[float, Field(gt=0, le=100)] = 2e-5
     """Learning rate after warm-up; use 3 to 10 times less than for AdamW."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
     """Weight of the running mean in the update, and its decay rate."""
@@ -263,7 +267,7 @@ class Prodigy(OptimizerOption):
 
     name: Literal["prodigy"] = "prodigy"
     """Prodigy: AdamW that estimates its learning rate; 16 bytes of state per fp32 parameter."""
-    lr: Annotated[float, Field(gt=0)] = 1.0
+    lr: Annotated[float, Field(gt=0, le=100)] = 1.0
     """Factor on the estimated learning rate; keep it near 1."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the running means of the gradient and of its square."""

@@ -187,6 +187,8 @@ class EpochTraces:
         first = place.start + place.warmup
         flops = self.facts.flops and [self.facts.flops(first + number) for number in range(window.recorded)]
         values = summary.summarise(epoch, recording, window.recorded, flops, self.facts.device, self.facts.cuda)
+        several = f"steps {first + 1} to {first + window.recorded}"
+        values["notes"].insert(0, f"recorded: {several if window.recorded > 1 else f'step {first + 1}'} of the run")
         values["notes"] += ["the trace could not be written"] if notes is None else notes
         if self.option.snapshot and not self.facts.cuda:
             values["notes"].append("profile.snapshot records CUDA memory, and this run has no CUDA device")

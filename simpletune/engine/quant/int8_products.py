@@ -24,6 +24,7 @@ from simpletune.engine.kernels.fallback import Fallback, with_room
 from simpletune.engine.quant.rotation import SIZES, hadamard, rotate_rows, rotates_weight
 from simpletune.system.console import say
 from simpletune.system.devices import sm
+from simpletune.system.shell import install
 
 FEW_ROWS = 16
 """Up to this many rows the weights are dequantised, because a tile of the kernel would be mostly empty."""
@@ -240,7 +241,7 @@ def failure_of(trial: Callable[[torch.device], str | None], device: torch.device
         except torch.OutOfMemoryError:
             raise
         except ImportError as error:
-            reason = f"{error}. Triton comes with torch's CUDA builds for Linux (pip install triton)"
+            reason = f"{error}. Triton comes with torch's CUDA builds for Linux ({install('triton')})"
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no compiler or headers, or it fails
             words = next((text for text in str(error).splitlines() if text.strip()), type(error).__name__)
             reason = f"{words.strip()[:200]} (Triton needs a C compiler, gcc or CC)"

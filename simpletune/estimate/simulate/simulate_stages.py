@@ -309,6 +309,7 @@ class ShapesOnlyModel:
 
     def __init__(self, family: Model):
         self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
+        self.skipped_steps = family.skipped_steps
         self.framed, self.inpaints = family.framed, family.inpaints
 
     def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:

@@ -153,13 +153,14 @@ def products_of(card: Card) -> tuple[float, float]:
         return PRODUCTS["L4"]
     named = [each for each in CARDS if each.name == card.name] or cards_like(card.name)
     for like in sorted(named, key=lambda each: abs(each.gib - card.gib)):
-        measured = PRODUCTS.get(like.name) or PRODUCTS.get(like.name.partition("-")[0])
-        if measured is not None and like.tflops and like.fp32_tflops:
-            return card.tflops * measured[0] / like.tflops, card.fp32_tflops * measured[1] / like.fp32_tflops
+        name = like.name if like.name in PRODUCTS else like.name.partition("-")[0]
+        measured, of = PRODUCTS.get(name), next(each for each in CARDS if name in (each.name, each.name.split("-")[0]))
+        if measured is not None and of.tflops and of.fp32_tflops:  # an H100-PCIe's are scaled from an H100's
+            return card.tflops * measured[0] / of.tflops, card.fp32_tflops * measured[1] / of.fp32_tflops
     share, share_fp32 = OTHERWISE_GEFORCE if is_geforce(card) else OTHERWISE
     return card.tflops * share, card.fp32_tflops * share_fp32
 
 
 def is_geforce(card: Card) -> bool:
     """Whether a card of the table is a GeForce, which sums 16-bit products in fp32 at half rate."""
-    return card.tflops is not None and "RTX" in card.name
+    return card.tflops is not None and card.half_rate

@@ -68,6 +68,10 @@ class Ddpm(TrainingObjective):
         if self.zero_terminal_snr and self.prediction == "epsilon":
             yield Problem("objective.zero_terminal_snr", f"true {NEEDS_V} Use objective.prediction v, or false")
 
+    def is_idle(self, scheduler: ModelConfig) -> bool:
+        ends_in_noise = self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr")
+        return bool(ends_in_noise) and self.min_snr_gamma is not None and self.min_timestep == TIMESTEPS - 1
+
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
         config = scheduler()
         if (name := str(config.get("_class_name"))).startswith(OTHER_NOISE):

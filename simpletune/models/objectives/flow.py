@@ -52,7 +52,7 @@ class Flow(TrainingObjective):
     """Lowest noise level to train on, after the shift; the density keeps its shape above it."""
     max_sigma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Highest noise level to train on, after the shift."""
-    shift: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    shift: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
     """Timestep shift s in sigma' = s sigma / (1 + (s - 1) sigma). auto: proportional to the side length, 3 at 1024 px,
     at least 1 (arXiv:2403.03206, eq. 23: the square root of the pixel count)."""
     huber: Huber | None = None

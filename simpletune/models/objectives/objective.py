@@ -42,6 +42,10 @@ class TrainingObjective(Option):
         """
         return None
 
+    def is_idle(self, scheduler: ModelConfig) -> bool:
+        """Whether every level that it draws has a weight of 0."""
+        return False
+
     def shift_at(self, resolution: int) -> float:
         """The shift of noise levels for a training resolution in pixels; 1 does not shift."""
         return 1.0

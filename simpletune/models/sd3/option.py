@@ -145,6 +145,9 @@ class SD3(Family):
     def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        return int(max(steps - steps * strength, 0))
+
     def licence_of(self, hub_name: str) -> Licence | None:
         """Stability AI's community licence."""
         if not hub_name.startswith("stabilityai/stable-diffusion-3"):

@@ -20,6 +20,7 @@ from simpletune.models.shared.family_facts import DiffusersNames, Licence, TextR
 from simpletune.models.shared.lora_names import Layout
 from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.single_file import FileLayout
+from simpletune.models.shared.sources import pipeline_index
 from simpletune.models.unet.family import UNetFamily
 from simpletune.models.unet.shapes import single_blocks
 
@@ -51,6 +52,7 @@ class SDXL(UNetFamily):
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 5.0
+    negative_prompt: ClassVar[str | None] = None
     clip: ClassVar[Sequence[TextEncoder]] = (
         TextEncoder("clip_l", "tokenizer", "text_encoder", "CLIP-L", penultimate=True),
         TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
@@ -86,6 +88,13 @@ class SDXL(UNetFamily):
         """p, without the six numbers."""
         known = self.known_config()
         return int(known["projection_class_embeddings_input_dim"]) - NUMBERS * int(known["addition_time_embed_dim"])
+
+    def steered_from(self, negative_prompt: str | None) -> str | None:
+        """As diffusers' pipeline, which takes zeros for none unless its ``model_index.json`` says no. Without one, as
+        for a single file, it takes them, too."""
+        if negative_prompt is None and pipeline_index(self).get("force_zeros_for_empty_prompt", True):
+            return None
+        return super().steered_from(negative_prompt)
 
     def describe_text(self) -> str:
         return "CLIP-L and CLIP-G"

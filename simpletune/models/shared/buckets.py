@@ -60,6 +60,8 @@ def crop_corner(picture: Size, bucket: Size, offset: tuple[float, float]) -> tup
     """(left, top) of a crop in the picture that was scaled to cover its bucket. ``offset``: position within the excess
     width and height, 0 to 1."""
     width, height = covering_size(picture, bucket)
+    # Half a pixel is dropped, where train_text_to_image_lora_sdxl.py rounds it to the even number. Crops are cached by
+    # their offset, so another rounding would need other keys, and change losses.
     return int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
 
 

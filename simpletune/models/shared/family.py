@@ -8,6 +8,8 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -57,6 +59,24 @@ class Family(FamilyFacts):
         """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary.
         UserError: it is missing, or cannot be downloaded."""
         return sources.locate_part(self, name)
+
+    def fingerprints(self, sums: Path | None = None) -> dict[str, str]:
+        """The fingerprint of every part that a training reads from files, by its name; ``sums`` as for
+        ``Part.fingerprint``. A denoiser with random weights counts by its configuration."""
+        parts = [self.part(name) for name in self.part_names()]
+        read = [part for part in parts if part.folder is not None or part.file is not None]
+        if self.init == "random":
+            read = [part for part in read if part.name != self.denoiser]
+        found = {part.name: part.fingerprint(sums) for part in read}
+        for single in (part.single_file() for part in read if part.name == self.denoiser and part.file is not None):
+            told = json.dumps(
+                single.scheduler_settings, sort_keys=True
+            )  # marks beside the weights say what it predicts
+            found.setdefault("scheduler", hashlib.sha256(told.encode()).hexdigest()[:16])
+        if self.init == "random":
+            config = json.dumps(self.known_config(), sort_keys=True)
+            found[self.denoiser] = hashlib.sha256(config.encode()).hexdigest()[:16]
+        return found
 
     def known_part(self, name: str) -> Part:
         """Locate a part's configuration; downloads nothing for a Hub name whose configuration ships."""

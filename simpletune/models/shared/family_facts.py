@@ -103,6 +103,8 @@ class FamilyFacts(Option):
     """The default of ``data.resolution``, in pixels."""
     guidance: ClassVar[float]
     """The default of ``validation.guidance``."""
+    negative_prompt: ClassVar[str | None] = ""
+    """The default of ``validation.negative_prompt``."""
     objective: ClassVar[str]
     """The ``name`` of the objective that the pretrained models were trained with."""
     published_as: ClassVar[str] = "(?!)"
@@ -214,6 +216,11 @@ class FamilyFacts(Option):
         """
         raise NotImplementedError
 
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        """How many of the first, noisiest of ``steps`` sampling steps a starting picture skips at a strength, with or
+        without a mask; rounded as diffusers' pipelines of the family do."""
+        raise NotImplementedError
+
     def licence_of(self, hub_name: str) -> Licence | None:
         """The licence of a known Hub name, as fields of a model card; None for another."""
         raise NotImplementedError
@@ -239,6 +246,11 @@ class FamilyFacts(Option):
         return tuple(encoder.name for encoder in self.clip)
 
     # What a family may override
+
+    def steered_from(self, negative_prompt: str | None) -> str | None:
+        """The text that guidance steers away from if ``negative_prompt`` is given, or with None none is; None: zeros
+        take the place of its embeddings."""
+        return negative_prompt or ""
 
     def encoders(self) -> Sequence[TextEncoder]:
         """The text encoders in use."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.single_file import FileLayout, SingleFile, open_file
-from simpletune.system.model_folder import fingerprint, variant_of, weight_files
+from simpletune.system.model_folder import files_hash, fingerprint, variant_of, weight_files
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header
 
@@ -61,15 +61,21 @@ class Part:
         file = self.folder / ("scheduler_config.json" if self.name == "scheduler" else "config.json")
         return read_config(file, self.name)
 
-    def fingerprint(self) -> str:
-        """A short hash of the part's configuration and weights."""
-        if self.file is None:
+    def fingerprint(self, sums: Path | None = None) -> str:
+        """A short hash of the part's configuration and of every byte of its weights, the same wherever they lie: what
+        caches and checkpoints know it by. ``sums``: the cache that keeps checksums of large files, if any."""
+        if self.name.startswith("tokenizer"):
+            assert self.folder is not None  # single files never contain tokenizers
+            return files_hash(self.folder)
+        if self.name != "scheduler" and self.file is None:
             assert self.folder is not None
-            return fingerprint(self.folder)
+            return fingerprint(self.folder, sums)
         import hashlib
 
-        config = json.dumps(self.config(), sort_keys=True)
-        return hashlib.sha256((config + self.single_file().fingerprint(self.name)).encode()).hexdigest()[:16]
+        is_denoiser = self.layout is not None and self.name == self.layout.denoiser
+        config = json.dumps(self.single_file().denoiser_config if is_denoiser else self.config(), sort_keys=True)
+        weights = "" if self.file is None else self.single_file().fingerprint(self.name, sums)
+        return hashlib.sha256((config + weights).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

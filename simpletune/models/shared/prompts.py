@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import BATCH, Part, TextEncoder, groups_of, load_text_model
 from simpletune.models.shared.transformers_folder import TOKENIZERS
+from simpletune.system.model_folder import files_hash
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -116,14 +117,15 @@ class Prompts:
 
     def _hash(self, encoder: TextEncoder) -> str:
         if encoder.tokenizer not in self._hashes:
-            self._hashes[encoder.tokenizer] = _folder_hash(self._tokenizer_folder(encoder))
+            self._hashes[encoder.tokenizer] = files_hash(self._tokenizer_folder(encoder))
         return self._hashes[encoder.tokenizer]
 
-    def fingerprint(self, encoder: TextEncoder) -> str:
-        """A name for everything an encoder's output depends on, apart from the prompt."""
+    def fingerprint(self, encoder: TextEncoder, sums: Path | None = None) -> str:
+        """A name for everything an encoder's output depends on, apart from the prompt; ``sums`` as for
+        ``Part.fingerprint``."""
         length = "" if encoder.length is None else f"-{encoder.length}"
         tokens = self._hash(encoder)
-        weights = self.part(encoder.model).fingerprint()
+        weights = self.part(encoder.model).fingerprint(sums)
         packed = "-int8" if encoder.packed else ""
         states = HIDDEN_ALONE if encoder.penultimate and not encoder.projected else ""
         return f"{encoder.name}-{weights}-{tokens}-{str(self.dtype).removeprefix('torch.')}{length}{packed}{states}"
@@ -220,17 +222,3 @@ def read_tokenizer(encoder: TextEncoder, folder: Path) -> PreTrainedTokenizerBas
             "Download the tokenizer again"
         )
     return tokenizer
-
-
-def _folder_hash(folder: Path) -> str:
-    """A short hash of a tokenizer's files."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.is_file():
-            digest.update(file.name.encode())
-            with open(file, "rb") as stream:
-                while part := stream.read(2**20):
-                    digest.update(part)
-    return digest.hexdigest()[:8]

@@ -26,11 +26,10 @@ from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.weights import put_module
 from simpletune.system.atomic import quarantine, remove, remove_stale, temporary_path
-from simpletune.system.checksums import fingerprint_of_range, sha256_of
+from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
 from simpletune.system.disk import DiskFull, free_disk_bytes
 from simpletune.system.locks import lock_of, wait_for_lock
-from simpletune.system.model_folder import weight_files
 from simpletune.system.options import UserError, join_names
 from simpletune.system.portable import flush_to_disk, replace
 from simpletune.system.processes import is_first_process
@@ -68,14 +67,9 @@ class QuantisedBase:
         overlay: object = None,
     ):
         self._empty, self._precision, self._device = empty, precision, device
-        file = part.file  # of which samples spread over it are read
-        weights = part.fingerprint() if file is None else fingerprint_of_range(file, part.name, 0, file.stat().st_size)
-        # Fingerprints only sample a file, and two partially fine-tuned models may agree in every sample.
-        files = weight_files(part.folder or Path()) if file is None else [file]
         self.made_from: dict[str, Any] = {
             "version": VERSION,
-            "weights": weights,
-            "files": [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files],
+            "weights": part.fingerprint(cache),
             "config": dict(config),
             "precision": precision.cache_key(),
             "device": device.type,

@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING
 
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
-from simpletune.system.checksums import fingerprint_of_range
+from simpletune.system.checksums import fingerprint_of_spans
 from simpletune.system.options import UserError, join_names
-from simpletune.system.safetensors_file import read_header, require_safetensors
+from simpletune.system.portable import join_words
+from simpletune.system.safetensors_file import conversion, read_header, require_safetensors
+from simpletune.system.shell import to_paste
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
+A_LORA = "a LoRA"
 # Kinds of files by the names of their tensors, most specific first.
 FOREIGN = (
-    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", "a LoRA: pass it to inference/lora_inference.py as --lora"),
+    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", A_LORA),
     (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
     (r"^conditioner\.embedders\.0\.model\.", "a refiner of Stable Diffusion XL, which cannot be trained"),
     (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL: set model.family to sdxl"),
@@ -43,6 +46,15 @@ FOREIGN = (
     (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder alone"),
     (r"^text_model\.|^encoder\.block\.\d+\.layer", "a text encoder alone"),
 )
+
+
+def a_lora(file: Path) -> str:
+    """What to do with a LoRA that was given in place of something else."""
+    named = join_words([str(file)])
+    return (
+        f"a LoRA. Draw with it: {to_paste('simpletune', 'generate', '--lora', file)}. Train it further by "
+        f"adapter.start={named}, or on top of it by model.loras, in a configuration of its base"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,8 @@ class SingleFile:
             require_safetensors(path)
         if path.suffix != ".safetensors":
             raise UserError(
-                f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are not supported: convert it"
+                f"{path} is not a .safetensors file. Pickled checkpoints (.ckpt, .pt) are never opened. Convert it: "
+                f"{conversion(path)}"
             )
         self.path, self.layout = path, layout
         self.header = {name: entry for name, entry in read_header(path).items() if name != "__metadata__"}
@@ -111,7 +124,9 @@ class SingleFile:
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
             kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
             first = ", ".join(list(self.header)[:3]) or "nothing"
-            seems = f"It seems to be {kind}" if (kind := next(kinds, None)) else f"Its first tensors: {first}"
+            kind = next(kinds, None)
+            kind = a_lora(path) if kind == A_LORA else kind
+            seems = f"It seems to be {kind}" if kind else f"Its first tensors: {first}"
             block = layout.marker.partition(".")[0]
             raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
 
@@ -170,15 +185,17 @@ class SingleFile:
         """Check that a part can be read. UserError: tensors are missing, or have an unsupported type."""
         _ = self.denoiser_config if part == self.layout.denoiser else self.tensors_of(part)
 
-    def fingerprint(self, part: str) -> str:
-        """A short hash of a part's names, types and shapes, and of samples spread over its bytes."""
+    def fingerprint(self, part: str, sums: Path | None = None) -> str:
+        """A short hash of a part's names, types and shapes, and of its bytes; ``sums`` as for ``Part.fingerprint``."""
         entries = self.tensors_of(part)
         about = repr(sorted((name, entry["dtype"], entry["shape"]) for name, entry in entries.items()))
         with open(self.path, "rb") as handle:
             start = 8 + int.from_bytes(handle.read(8), "little")
-        offsets = [entry["data_offsets"] for entry in entries.values()]
-        first, last = min(begin for begin, _ in offsets), max(end for _, end in offsets)
-        return fingerprint_of_range(self.path, about, start + first, start + last)
+        spans: list[tuple[int, int]] = []  # of the part alone: another part's tensors may lie between
+        for first, last in sorted(entry["data_offsets"] for entry in entries.values()):
+            joins = bool(spans) and spans[-1][1] == start + first
+            spans[-1:] = [(spans[-1][0], start + last)] if joins else [*spans[-1:], (start + first, start + last)]
+        return fingerprint_of_spans(self.path, about, spans, sums)
 
     def read(self, part: str) -> dict[str, Tensor]:
         """Read a part's tensors, by the name without its prefix, as views of the memory-mapped file."""

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from simpletune.models.shared.model_config import ModelConfig, read_config
 from simpletune.models.shared.parts import Part, autoencoder_config
 from simpletune.models.shared.single_file import open_file
-from simpletune.system.hub import HubPart, Repository, is_hub_name, part_folder
+from simpletune.system.hub import HubPart, Repository, files_folder, is_hub_name, part_folder
 from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
     from simpletune.models.shared.family_facts import FamilyFacts
 
+INDEX = "model_index.json"
 WITHOUT_WEIGHTS = ("tokenizer", "scheduler")
 PIPELINE = "a folder in diffusers' layout, or a Hub name (owner/name)"
 
@@ -106,6 +107,16 @@ def _config_beside_file(model: FamilyFacts, part: str) -> tuple[Path | None, Mod
     bundled = model.bundled_configs()[model.file_version()].get(part)
     folder = Path(model.text_encoders or "/nowhere") / part
     return (folder if bundled is not None and any(folder.glob("*config.json")) else None), bundled
+
+
+def pipeline_index(model: FamilyFacts) -> ModelConfig:
+    """The pipeline's ``model_index.json`` of ``pretrained``; empty for one without, or whose configurations ship.
+    UserError: it is damaged."""
+    name = model.pretrained
+    if is_single_file(name) or name in model.hub_names:
+        return {}
+    folder = files_folder(name, (INDEX,), model.revision) if is_hub_name(name) else Path(name)
+    return read_config(folder / INDEX, "pipeline") if folder is not None and (folder / INDEX).is_file() else {}
 
 
 def schedule_source(model: FamilyFacts) -> str:

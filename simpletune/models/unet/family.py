@@ -143,6 +143,9 @@ class UNetFamily(Family):
                     found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        return steps - min(int(steps * strength), steps)
+
     def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
         config = self.known_config()
         recomputed = frozenset(self.units_among(self.shapes_of(config))[:checkpointed])

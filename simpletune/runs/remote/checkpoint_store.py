@@ -23,7 +23,7 @@ from simpletune.runs.remote.index import (
     stored_words,
     take,
 )
-from simpletune.runs.remote.upload import DAMAGED, LEFT_OUT, Uploader
+from simpletune.runs.remote.upload import LEFT_OUT, Uploader, damaged_copy, damaged_here
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
@@ -101,7 +101,8 @@ def _owned(store: ObjectStore, folder: Path, stored: RunIndex | None, resume: st
         )
     if stored.checkpoints:
         require_same_run(folder, store.url, stored.run)
-    return RunIndex(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints)
+    files = damaged_here(folder, stored.files)
+    return RunIndex(run=stored.run, owner=owner, machine=machine, checkpoints=stored.checkpoints, files=files)
 
 
 def fetch(store: ObjectStore, folder: Path) -> None:
@@ -122,6 +123,10 @@ def _fetch_missing(store: ObjectStore, index: RunIndex, folder: Path) -> None:
     here = [step for step, _ in list_checkpoints(folder)]
     missing = {step: each for step, each in index.checkpoints.items() if step not in here}
     if not missing or (here and here[-1] >= max(index.checkpoints)):
+        again = damaged_here(folder, index.files)  # an earlier start could not read them
+        sizes = send_with_retries(store.keys) if again else {}
+        for key in sorted(again.keys() & sizes.keys()):
+            _fetch_run_file(store, index, key, sizes[key], folder)
         return
     size = sum(file.size for each in missing.values() for file in each.files.values())
     say(f"fetch   {store.url}: {format_bytes(size)}")
@@ -156,7 +161,7 @@ def _fetch_missing(store: ObjectStore, index: RunIndex, folder: Path) -> None:
 def _fetch_run_file(store: ObjectStore, index: RunIndex, key: str, size: int, folder: Path) -> None:
     """Fetch a file of the run that is as it was uploaded. A damaged one is kept under another name, with a warning."""
     known = {file.sha256 for file in (index.files.get(key), index.arriving.get(key)) if file is not None}
-    place = (folder / key).with_name(f"{(folder / key).name}{DAMAGED}")
+    place = damaged_copy(folder / key)
 
     def fetch_and_check() -> None:
         store.fetch(key, place, size)

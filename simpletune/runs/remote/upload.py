@@ -15,7 +15,7 @@ from types import TracebackType
 from simpletune.config.schema import Checkpoint
 from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints, read_state
-from simpletune.runs.folder import REMOTE
+from simpletune.runs.folder import REMOTE, SUMMARY
 from simpletune.runs.remote.index import (
     LostRun,
     RunIndex,
@@ -38,7 +38,23 @@ LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the i
 DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not match; it is kept on this machine only
 IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded, since it may be replaced meanwhile
 AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
+SOON, REMINDED = 2.0, 30.0  # seconds until it is said what a run that ends waits for, and until it is said again
 AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
+
+
+def damaged_here(folder: Path, files: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
+    """Choose the stored files of which this machine has nothing but a damaged copy: what it read may be at fault, so
+    the stored ones stay until it writes its own. Not the summary, without which a run is only finished again."""
+    return {
+        key: file
+        for key, file in files.items()
+        if key != SUMMARY and not (folder / key).exists() and damaged_copy(folder / key).exists()
+    }
+
+
+def damaged_copy(file: Path) -> Path:
+    """Where a file that does not match its checksum is kept."""
+    return file.with_name(file.name + DAMAGED)
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,7 @@ class Uploader:
         self._stagings = 0
         self._start: int | None = None  # step from which this process trains; None: it does not
         self._failure: BaseException | None = None
+        self._sending: tuple[str, int, float] | None = None  # the file's key, its size in bytes, and since when
         self._changed = threading.Condition()
         self._busy = self._ends = False
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
@@ -101,7 +118,7 @@ class Uploader:
         if isinstance(self._failure, LostRun):
             raise self._failure
         if not self._is_done():
-            reason = f" ({self._failure})" if self._failure else ""
+            reason = f" ({self._failure or self._waits_for(time.monotonic())})"
             raise UserError(
                 f"output.runs: the run is finished in {self.folder}, but not all of it could be uploaded to "
                 f"{self.store.url}{reason}. Run the same command with --resume auto to upload the rest"
@@ -142,12 +159,24 @@ class Uploader:
         """Upload everything that is left, waiting at most ``patience`` seconds."""
         found = list_checkpoints(self.folder)
         self._queue(found[-1][0] if found else None, finished)
-        began, said = time.monotonic(), False
-        while not self._is_done() and time.monotonic() - began < patience:
-            if not said and time.monotonic() - began > 2:
-                said = True
-                say(f"upload  the rest to {self.store.url} (at most {duration(patience)})")
+        began = time.monotonic()
+        due = began + SOON
+        while not self._is_done() and (now := time.monotonic()) - began < patience:
+            if now >= due:
+                due = now + REMINDED
+                left = f"It waits at most {duration(began + patience - now)} more"
+                leave = "Ctrl-C leaves it, and --resume auto uploads it"
+                say(f"upload  the rest to {self.store.url}: {self._waits_for(now)}. {left}. {leave}")
             time.sleep(0.05)  # short, so that signals are handled at once
+
+    def _waits_for(self, now: float) -> str:
+        """What the upload is doing, in words."""
+        with self._changed:
+            sending, failure = self._sending, self._failure
+        if sending is not None:
+            key, size, since = sending
+            return f"{key} ({format_bytes(size)}) has been on its way for {duration(now - since)}"
+        return f"tries again after a failure ({failure})" if failure else "waits for an answer"
 
     def _is_done(self) -> bool:
         with self._changed:
@@ -228,7 +257,8 @@ class Uploader:
 
     def _upload_files(self) -> dict[str, StoredFile]:
         """Upload the files of the run, apart from checkpoints, that have changed since they were last uploaded, and
-        return all of them. The index names them first: whatever becomes of this process, it knows what is there."""
+        return all of them, with those that are intact only in the store. The index names them first: whatever becomes
+        of this process, it knows what is there."""
         files, changed = dict[str, StoredFile](), dict[str, tuple[int, int]]()
         # not rglob, which fails if a checkpoint is removed meanwhile
         found = [Path(place, name) for place, _, names in os.walk(self.folder) for name in names]
@@ -262,7 +292,7 @@ class Uploader:
                 files[key] = StoredFile(size=len(content), sha256=hashlib.sha256(content).hexdigest())
             self._put(content, key, files[key])
             self._stored[key] = seen
-        return files
+        return damaged_here(self.folder, self.index.files) | files
 
     def _upload_checkpoint(self, step: int, staged: Path) -> StoredCheckpoint:
         sums: Mapping[str, str] = read_state(staged / STATE)["sha256"]
@@ -278,6 +308,10 @@ class Uploader:
     def _put(self, file: Path | bytes, key: str, known: StoredFile) -> None:
         """Upload a file, unless an earlier attempt has."""
         if self._arrived.get(key) != known:
-            self.store.upload(file, key)
+            self._sending = key, known.size, time.monotonic()
+            try:
+                self.store.upload(file, key)
+            finally:
+                self._sending = None
             self.uploaded += known.size
             self._arrived[key] = known

@@ -200,25 +200,28 @@ def environment_section(runs: list[RunData]) -> ReportSection:
 
 def picture_grid(runs: list[RunData]) -> list[Json]:
     """For each prompt, the base's picture and each run's last one as data URIs; empty if no run drew any."""
-    prompts: dict[tuple[str, str], Json] = {}
+    prompts: dict[str, Json] = {}
     for run in runs:
         for picture in pictures.validation_pictures(run.folder, run.notes):
-            row = prompts.setdefault((picture.prompt, picture.seed), {"base": None, "runs": {}})
+            if picture.is_start:
+                continue
+            row = prompts.setdefault(picture.asked, {"seed": picture.seed, "base": None, "runs": {}})
             if picture.step == 0:
                 row["base"] = row["base"] or picture
             else:
                 row["runs"][run.name] = picture  # ordered by step, so the last one wins
     kept = list(prompts.items())[:PICTURES]
+    titles = pictures.row_titles([asked for asked, _ in kept], ("prompt", "seed"))
     side = pictures.side_for(sum(1 + len(row["runs"]) for _, row in kept))
     return [
         {
-            "prompt": prompt,
-            "seed": seed,
+            "prompt": titles[asked],
+            "seed": row["seed"],
             "pictures": [
                 {"name": name, "step": picture.step, "src": pictures.data_uri(picture.file, side)}
                 for name, picture in [("base", row["base"]), *row["runs"].items()]
                 if picture is not None
             ],
         }
-        for (prompt, seed), row in kept
+        for asked, row in kept
     ]

@@ -12,7 +12,8 @@ from PIL import Image
 
 from simpletune.config.validation_schedule import UNRELATED, drift_group
 from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, lowest_held_out, paired_difference
-from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
+from simpletune.runs.folder import EVALUATIONS, is_start, read_rows, read_scores
+from simpletune.runs.repair import row_key
 from simpletune.runs.report import charts
 from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import RunData
@@ -47,7 +48,7 @@ def about_scores(scores: Iterable[str]) -> str:
 def choice_sections(run: RunData) -> Iterator[ReportSection]:
     """Show what each evaluated step measured, and the best checkpoint; nothing without evaluations."""
     try:
-        rows = sorted(read_rows(run.folder / EVALUATIONS), key=lambda row: row["step"])
+        rows = sorted(read_rows(run.folder / EVALUATIONS), key=row_key)
         best, lowest = choose_best(run.folder), lowest_held_out(run.folder)
     except UserError:  # another note of the page names the damaged file
         return
@@ -76,9 +77,9 @@ def choice_sections(run: RunData) -> Iterator[ReportSection]:
 def _evaluation_table(rows: list[Json], loss_is: str, best: BestCheckpoint | None, lowest: Json | None) -> ReportTable:
     """Tabulate every evaluation: the loss, its paired difference to the first one, and the drifts."""
     groups = list(dict.fromkeys(group for row in rows for group in row.get("drift", {})))
-    cells = []
+    cells, before = [], "the base" if any(map(is_start, rows)) else "before training"
     for row in rows:
-        step = "before training" if row["step"] == 0 else f"{row['step']:,}"
+        step = f"{row['step']:,}" if row["step"] else "the start" if is_start(row) else before
         mark = " (best)" if best is not None and best.by != LAST and best.step == row["step"] else ""
         mark += " (lowest loss)" if lowest is not None and lowest["step"] == row["step"] else ""
         change = ""
@@ -129,7 +130,7 @@ def _fidelity_points(run: RunData, result: Json) -> Iterator[Json]:
     """One point for each model of an evaluation: its figures, intervals and picture."""
     drift = {}  # for unrelated prompts by step, with its standard error on either side
     for row in read_rows(run.folder / EVALUATIONS):
-        if UNRELATED in row.get("drift", {}):
+        if UNRELATED in row.get("drift", {}) and not is_start(row):
             value, error = row["drift"][UNRELATED], row["drift_error"][UNRELATED]
             drift[row["step"]] = (value, value - error, value + error)
     subject, prompt = result["main"]["subject_fidelity"], result["main"]["prompt_fidelity"]

@@ -45,7 +45,9 @@ def loss_section(runs: list[RunData]) -> ReportSection:
         section.notes.append("No step was recorded.")
         return section
     points = [
-        {"run": run.name, "step": step, "eval_loss": round(loss, 6)} for run in drawn for step, loss in run.evaluations
+        {"run": run.name, "step": step, "eval_loss": round(loss, 6)}
+        for run in drawn
+        for step, loss in [*run.evaluations, *([] if run.start_loss is None else [(0, run.start_loss)])]
     ]
     fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in run.metrics[-1] for run in drawn)]
     title = loss_title(drawn)
@@ -82,5 +84,7 @@ def _table(run: RunData) -> ReportTable:
         seen = [loss for step, loss in run.evaluations if first <= step <= last]
         rows.append((f"{first:,} to {last:,}", f"{mean:.4f}", f"{seen[-1]:.4f}" if seen else ""))
     before = [loss for step, loss in run.evaluations if step == 0]
-    rows = [("before", "", f"{before[0]:.4f}"), *rows] if before else rows
+    first = [("before" if run.start_loss is None else "base", "", f"{before[0]:.4f}")] if before else []
+    start = [] if run.start_loss is None else [("start", "", f"{run.start_loss:.4f}")]
+    rows = [*first, *start, *rows]
     return ReportTable("Loss by part of the run", ("steps", "mean loss", run.loss_is), rows, folded=True)

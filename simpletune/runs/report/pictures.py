@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
-from simpletune.stages.png import generation_parameters
+from simpletune.stages.png import ASKED, asked_for, generation_parameters
 
-BASE = "base"
+BASE, START = "base", "start"
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
 ROOM = 3 * 2**20  # bytes of all pictures of a page
@@ -21,15 +23,17 @@ ROOM = 3 * 2**20  # bytes of all pictures of a page
 class ValidationPicture:
     prompt: str
     seed: str
-    step: int  # 0 for the base
+    step: int  # 0 for the base and the start
     file: Path
+    asked: str  # ``asked_for``: equal in pictures that may stand side by side
+    is_start: bool = False  # whether it is of the LoRA that the run began with
 
 
 def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
-    """Find the validation pictures of a run, ordered by prompt, then by step; adds a note for each damaged one."""
-    found = []
+    """Find the validation pictures of a run, ordered by request, then by step; adds a note for each damaged one."""
+    found: list[ValidationPicture] = []
     for state in sorted((folder / "samples").glob("*/")):
-        digits = "0" if state.name == BASE else state.name.removeprefix("step-")
+        digits = "0" if state.name in (BASE, START) else state.name.removeprefix("step-")
         if not digits.isdigit():
             continue
         for file in sorted(state.glob("prompt-*.png")):
@@ -38,9 +42,32 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
             except (OSError, ValueError, SyntaxError) as error:
                 notes.append(f"{state.name}/{file.name} cannot be read ({type(error).__name__}) and is left out.")
                 continue
-            picture = ValidationPicture(str(how.get("prompt", "")), str(how.get("seed", "")), int(digits), file)
-            found.append((file.name, picture))
-    return [picture for _, picture in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
+            prompt, seed = str(how.get("prompt", "")), str(how.get("seed", ""))
+            is_start = state.name == START
+            found.append(ValidationPicture(prompt, seed, int(digits), file, asked_for(how), is_start))
+    found.sort(key=lambda picture: (picture.step, picture.is_start))
+    newest = {picture.asked: picture for picture in found}  # whose name tells the request's place
+    return sorted(
+        found,  # keeps their order within a request
+        key=lambda each: (newest[each.asked].file.name, -newest[each.asked].step, each.asked),
+    )
+
+
+def row_titles(asked: Iterable[str], shown: Sequence[str] = ("prompt",)) -> dict[str, str]:
+    """What rows of pictures are called, by ``asked_for``: their prompts, with what tells those apart that have the same
+    values of ``shown``."""
+    rows = {key: json.loads(key) for key in dict.fromkeys(asked)}
+    titles = {}
+    for key, own in rows.items():
+        alike = [each for each in rows.values() if all(each.get(name) == own.get(name) for name in shown)]
+        differ = [name for name in ASKED if any(each.get(name) != own.get(name) for each in alike)]
+        words = ", ".join(
+            f"{name.replace('_', ' ')} {'none' if own.get(name) in (None, '') else own[name]}"
+            for name in differ
+            if name != "inputs"
+        )
+        titles[key] = f"{own.get('prompt', '')} ({words})" if words else str(own.get("prompt", ""))
+    return titles
 
 
 def painted_inputs(folder: Path, prompt: str) -> dict[str, Path]:

@@ -21,7 +21,7 @@ from simpletune.runs.attempts import (
     total_seconds,
     with_unrecorded_steps,
 )
-from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
+from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY, is_start
 from simpletune.runs.repair import parse_row
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json, UserError, plural
@@ -44,7 +44,7 @@ class RunData:
     settings: Json  # raw content of config.json
     config: TrainConfig | None  # parsed from settings, if this version of the tool can read them
     metrics: list[Json]  # a row for each finished step
-    evaluations: list[tuple[int, float]]  # step and validation loss
+    evaluations: list[tuple[int, float]]  # step and validation loss, at 0 the base's
     summary: Json  # summary.json; empty while the run is running, or if it was stopped
     environment: dict[str, str]  # machine and versions
     profiles: list[Json]  # summaries of the traced epochs
@@ -52,6 +52,7 @@ class RunData:
     locked: bool = False  # whether a process has the run's folder locked now
     notes: list[str] = field(default_factory=list)  # what is missing or broken
     loss_is: str = ON_TRAINING  # name of the validation loss
+    start_loss: float | None = None  # that of the LoRA that the run began with
 
     @property
     def steps_done(self) -> int:
@@ -283,7 +284,10 @@ def _add_evaluations(run: RunData) -> None:
     if isinstance(before, float):
         found[0] = before
     for row in _read_rows(run.folder / EVALUATIONS, ("step", "eval_loss"), run.notes):
-        found[row["step"]] = row["eval_loss"]
+        if is_start(row):
+            run.start_loss = row["eval_loss"]
+        else:
+            found[row["step"]] = row["eval_loss"]
     after = run.summary.get("eval_loss_after")
     if after is not None:
         found[run.summary["steps"]] = after

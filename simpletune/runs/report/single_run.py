@@ -169,7 +169,8 @@ def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tu
     section.block = "pictures"
     shown = pictures.spread_steps(steps, PICTURE_STEPS)
     kept = [picture for picture in found if picture.step in {0, *shown}]
-    inputs = {name: pictures.painted_inputs(run.folder, name) for name in {picture.file.name for picture in kept}}
+    last = [picture for picture in kept if picture.step == steps[-1]]  # of the requests whose inputs are kept
+    inputs = {picture.asked: pictures.painted_inputs(run.folder, picture.file.name) for picture in last}
     side = pictures.side_for(len(kept) + sum(map(len, inputs.values())))
     choose = " Choose the step with the slider." if len(shown) > 1 else ""
     section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
@@ -181,12 +182,13 @@ def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tu
         section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
     if (run.folder / "samples" / "grid.png").exists():
         section.lines.append("![Base and tuned model, one row per prompt, one column per step](samples/grid.png)")
+    titles = pictures.row_titles([picture.asked for picture in kept], ("prompt", "seed"))
     prompts: dict[str, Json] = {}
     for picture in kept:
-        row = prompts.setdefault(picture.file.name, {"prompt": picture.prompt, "seed": picture.seed, "steps": {}})
-        row["steps"][picture.step] = pictures.data_uri(picture.file, side)
-    for name, row in prompts.items():
-        row["inputs"] = {kind: pictures.data_uri(file, side) for kind, file in inputs[name].items()}
+        row = prompts.setdefault(picture.asked, {"prompt": titles[picture.asked], "seed": picture.seed, "steps": {}})
+        row["steps"][pictures.START if picture.is_start else picture.step] = pictures.data_uri(picture.file, side)
+    for asked, row in prompts.items():
+        row["inputs"] = {kind: pictures.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
     return section, [row for row in prompts.values() if any(row["steps"])]
 
 

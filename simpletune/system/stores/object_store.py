@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.system.atomic import atomic_file
+from simpletune.system.extras import install_extra
 from simpletune.system.options import UserError
 from simpletune.system.printable import describe_exception
 from simpletune.system.redact import redact
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
     from obstore.store import RetryConfig
 
-PACKAGES = "'simpletune[remote]'"
 PART = 16 * 2**20  # bytes of a part of a large file
 PARTS_AT_ONCE = 4
 RETRIES: RetryConfig = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}  # within one request
@@ -153,7 +153,7 @@ def _open(url: str, field: str) -> Client:
         from obstore.store import from_url
     except ImportError:
         raise UserError(
-            f"{field}: {url} needs the package obstore, which is not installed. Run: .venv/bin/pip install {PACKAGES}",
+            f"{field}: {url} needs the package obstore, which is not installed. Run: {install_extra('remote')}",
             code=3,
         ) from None
     places = [url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpletune.system.options import Json
-from simpletune.system.shell import to_paste
+from simpletune.system.shell import install, to_paste
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-INSTALL = "pip install --no-deps trackio gradio-client brotli orjson python-multipart"  # it asks for Pillow below 13
+# without dependencies, because it asks for Pillow below 13
+PACKAGES = ("--no-deps", "trackio", "gradio-client", "brotli", "orjson", "python-multipart")
 
 
 class Trackio:
@@ -31,7 +32,7 @@ class Trackio:
         try:
             import trackio
         except ImportError as error:
-            raise ImportError(f"{error}. Install it: {INSTALL}") from None
+            raise ImportError(f"{error}. Install it: {install(*PACKAGES)}") from None
         self._trackio: Any = trackio
         self._project, self._step = project, start
         about = {key: value for key, value in config.items() if not key.startswith("$")}

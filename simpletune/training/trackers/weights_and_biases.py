@@ -84,8 +84,11 @@ class Wandb:
 
     def summary(self, values: Json) -> str:
         self._run.summary.update(values)
-        # The run's page, or the command that uploads an offline run.
-        return (None if self._run.offline else self._run.url) or f"wandb sync {self._folder}/offline-run-*"
+        if not self._run.offline and self._run.url:
+            return str(self._run.url)
+        if not any(self._folder.glob("offline-run-*")):
+            return f"nothing is kept: wandb is off (WANDB_MODE={os.environ.get('WANDB_MODE', '')})"
+        return f"wandb sync {self._folder}/offline-run-*"
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)  # uploads the rest, for at most FINISH_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 from pathlib import Path
 
 import lora_readers
@@ -398,6 +399,32 @@ def test_damaged_and_strange_files_are_refused(changes: dict, message: str, tmp_
     assert describe(file)["kind"] == "lora"  # and inspect says what it is all the same
 
 
+@pytest.mark.parametrize(("rank", "inputs", "outputs", "message"), [
+    (100_000, 1536, 4608, "rank 100,000 for 1,536 inputs and 4,608 outputs.*no update a higher rank"),
+    (5_000, 1536, 4608, "rank 5,000 for 1,536 inputs and 4,608 outputs.*no update a higher rank"),
+    (4, 10**9, 4608, "rank 4 for 1,000,000,000 inputs and 4,608 outputs. No layer has more than 32,768"),
+    (4, 1536, 3 * 10**8, "rank 4 for 1,536 inputs and 300,000,000 outputs. No layer has more than 32,768"),
+    (10**8, 1536, 4608, "has 2,457,600,000,000 bytes of tensors; a LoRA has at most 34,359,738,368"),
+])  # fmt: skip
+def test_sizes_that_no_layer_has_are_refused_before_anything_is_read(
+    rank: int, inputs: int, outputs: int, message: str, tmp_path: Path
+) -> None:
+    """A sparse file of any size takes no room on a disk."""
+    name, file, place, entries = "lora_unet_joint_blocks_0_x_block_attn_qkv", tmp_path / "x.safetensors", 0, {}
+    for role, shape in (("down", [rank, inputs]), ("up", [outputs, rank])):
+        end = place + 4 * shape[0] * shape[1]
+        entries[f"{name}.lora_{role}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [place, end]}
+        place = end
+    header = json.dumps(entries).encode()
+    with file.open("wb") as handle:
+        handle.write(len(header).to_bytes(8, "little") + header)
+        handle.truncate(8 + len(header) + place)
+    started = time.process_time()
+    with pytest.raises(UserError, match=message):
+        read_lora(file)
+    assert time.process_time() - started < 1
+
+
 def test_updates_of_text_encoders_are_read_beside_the_denoiser_s_and_alone(tmp_path: Path) -> None:
     text = pair("lora_te1_text_model_encoder_layers_0_mlp_fc1", 768, 3072)
     plain, file = read_lora(sd3_file(tmp_path)), sd3_file(tmp_path, **text)
@@ -406,7 +433,12 @@ def test_updates_of_text_encoders_are_read_beside_the_denoiser_s_and_alone(tmp_p
     assert "text       1 layer of CLIP-L" in format_description(describe(file))
     save_file(text, file)
     assert set(read_lora(file)) == {layer}
-    assert "for        text encoders alone (CLIP-L)" in format_description(describe(file))
+    about = format_description(describe(file))
+    assert "for        text encoders alone (CLIP-L)" in about
+    assert "what       LoRA, kohya (text encoders), 7,680 parameters" in about
+    module = next(iter(text)).partition(".")[0]
+    save_file({f"{module}.lokr_w1": torch.ones(48, 24), f"{module}.lokr_w2": torch.ones(64, 32)}, file)
+    assert "what       LoKr, " in format_description(describe(file))
 
 
 def test_files_that_are_no_lora(tmp_path: Path) -> None:

@@ -199,3 +199,14 @@ def test_the_disk_that_a_result_needs_is_what_it_takes(adapter: dict, tiny_confi
     file = train(config) / "pytorch_lora_weights.safetensors"
     shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
     assert sum(shape.numel() for shape in shapes.values()) == config.adapter.exported(config.model.known_shapes())
+
+
+def test_norms_of_a_high_rank_take_no_square_of_the_rank() -> None:
+    """A file of rank 100,000 would take 40 GB."""
+    a, b = torch.randn(9, 3, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
+    w = torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(product_norm(a, b).double(), (b @ a).norm(), rtol=1e-6, atol=0)
+    found = row_norms(w.square().sum(1).float(), w @ a.T, a, b, 0.6).double()
+    torch.testing.assert_close(found, (w + 0.6 * b @ a).norm(dim=1), rtol=1e-5, atol=0)
+    many = torch.zeros(1, 1).expand(200_000, 2), torch.zeros(1, 1).expand(3, 200_000)
+    assert product_norm(*many) == 0 and not row_norms(torch.zeros(3), many[1], *many, 1.0).any()

@@ -15,7 +15,7 @@ from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.partial import Partial
-from simpletune.apps.cli.arguments import finite, tile
+from simpletune.apps.cli.arguments import strength, tile
 from simpletune.apps.cli.main import main
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
@@ -76,7 +76,7 @@ def test_memory_levers_are_explained(tiny_config: dict) -> None:
 
 def test_a_side_of_tiles_is_read_and_a_value_that_is_none_is_refused() -> None:
     assert tile("512") == 512
-    for kind, texts in ((tile, ("a", "100", "130")), (finite, ("nan", "x", "1e999"))):
+    for kind, texts in ((tile, ("a", "100", "130")), (strength, ("nan", "x", "1e999", "1e7"))):
         for text in texts:
             with pytest.raises(argparse.ArgumentTypeError):
                 kind(text)
@@ -85,10 +85,12 @@ def test_a_side_of_tiles_is_read_and_a_value_that_is_none_is_refused() -> None:
 def test_estimates_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ("--compare demo demo --device L4,T4", "--compare: takes one card"),
-        ("demo --processes 0", "--processes: use a number of at least 1"),
         ("demo --processes 2 --device L4,T4", "predicted for one process only"),
     ):
         assert main(["estimate", *words.split()]) == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main("estimate demo --processes 0".split())
+    assert "--processes: 0 is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_licences_of_the_models_on_the_hub() -> None:

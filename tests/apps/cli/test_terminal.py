@@ -212,6 +212,7 @@ def test_progress_is_told_now_and_then_and_counts_one_in_the_singular(
 
 def test_of_several_processes_the_first_tells(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     say("hello")
     TrainingProgress(1, 0).update(1, 0.5, 1.0)
     assert capsys.readouterr().out == ""

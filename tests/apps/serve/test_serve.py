@@ -354,6 +354,53 @@ def test_a_full_queue_refuses_a_picture_before_it_is_decoded(monkeypatch: pytest
         assert [each.result().status_code for each in asked] == [200, 200]
 
 
+def test_two_requests_are_decoded_at_a_time_and_no_more_are_read_than_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 at once 6 have a place: 5 that may wait, and that which will be drawn first."""
+    decoding, most, go, lines = [0], [0], threading.Event(), list[str]()
+
+    def slowly(*given: Any) -> list[ImageRequest]:
+        decoding[0] += 1
+        most.append(decoding[0])
+        assert go.wait(60)
+        decoding[0] -= 1
+        return read_requests(*given)
+
+    monkeypatch.setattr(app, "read_requests", slowly)
+    generator = BlockingGenerator(steps=100_000)
+    with running(blocking(generator, Limits(queue=5), log=lines.append)) as it, ThreadPoolExecutor(12) as pool:
+        it.wait_ready()
+        asked = [pool.submit(it.predict, "a star", seed=n) for n in range(12)]
+        until(lambda: sum(each.done() for each in asked) == 6)
+        assert {each.result().status_code for each in asked if each.done()} == {429}
+        assert decoding == [2] and it.service.worker.waiting == 0, "four wait for their turn"
+        go.set()
+        until(lambda: it.service.worker.waiting == 5)
+        generator.release.set()
+        assert sorted(each.result().status_code for each in asked) == [200] * 6 + [429] * 6
+        assert max(most) == 2 and len(most) == 7
+        until(lambda: it.service.worker.waiting == 0)
+        go.clear()
+        held = [pool.submit(it.predict, "a star") for _ in range(2)]
+        until(lambda: decoding == [2])
+        lines.clear()
+        with asking(it):
+            until(lambda: it.service.worker._places == 3)
+        go.set()
+        assert [each.result().status_code for each in held] == [200, 200]
+        until(lambda: sum('"/predict"' in line for line in lines) == 3)
+        assert sorted(json.loads(line)["status"] for line in lines) == [200, 200, 499]
+        assert len(most) == 9, "the request of the client that left was not decoded"
+        monkeypatch.setattr(app, "PATIENCE", 0.05)
+        go.clear()
+        held = [pool.submit(it.predict, "a star") for _ in range(2)]
+        until(lambda: decoding == [2])
+        late = it.predict("a star")
+        assert late.status_code == 503 and "other requests are being decoded" in late.text
+        go.set()
+        assert [each.result().status_code for each in held] == [200, 200]
+        assert it.service.worker._places == 0
+
+
 def asking(it: Running) -> socket.socket:
     """A connection on which two pictures were asked for."""
     body = json.dumps({"instances": [{"prompt": "a"}] * 2}).encode()
@@ -502,7 +549,7 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("simpletune.system.extras.find_spec", lambda name: name != "prometheus_client" or None)
     assert main(["serve"]) == 3
-    assert re.search(r'needs prometheus_client .*-m pip install -e ".*\[serve\]"', capsys.readouterr().err)
+    assert re.search(r"needs prometheus_client .*-m pip install -e .*\[serve\]", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from simpletune.apps.serve import requests
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
+from simpletune.data.sources.pictures import decode
 from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.system.options import Problem
 
@@ -107,6 +109,42 @@ def test_a_picture_or_a_mask_that_cannot_be_used_is_refused(given: dict[str, obj
         requests_of({"instances": [{"prompt": "a", **given}]})
     (problem,) = caught.value.problems
     assert caught.value.status == 422 and problem.path == f"instances.0.{path}" and message in problem.message
+
+
+def test_the_pixels_of_a_request_are_counted_once_a_picture_and_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded: list[tuple[int, int]] = []
+
+    def counting(data: bytes) -> Image.Image:
+        decoded.append((image := decode(data)).size)
+        return image
+
+    monkeypatch.setattr(requests, "decode", counting)
+    monkeypatch.setattr(requests, "decode_mask", lambda data, kind: counting(data).convert("L"))
+    limited = replace(CAPABILITIES, limits=Limits(pixels=100 * 100, all_pixels=2 * 100 * 100))
+    picture, other, mask = (sent(Image.new("RGB", (100, 100), colour)) for colour in ("red", "blue", "white"))
+
+    def ask(parameters: dict[str, str], *instances: dict[str, str]) -> list[ImageRequest]:
+        body = {"parameters": parameters, "instances": [{"prompt": "a", **each} for each in instances]}
+        return read_requests(json.dumps(body).encode(), limited)
+
+    found = ask({"image": picture, "mask_image": mask}, {}, {}, {}, {})
+    assert [each.request.image.getpixel((5, 5)) for each in found if each.request.image] == [(255, 0, 0)] * 4
+    assert decoded == [(100, 100)] * 2, "four pictures from one picture and its mask"
+    decoded.clear()
+    with pytest.raises(RequestError) as caught:
+        ask({"image": picture, "mask_image": mask}, {}, {"image": other}, {"image": sent(Image.new("L", (100, 101)))})
+    rule = "brings the request's pictures and masks to 0.0 million pixels. Send at most 0.0 million in a request"
+    assert list(caught.value.problems) == [
+        Problem("instances.1.image", rule),
+        Problem("instances.2.image", "is 100x101. Send at most 0.0 million pixels"),
+    ]
+    assert decoded == [(100, 100)] * 2
+    decoded.clear()
+    with pytest.raises(RequestError, match="is 5000x5000"):  # a file that ends early is not decoded to be sure
+        requests_of({"instances": [{"prompt": "a", "image": sent(Image.new("1", (5000, 5000)))[:-400]}]})
+    assert decoded == []
 
 
 def test_rules_between_names_come_with_the_values_that_do_not_fit() -> None:

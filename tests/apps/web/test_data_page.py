@@ -32,7 +32,7 @@ from simpletune.commands.inspect_data.caption_edits import (
     read_captions,
     tag_counts,
 )
-from simpletune.commands.inspect_data.prompt_cuts import Cutter, read_fast_tokenizer
+from simpletune.commands.inspect_data.prompt_cuts import Cutter, read_fast_tokenizer, token_counts
 from simpletune.config.load import validate
 from simpletune.system.gpus import find_card
 from simpletune.system.options import UserError
@@ -323,6 +323,8 @@ def test_the_place_where_a_caption_is_cut_and_a_damaged_tokenizer_is_said(tmp_pa
     damaged = Cutter(validate(config, "x", needs_data=False, needs_model=False))
     assert damaged.names == [] and len(damaged.problems) == 2
     assert all("is damaged" in problem and "Download it again" in problem for problem in damaged.problems)
+    with pytest.raises(UserError, match=r"tokenizer in .*model/tokenizer is damaged .* Download it again"):
+        token_counts(validate(config, "x", needs_data=False, needs_model=False), ["a dog"])
 
 
 def test_the_cut_is_shown_on_the_page(client: TestClient, folder: Path, tmp_path: Path) -> None:
@@ -392,11 +394,11 @@ def test_captioning_is_started_and_stopped(
     """A verb that waits stands for the model."""
     started, honest = [], processes.start
 
-    def start(roots, words, log_name):
+    def start(roots, words, log_name, title):
         started.append(list(words))
         (tmp_path / "waits.py").write_text("import time\nprint('caption: 1/4 pictures', flush=True)\ntime.sleep(60)\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        return honest(roots, [], log_name, module="waits")
+        return honest(roots, [], log_name, module="waits", title=title)
 
     monkeypatch.setattr(processes, "start", start)
     form = {"place": "pictures", "source": "0", "model": "owner/name"}
@@ -404,7 +406,7 @@ def test_captioning_is_started_and_stopped(
     assert started == [["caption", str(folder), "--model=owner/name", "--precision=bf16", "--device=auto"]]
     assert wait_for(client, "/data/captioning", "caption: 1/4 pictures")
     twice = client.post("/data/captioning", data=form)
-    assert twice.status_code == 422 and "is still running" in twice.text
+    assert twice.status_code == 422 and "Captioning of these pictures is still running" in twice.text
     assert "caption: 1/4 pictures" in twice.text
     client.post("/data/captioning/stop", data=form)
     assert wait_for(client, "/data/captioning", "The last captioning")
@@ -421,7 +423,7 @@ def test_a_check_finds_duplicates_and_what_is_unusable(
     started, honest = [], processes.start
     monkeypatch.setattr(
         processes, "start",
-        lambda roots, words, name: started.append(list(words)) or honest(roots, [], name, module="waits"),
+        lambda roots, words, name, title: started.append(list(words)) or honest(roots, [], name, module="waits"),
     )  # fmt: skip
     (folder / "copy.png").write_bytes((folder / "a.png").read_bytes())
     (folder / "copy.txt").write_text("a copy")
@@ -434,7 +436,8 @@ def test_a_check_finds_duplicates_and_what_is_unusable(
     (tmp_path / "checked").touch()
     text = wait_for(client, "/data/check", "data-checked")
     assert "Identical files: 1 group" in text and 'alt="a.png"' in text and 'alt="copy.png"' in text
-    assert "e.png</th>" in text and "d.png</th>" in text and "is not a picture that Pillow can read" in text
+    assert "e.png</th>" in text and "is not a picture that Pillow can read" in text
+    assert "d.png</th>" not in text, "a run would give it the prompt of pictures without a caption"
     assert quote("copy.png") in text and list(data_page.stamps(make_roots(tmp_path / "runs", [tmp_path]), []))
 
 
@@ -466,9 +469,10 @@ def test_pictures_are_ordered_by_what_the_check_found(client: TestClient, folder
 
 
 def test_captions_of_metadata_are_shown(client: TestClient, folder: Path) -> None:
-    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "of <metadata>"}\n')
+    """As a run of the folder would read them: from the file of all captions, and from the texts beside pictures."""
+    (folder / "metadata.jsonl").write_text('{"file_name": "d.png", "text": "of <metadata>"}\n')
     text = client.get("/data", params={"place": "pictures"}).text
-    assert '<p class="data-now">of &lt;metadata&gt;</p>' in text and "a red dog" not in text
+    assert '<p class="data-now">of &lt;metadata&gt;</p>' in text and '<p class="data-now">a red dog, grass</p>' in text
 
 
 def test_a_tables_pictures_captions_and_masks_are_shown(client: TestClient, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -70,7 +71,8 @@ def undo(client: TestClient) -> str:
 
 def test_a_painted_mask_is_the_one_that_training_reads(client: TestClient, folder: Path) -> None:
     page = client.get("/data/mask", params={**PLACE, "name": "a.jpg"})
-    assert 'width="60" height="90"' in page.text and "data-painted" not in page.text and "data.mask=files" in page.text
+    assert 'width="60" height="90"' in page.text and "data-painted" not in page.text
+    assert "New run uses the masks" in page.text
     shown = Image.open(io.BytesIO(client.get("/data/mask/picture", params={**PLACE, "name": "a.jpg"}).content))
     assert shown.size == (60, 90)  # as training turns it
     assert client.get("/data/mask/painted", params={**PLACE, "name": "a.jpg"}).status_code == 404
@@ -195,7 +197,7 @@ def test_the_gallery_shows_masks_and_finds_pictures_without(client: TestClient, 
     thumbnail = client.get(shown.replace("&amp;", "&"))
     pixels = np.asarray(Image.open(io.BytesIO(thumbnail.content)).convert("L"), dtype=np.float32)
     assert thumbnail.status_code == 200 and pixels[:, -20:].mean() > 200 > 160 > pixels[:, :20].mean()
-    assert "1 file is named like a mask" in client.get("/data", params=PLACE).text
+    assert "5 files: 2 pictures, 2 files of captions, 1 mask" in client.get("/data", params=PLACE).text
     left = client.get("/data/gallery", params={**PLACE, "show": "unmasked"}).text
     assert "1 picture" in left and ">sub/b c.png</h3>" in left
     assert client.get("/data/thumbnail", params={**PLACE, "name": "sub/b c.png", "masked": "1"}).status_code == 404
@@ -267,3 +269,74 @@ def test_a_broken_mask_and_a_name_without_an_address_leave_the_pages(client: Tes
     shown = client.get("/data/gallery", params=PLACE)
     assert shown.status_code == 200 and "Unusable: " in shown.text and "b c.png" in shown.text
     assert client.get("/data/mask", params={**PLACE, "name": "sub/b c.png"}).status_code == 200
+
+
+def history_of(folder: Path) -> Path:
+    """The file of the latest change."""
+    return max((folder.parent / "runs" / ".web" / "history").rglob("*.jsonl"))
+
+
+HELD, WRITTEN = b"a dog\n", hashlib.sha256(b"a wolf\n").hexdigest()
+OTHER = base64.b64encode(b"a god\n").decode()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '["FILE", "@@@", "WRITTEN"]', '["FILE", "@@@", "WRITTEN", "HELD"]', '["FILE", "é", "WRITTEN"]',
+        f'["FILE", "{OTHER}", "WRITTEN", "HELD"]', '["FILE", null, "WRITTEN", "HELD"]', '["FILE", 7, "WRITTEN"]',
+        '["FILE", "", "WRITTEN", "HELD"]', '["FILE", "YQ=", "WRITTEN"]', '["FILE", "WRITTEN"]', '["FILE"', "7",
+        "", "{}", '[7, null, "WRITTEN"]', '["FILE", null, 7]', "[" * 100_000, '["FILE", null, "WRITTEN", null, null]',
+    ],
+)  # fmt: skip
+def test_undo_restores_nothing_but_what_was_kept(client: TestClient, folder: Path, line: str) -> None:
+    save(client, "sub/b c.png", "a lion")
+    place = history_of(folder)
+    words, sound = place.read_text().splitlines()
+    save(client, "a.jpg", "a wolf")
+    for name, value in (
+        ("FILE", str(folder / "a.txt")),
+        ("WRITTEN", WRITTEN),
+        ("HELD", hashlib.sha256(HELD).hexdigest()),
+    ):
+        line = line.replace(name, value)
+    history_of(folder).write_text("\n".join([words, line, sound]))
+    text = undo(client)
+    assert "A damaged line of the history names no file with what it held, and is skipped" in text
+    assert (folder / "a.txt").read_text() == "a wolf\n", "what the damaged line names is left"
+    assert (folder / "sub" / "b c.txt").read_text() == "a cat\n", "the others are undone"
+
+
+def test_undo_reads_what_version_0_1_wrote_and_answers_in_words_when_it_can_read_none(
+    client: TestClient, folder: Path
+) -> None:
+    save(client, "a.jpg", "a wolf")
+    place = history_of(folder)
+    words, line = place.read_text().splitlines()
+    assert json.loads(line)[3] == hashlib.sha256(HELD).hexdigest()
+    place.write_text("\n".join([words, json.dumps(json.loads(line)[:3])]))
+    undo(client)
+    assert (folder / "a.txt").read_bytes() == HELD
+    for content in (b"", b"\xff\n", b"[1]\n", b"[" * 10**5):
+        save(client, "a.jpg", "a wolf")
+        place = history_of(folder)
+        place.write_bytes(content)
+        assert "number" not in client.get("/data/undo", params=PLACE).text
+        answer = client.post("/data/undo", data={**PLACE, "number": str(int(place.stem))})
+        assert answer.status_code == 422 and "cannot be undone any more" in answer.text
+        place.unlink()
+        (folder / "a.txt").write_bytes(HELD)
+    for number in ("", "x", "-1", "9" * 5000):
+        answer = client.post("/data/undo", data={**PLACE, "number": number})
+        assert answer.status_code == 422 and "not the number of a change" in answer.text
+
+
+def test_undo_leaves_a_file_that_is_now_outside_and_goes_on(client: TestClient, folder: Path, tmp_path: Path) -> None:
+    save(client, "sub/b c.png", "a lion")
+    place = history_of(folder)
+    outside = tmp_path.parent / f"{tmp_path.name}-outside.txt"
+    outside.write_text("a wolf\n")
+    words, sound = place.read_text().splitlines()
+    place.write_text("\n".join([words, json.dumps([str(outside), None, WRITTEN, None]), sound]))
+    assert "is outside of the folders that this page may use" in undo(client)
+    assert outside.read_text() == "a wolf\n" and (folder / "sub" / "b c.txt").read_text() == "a cat\n"

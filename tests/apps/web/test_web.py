@@ -128,6 +128,22 @@ def test_pages_learn_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
+def test_an_idle_stream_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "HEARTBEAT", 0.01)
+
+    async def scenario() -> None:
+        watch = FileWatcher(dict)
+        stream = watch.stream()
+        assert (await anext(stream)).startswith(b"retry: 2000\nevent: hello\n")
+        assert [await anext(stream) for _ in range(2)] == [b"event: beat\ndata: []\n\n"] * 2
+        watch.close()
+        await stream.aclose()
+        assert watch._task is not None
+        await watch._task
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
 def test_a_change_of_a_run_is_told(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "one")
     client = open_pages(tmp_path)

@@ -13,6 +13,7 @@ from urllib.request import urlretrieve
 
 import pytest
 import web_browser
+from PIL import Image
 from web_browser import (
     DESKTOP,
     HOSTILE,
@@ -143,15 +144,41 @@ def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, li
     press(light, "nothing", ENTER)  # Enter in a field starts nothing
     light.until(lambda: "does not exist" in light.text("#n-data-path"), "the problem")
     assert light.driver.current_url.endswith("/start")
+    assert "1 problem to fix" in light.text("#ready") and not light.find("#go").is_enabled()
     tab_to(light, "trigger")
-    tab_to(light, "go")
-    press(light, ENTER)
-    light.until(lambda: light.driver.current_url.endswith("/start/run"), "the form with its problem")
-    assert "1 problem to fix" in light.text("#ready")
-    tab_to(light, "data.path")
     assert light.driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
-    assert [each for each in light.complaints() if "422" not in each] == []
-    assert not (folder / "runs" / ".web" / "queue.json").exists()
+    assert press(light, TAB) != "go"
+    assert light.complaints() == [] and not (folder / "runs" / ".web" / "queue.json").exists()
+
+
+def test_questions_are_answered_by_buttons_and_an_upload_shows_its_pictures(
+    server: Server, folder: Path, light: Browser, tmp_path: Path
+) -> None:
+    files = sorted(pictures(tmp_path / "mine").iterdir())
+    Image.new("L", (96, 96), 255).save(tmp_path / "mine" / "0-masklabel.png")
+    light.open(server.url + "/start")
+    light.fill("#upload-name", "masked lawn")
+    light.find("#upload-files").send_keys("\n".join(map(str, [*files, tmp_path / "mine" / "0-masklabel.png"])))
+    light.until(lambda: light.text("#sums") == "5 files: 4 pictures, 1 mask", "what is in the folder")
+    light.until(lambda: len(light.driver.find_elements("css selector", ".strip img.tiny, .strip img")) == 4, "pictures")
+    assert not light.find("#go").is_enabled() and light.violations() == []
+    light.click(".question button")
+    light.until(lambda: "1 question" in light.text("#ready") or "the question" in light.text("#ready"), "one is left")
+    light.click(".question button:last-child")
+    light.until(lambda: light.find("#go").is_enabled(), "both are answered")
+    assert light.find("#i-trigger").get_attribute("value") == "sks"
+    light.click("#see-all")
+    light.until(lambda: light.text("#sums") == "5 files: 4 pictures, 1 mask", "the same on Pictures")
+    light.look(False, PHONE)
+    assert light.overflow() <= 0 and light.violations() == []
+    light.click("#train-on")
+    light.until(lambda: light.text("#sums") == "5 files: 4 pictures, 1 mask", "and back")
+    light.look(False, DESKTOP)
+    light.open(server.url + "/data")
+    light.find("#upload-files").send_keys("\n".join(map(str, files)))
+    light.until(lambda: len(light.driver.find_elements("css selector", "#upload-shown img")) == 4, "the new pictures")
+    light.until(lambda: f"{folder / 'pictures'}" in light.text("#data-suggested"), "the fresh list")
+    assert light.complaints() == []
 
 
 def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import errno
 import fcntl
 import os
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -23,9 +25,11 @@ from starlette.testclient import TestClient
 from simpletune.apps.http import Guard
 from simpletune.apps.web import app, processes, queue, queue_runner
 from simpletune.apps.web.access import FAILED, HEADERS, Access
-from simpletune.apps.web.form.presets import TRIGGER, _use_folder
+from simpletune.apps.web.form import presets
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.apps.web.templates import MOST_FORM, read_form
+from simpletune.commands.init.choices import TRIGGER
+from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.system.locks import UNSUPPORTED
 from simpletune.system.options import UserError
 
@@ -86,8 +90,11 @@ def test_an_app_that_fails_answers_500_with_the_headers(capsys: pytest.CaptureFi
     assert len(sent) == 1, "what is not HTTP is not answered"
 
 
-def test_a_folder_takes_the_place_of_a_configuration_s(tmp_path: Path) -> None:
-    (tmp_path / "a.png").touch()
+def test_a_folder_takes_the_place_of_a_configuration_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.effect_noise((96, 96), 60).convert("RGB").save(tmp_path / "1.png")
+    shipped: Any = {"data": {"path": "old", "prompt": "old", "caption_prefix": "old", "resolution": 32, "flip": True}}
+    monkeypatch.setattr(presets, "read_json", lambda file: copy.deepcopy(shipped))
+    monkeypatch.setattr(presets, "shipped_names", lambda: ("one",))
     for captioned, trigger, expected in (
         (False, "ohwx", {"prompt": "a photo of ohwx"}),
         (False, "", {"prompt": f"a photo of {TRIGGER}"}),
@@ -95,15 +102,12 @@ def test_a_folder_takes_the_place_of_a_configuration_s(tmp_path: Path) -> None:
         (True, "", {}),
     ):
         if captioned:
-            (tmp_path / "a.txt").write_text("a cat")
-        data: Any = {"data": {"path": "old", "prompt": "old", "caption_prefix": "old", "resolution": 32}}
-        reasons: dict[str, str] = {}
-        _use_folder(data, tmp_path, trigger, reasons)
-        assert data["data"] == {"path": str(tmp_path), "resolution": 32} | expected
-        assert set(reasons) == {f"data.{key}" for key in expected}
-    before = {"data": {"path": "old", "prompt": "old"}}
-    _use_folder(before, None, "", {})
-    assert before == {"data": {"path": "old", "prompt": "old"}}
+            (tmp_path / "1.txt").write_text("a cat")
+        made = presets.shipped_config("one", tmp_path, inspect_folder(tmp_path), trigger)
+        kept = {"path": str(tmp_path), "resolution": 32, "flip": True, "reading": "any"}
+        assert made.data["data"] == kept | expected
+        assert {f"data.{key}" for key in expected} <= set(made.reasons)
+    assert presets.shipped_config("one", None, None, "").data == shipped
 
 
 def test_a_log_s_lock_is_tried_again_and_its_absence_is_no_error(

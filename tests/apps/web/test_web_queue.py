@@ -324,13 +324,44 @@ def test_a_runner_that_fails_is_not_tried_again_at_once(
 def test_a_damaged_queue_is_said_and_set_aside(roots: Roots) -> None:
     put(roots, "one")
     file = roots.own / queue.FILE
-    for text in ("{", '[{"id": 1}]', json.dumps([{**queue.read_queue(roots)[0].model_dump(), "new": 1}])):
+    for text in ("{", "", "\xff", "[" * 100_000):
         file.write_text(text)
         with pytest.raises(UserError, match="is damaged"):
             queue.read_queue(roots)
         assert not queue.is_open(roots)
     put(roots, "two")
     assert states(roots) == [("two", "waiting")] and (roots.own / "queue.json.damaged").exists()
+
+
+def test_an_entry_that_this_version_cannot_use_stays_and_stops_no_other(roots: Roots) -> None:
+    (roots.named[0] / "go-good").touch()
+    put(roots, "good")
+    sound = queue.read_queue(roots)[0].model_dump(mode="json")
+    others = [
+        {**sound, "id": "a", "name": "my run"}, {**sound, "id": "b", "name": "../up"}, {**sound, "id": "c", "name": ""},
+        {**sound, "id": "d", "state": "paused"}, {**sound, "id": "e", "priority": 3},
+        {**sound, "id": "f", "device": "tpu"}, {**sound, "id": "g", "name": "x" * 400}, {"id": 1}, 7, None, [],
+    ]  # fmt: skip
+    write_json(roots.own / queue.FILE, [*others, sound])
+    fields = [each.fields for each in queue.other_entries(roots)]
+    assert fields[:6] == ["name", "name", "name", "state", "priority", "device"]
+    assert_states_become(roots, [("good", "finished")])
+    written = json.loads((roots.own / queue.FILE).read_text())
+    assert written[1:] == others and written[0]["name"] == "good", "they are as they were"
+    queue.remove(roots, "e")
+    assert [each.id for each in queue.other_entries(roots)] == ["a", "b", "c", "d", "f", "g", "", "", "", ""]
+    with pytest.raises(UserError, match="'my run' cannot be trained from this page. Rename its folder"):
+        put(roots, "my run")
+
+
+def test_a_queue_of_a_newer_version_is_left_as_it_is(roots: Roots) -> None:
+    roots.own.mkdir(parents=True)
+    file = roots.own / queue.FILE
+    file.write_text('{"version": 2, "entries": []}')
+    with pytest.raises(UserError, match="a newer version wrote it"):
+        put(roots, "one")
+    assert file.read_text() == '{"version": 2, "entries": []}' and not queue.is_open(roots)
+    file.unlink()  # for the fixture
 
 
 def test_ended_runs_stay_for_a_while_only(roots: Roots) -> None:

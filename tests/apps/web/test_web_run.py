@@ -12,10 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
+from serving import until
 from starlette.testclient import TestClient
 from web_pages import open_pages
 
 from simpletune.apps.web import processes, queue
+from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run.pictures import evenly_spaced, matrix_of
 from simpletune.apps.web.run.progress import read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
@@ -74,7 +76,7 @@ def client(tmp_path: Path) -> TestClient:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The verbs that the page would start."""
     found: list[list[str]] = []
-    monkeypatch.setattr(processes, "start", lambda roots, words, name: found.append([name, *words]))
+    monkeypatch.setattr(processes, "start", lambda roots, words, name, title: found.append([name, *words]))
     return found
 
 
@@ -321,6 +323,30 @@ def test_what_the_buttons_start(client: TestClient, tmp_path: Path, started: lis
     assert client.get("/run/one/exports/lora-one-10-kohya.safetensors").content == b"converted"
     assert client.get("/run/one/exports/..%2F..%2Fqueue.json").status_code == 404
     assert "download>lora-one-10-kohya.safetensors</a>" in client.get("/run/one/after").text
+
+
+def test_a_comparison_is_shown_while_it_runs_and_can_be_stopped(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = processes.start
+    (tmp_path / "waits.py").write_text("import time\nprint('compare: 1 of 9', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def start(roots: Roots, words: list[str], log_name: str, title: str) -> int:
+        return honest(roots, [], log_name, "waits", title)
+
+    monkeypatch.setattr(processes, "start", start)
+    asked = {"prompt": "a dog", "step": "10"}
+    assert "Started: Comparison of one." in client.post("/run/one/compare", data=asked).text
+    until(lambda: "compare: 1 of 9" in client.get("/run/one/jobs").text)
+    assert "Comparison: running" in text_of(client.get("/run/one")) and 'value="compare"' in client.get("/run/one").text
+    twice = client.post("/run/one/compare", data=asked)
+    assert twice.status_code == 422 and "Comparison of one is still running. Wait for its end" in twice.text
+    assert client.post("/run/one/stop", data={"kind": "train"}).status_code == 422
+    assert client.post("/run/one/stop", data={"kind": "compare"}).status_code == 200
+    until(lambda: "Comparison: stopped" in text_of(client.get("/run/one/jobs")))
+    assert 'value="compare"' not in client.get("/run/one/jobs").text
+    assert processes.exit_code(client.app.app.state.roots, "compare-one") == -15  # type: ignore[attr-defined]
 
 
 def test_going_on_puts_the_run_into_the_queue_with_more_steps(

@@ -116,8 +116,14 @@ def test_the_queue_has_its_buttons(tmp_path: Path) -> None:
     assert client.post("/queue/nothing", data={"id": "2"}).status_code == 404
     assert client.post("/queue/nothing").status_code == 404  # asked before the form, which would be 415
     assert client.post("/queue/remove").status_code == 415
-    assert client.get("/queue/remove").status_code == 405
+    again = client.get("/queue/remove")  # a page that says why it failed is opened again
+    assert (again.status_code, again.headers["location"]) == (303, "/")
+    assert client.get("/queue/nothing").status_code == 404
     assert client.post("/queue/remove", data={"id": "4"}, headers={"origin": "http://evil.example"}).status_code == 403
+    (roots.own / "queue.json").write_text('[{"id": "9", "name": "<i>newer", "mood": 1}]')
+    shown = client.get("/").text
+    assert "&lt;i&gt;newer" in shown and "this version cannot start it" in shown and "config, device, mood" in shown
+    assert "newer" not in client.post("/queue/remove", data={"id": "9"}, headers={"hx-request": "true"}).text
     (roots.own / "queue.json").write_text("{")
     assert "is damaged" in client.get("/").text
 

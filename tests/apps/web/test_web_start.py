@@ -37,10 +37,11 @@ from simpletune.apps.web.form.filled_form import absolute_paths
 from simpletune.apps.web.roots import Roots, make_roots
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import suggest
+from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import complete, read_config, read_json, shipped_names, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.estimate import stored
-from simpletune.system.gpus import find_card
+from simpletune.system.gpus import CARDS, find_card
 from simpletune.system.options import ConfigError, documented, option_classes
 
 
@@ -138,7 +139,9 @@ def test_a_shipped_configuration_passes_through_the_form_unchanged(name: str) ->
     whole = complete(data)
     for path, value in again.items():
         known = get_at(whole, path)
-        assert known is None or known == value, path
+        assert known is None or known == value or (path, known) == ("validation.negative_prompt", ""), path
+    empty = found.fields["validation.negative_prompt"]  # an empty field is null, which means the same but for SDXL
+    assert (empty.text, empty.parse(""), empty.parse('""'), empty.parse("blurry")) == ("", None, "", "blurry")
 
 
 def test_a_users_values_survive_another_base_and_their_sources_are_said() -> None:
@@ -185,9 +188,26 @@ def test_problems_stand_at_their_fields_all_at_once(tmp_path: Path, quiet: list[
         assert note and '<p class="problem">' in note[0], field
         assert words in note[0]
     assert "3 problems to fix" in text and not quiet[1:]
+    assert "It must be a whole number." in text and "without quotes" not in text, "a field has none"
     refused = client.post("/start/run", data=values)
     assert refused.status_code == 422 and Form(refused.text).values["train.steps"] == "many"
     assert not (tmp_path / "runs" / ".web" / "queue.json").exists()
+    for address in ("/start/run", "/start/config.json"):  # that page opened again
+        again = client.get(address)
+        assert (again.status_code, again.headers["location"]) == (303, "/start")
+
+
+def test_a_learning_rate_that_nobody_uses_is_refused_or_warned_of(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    client = open_pages(tmp_path)
+    pictures(tmp_path / "pics")
+    values = Form(client.get("/start").text).values
+    text, values = change(client, values, data__path="pics", optimizer__lr="1e9")
+    assert "1000000000.0 does not fit. It must be at most 100" in text
+    for rate, said in (("0.2", True), ("0.05", False)):
+        text, values = change(client, values, optimizer__lr=rate)
+        assert ("a learning rate of 0.2 is 2,000 times the usual 0.0001: training would diverge" in text) == said
 
 
 def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
@@ -259,19 +279,38 @@ def test_the_command_does_the_same(
     assert saved.adapter.rank == 3 and saved.data.path == str(folder)
 
 
-def test_the_preset_is_what_init_suggests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preset_is_what_init_suggests(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "pics")
     card = find_card("RTX4070")
-    made, suggested = presets.preset(card, folder, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
+    seen = inspect_folder(folder)
+    made, suggested = presets.preset(card, folder, seen, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
     assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
-    assert made.reasons["memory.profile"] == "for RTX4070" and made.notes == suggested.notes
+    assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.of_pictures)
+    assert presets.preset(card, folder, None, "sks").origin == presets.WITH_CARD  # while it is looked at
     for number in range(3):
         (folder / f"{number}.txt").write_text("a cat")
-    assert presets.preset(card, folder, "sks").data["data"]["caption_prefix"] == "sks,"  # it is looked at again
-    shipped = presets.shipped_config("sd15_lora", folder, "sks").data["data"]
-    assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped
-    monkeypatch.setattr(presets, "LOOKED_AT", 5)  # of more entries, the pictures are not decoded
-    assert presets.preset(card, folder, "sks").origin == presets.WITH_CARD
+    seen = inspect_folder(folder)
+    assert presets.preset(card, folder, seen, "sks").data["data"]["caption_prefix"] == "sks,"
+    shipped = presets.shipped_config("sd15_lora", folder, seen, "sks").data["data"]
+    assert shipped["caption_prefix"] == "sks," and "prompt" not in shipped and shipped["reading"] == "any"
+    assert shipped["resolution"] == 512, "the shipped model's, not the one for this card"
+
+
+def test_the_list_of_cards_is_grouped_and_ends_with_sizes_of_memory(
+    tmp_path: Path, quiet: list[live.EstimateRequest]
+) -> None:
+    groups = dict(presets.cards())
+    listed = [value for name, members in groups.items() if name not in ("", "Another card") for value, _ in members]
+    assert (
+        listed == [card.name for card in CARDS]
+        and ("RTX4060Ti-8GB", "RTX4060Ti-8GB, 8 GiB") in groups["GeForce RTX 40"]
+    )
+    assert ("12GiB", "other: 12 GB") in groups["Another card"]
+    client = open_pages(tmp_path)
+    text = client.get("/start").text
+    assert text.count("<optgroup") == text.count("</optgroup>") == len(groups) - 1 > 5
+    text, values = change(client, Form(text).values, card="12GiB")
+    assert values["memory.profile"] == "12gb" and quiet[-1].device == "12 GiB"
 
 
 def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:

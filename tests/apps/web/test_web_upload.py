@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import struct
+import tracemalloc
 import unicodedata
 import zipfile
 import zlib
@@ -24,7 +25,8 @@ from PIL import Image
 from starlette.testclient import TestClient
 from web_pages import ADDRESS, open_pages
 
-from simpletune.apps.web import app, upload, upload_page
+from simpletune.apps.web import app, live, upload, upload_page
+from simpletune.apps.web.access import Access
 from simpletune.apps.web.data_set import list_folders
 from simpletune.apps.web.roots import make_roots
 from simpletune.data.sources.pictures import decode, picture_size
@@ -44,12 +46,16 @@ def picture(shade: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG",
 GOOD = ("good.png", picture(1))
 
 
-def packed(*entries: tuple[str, bytes], change: Callable[[zipfile.ZipInfo], object] | None = None) -> bytes:
+def packed(
+    *entries: tuple[str, bytes],
+    change: Callable[[zipfile.ZipInfo], object] | None = None,
+    method: int = zipfile.ZIP_DEFLATED,
+) -> bytes:
     """A zip file of a good picture and of these; ``change`` alters how the list of entries describes the last one."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in (GOOD, *entries):
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED if name == GOOD[0] else method)
         if change is not None:
             change(archive.filelist[-1])
     return content.getvalue()
@@ -162,6 +168,13 @@ def chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
+def with_scans(more: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    whole = picture(2, kind="JPEG", progressive=True)
+    last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    return whole[:last] + whole[last:end] * (more + 1) + whole[end:]
+
+
 BOMB = picture()[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 6, 0, 0, 0)) + picture()[33:]
 NO_PIXELS = picture()[:33] + chunk(b"IDAT", b"no zlib") + chunk(b"IEND", b"")
 ATTACKS: dict[str, tuple[Files, str]] = {
@@ -176,6 +189,11 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "line feed": ([("x\ny.png", picture(2))], "control or direction characters"),
     "bidirectional": ([("x\u202egnp.png", picture(2))], "control or direction characters"),
     "reserved": ([("sub/com1.png", picture(2))], "Windows cannot use (com1.png)"),
+    **{
+        f"reserved {name}": ([(name, picture(2))], f"Windows cannot use ({name.rpartition('/')[2]})")
+        for name in ("x?.png", "x*.png", "x<y>.png", "x|y.png", 'x"y.png', "xx:y.png", "CONIN$.png", "conout$ .png",
+                     "COM¹.png", "lpt³", "a/LPT9.txt.png")
+    },
     "dot at the end": ([("sub./x.png", picture(2))], "Windows cannot use (sub.)"),
     "long": ([("x" * 300 + ".png", picture(2))], "more than 200 bytes"),
     "deep": ([("/".join("abcdefghi") + ".png", picture(2))], "more than 8 folders"),
@@ -186,6 +204,7 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     ),
     "file as folder": ([("good.png/x.png", picture(2))], "has the name of a folder"),
     # contents
+    "scans": ([("x.jpg", with_scans(60))], "is a JPEG in more than 50 scans"),
     "page": ([("x.png", b"<html><script>alert(1)</script>")], "is not a picture that Pillow can read"),
     "program": ([("x.sh", b"#!/bin/sh")], "is neither a picture nor a caption"),
     "drawing": ([("x.svg", b"<svg/>")], "is a picture of a kind that is not read (.svg)"),
@@ -207,6 +226,10 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "zip encrypted": (described("flag_bits", 1), "without a password"),
     "zip in zip": ([("x.zip", packed(("y.zip", packed())))], "is a zip file in a zip file"),
     "zip of a method": (described("compress_type", 99), "x.png cannot be unpacked"),
+    **{
+        f"zip {name}": ([("x.zip", packed(("x.png", picture(2)), method=method))], f"is packed by {name}. Pack it")
+        for name, method in (("bzip2", zipfile.ZIP_BZIP2), ("lzma", zipfile.ZIP_LZMA))
+    },
     "zip sum": (described("CRC", 1), "cannot be unpacked"),
     "zip understates": (described("file_size", 9), "cannot be unpacked"),
     "zip overstates": (described("file_size", 2**45), "would unpack to 32,768.0 GiB; an upload takes 32.0 GiB"),
@@ -244,7 +267,8 @@ def test_limits_of_a_zip_file(client: TestClient, root: Path, monkeypatch: pytes
     ("name", "said"),
     [
         ("../x", "leads out"), ("a/b", "is not a folder's name"), ("/etc", "leads out"), (".hidden", "is not a folder"),
-        ("s3:", "is not a folder's name"), ("nul", "Windows cannot use"), ("x" * 300, "more than 200 bytes"),
+        ("s3:", "Windows cannot use"), ("nul", "Windows cannot use"), ("run*s", "Windows cannot use"),
+        ("x" * 300, "more than 200 bytes"),
         ("a\u202eb", "control or direction"), ("..", "leads out"),
     ],
 )  # fmt: skip
@@ -405,7 +429,7 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start_and_at_the_end(
 
 
 def test_a_root_that_cannot_be_written_is_said(client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path) -> None:
+    def refuse(self: Path, **options: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
@@ -414,7 +438,8 @@ def test_a_root_that_cannot_be_written_is_said(client: TestClient, root: Path, m
 
 
 def test_folders_are_listed_level_by_level_with_their_pictures(client: TestClient, root: Path, tmp_path: Path) -> None:
-    put(client, [GOOD, ("sub/b.png", picture(2)), ("sub/c.png", picture(3)), ("good.txt", b"a cat")], "<b>")
+    put(client, [GOOD, ("sub/b.png", picture(2)), ("sub/c.png", picture(3)), ("good.txt", b"a cat")], "b")
+    (root / "b").rename(root / "<b>")
     for name in (".hidden", "runs", "empty"):
         (root / name).mkdir()
     (root / "link").symlink_to(tmp_path)
@@ -445,3 +470,61 @@ def test_both_pages_offer_the_kinds_of_files_that_are_read(client: TestClient) -
         assert set(accept[1].split(",")) == kinds
     assert set(json.loads(client.post("/upload", data={"name": ""}, headers=JSON).text)["limits"]) == set(upload.LIMITS)
     assert unicodedata.is_normalized("NFC", upload.new_folder_name("e\u0301"))
+
+
+def test_no_entry_of_a_zip_file_takes_more_memory_than_it_claims(
+    client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever method packed 16 MiB of zeros that claim to be one MiB."""
+    monkeypatch.setattr(upload, "read_regular", Path.read_bytes)  # the real one asks for room up to its limit
+    for name, method in (("deflate", zipfile.ZIP_DEFLATED), ("bz2", zipfile.ZIP_BZIP2), ("lzma", zipfile.ZIP_LZMA)):
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            archive.writestr(zipfile.ZipInfo("bomb.png"), bytes(2**24), method)
+            archive.filelist[0].file_size = 2**20
+        tracemalloc.start()
+        try:
+            put(client, [(f"{name}.zip", content.getvalue()), GOOD], name)
+            assert tracemalloc.get_traced_memory()[1] < 2**23, name
+        finally:
+            tracemalloc.stop()
+    assert tree(root) == ["bz2/good.png", "deflate/good.png", "lzma/good.png"]
+
+
+def test_a_folder_is_tried_to_be_removed_once_however_many_captions_leave_it(
+    client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    removedirs = os.removedirs
+    monkeypatch.setattr(os, "removedirs", lambda place: (tried.append(Path(place).name), removedirs(place)))
+    stray = [(f"{place}/{n}.txt", b"a cat") for place in ("sub", "sub/empty") for n in range(20)]
+    answer, _ = put(client, [GOOD, ("sub/b.png", picture(2)), *stray])
+    assert len(answer.json()["left_out"]) == 40 and tree(root) == ["set/good.png", "set/sub/b.png"]
+    assert sorted(tried) == ["empty", "sub"] and not (root / "set" / "sub" / "empty").exists()
+
+
+def test_without_a_root_uploads_leave_a_checkout_clean_and_older_folders_are_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(live.Estimator, "want", lambda *_: None)
+    (root / "old").mkdir()
+    (root / "old" / "a.png").write_bytes(picture())
+    roots = make_roots(Path("runs"), [])
+    assert (roots.named, roots.uploads) == ((root,), root / "data")
+    pages, _ = app.make_app(roots, Access({"127.0.0.1"}))
+    client = TestClient(pages, base_url=ADDRESS, headers={"origin": ADDRESS})
+    app.clean(roots)  # before there is such a folder
+    assert f"It goes into {root / 'data'}." in client.get("/start").text
+    assert put(client, [GOOD])[0].json()["folder"] == str(root / "data" / "set")
+    assert tree(root) == ["data/set/good.png", "old/a.png"]
+    shown = client.get("/data").text
+    assert f"It goes into {root / 'data'}." in shown
+    assert re.findall(r'<option value="([^"]*)"', shown) == [str(root / "data" / "set"), str(root / "old")]
+    assert client.get("/data?place=data/set").status_code == client.get("/data?place=old").status_code == 200
+    left = temporary_path(root / "data" / f"{upload.HIDDEN}x", shared=True)
+    left.mkdir()
+    app.clean(roots)
+    assert not left.exists()
+    ignored = (Path(upload.__file__).parents[3] / ".gitignore").read_text().splitlines()
+    assert "/data/" in ignored and make_roots(Path("runs"), [root / "old"]).uploads == root / "old"

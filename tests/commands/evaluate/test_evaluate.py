@@ -276,7 +276,7 @@ def test_strength_0_is_the_base_s_twin_and_no_number_is_refused(run: Path, capsy
     assert [point.title for point in points[-2:]] == ["step 4 x 0.5", "step 4 x 1"]
     with pytest.raises(SystemExit):
         main(["evaluate", str(run), "--strengths", "nan"])
-    assert "nan is not a number, such as 0.8" in capsys.readouterr().err
+    assert "nan is not a number from -1000000 to 1000000, such as 0.8" in capsys.readouterr().err
 
 
 def test_what_is_missing_or_ambiguous_is_refused(run: Path, encoders: list[str], tmp_path: Path) -> None:

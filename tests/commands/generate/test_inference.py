@@ -15,11 +15,13 @@ import pytest
 import torch
 from command_line import parsed
 from PIL import Image
+from safetensors.torch import save_file
 from tiny_encoders import write_clip
 
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
+from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate import session as session_module
 from simpletune.commands.generate.compare import compare, latent_distance
 from simpletune.commands.generate.generate import build_requests, choose_weights, generate
@@ -34,7 +36,7 @@ from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_inputs
+from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_inputs, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
@@ -169,6 +171,22 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     assert len(loads) == (3 if planned else 1)  # a LoRA on what the plan took out is loaded with its base
 
 
+def test_a_lora_of_another_family_is_refused_before_anything_is_loaded(config, loras, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(session_module, "PromptStore", None)  # what would be loaded first
+    key = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    other = tmp_path / "xl.safetensors"
+    save_file({f"{key}.lora_down.weight": torch.ones(2, 640), f"{key}.lora_up.weight": torch.ones(640, 2)}, other)
+    drawing = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False))
+    wrong = combine([Weights("a", lora=loras["a"]), Weights("xl", lora=other)])
+    with pytest.raises(
+        UserError, match="xl.safetensors is for .*XL.*, and the base is Stable Diffusion 3. Give a LoRA"
+    ):
+        drawing.draw_all([BASE, wrong], requests())
+    with pytest.raises(UserError, match="--lora: .*xl.safetensors is for .*XL.*, and the base is Stable Diffusion 3"):
+        _served_models(drawing, [f"other={other}"], [])
+    assert set(_served_models(drawing, [f"mine={loras['a']}"], []).loras) == {"mine"}
+
+
 def test_models_on_one_base_are_drawn_one_after_another(config, loras) -> None:
     a, half = Weights("a", lora=loras["a"]), Weights("half", lora=loras["a"], scale=0.5)
     full, fused = Weights("full", denoiser=Path("t")), Weights("fused", lora=loras["a"], merged=True)
@@ -299,6 +317,8 @@ def test_the_demo_model_draws_at_its_own_size_and_refuses_one_without_positions(
     assert Image.open(generate(parsed(generate_arguments, *words))).size == (64, 64)
     with pytest.raises(UserError, match="--size: 64x1024, but the model has positions for at most 512 px a side"):
         generate(parsed(generate_arguments, *words, "--size", "64x1024"))
+    with pytest.raises(SystemExit):
+        parsed(generate_arguments, "--size", f"64x{'9' * 5000}")
 
 
 def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: Path) -> None:
@@ -311,6 +331,24 @@ def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: 
     live, fused, one = (np.asarray(each.pictures[0], int) for each in drawn)
     assert abs(live - fused).max() <= 1 and abs(live - one).max() > 1
     assert models[0].label.count(" + ") == 1
+
+
+def test_a_run_is_found_in_the_folder_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there/demo").mkdir(parents=True)
+    find = session_module._inside
+    assert find(Path("there"), "demo") == "there/demo" and find(Path("there"), "demo@100") == "there/demo@100"
+    assert find(Path("there"), "other") == "other" and find(None, "demo") == "demo"
+    with pytest.raises(UserError, match="--run: there/demo is not a run's folder"):
+        generate(parsed(generate_arguments, "--runs", "there", "--run", "demo"))
+    (tmp_path / "demo").mkdir()
+    assert find(Path("there"), "demo") == "demo", "a path is what it says"
+
+
+def test_the_seed_after_the_largest_is_the_first(model: SD3) -> None:
+    first, last = (PictureRequest("", seed, width=64, height=64) for seed in (0, 2**64))
+    assert torch.equal(noises(first, model).start, noises(last, model).start)
+    assert noises(replace(first, seed=2**64 - 1), model).start.isfinite().all()
 
 
 def test_a_strength_after_a_colon(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import peer_configs
@@ -15,6 +17,7 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers import importing
 from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES, take_alpha
+from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
 from simpletune.commands.importers.kohya import SD3_DIMS
 from simpletune.commands.importers.translation import Translation, trainer_tables
@@ -396,7 +399,7 @@ def test_without_out_the_configuration_alone_is_printed(tmp_path: Path, capsys: 
     [
         ("x___json", "{", "x.json:1:2: not valid JSON"),
         ("x___toml", "a = ", "x.toml: not valid TOML"),
-        ("x___yaml", "a: [", "x.yaml: not valid YAML"),
+        ("x___yaml", "a: [", "x.yaml:1:5: not valid YAML"),
         ("x___yaml", "a: &b 1\nc: *b\n", "aliases are not read"),
         ("x___yaml", "a: !!python/name:os.system x\n", "not valid YAML"),
         ("x___json", "[]", "a list of data sets"),
@@ -558,3 +561,98 @@ def test_an_alpha_that_is_not_the_rank_says_what_it_scales_by(alpha: float, why:
     take_alpha(found, "network_alpha", alpha, 16)
     assert found.config == {"adapter": {"alpha": alpha}}
     assert [line.why.partition(":")[0] for line in found.lines] == [why]
+
+
+NUMBERED = {
+    "kohya_ss": ("lr_warmup",),
+    "onetrainer": ("model_type", "peft_type"),
+    "simpletuner": ("flow_schedule_shift",),
+}
+HOSTILE: list[tuple[str, str, str]] = [  # what trainers never write: each is refused, in words, within a second
+    ("x.yaml", "- " * 100_000, "nested too deeply"),
+    ("x.yaml", "a: " + "[" * 20_000, "nested too deeply"),
+    ("x.yaml", "? " * 5_000, "nested too deeply"),
+    ("x.yaml", "".join(f"k{n}: 1\n" for n in range(30_000)), r"x.yaml:\d+:\d+: .*more than 20,000 values"),
+    ("x.yaml", f"a: {'9' * 5_000}", "x.yaml:1:4: .*is not a number of 64 bits"),
+    ("x.yaml", f"a: 0x{'f' * 5_000}", "x.yaml:1:4: .*is not a number of 64 bits"),
+    ("x.yaml", f"a: 1{':59' * 5_000}", "x.yaml:1:4: .*is not a number of 64 bits"),
+    ("x.yaml", "a: 0x_", "x.yaml:1:4: .*is not a number of 64 bits"),
+    ("x.yaml", "a: 18446744073709551616", "a: a number that does not fit in 64 bits"),
+    ("x.yaml", "a:\n- b: .inf", r"a\[0\].b: inf is not a finite number"),
+    ("x.yaml", "a: -.INF", "a: -inf is not a finite number"),
+    ("x.yaml", "a: .nan", "a: nan is not a finite number"),
+    ("x.yaml", "a: 9999-99-99\n1999-99-99: b", "is no configuration of"),
+    ("x.yaml", "? [a]\n: 1", "x.yaml:1:3: not valid YAML"),
+    ("x.yaml", "a: !!timestamp x", "the tag tag:yaml.org,2002:timestamp is not read"),
+    ("x.yaml", "a: !!binary x", "the tag .* is not read"),
+    ("x.yaml", "a: 1\n--- \nb: 1", "x.yaml:2:1: not valid YAML"),
+    ("x.yaml", "a: \0", "not valid YAML"),
+    ("x.yaml", "a: =", "not valid YAML"),
+    ("x.yaml", "<<: 3", "not valid YAML"),
+    ("x.toml", ".".join("a" * 5_000) + " = 1", "nested too deeply"),
+    ("x.toml", "b = 1\n  " + " . ".join(["'a'"] * 100_000) + " = 1", "nested too deeply"),
+    ("x.toml", f"[[ {'.'.join(['a'] * 100_000)}]]", "nested too deeply"),
+    ("x.toml", f"a = {'[' * 100_000}", "nested too deeply"),
+    ("x.toml", f"a = {'{a=' * 80}1{'}' * 80}", "nested too deeply"),
+    ("x.toml", f"a = {'9' * 5_000}", "x.toml"),
+    ("x.toml", f"a = 0x{'f' * 5_000}", "a: a number that does not fit in 64 bits"),
+    ("x.toml", "a = 9999-99-99", "x.toml"),
+    ("x.toml", "[a]\nb = [1, -inf]", r"a.b\[1\]: -inf is not a finite number"),
+    ("x.toml", "a = nan", "a: nan is not a finite number"),
+    ("x.toml", f"a = [{'1,' * 110_000}]", "more than 100,000 values"),
+    ("x.json", f'{{"a": {"9" * 5_000}}}', "does not fit in 64 bits"),
+    ("x.json", '{"a": 1e999}', "does not fit in 64 bits"),
+    ("x.json", '{"a": -Infinity}', "is not a JSON number"),
+    ("x.json", '{"a": ' * 80 + "1" + "}" * 80, "nested too deeply"),
+    ("x.json", f"[{'1,' * 110_000}1]", "more than 100,000 values"),
+    ("x.sh", "v1=xxxx\n" + "".join(f"v{n}=$v{n - 1}$v{n - 1}\n" for n in range(2, 60)), "more than 65,536 characters"),
+    ("x.sh", f"v={'x' * 9_000}\n" + "".join(f"v{n}=${{v}}\n" for n in range(9_000)), "more than 65,536 characters"),
+    ("x.bat", f"set v={'x' * 50_000}\nv={'x' * 50_000}\npython $v$v$v train_network.py", "more than 65,536"),
+    ("x.cmd", "python train_network.py --a" + " 1" * 30_000, "has no network_module"),
+    ("x.sh", f"python {'$x' * 20_000}.py", "is no configuration|script .* is not supported"),
+    ("x.sh", "'" * 50_001, "is no configuration of"),
+    ("x.sh", "\\ " * 30_000, "is no configuration of"),
+    ("x.sh", "python train_network.py --a" + " 1" * 300_000, "a command of 600,027 characters. Use at most 65,536"),
+    ("x.sh", "python train_network.py --lr=1e999 --lr", "has no network_module"),
+    ("x" * 300, "", "cannot be read"),
+    ("x\0", "", "cannot be read"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files_are_refused_in_words_and_time(name: str, content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if len(name) < 10 and "\0" not in name:
+        file.write_text(content, encoding="utf-8")
+    started = time.process_time()
+    with pytest.raises(UserError, match=message) as refused:
+        import_file(file)
+    assert time.process_time() - started < 5  # the slowest takes half a second
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_no_value_ends_in_a_traceback(tool: str, tmp_path: Path) -> None:
+    """Each option of each trainer's base with values that no trainer takes: translated, left out or refused."""
+    values: list[object] = [[], {"a": {"b": [1]}}, 2**62, -1, 1e300, "nan", "1e400", "9" * 400, "x" * 400, "a\nb", "'"]
+    for key in (*BASES[tool], *NUMBERED.get(tool, ())):
+        for value in values:
+            with suppress(UserError):
+                imported(tool, tmp_path, {key: value})
+
+
+def test_yaml_has_the_values_of_json(tmp_path: Path) -> None:
+    text = "a: 2026-11-29\nb: 0x10\nc: 1_000\nd: [1.5, ~, yes, '3']\n2: e\n"
+    (tmp_path / "x.yaml").write_text(text)
+    assert read_any(tmp_path / "x.yaml") == {
+        "a": "2026-11-29", "b": 16, "c": 1000, "d": [1.5, None, True, "3"], "2": "e",
+    }  # fmt: skip
+
+
+def test_no_configuration_is_too_deep_or_long_for_its_reader(tmp_path: Path) -> None:
+    """What is at the limits is read."""
+    (tmp_path / "x.toml").write_text(".".join(["a"] * 60) + " = 1\nb = '" + "a." * 200 + "'")
+    assert isinstance(read_any(tmp_path / "x.toml"), dict)
+    (tmp_path / "x.sh").write_text(f"v={'x' * 50_000}\npython train_network.py --a=$v --b 1 2 3 --b=$w")
+    found = read_any(tmp_path / "x.sh")
+    assert isinstance(found, dict) and (len(found["a"]), found["b"]) == (50_000, "$w")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def test_without_captions_one_prompt_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "caption", "kind"),
     [
-        ("{}.png", "a red cat {}", "texts"), ("a_red_cat_{}.png", None, "names"), ("DSC_{}.png", None, "none"),
+        ("{}.png", "a red cat {}", "files"), ("a_red_cat_{}.png", None, "names"), ("DSC_{}.png", None, "none"),
         ("Screenshot 2024-{}.png", None, "none"), ("IMG-final_copy{}.jpg", None, "none"),
         ("{}_猫_寺院の庭.png", None, "none"),
         ("großer_blauer_hund_{}.png", None, "names"),
@@ -202,25 +203,42 @@ def test_where_captions_come_from(name: str, caption: str | None, kind: str, tmp
     assert config["data"].get("captions") == ("filename" if kind == "names" else None)
 
 
-def test_captions_of_some_pictures_are_used_and_the_others_are_named(tmp_path: Path) -> None:
-    some = write(tmp_path / "some", 6, caption="a cat {}")
-    (some / "0.txt").unlink()
-    found = suggest(some)
-    assert found.config["data"]["on_error"] == "skip" and "1 picture without a caption" in why(found, "data.on_error")
-    assert "0.png" in why(found, "data.on_error") and len(inspect_folder(some).report.usable) == 5
-    many = write(tmp_path / "many", 6, caption="a cat {}")
-    for number in range(4):
-        (many / f"{number}.txt").unlink()
+def test_pictures_without_a_caption_beside_captioned_ones_get_the_prompt_of_the_trigger(tmp_path: Path) -> None:
+    many = write(tmp_path / "many", 12)
+    (many / "7.txt").write_text("a cat on a mat")
     found = suggest(many)
-    assert found.config["data"] == {"path": str(many), "resolution": 64, "on_error": "skip"}
-    others = "4 pictures without a caption beside 2 with one (0.png, 1.png, 2.png and 1 more): they are left out"
-    assert others in why(found, "data.on_error") and "such as 'a cat 4'" in why(found, "data.captions")
-    lines = [json.dumps({"file_name": "4.png", "text": "a dog"})]
-    (many / "metadata.jsonl").write_text("\n".join(lines))
-    assert "5 pictures without a caption beside 1" in why(suggest(many), "data.on_error")
-    unusable = write(tmp_path / "un", 3)
-    (unusable / "0.txt").touch()  # an empty caption
-    assert suggest(unusable).config["data"]["prompt"] == "a photo of sks"
+    data = accepted(found.config)["data"]
+    assert (data["missing_prompt"], data.get("on_error"), data.get("caption_prefix")) == ("a photo of sks", None, None)
+    assert why(found, "data.missing_prompt").startswith(
+        "11 of 12 pictures have no caption (0.png, 1.png, 10.png and 8 more): they get this one. Or write captions"
+    )
+    assert "such as 'a cat on a mat'" in why(found, "data.captions") and not found.questions
+    pictures = scan_sources(validate(found.config, "x").data).pictures
+    assert sorted({each.caption for each in pictures}) == ["a cat on a mat", "a photo of sks"] and len(pictures) == 12
+    assert suggest(many, Answers(trigger="glim dog")).config["data"]["missing_prompt"] == "a photo of glim dog"
+
+
+def test_captions_that_cannot_be_used_are_asked_about_unless_they_are_few(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 3)
+    (folder / "0.txt").touch()  # no caption is left
+    (question,) = suggest(folder).questions
+    assert question.text == "no caption can be used. 0.png: its caption 0.txt is empty"
+    assert [choice.overrides for choice in question.choices] == [{}, {"data.prompt": "a photo of sks"}]
+    chosen = suggest(folder, chosen={"data.prompt": "a photo of sks"})
+    assert not chosen.questions and chosen.config["data"]["prompt"] == "a photo of sks"
+    few = write(tmp_path / "few", 6, caption="a cat {}")
+    (few / "0.txt").write_bytes(b"")
+    found = suggest(few)
+    assert found.config["data"]["on_error"] == "skip" and "0.png" in why(found, "data.on_error")
+    for number in range(1, 4):
+        (few / f"{number}.txt").write_bytes("ein Bär".encode("cp1252"))
+    (question,) = suggest(few).questions
+    assert question.text.startswith("4 of 6 pictures have a caption that cannot be used. 0.png: its caption 0.txt is ")
+    assert [list(choice.overrides) for choice in question.choices] == [[], ["data.on_error"], ["data.prompt"]]
+    lines = [json.dumps({"file_name": "5.png", "text": "a dog"})]
+    (few / "metadata.jsonl").write_text("\n".join(lines))
+    reasons = {each.name: each.reason for each in inspect_folder(few).report.rejected}
+    assert reasons["5.png"] == "has two different captions: metadata.jsonl and 5.txt. Keep one"
 
 
 @pytest.mark.parametrize(
@@ -318,14 +336,15 @@ def test_duplicates_and_other_formats_are_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", 3)
     (folder / "again.png").write_bytes((folder / "0.png").read_bytes())
     (folder / "layers.psd").touch()
-    notes = " ".join(suggest(folder).notes)
-    assert "1 group of identical files, such as 0.png, again.png" in notes and "1 .psd" in notes
+    found = suggest(folder)
+    assert "1 group of identical files, such as 0.png, again.png" in " ".join(found.notes)
+    assert found.files.named() == ["layers.psd: .psd pictures are not read. Convert them to jpg, png or webp"]
 
 
 @pytest.mark.parametrize("name", ["my pictures", "käse 猫", "-rf", "x\ny", "con", "...", "a" * 200])
 def test_folders_of_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = write(tmp_path / name, 2, name="a  b {}\n.png")
-    assert main(["init", str(folder), "--device", "cpu"]) == 0
+    assert main(["init", str(folder), "--device", "cpu", "--trigger", "sks"]) == 0
     file = tmp_path / f"{name}.json"
     config, _ = read_config(file)
     assert config.data.members[0].path == str(folder) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name)
@@ -402,6 +421,7 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch:
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
+    assert [each.path for each in found.reasons].count("memory.profile") == 1
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
     found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
     assert f"predicted not to fit even with the levers of {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
@@ -520,3 +540,242 @@ def test_the_predicted_peak_is_compared_with_the_card(tiny_config: dict, capsys:
     assert capsys.readouterr().out == "predict    memory on L4\n", "what the configuration settles is not said"
     for gib, enough in (((needed + 1) / 1024, True), ((needed - 1) / 1024, False)):
         assert machine._predicted(tiny_config, Card("Test", gib, (8, 9), found=1.0))[1] is enough
+
+
+def test_files_that_may_hold_captions_are_asked_about(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", 3)
+    (folder / "README.txt").write_text("taken in May")  # is left over, and nothing more
+    assert not suggest(folder).questions
+    (folder / "captions").mkdir()
+    for number in range(3):
+        (folder / "captions" / f"{number}.txt").write_text("a cat")
+    (question,) = suggest(folder).questions
+    assert question.text == (
+        "no caption can be used. captions/0.txt: the picture of this name lies in another folder. Put both into one, "
+        "and 2 others"
+    )
+    (folder / "0.txt").write_text("a dog")
+    (question,) = suggest(folder).questions
+    assert question.text.startswith("2 of 3 pictures have no caption, and files that may hold some are not read. ")
+    assert [choice.overrides for choice in question.choices] == [
+        {}, {"data.missing_prompt": "a photo of sks"}, {"data.missing_prompt": None, "data.on_error": "skip"},
+    ]  # fmt: skip
+    chosen = suggest(folder, chosen={"data.missing_prompt": None, "data.on_error": "skip"})
+    assert not chosen.questions and len(chosen.config["validation"]["prompts"]) > 0
+
+
+def masked(folder: Path, masks: int, side: int = 64) -> Path:
+    """Write three pictures, and masks of a size beside the first ones."""
+    for number in range(masks):
+        write(folder, 1, side, f"{number}-masklabel.png")
+    return write(folder, 3)
+
+
+def test_masks_of_all_pictures_are_used_and_said(tmp_path: Path) -> None:
+    found = suggest(masked(tmp_path / "dog", 3))
+    assert accepted(found.config)["data"]["mask"] == "files" and not found.questions
+    (reason,) = [each for each in found.reasons if each.path == "data.mask"]
+    assert (
+        reason.why == "every picture has a mask, such as 0-masklabel.png: only its white parts are learned"
+        and reason.override == "data.mask=null leaves the masks alone"
+    )
+    assert len(scan_sources(validate(found.config, "x").data).pictures) == 3
+    some = suggest(masked(tmp_path / "owl", 2), chosen={"data.on_error": "skip"})
+    assert len(some.questions) == 1, "which is not about masks"
+    off = suggest(tmp_path / "dog", chosen={"data.mask": None})
+    assert "mask" not in off.config["data"] and not off.questions
+    apart = write(tmp_path / "cat", 2)
+    write(apart / "masks", 2)
+    data = accepted(suggest(apart).config)["data"]
+    assert (data["mask"], data["mask_path"]) == ("files", str(apart / "masks"))
+
+
+def test_texts_with_other_names_than_the_pictures_are_asked_about(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dog", 4)
+    (folder / "notes.txt").write_text("from a friend")
+    assert not suggest(folder).questions, "one text is a note"
+    for number in range(3):
+        (folder / f"img_{number}.txt").write_text("a dog")
+    (question,) = suggest(folder).questions
+    assert question.text == "no caption can be used. img_0.txt: no picture has this name, and 3 others"
+
+
+def test_folders_of_sd_scripts_below_another_are_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "dog"
+    write(folder / "img" / "10_sks dog", 3, caption="a dog {}")
+    write(folder / "reg" / "1_dog", 4)
+    (question,) = suggest(folder).questions
+    assert question.text.startswith("folders are named as for kohya's scripts (img/10_sks dog, reg/1_dog)")
+    assert main(["init", str(folder), "--device", "cpu"]) == 2
+    commands = [line.partition(":  ")[2] for line in capsys.readouterr().err.splitlines() if ":  " in line]
+    assert [shlex.split(command)[2:] for command in commands] == [
+        [str(folder / "img")], [str(folder / "reg")], [str(folder), "data.folder_names=plain"],
+    ]  # fmt: skip
+    found = suggest(folder / "img")
+    assert found.config["data"]["folder_names"] == "kohya" and not found.questions
+    assert "10 repeats of 'sks dog'" in why(found, "data.folder_names")
+    plain = suggest(folder, chosen={"data.folder_names": "plain"})
+    assert not plain.questions and "folder_names" not in plain.config["data"]
+    one = suggest(write(tmp_path / "one" / "img" / "10_sks dog", 3, caption="a dog {}").parents[1])
+    assert not one.questions and "are read if you give" in " ".join(one.notes)
+
+
+def test_splits_without_train_are_asked_about(tmp_path: Path) -> None:
+    for name, count in (("test", 3), ("val", 2)):
+        write(tmp_path / "dog" / name, count, caption="a dog {}")
+    (question,) = suggest(tmp_path / "dog").questions
+    assert question.text == "no pictures are of the split train, but of validation (2 pictures), test (3 pictures)"
+    for choice, count in zip(question.choices, (2, 3, 5), strict=True):
+        answered = suggest(tmp_path / "dog", chosen=choice.overrides)
+        config = {**answered.config, "data": answered.config["data"] | {"split": choice.overrides["data.split"]}}
+        assert not answered.questions and len(scan_sources(validate(config, "x").data).pictures) == count
+
+
+def test_a_folder_of_links_is_read_with_the_option_that_its_error_names(tmp_path: Path) -> None:
+    write(tmp_path / "far", 3)
+    (tmp_path / "dog").mkdir()
+    for number in range(3):
+        (tmp_path / "dog" / f"{number}.png").symlink_to(tmp_path / "far" / f"{number}.png")
+    with pytest.raises(UserError, match="data.links=anywhere"):
+        suggest(tmp_path / "dog")
+    assert len(inspect_folder(tmp_path / "dog", {"links": "anywhere"}).pictures) == 3
+
+
+def test_a_folder_of_masks_alone_is_called_so(tmp_path: Path) -> None:
+    write(tmp_path / "dog", 3, name="{}-masklabel.png")
+    with pytest.raises(UserError, match="holds 3 masks and no pictures. Add the pictures"):
+        suggest(tmp_path / "dog")
+
+
+def test_one_picture_is_not_spoken_of_as_several(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dog", 4, caption="a dog {}")
+    (folder / "1.txt").unlink()
+    assert "1 of 4 pictures has no caption (1.png): it gets this one" in why(suggest(folder), "data.missing_prompt")
+    (folder / "captions.csv").write_text("image,text")
+    (question,) = suggest(folder).questions
+    assert question.text.startswith("1 of 4 pictures has no caption, ")
+    assert [each.words for each in question.choices] == [
+        "mend the files, and call this again", "use one prompt for this picture", "leave this picture out",
+    ]  # fmt: skip
+
+
+def test_lines_that_cannot_be_used_are_asked_about_if_pictures_lack_a_caption(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dog", 3)
+    (folder / "metadata.csv").write_text("file_name,text\n0.png,a dog\n1.png,a dog, sitting\n2.png,a dog, running\n")
+    (question,) = suggest(folder).questions
+    assert question.text == (
+        "2 of 3 pictures have no caption, and lines with some cannot be used. metadata.csv:3: has more cells than the "
+        "first line. Put quotes around a text with commas, and 1 other"
+    )
+
+
+def test_the_caption_of_a_damaged_picture_is_no_caption_for_another(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dog", 3, caption="a dog {}")
+    (folder / "1.txt").unlink()
+    (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:60])
+    found = suggest(folder)
+    assert not found.questions and "1 of 2 pictures has" in why(found, "data.missing_prompt")
+
+
+@pytest.mark.parametrize("masks", ["masks", "one/masks"])
+def test_masks_that_training_would_not_find_are_asked_about(masks: str, tmp_path: Path) -> None:
+    folder = tmp_path / "dog"
+    write(folder / "one", 3)
+    write(folder / masks, 3)
+    found = suggest(folder)
+    text = f"3 of 3 masks lie where training does not look, such as {masks}/0.png. "
+    assert [question.text.startswith(text) for question in found.questions] == [True]
+    assert "mask" not in found.config["data"] and found.questions[0].choices[0].overrides == {"data.mask": None}
+    answered = suggest(folder, chosen={"data.mask": None})
+    assert not answered.questions and len(scan_sources(validate(answered.config, "x").data).pictures) == 3
+
+
+def test_masks_in_capital_letters_are_used(tmp_path: Path) -> None:
+    folder = write(tmp_path / "dog", 3, name="A{}.JPG")
+    write(folder, 3, name="A{}-MASKLABEL.PNG")
+    config = suggest(folder).config
+    assert config["data"]["mask"] == "files"
+    found = scan_sources(validate(config, "x").data)
+    assert [bool(each.mask) for each in found.pictures] == [True] * 3 and not found.rejected
+
+
+@pytest.mark.parametrize(
+    ("masks", "side", "text", "answers"),
+    [
+        (2, 64, "2 of 3 pictures have a mask; without one: 2.png", [
+            {"data.mask": None}, {"data.mask": "files", "data.on_error": "skip"},
+        ]),
+        (3, 32, "3 of 3 masks have another size than their picture, or cannot be read (0.png, 1.png, 2.png)", [
+            {"data.mask": "files", "data.on_error": "skip"}, {"data.mask": None},
+        ]),
+    ],
+)  # fmt: skip
+def test_masks_of_some_pictures_or_of_another_size_are_asked_about(
+    masks: int, side: int, text: str, answers: list[Json], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = masked(tmp_path / "dog", masks, side)
+    (question,) = suggest(folder).questions
+    assert question.text == text and [choice.overrides for choice in question.choices] == answers
+    assert main(["init", str(folder), "--device", "cpu"]) == 2 and not (tmp_path / "dog.json").exists()
+    said = capsys.readouterr().err
+    assert "1 question before anything is written" in said
+    commands = [line.partition(":  ")[2] for line in said.splitlines() if ":  " in line]
+    assert len(commands) == 2 and all(f"simpletune init {folder} data.mask=" in answer for answer in commands)
+    for answer in commands:
+        words = shlex.split(answer)[1:]
+        assert main([*words, "--device", "cpu", "--overwrite"]) == 0
+        assert read_config(tmp_path / "dog.json")[0].data.mask == (None if "data.mask=null" in words else "files")
+    assert len(scan_sources(read_config(tmp_path / "dog.json")[0].data).pictures) in (2, 3)
+
+
+def test_train_of_a_folder_stops_at_a_question_and_writes_the_answer_into_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = masked(tmp_path / "dog", 2)
+    assert main(["train", str(folder)]) == 2 and not (tmp_path / "dog.json").exists()
+    said = capsys.readouterr().err
+    assert "1 question before anything is trained" in said and f"simpletune train {folder} data.mask=null" in said
+    of_folder(folder, ["data.mask=null", "train.steps=3"])
+    written = json.loads((tmp_path / "dog.json").read_text())
+    assert written["data"]["mask"] is None and written["train"]["steps"] != 3, "only what is said of the data"
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("maskdog", ["sks maskdog", "sks"]), ("katze", ["sks katze", "sks"]), ("собака", ["sks собака", "sks"]),
+        ("golden retriever", ["sks golden retriever", "sks golden", "sks retriever", "sks"]),
+        ("rex and bella", ["sks rex bella", "sks rex", "sks bella", "sks"]),
+    ],
+)  # fmt: skip
+def test_a_class_that_is_not_one_known_word_is_asked_for(name: str, offered: list[str], tmp_path: Path) -> None:
+    found = suggest(write(tmp_path / name, 3))
+    (question,) = found.questions
+    assert [choice.overrides.get("trigger") for choice in question.choices] == offered
+    assert "prior" not in found.config
+    named = suggest(tmp_path / name, Answers(trigger="sks dog"))
+    assert not named.questions and named.config["prior"]["prompt"] == "a photo of a dog"
+    assert "A step takes about twice the time" in why(named, "prior.method")
+    command_line = command.open_questions(Path("x y"), found.questions, Answers(), ["data.flip=true"], "train")
+    assert "init 'x y' data.flip=true --trigger sks && " in command_line and "train 'x y'" in command_line
+
+
+def test_a_train_folder_beside_test_is_the_split_train(tmp_path: Path) -> None:
+    folder = tmp_path / "dog"
+    write(folder / "train", 4)
+    write(folder / "test", 2, 80)
+    found = suggest(folder)
+    assert accepted(found.config)["data"]["split"] == "train"
+    assert why(found, "data.split").startswith("test (2 pictures) left out")
+    assert len(scan_sources(validate(found.config, "x").data).pictures) == 4
+    both = inspect_folder(folder, {"split": None})
+    assert len(both.pictures) == 6 and both.splits is None
+
+
+def test_a_folder_of_tables_or_shards_says_how_to_train_on_it(tmp_path: Path) -> None:
+    for name, source in (("a.parquet", "table"), ("b.tar", "stream")):
+        folder = tmp_path / source
+        folder.mkdir()
+        (folder / name).touch()
+        with pytest.raises(UserError, match=f"data.source={source} data.path="):
+            inspect_folder(folder)

@@ -8,14 +8,17 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
 from simpletune.apps.cli.main import main
+from simpletune.commands.init import machine
 from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
+from simpletune.commands.inspect_data.folder_config import folder_config, page_config
 from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.report import EACH, GROUPS, SIDE, look_alikes
 from simpletune.commands.inspect_data.scan import AUGMENTED, TILE, DatasetReport, spread_indices
@@ -23,6 +26,7 @@ from simpletune.commands.inspect_data.text import format_report
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_data_folder
+from simpletune.data.demo import SUBJECT, resolve
 from simpletune.data.sources.source import UnusablePicture
 
 
@@ -206,12 +210,24 @@ def test_captions_of_a_picture_are_shown_with_their_shares(config: str, messy: P
     assert "Set data.caption_lines=several" in reasons["p3.png"]
 
 
+def test_a_damaged_picture_without_a_caption_is_damaged_first(config: str, messy: Path, capsys) -> None:
+    """Whoever writes the caption first would find the damage out afterwards."""
+    scene(7, (300, 300)).save(messy / "half.jpg", quality=95)
+    (messy / "half.jpg").write_bytes((messy / "half.jpg").read_bytes()[:-5000])  # its size can still be read
+    (messy / "half.txt").unlink()
+    found = look(config, capsys=capsys)
+    reasons = {each["name"]: each["reason"] for each in found["unusable"]}
+    assert reasons["half.jpg"].startswith("is damaged (") and reasons["bare.png"].startswith("has no caption")
+    assert found["without_caption"] == ["bare.png"]
+    assert found["files"]["half.jpg"] == {"class": "damaged", "reason": reasons["half.jpg"]}
+
+
 def test_nothing_usable_is_exit_2_with_the_reasons(config: str, messy: Path, capsys) -> None:
     for file in messy.glob("*"):
         file.write_bytes(b"")
     assert main(["data", config]) == 2
     said = capsys.readouterr()
-    assert "p0.png: its caption p0.txt is empty" in said.out
+    assert "p0.png: the file is empty" in said.out  # the fault of the picture, which a caption would not mend
     assert "contains no usable pictures" in said.err
 
 
@@ -282,7 +298,7 @@ def test_what_changes_meanwhile_and_a_place_that_cannot_be_written_are_said(
     assert "report cannot be written (" in capsys.readouterr().err
     seen = look_at.decode
 
-    def changed(data: bytes, **more: int) -> Image.Image:
+    def changed(data: bytes, **more: Any) -> Image.Image:
         if data == (messy / "p2.png").read_bytes():
             raise UnusablePicture("has changed since it was first read")
         return seen(data, **more)
@@ -340,3 +356,87 @@ def test_beyond_the_limit_only_equal_ones_are_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(duplicates, "COMPARED", 2)
     hashes = [PictureHash(number, bytes(192)) for number in (0, 2**30, 1, 1, 3)]
     assert near_duplicates(hashes) == [[0, 1], [2, 3]]  # 2 and 3 are equal; 4 is like them
+
+
+# The sizes of the model that would be trained
+
+SD15, SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/stable-diffusion-xl-base-1.0"
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two photos of a dog on a machine without a card."""
+    monkeypatch.setattr(machine, "card_here", lambda: (None, "no NVIDIA driver was found"))
+    folder = tmp_path / "dog"
+    folder.mkdir()
+    for number, size in enumerate([(1282, 1282), (1600, 1000)]):
+        Image.new("RGB", size, (number, 90, 90)).save(folder / f"{number}.png", compress_level=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "buckets", "note"),
+    [
+        ([], ["1024x1024", "1296x800"], "sizes are for Stable Diffusion 3 Medium at 1024 px; --model names another"),
+        (["--device", "cpu"], ["1024x1024", "1296x800"], "Diffusion 3 Medium at 1024 px; --model names another"),
+        (["--device", "l4"], ["1024x1024", "1296x800"], "Medium at 1024 px, on L4; --model names another"),
+        (["--device", "12GiB", "--model", "demo:tiny-sd3"], ["64x64", "80x48"], "demo:tiny-sd3 at 64 px, on 12 GiB"),
+        (["--model", SD15], ["512x512", "640x384"], f"sizes are for {SD15} at 512 px"),
+        (["--model", SDXL], ["1024x1024", "1280x768"], f"sizes are for {SDXL} at 1024 px"),
+    ],
+)
+def test_sizes_are_those_of_the_model_that_would_be_trained(
+    words: list[str], buckets: list[str], note: str, photos: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["data", str(photos), "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted("x".join(map(str, row["size"])) for row in found["buckets"]) == buckets
+    assert found["notes"][0].endswith(note)
+
+
+def test_a_configuration_beside_the_folder_keeps_its_sizes_unless_a_model_is_named(photos: Path) -> None:
+    data = {"path": str(photos), "prompt": "x", "resolution": 256}
+    config = {"name": "dog", "data": data, "train": {"batch_size": 2}}
+    photos.with_name("dog.json").write_text(json.dumps(config))
+    config, about = folder_config(photos)
+    assert (config.data.resolution, about) == (256, "")
+    config, about = folder_config(photos, model=SD15)
+    assert (config.data.resolution, about) == (512, f"sizes are for {SD15} at 512 px")
+
+
+def test_a_configuration_is_shown_for_another_model_with_its_own_data(
+    photos: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data = {"path": str(photos), "prompt": "x", "resolution": 512}
+    config = {"name": "dog", "data": data, "adapter": {"method": "lora", "targets": ["attn.add_k_proj"]}}
+    file = photos.with_name("other.json")
+    file.write_text(json.dumps(config))
+    assert main(["data", str(file), "--json", "--model", SDXL, "--device", "L4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(row["size"] for row in found["buckets"]) == [[512, 512], [640, 384]]  # multiples of 64, not of 16
+    assert found["notes"][0] == "sizes are the configuration's own, on L4 as on any card"
+
+
+def test_a_folder_whose_name_leaves_no_room_for_a_suffix_is_shown(photos: Path) -> None:
+    folder = photos.rename(photos.with_name("n" * 252))
+    assert folder_config(folder)[0].data.resolution == 1024
+
+
+def test_a_card_that_is_unknown_is_refused(photos: Path, capsys: pytest.CaptureFixture) -> None:
+    for place in (str(photos), "demo"):
+        assert main(["data", place, "--device", "L44"]) == 2
+        assert "--device: unknown card 'L44'. Did you mean L4" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_same_sizes_without_reading_the_pictures(photos: Path, tmp_path: Path) -> None:
+    config, about = page_config(photos)
+    assert (config.data.resolution, config.model.pretrained) == (
+        1024,
+        "stabilityai/stable-diffusion-3-medium-diffusers",
+    )
+    assert about == "sizes are for Stable Diffusion 3 Medium at 1024 px; --model names another"
+    config, about = page_config(photos, SD15)
+    assert (config.data.resolution, config.model.multiple, about) == (512, 64, f"sizes are for {SD15} at 512 px")
+    config, about = page_config(resolve(SUBJECT, tmp_path))  # pictures of 64 px that come with simpletune
+    assert (config.data.resolution, about) == (64, "sizes are for demo:tiny-sd3 at 64 px")
+    assert page_config(tmp_path / "t.parquet")[0].data.source == "table"

@@ -73,7 +73,10 @@ def test_a_configuration_says_where_masks_lie_and_the_model_its_licence(
     [
         (None, "cannot be read"),
         ({}, "cannot be loaded"),
-        ({"channels": 4}, r"is \[1, 4, 320, 320\], not \[1, 3, 320, 320\]"),
+        ({"channels": 4}, r"the inputs \[\[1, 4, 320, 320\]\], not one of \[1, 3, 320, 320\]"),
+        ({"inputs": 2}, r"the inputs \[\[1, 3, 320, 320\], \[1, 3, 320, 320\]\], not one"),
+        ({"side": 40_000}, r"is 40000 x 40000 px; sides are from 1 to 4096"),
+        ({"side": 0}, r"is 0 x 0 px; sides are from 1 to 4096"),
         ({"kept": 0}, r"is \[320\], not one value for each pixel"),
     ],
 )

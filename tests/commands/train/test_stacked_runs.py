@@ -25,7 +25,7 @@ from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs import checkpoint
-from simpletune.runs.folder import read_metrics
+from simpletune.runs.folder import EVALUATIONS, read_metrics, read_rows
 from simpletune.runs.model_card import CARD
 from simpletune.system.checksums import sha256_of
 from simpletune.system.options import ConfigError, UserError
@@ -86,7 +86,7 @@ def test_it_is_training_on_the_merged_model(
 
 
 def test_its_result_on_top_of_them_draws_what_training_drew(tiny_config: dict, style: Path, tmp_path: Path) -> None:
-    changes = {"validation": {"prompts": ["a red disc"], "steps": 2, "loss_samples": 0}}
+    changes = {"validation": {"prompts": ["a red disc"], "steps": 2, "loss_samples": 1}}
     run = run_with(tiny_config, name="child", model=on_top_of(f"{style}:0.8"), **changes)
     drawn = {}
     for name, words in {"own": [], "base": ["--base"], "full": ["--full"]}.items():
@@ -101,6 +101,9 @@ def test_its_result_on_top_of_them_draws_what_training_drew(tiny_config: dict, s
     whole = merge(f"{style}:0.8", "--base", tiny_config["model"]["pretrained"], out=tmp_path / "whole")
     on_whole = run_with(tiny_config, name="on_whole", model={"transformer": str(whole)}, **changes)
     assert_equal(run / OUTPUT, on_whole / OUTPUT)
+    rows, of_whole = (list(read_rows(each / EVALUATIONS)) for each in (run, on_whole))
+    assert rows == of_whole and len(rows) == 2, "the loss before training is that of the base with them"
+    assert " before (the base with its LoRAs), " in (run / CARD).read_text()
     assert_equal_pictures(on_whole / "samples/step-000004/prompt-00.png", drawn["own"])
     # merge RUN merges both into the base that the run names
     both = merge(run, out=tmp_path / "both")

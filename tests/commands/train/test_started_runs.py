@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 import torch
 from launching import Launcher
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_runs import TrainOnce, merged, run_with, saved_weights
 from two_processes import run_of, together
 
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.cli.main import main
+from simpletune.apps.web.run.pictures import matrix_of
+from simpletune.apps.web.run.progress import evaluation_lines
 from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
+from simpletune.config.validation_schedule import TRAINED, drift_group, drift_words, loss_words
 from simpletune.runs import checkpoint
+from simpletune.runs.folder import read_rows
 from simpletune.runs.model_card import CARD
 from simpletune.system.checksums import sha256_of
 from simpletune.system.options import UserError
@@ -94,6 +99,56 @@ def test_the_run_names_its_parent(tiny_config: dict, parent: Path) -> None:
     told = read_header(run / OUTPUT)["__metadata__"]["simpletune_config"] + card  # both are shared
     assert str(parent.parent) not in told and '"start":"parent@2:0.5"' in told
     assert "simpletune_parent" not in read_header(parent / OUTPUT)["__metadata__"]
+
+
+def test_base_start_and_result_are_told_apart(
+    tiny_config: dict, copy_run: TrainOnce, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By losses, drift and pictures: the start's are those of its parent's result, as a frozen child's own."""
+    validation = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2}
+    option = {"validation": validation, "output": {"report": True}, "checkpoint": {"every": 1, "keep_last": "all"}}
+    parent = copy_run(merged(tiny_config, name="parent", optimizer={"lr": 0.05}, train={"steps": 2}, **option))
+    capsys.readouterr()
+    data = merged(tiny_config, name="child", optimizer=FROZEN, train={"steps": 2}, **option)
+    child = run_with(data, adapter=start_at(parent))
+    shown, summary = capsys.readouterr().out, json.loads((child / "summary.json").read_text())
+    (base, *_, last), rows = (list(read_rows(run / "evaluations.jsonl")) for run in (parent, child))
+    assert [(row["step"], row.get("start")) for row in rows] == [(0, None), (0, True), (1, None), (2, None)]
+    assert rows[0] == base and abs(last["eval_loss"] - base["eval_loss"]) > 1e-3
+    for row in rows[1:]:
+        assert row["eval_losses"] == pytest.approx(last["eval_losses"], rel=1e-5)
+        assert row["drift"] == pytest.approx(last["drift"], rel=1e-4) and min(row["drift"].values()) > 1e-4
+    told = [summary[f"eval_loss_{name}"] for name in ("before", "start", "after")]
+    assert told == [rows[0]["eval_loss"], rows[1]["eval_loss"], rows[3]["eval_loss"]]
+    words = "{:.4f} for the base, {:.4f} at the start, {:.4f} after".format(*told)
+    card, report = (child / CARD).read_text(), (child / "report.md").read_text()
+    assert words in shown and words in card and summary["drift_start"] == rows[1]["drift"]
+    drifted = f"{100 * rows[1]['drift'][TRAINED]:.3g}% for"
+    assert f"drift from the base: {drifted}" in shown and "at the start; " in shown and "at the start; " in card
+    assert f"| the start | {told[1]:.4f} |" in report and f"| the base | {told[0]:.4f} |" in report
+
+    states = ("base", "start", "step-000002")
+    pictures = {state: Image.open(child / f"samples/{state}/prompt-00.png") for state in states}
+    of_parent = Image.open(parent / "samples/step-000002/prompt-00.png")
+    assert pictures["start"].tobytes() == of_parent.tobytes() == pictures["step-000002"].tobytes()
+    assert pictures["base"].tobytes() != of_parent.tobytes() and pictures["start"].info["weights"] == "start"
+    assert Image.open(child / "samples/grid.png").width == 8 + 3 * 168
+    assert matrix_of(child).titles == ["base", "start", "step 2"]
+    assert 'data-step="start"' in (child / "report.html").read_text()
+    assert [point[0] for point in evaluation_lines(child)[0].dots] == [0, 1, 2]
+
+    shutil.rmtree(checkpoint.checkpoint_folder(child, 2))
+    assert run_with(data, "latest", adapter=start_at(parent)) == child and "damaged" not in capsys.readouterr().out
+    assert list(read_rows(child / "evaluations.jsonl")) == rows
+
+
+def test_a_folder_without_a_row_of_the_start_is_read_as_before() -> None:
+    summary = {"eval_loss_before": 0.3647, "eval_loss_after": 0.1348, "drift_after": {TRAINED: 0.5}}
+    assert loss_words(summary) == "0.3647 before, 0.1348 after"
+    assert drift_words(summary) == f"50% for {drift_group(TRAINED)}"
+    assert loss_words(summary | {"on_top_of": [{}]}) == "0.3647 before (the base with its LoRAs), 0.1348 after"
+    assert loss_words(summary | {"eval_loss_start": 0.1457}) == "0.3647 for the base, 0.1457 at the start, 0.1348 after"
+    assert loss_words({}) is None and drift_words({}) is None
 
 
 def test_files_that_are_refused_before_any_work(tiny_config: dict, parent: Path, tmp_path: Path, monkeypatch) -> None:

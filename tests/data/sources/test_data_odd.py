@@ -23,12 +23,14 @@ from stream_data import ASSETS as MDS
 from simpletune.apps.cli.main import main
 from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.pictures import decode, has_more_frames, picture_size
+from simpletune.data.sources.pictures import decode, decode_mask, has_more_frames, picture_size
 from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, printable_name, read_regular, walk
+from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.devices import prepare_environment
+from simpletune.system.extras import install_extra
 from simpletune.system.options import UserError
+from simpletune.system.printable import printable_name
 
 ASSETS = MDS.parent
 
@@ -203,7 +205,7 @@ def test_a_heic_is_read_or_the_error_names_what_to_install(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     for name in ("phone.HEIC", "renamed.jpg"):
         (tmp_path / name).write_bytes(HEIC)
-    needs = "is HEIC, which needs one more package. Run: pip install 'simpletune[heic]'"
+    needs = "is HEIC, which needs one more package. Run: " + install_extra("heic")
     assert reasons(tmp_path, prompt="x") == {"phone.HEIC": needs, "renamed.jpg": needs}
     monkeypatch.undo()
     assert [picture.size for picture in scan(tmp_path, prompt="x").pictures] == [(48, 64), (48, 64)]
@@ -444,3 +446,23 @@ def test_5000_files_are_scanned_within_seconds(tmp_path: Path) -> None:
 def test_a_file_that_goes_while_it_is_read_is_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UnusablePicture, match="cannot be read .No such file or directory"):
         read_regular(tmp_path / "gone.png")
+
+
+def test_a_jpeg_with_hundreds_of_scans_is_not_decoded() -> None:
+    """Each repeated scan has a few bytes, and takes as long as the first."""
+    whole = encoded(noise(64, 64), "JPEG", progressive=True, restart_marker_rows=1)
+    last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
+    own = whole.count(b"\xff\xda")
+    assert own == 10
+
+    def repeated(scans: int, between: bytes = b"") -> bytes:
+        return whole[:last] + (whole[last:end] + between) * (scans - own + 1) + whole[end:]
+
+    fill, comment = b"\xff\xff\xff", b"\xff\xfe\x00\x06\xff\xda\xff\xda"
+    for between in (b"", fill, comment):
+        for read in (decode, lambda data: decode_mask(data, "file"), picture_size):
+            read(repeated(50, between))
+            with pytest.raises(UnusablePicture, match="is a JPEG in more than 50 scans. Save it again"):
+                read(repeated(51, between))
+    for plain in (whole[:2] + b"\xff\xe1\x01\x02" + b"\xff\xda" * 128 + whole[2:], whole + b"\xff\xda" * 1000):
+        assert np.array_equal(np.asarray(decode(plain)), np.asarray(decode(whole))), "these are not scans"

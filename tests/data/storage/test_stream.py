@@ -433,6 +433,23 @@ def test_a_damaged_shard_is_named(damage: str, shards: Path, tmp_path: Path) -> 
             rows.picture(number)
 
 
+@pytest.mark.parametrize(("old", "new", "count", "said"), [
+    (b"image", b"\xc0mage", -1, "its footer cannot be read .*UnicodeDecodeError"),  # the name of a column
+    (b"\x16\x08", b"\x16\x10", 1, "its footer .*row groups do not have its 8 rows"),  # of the whole file
+    (b"\x16\x08", b"\x16\x10", -1, "its row group 0 cannot be read .*4 of 8 rows"),  # of its row group, too
+])  # fmt: skip
+def test_a_footer_that_contradicts_itself_is_damage(
+    old: bytes, new: bytes, count: int, said: str, tmp_path: Path
+) -> None:
+    file = min(write_parquet(tmp_path / "set", rows_of(4), shards=1, group=4).iterdir())
+    data = file.read_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    file.write_bytes(data[:start] + data[start:-8].replace(old, new, count) + data[-8:])
+    with pytest.raises(UserError, match=said):
+        rows = rows_at(file)
+        rows.caption(len(rows) - 1)
+
+
 def test_a_pattern_matches_linked_folders_and_a_hidden_file_may_be_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "real", rows_of(20))
     (tmp_path / "set").mkdir()

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import random
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,17 @@ def test_a_large_tar_is_several_blocks(tmp_path: Path, monkeypatch: pytest.Monke
     rows = open_rows(str(write_tars(tmp_path / "tars", rows_of(20))), COLUMNS)
     assert len(rows.starts) > 8 and rows.starts[-1] == 20
     assert cells(rows) == [(row["image"]["bytes"], row["text"]) for row in rows_of(20)]
+
+
+def test_the_members_of_a_tar_are_counted_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Millions of empty members compress to a few megabytes, and take minutes to read."""
+    monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0.0)
+    members = {"1.png": picture(1), **{f"{number}.x": b"" for number in range(9)}}
+    rows = open_rows(str(tar_of(tmp_path / "a.tar.gz", members)), COLUMNS)
+    assert len(rows) == 1
+    assert re.search(r"^reading a.tar.gz: 10 members in 0 s, the last 8.x$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_members_of_one_name_are_a_row_wherever_they_lie(tmp_path: Path) -> None:

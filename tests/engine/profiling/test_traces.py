@@ -94,6 +94,8 @@ def test_one_window_an_epoch(tmp_path: Path) -> None:
     traces = toy(tmp_path, said, 13, facts=facts, blocks=True)
     assert toy_run(traces) == [2, 3, 6, 7, 11, 12] and said == []
     assert traced(tmp_path) == {f"epoch-00{n}": (2, True) for n in range(3)}
+    recorded = [json.loads(file.read_text())["notes"][0] for file in traces.summaries]
+    assert recorded == [f"recorded: steps {first} to {first + 1} of the run" for first in (3, 7, 12)]
     values = json.loads(traces.summaries[0].read_text())
     assert values["flops_per_step"] == 250.0  # steps 2 and 3: the first one that was seen is thrown away
     events = json.loads(gzip.open(traces.written[0]).read())["traceEvents"]
@@ -144,6 +146,7 @@ def test_a_loop_that_ends_early_leaves_what_was_recorded(tmp_path: Path) -> None
             toy_step()
             traces.after_step()
     assert traced(tmp_path) == {"epoch-000": (1, True)} and said == []
+    assert "- recorded: step 3 of the run\n" in traces.summaries[0].with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])

@@ -39,6 +39,7 @@ from simpletune.engine.quant.precision import Int8
 from simpletune.models.sd3.shapes import OF_TEXT
 from simpletune.models.shared.buckets import Framing
 from simpletune.system.options import ConfigError, UserError
+from simpletune.system.shell import install
 
 LAYER = "transformer_blocks.0.attn.to_q"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -183,7 +184,7 @@ def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> 
         (None, "the kernel's sums are not exact"),
         (
             ModuleNotFoundError("No module named 'triton'"),
-            "No module named 'triton'. Triton comes with torch's CUDA builds for Linux (pip install triton)",
+            f"No module named 'triton'. Triton comes with torch's CUDA builds for Linux ({install('triton')})",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_pages_that_a_machine_shares_are_pinned_once_and_copied_from(
         pinned.append((address, count))
         registered(pages, address, count)
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(load, "processes_here", lambda: 2)
     monkeypatch.setattr(load, "gather_object", list)
     monkeypatch.setattr("simpletune.commands.train.load.load_base_together", together)
     monkeypatch.setattr(PinnedPages, "pin", pin)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import original_sdxl
 import pytest
 import tiny_sdxl
 import torch
 from diffusers import StableDiffusionXLPipeline
 from safetensors.torch import load_file
+from tiny_runs import resumed_from
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -20,14 +23,18 @@ from benchmarks.tiny_models import networks, tiny_sd3
 from simpletune.adapters.text.encoding import TextEncoding
 from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.adapters.text.side import TextSide
+from simpletune.apps.cli.main import main
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
+from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared import sources
 from simpletune.models.shared.parts import TextEncoder
 from simpletune.models.shared.prompts import Prompts
 from simpletune.runs import checkpoint
 from simpletune.stages.text_cache import Parts, PromptEntries
+from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
 LONG = "circle " * 90
@@ -69,11 +76,41 @@ def test_states_are_the_pipelines(folder: Path, pipeline: StableDiffusionXLPipel
     require_diffusers_states(SDXL(pretrained=str(folder)), pipeline, PROMPTS)
 
 
-def test_an_empty_negative_prompt_is_a_text_and_zeros_stand_for_none(pipeline: StableDiffusionXLPipeline) -> None:
-    """``negative_prompt=""``, which a result's example passes, is encoded; only a pipeline given none takes zeros."""
-    with torch.no_grad():
-        empty, zeros = (pipeline.encode_prompt("a", device=CPU, negative_prompt=each)[1] for each in ("", None))
-    assert empty.std() > 0.1 and not zeros.any()
+def test_none_is_zeros_unless_the_folder_says_the_empty_text(folder: Path, tmp_path: Path) -> None:
+    """As in diffusers' pipeline, whose own default is that of a folder without the setting, and of single files."""
+    index = json.loads((folder / "model_index.json").read_text())
+    assert SDXL(pretrained=str(folder)).steered_from(None) is None and index["force_zeros_for_empty_prompt"]
+    for setting in (False, None):
+        (tmp_path / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": setting}))
+        assert SDXL(pretrained=str(tmp_path)).steered_from(None) == ""
+    del index["force_zeros_for_empty_prompt"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "bare").mkdir()
+    for name in (str(tmp_path), str(tmp_path / "bare"), "illustrious.safetensors", SDXL_NAME):
+        assert SDXL(pretrained=name).steered_from(None) is None
+        assert [SDXL(pretrained=name).steered_from(each) for each in ("", "blurry")] == ["", "blurry"]
+    (tmp_path / "model_index.json").write_text("{")
+    with pytest.raises(UserError, match="model_index.json cannot be read"):
+        SDXL(pretrained=str(tmp_path)).steered_from(None)
+
+
+def test_a_name_on_the_hub_is_asked_for_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
+    asked: list[tuple[object, ...]] = []
+    found: list[Path | None] = [tmp_path, None]  # None: it has no such file, or cannot be reached
+    monkeypatch.setattr(sources, "files_folder", lambda *given: asked.append(given) or found.pop(0))
+    family = SDXL(pretrained="owner/tuned", revision="v2")
+    assert [family.steered_from(None) for _ in range(2)] == ["", None]
+    assert asked == [("owner/tuned", ("model_index.json",), "v2")] * 2
+
+
+@pytest.mark.parametrize(("family", "default"), [("sd3", ""), ("sd15", ""), ("sdxl", None)])
+def test_a_configuration_without_a_negative_prompt_has_that_of_its_family(family: str, default: str | None) -> None:
+    data = {"name": "x", "data": {"path": "demo:pictures"}, "model": {"family": family}}
+    found = validate(data, "x", needs_data=False, needs_model=False)
+    assert found.validation.negative_prompt == default and found.model.steered_from("") == ""
+    said = validate(data | {"validation": {"negative_prompt": ""}}, "x", needs_data=False, needs_model=False)
+    assert said.validation.negative_prompt == ""
 
 
 @pytest.mark.data
@@ -201,3 +238,56 @@ def test_both_encoders_train(folder: Path, tiny_config: dict) -> None:
     assert {name for name, moved in factors.items() if not moved} == {
         name for name in factors if "clip_l" in name and "layers.1." in name
     }
+
+
+@pytest.mark.slow
+def test_a_lora_of_the_second_encoder_alone_is_trained_resumed_exported_and_merged(
+    folder: Path, tiny_config: dict, tmp_path: Path
+) -> None:
+    """adapter.method none and text.lora.encoders clip_g: nothing of the UNet or of CLIP-L is in any file."""
+    text = {"lora": {"rank": 2, "encoders": ["clip_g"], "learning_rate": 0.01}}
+    data = tiny_config | {"model": {"family": "sdxl", "pretrained": str(folder)}, "text": text}
+    data |= {"adapter": {"method": "none"}, "data": data["data"] | {"resolution": 64, "max_upscale": None}}
+    data |= {"train": {"steps": 2}, "checkpoint": {"every": 1, "keep_last": "all"}, "name": "whole"}
+    whole = train(validate(data, "whole"))
+    layers = tiny_sdxl_layers(folder)
+
+    result = load_file(whole / "pytorch_lora_weights.safetensors")
+    assert {name.split(".", 1)[0] for name in result} == {f"lora_te2_{name.replace('.', '_')}" for name in layers}
+    assert all(tensor.any() for tensor in result.values())  # lora_up, too, which starts at zero
+
+    resumed = resumed_from(whole, data, 1)
+    require_equal_tensors(load_file(resumed / "pytorch_lora_weights.safetensors"), result)
+
+    exported = tmp_path / "exported.safetensors"
+    assert main(["export", str(whole), "--format", "diffusers", "--out", str(exported)]) == 0
+    assert {name.split(".lora", 1)[0] for name in load_file(exported)} == {f"text_encoder_2.{name}" for name in layers}
+
+    theirs = StableDiffusionXLPipeline.from_pretrained(folder, local_files_only=True)
+    base = original_sdxl.write(folder, tmp_path / "base.safetensors")
+    theirs.load_lora_weights(str(whole), weight_name="pytorch_lora_weights.safetensors")
+    theirs.fuse_lora(components=["text_encoder_2"])
+    theirs.unload_lora_weights()
+    fused = Path(shutil.copytree(folder, tmp_path / "fused"))
+    theirs.text_encoder_2.save_pretrained(fused / "text_encoder_2")
+    before, wanted = load_file(base), load_file(original_sdxl.write(fused, tmp_path / "wanted.safetensors"))
+    for number, source in enumerate((whole, exported)):
+        merged = tmp_path / f"merged-{number}.safetensors"
+        assert main(["merge", str(source), "--base", str(base), "--out", str(merged)]) == 0
+        found = load_file(merged)
+        changed = {name for name in found if not torch.equal(found[name], before[name])}
+        assert changed and changed == {name for name in wanted if not torch.equal(wanted[name], before[name])}
+        assert all(name.startswith("conditioner.embedders.1.") for name in changed)
+        torch.testing.assert_close(found, wanted)
+
+
+def tiny_sdxl_layers(folder: Path) -> set[str]:
+    """The names of CLIP-G's attention layers."""
+    model = CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2")
+    wanted = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return {name for name, _ in model.named_modules() if name.rpartition(".")[2] in wanted}
+
+
+def require_equal_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())

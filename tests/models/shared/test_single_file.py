@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.runs.folder import read_metrics
+from simpletune.system import checksums
 from simpletune.system.options import ConfigError, UserError
 
 SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": [0, 1]}
@@ -296,3 +298,31 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
     assert done.returncode == 0, done.stderr
     assert "of the base's 2,028,328,000 trained" in done.stdout
     assert read_config(config, [])[0].model.transformer == str(file)
+
+
+@pytest.mark.parametrize("small", [checksums.SMALL, 0])
+def test_a_part_is_known_by_every_byte_of_its_own(
+    small: int, whole_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large file (0), and in a small one."""
+    monkeypatch.setattr(checksums, "SMALL", small)
+    file = open_file(Path(shutil.copy(whole_file, tmp_path)), LAYOUT)
+    parts = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+    before = {part: file.fingerprint(part) for part in parts}
+    assert len(set(before.values())) == len(parts)
+    start = 8 + int.from_bytes(file.path.read_bytes()[:8], "little")
+    entry = next(entry for name, entry in file.header.items() if name.startswith("first_stage_model."))
+    for byte in (start + entry["data_offsets"][0], start + entry["data_offsets"][1] - 1):
+        data = bytearray(file.path.read_bytes())
+        data[byte] ^= 1
+        file.path.write_bytes(data)
+        changed = {part for part in parts if file.fingerprint(part) != before[part]}
+        assert changed == {"vae"}
+        before["vae"] = file.fingerprint("vae")
+
+
+def test_class_pictures_of_a_single_file_have_a_folder(whole_file: Path, descriptions: Path) -> None:
+    """The denoiser of a single file has no config.json: its configuration is that which its shapes tell."""
+    model = SD3(pretrained=str(whole_file), text_encoders=str(descriptions))
+    config = model.denoiser_config()
+    assert re.fullmatch("[0-9a-f]{16}", model.part("transformer").fingerprint()) and config["num_layers"] == 3

@@ -49,8 +49,8 @@ def test_a_tokenizer_that_its_encoder_cannot_follow_is_named(
 
 def test_a_tokenizers_files_are_hashed_once(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
-    real = prompts._folder_hash
-    monkeypatch.setattr(prompts, "_folder_hash", lambda folder: hashed.append(folder) or real(folder))
+    real = prompts.files_hash
+    monkeypatch.setattr(prompts, "files_hash", lambda folder: hashed.append(folder) or real(folder))
     found = opened(tiny_pipeline)
     for encoder in found.encoders * 2:
         found.tokenizer(encoder), found.fingerprint(encoder)

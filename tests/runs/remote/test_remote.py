@@ -394,7 +394,7 @@ def test_other_urls_and_buckets_are_refused(tiny_config: dict, machine) -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "obstore.store", None)
-    with pytest.raises(UserError, match=r"obstore.*pip install 'simpletune\[remote\]'") as caught:
+    with pytest.raises(UserError, match=r"obstore.* -m pip install -e '.*\[remote\]'") as caught:
         ObjectStore("s3://bucket/x")
     assert caught.value.code == 3
 

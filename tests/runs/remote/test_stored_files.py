@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import object_store
 import pytest
 from object_store import BUCKET, Faults, faults, reached, server  # noqa: F401
 from pydantic import ValidationError
-from tiny_runs import run_with
+from tiny_runs import merged, run_with
 
 from simpletune.runs.remote import upload
-from simpletune.runs.remote.index import INDEX, LostRun, RunIndex, read_index
+from simpletune.runs.remote.index import INDEX, LostRun, RunIndex, link, read_index
+from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import StoreError
 
@@ -79,6 +82,35 @@ def test_a_flipped_bit_is_said_and_not_taken_over(
         assert len(rows) == (2 if name.endswith("l") else len(rows))  # the rows of the steps since
 
 
+@pytest.mark.parametrize("steps", [4, 6], ids=["finished", "goes on"])
+def test_a_machine_that_reads_badly_takes_nothing_from_the_others(
+    steps: int, kept: dict, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whether it goes on with the run or finds it finished, whatever it does not write anew stays in the index."""
+    kept = merged(kept, validation={"loss_samples": 1})
+    run_with(kept)
+    before, names = index_of(kept).files, ("config.json", "metrics.jsonl", "eval_before.json", "evaluations.jsonl")
+    faults.choose = lambda number, method, path: "rot" if method == "GET" and path.endswith(names) else None
+    there = elsewhere(tmp_path, monkeypatch)
+    for _ in range(2):  # its second start has the checkpoints already
+        run_with(kept, "auto", train={"steps": steps})
+        assert "eval_before.json is damaged" in capsys.readouterr().out
+        written = {name for name in names if (there / name).exists()}
+        assert written == (set() if steps == 4 else {"config.json", "metrics.jsonl", "evaluations.jsonl"})
+        after = index_of(kept).files
+        assert after.keys() >= set(names)
+        assert {name for name in names if after[name] == before[name]} >= set(names) - written
+    faults.choose = lambda number, method, path: None
+    run_with(kept, "auto", train={"steps": steps})
+    assert "damaged" not in capsys.readouterr().out, "a machine that reads well again fetches what it lacks"
+    assert all((there / name).exists() for name in names)
+    index, read = index_of(kept), store_of(kept).read
+    for name in names:
+        content, _ = read(name) or pytest.fail("missing")
+        assert object_store.sha256(content).hexdigest() == index.files[name].sha256
+
+
 def test_what_was_being_uploaded_when_a_process_died_is_taken_as_it_is(
     kept: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +137,28 @@ def test_what_was_being_uploaded_when_a_process_died_is_taken_as_it_is(
     capsys.readouterr()
     run_with(kept, "auto", train={"steps": 6})
     assert "warning" not in capsys.readouterr().out and not index_of(kept).arriving
+
+
+def test_a_store_that_stops_answering_is_named_with_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Again and again, with the way out; and so does the end of the patience."""
+    for name, seconds in {"SOON": 0.05, "REMINDED": 0.1, "AT_END": 0.5}.items():
+        monkeypatch.setattr(upload, name, seconds)
+    silent, index = threading.Event(), RunIndex(run="r", owner="x", machine="x")
+    store = SimpleNamespace(url="s3://b/x", upload=lambda file, key: silent.wait(), keys=lambda *under: {})
+    monkeypatch.setattr(upload.Uploader, "_commit", lambda self, **changes: None)
+    (tmp_path / "big.bin").write_bytes(bytes(2**21))
+    link(tmp_path, store.url, "r")
+    said = r"not all of it could be uploaded to s3://b/x \(big.bin \(2.0 MiB\) has been on its way for \d s\)"
+    with pytest.raises(UserError, match=f"{said}.*--resume auto to upload the rest"):
+        with upload.Uploader(store, tmp_path, index, None, upload.Checkpoint()):  # type: ignore[arg-type]
+            pass
+    silent.set()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("upload  the rest to s3://b/x: ")]
+    assert len(lines) >= 2
+    assert all("big.bin (2.0 MiB) has been on its way for " in line for line in lines)
+    assert all(line.endswith(" s more. Ctrl-C leaves it, and --resume auto uploads it") for line in lines)
 
 
 def test_one_file_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

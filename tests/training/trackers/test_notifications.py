@@ -132,6 +132,7 @@ def test_only_the_first_process_posts(tiny_config: dict, monkeypatch: pytest.Mon
     with Inbox() as inbox:
         monkeypatch.setenv(notify.VARIABLE, inbox.url)
         monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
         with notifications.end_notified(validate(tiny_config, "test")):
             pass
     assert inbox.posted == []

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,7 +327,7 @@ def test_without_trackio_the_warning_says_how_to_install_it(tiny_config: dict, m
     monkeypatch.setitem(sys.modules, "trackio", None)
     (warning,) = summary_of(run_with(tiny_config, train={"steps": 1}, tracking={"trackio": "discs"}))["warnings"]
     assert "trackio failed and is off for the rest of the run (ImportError: " in warning
-    assert "Install it: pip install --no-deps trackio" in warning
+    assert "-m pip install --no-deps trackio gradio-client" in warning
 
 
 def test_nothing_is_loaded_or_written_when_all_is_off(tiny_config: dict, tmp_path: Path, monkeypatch) -> None:
@@ -395,3 +395,14 @@ def test_what_counts_as_credentials(environment: dict, entry: str | None, expect
 def test_the_section_is_strict(tracking: dict, message: str, tiny_config: dict) -> None:
     with pytest.raises(UserError, match=message):
         validate({**tiny_config, "tracking": tracking}, "test")
+
+
+def test_a_run_that_wandb_does_not_keep_names_no_folder_to_upload(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    tracker = object.__new__(weights_and_biases.Wandb)
+    tracker._folder, tracker._run = tmp_path, SimpleNamespace(offline=False, url=None, summary={})
+    assert tracker.summary({"steps": 2}) == "nothing is kept: wandb is off (WANDB_MODE=disabled)"
+    (tmp_path / "offline-run-1").mkdir()
+    assert tracker.summary({}) == f"wandb sync {tmp_path}/offline-run-*"
+    tracker._run.url = "https://wandb.ai/x"
+    assert tracker.summary({}) == "https://wandb.ai/x"

@@ -7,13 +7,15 @@ const LABELS = { prompt: "Prompt", negative_prompt: "Negative prompt", num_infer
   image: "Picture", mask_image: "Mask", strength: "Share of the steps" };
 const given = new URLSearchParams(location.search);
 let abort = null;
+let standard = {}; // the server's defaults
 let tuned = null; // the name of the run's full model, if any; a full model has no strength
 let loaded = null; // the picture to paint into, as it was chosen
 let last = null; // where the brush was
 
 // Fill the form from the server's defaults, then from the address: /?prompt=a+red+star&seed=3&run=1
 function fill(info) {
-  const standard = info.standard, limits = info.limits;
+  const limits = info.limits;
+  standard = info.standard;
   tuned = info.tuned;
   if (tuned !== null) at("kind").textContent = "Model";
   for (const name of info.loras) at("lora").append(new Option(optionText(name), name));
@@ -74,7 +76,9 @@ function body() {
   const instances = [{ prompt, lora: "base" }];
   if (lora !== "base") instances.push(lora === tuned ? { prompt, lora } : { prompt, lora, lora_scale: value("scale") });
   return { instances, parameters: {
-    negative_prompt: at("negative").value, num_inference_steps: value("steps"), guidance_scale: value("guidance"),
+    // an empty field is no negative prompt, as by default, and the empty text only in place of another default
+    negative_prompt: at("negative").value || (standard.negative_prompt ? "" : null),
+    num_inference_steps: value("steps"), guidance_scale: value("guidance"),
     width: value("width"), height: value("height"), seed: value("seed"), ...painted(value("strength")) } };
 }
 

@@ -17,6 +17,7 @@ from typing import Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from simpletune.commands.init import Question
 from simpletune.config.family_defaults import with_family
 from simpletune.config.load import complete, with_default_tags
 from simpletune.config.overrides import BESIDE_THE_JOB, merge, parse_value
@@ -75,8 +76,8 @@ class FormField(_Item):
         if self.kind == "lines" and not text.lstrip().startswith("["):
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             return lines or (None if types.NoneType in arms else [])
-        if text == "" and types.NoneType in arms:
-            return None
+        if text in ("", '""') and types.NoneType in arms:
+            return None if text == "" or str not in arms else ""
         return parse_value(self.info, text)
 
 
@@ -201,6 +202,8 @@ class StartingConfig:
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a field has its value, by path
     notes: tuple[str, ...] = ()  # for the user
     made_by: tuple[str, ...] = ()  # the command that writes ``origin``, without the file's name; empty if it exists
+    of_pictures: tuple[str, ...] = ()  # what is said of the pictures
+    questions: tuple[Question, ...] = ()  # guesses about the pictures that the user must confirm or correct
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from simpletune.apps.web.form import presets
@@ -19,25 +18,36 @@ from simpletune.apps.web.form.fields import (
     StartingConfig,
     apply_edits,
     changes,
+    format_value,
     get_at,
     overrides,
     set_at,
 )
 from simpletune.apps.web.roots import Roots
+from simpletune.apps.web.scans import PictureScan, Scans
+from simpletune.commands.init import FolderContents, Question
 from simpletune.config.explain import explain
-from simpletune.config.load import read_json, validate
+from simpletune.config.load import path_fields, read_json, validate
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.runs.folder import CONFIG
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.hub import HUB_NAME
 from simpletune.system.options import ConfigError, Json, Problem, UserError, plural
 
-FOLDER = "data.path"
+FOLDER, PROMPT, TRIGGER = "data.path", "data.prompt", "trigger"
+QUOTES = ", without quotes"  # what a message about JSON says, and a field of the form has none
 PLACEHOLDER = "demo:pictures"
 UNSAID = ("$schema", "about")
-MODEL_PARTS = ("pretrained", "transformer", "unet", "vae", "text_encoders")
-OUTPUT = ("profiles", "cache", "prices")
+ELSEWHERE = ("model.loras", "adapter.start", "output.runs")  # names of LoRAs, and the page's own folder
 STORE = re.compile(r"(s3|gs|az|hf|https?)://[^/]+")  # not file://, which would lead out of the roots
+
+
+@dataclass(frozen=True)
+class AnswersGiven:
+    """What the user has answered about a folder's pictures."""
+
+    folder: str = ""  # they concern no other
+    chosen: tuple[tuple[str, str], ...] = ()  # the text of each question, and the words of the choice
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class FormRequest:
     texts: Mapping[str, str]  # posted fields by path
     shown: Mapping[str, str]  # the texts that the fields were shown with
     mine: Mapping[str, str]  # the user's texts
+    answers: AnswersGiven = AnswersGiven()
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,33 @@ class FilledForm:
     card: Card | None  # to train on; None: there is none
     edited: EditedForm
     data: Json  # to save, paths absolute
-    config: TrainConfig | None  # None if it has problems
+    config: TrainConfig | None  # None if it has problems, or the folder is still looked at
     planned: TrainConfig | None  # to predict: without the pictures if only they are a problem; None: there are others
     problems: list[Problem]
+    answers: AnswersGiven = AnswersGiven()
+    answered: Mapping[str, str] = field(default_factory=dict)  # the texts of the fields that they set, by path
+    questions: tuple[Question, ...] = ()  # that are still open
+    scan: PictureScan[FolderContents] | None = None  # of the folder with the pictures; None: none is chosen
+
+    @property
+    def may_start(self) -> bool:
+        """Whether everything is decided."""
+        return self.config is not None and not self.questions and not (self.scan and self.scan.under_way)
+
+    @property
+    def seen(self) -> FolderContents | None:
+        """What the folder holds, once that is known."""
+        return self.scan.found if self.scan else None
+
+    @property
+    def about_captions(self) -> str:
+        """That all pictures have one caption, and which; empty if they have their own."""
+        prompt, seen = get_at(self.data, PROMPT), self.seen
+        if seen is None or not prompt:
+            return ""
+        why = self.base.reasons.get(PROMPT, "") if PROMPT not in self.edited.mine else ""
+        pictures = plural(len(seen.pictures), "picture is", "pictures are")
+        return f"{pictures} trained with one caption, “{prompt}”{': ' if why else ''}{why}"
 
     def problems_of(self, path: str) -> list[str]:
         return [each.message for each in self.problems if each.path == path]
@@ -83,7 +118,7 @@ class FilledForm:
         length = plural(config.train.epochs, "epoch") if config.train.epochs else plural(config.steps(1), "step")
         of = config.train.global_batch or config.train.micro_batch
         parts = [config.model.pretrained, config.adapter.method, f"{config.data.resolution} px", f"{length} of "
-                 f"{plural(of, 'picture')}", f"learning rate {config.optimizer.lr:g}"]  # fmt: skip
+                 f"{plural(of, 'picture')} each", f"learning rate {config.optimizer.lr:g}"]  # fmt: skip
         return ", ".join(parts)
 
     @property
@@ -97,42 +132,91 @@ class FilledForm:
         made_by = self.base.made_by
         origin = self.base.data if made_by else read_json(Path(self.base.origin))
         changed = overrides(origin, self.data)
-        words = [f"{path}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-                 for path, value in changed.items() if path not in UNSAID]  # fmt: skip
+        words = presets.overrides_in_words({path: value for path, value in changed.items() if path not in UNSAID})
         train = shlex.join(["simpletune", "train", self.base.origin, *words])
         return f"{shlex.join(['simpletune', *made_by, self.base.origin])} &&\n{train}" if made_by else train
 
 
-def fill_form(roots: Roots, asked: FormRequest) -> FilledForm:
+def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     """Fill in a form; a UserError if the base or the card does not exist."""
     card = presets.card_here() if asked.card == presets.HERE else find_card(asked.card)
     mine = changes(asked.texts, asked.shown, asked.mine)
-    base = _base(roots, asked, card, mine.get(FOLDER, ""))
-    found = apply_edits(base, mine)
-    if mine.get(FOLDER):  # the folder is the user's, whichever base is chosen next
-        found = replace(found, mine={**found.mine, FOLDER: mine[FOLDER]})
-        if FOLDER in found.fields:
-            found.fields[FOLDER].source = YOU
+    folder = mine.get(FOLDER, "")
+    pictures = _pictures(roots, asked, folder)
+    scan = scans.folder(pictures) if pictures is not None else None
+    base = _base(roots, asked, card, pictures, scan, {})
+    answers, chosen, done = AnswersGiven(folder), dict[str, object](), set[str]()
+    known = {(each.text, choice.words): choice for each in base.questions for choice in each.choices}
+    for each in asked.answers.chosen if asked.answers.folder == folder else ():
+        choice = known.get(each)  # None: the pictures have changed, and the question with them
+        if choice is not None and choice.overrides:
+            done.add(each[0])
+            chosen |= choice.overrides
+            if set(choice.overrides) != {TRIGGER}:  # its field keeps that one
+                answers = AnswersGiven(folder, (*answers.chosen, each))
+    trigger = chosen.pop(TRIGGER, None)
+    if trigger is not None:
+        asked = replace(asked, trigger=str(trigger))
+    questions = tuple(each for each in base.questions if each.text not in done and not _is_by_hand(each, mine))
+    if pictures is not None and (chosen or trigger is not None):
+        scan = scans.folder(pictures, chosen)
+        base = _base(roots, asked, card, pictures, scan, chosen)
+    answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
+    kept = {**answered, **({FOLDER: folder} if folder else {})}  # the user's, even if the base has the same
+    found = apply_edits(base, {**mine, **answered})
+    found = replace(found, mine={**found.mine, **kept})
+    for path in kept:
+        if path in found.fields:
+            found.fields[path].source = YOU
     data, outside = absolute_paths(found.data, roots)
-    problems = [*outside, *_problems(data, {each.path for each in outside})]
+    hidden = _without(data, {each.path for each in outside})
+    # what follows from the scan is right; and the folder is not listed once more, which takes seconds for 100,000 files
+    needs_data = scan is None or any(path.startswith("data.") and path != FOLDER for path in found.mine)
+    problems = [*outside, *_problems(data, hidden, {each.path for each in outside}, needs_data)]
+    if scan is not None and scan.problem and FOLDER not in {each.path for each in problems}:
+        problems.append(Problem(FOLDER, scan.problem))
     config = planned = None
     if not problems:
-        config = planned = validate(data, "form")
+        config = validate(data, "form", needs_data=needs_data)
+    if scan is not None and scan.under_way:
+        config = None
+    elif config is not None:
+        planned = config
     else:
         with suppress(UserError):
-            planned = validate(_with_placeholder(data), "form", needs_data=False)
-    return FilledForm(asked, base, card, found, data, config, planned, problems)
+            planned = validate(hidden, "form", needs_data=False)
+    return FilledForm(asked, base, card, found, data, config, planned, problems, answers, answered, questions, scan)
 
 
-def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> StartingConfig:
+def _is_by_hand(question: Question, mine: Mapping[str, str]) -> bool:
+    """Whether the user has set by hand what one of the choices sets."""
+    return any(choice.overrides and choice.overrides.keys() <= mine.keys() for choice in question.choices)
+
+
+def _pictures(roots: Roots, asked: FormRequest, folder: str) -> Path | None:
+    """The user's folder of pictures; None: none is chosen, the page may not read it, or the base says how to."""
+    if asked.base.partition(":")[0] not in ("preset", "shipped") or not folder or ":" in folder:
+        return None
+    with suppress(UserError):
+        path = roots.resolve(folder)
+        return path if path.is_dir() else None
+    return None
+
+
+def _base(
+    roots: Roots,
+    asked: FormRequest,
+    card: Card | None,
+    pictures: Path | None,
+    scan: PictureScan[FolderContents] | None,
+    chosen: Json,
+) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
     if kind in ("preset", "shipped"):
-        pictures: Path | None = None  # unless the page may read the folder
-        with suppress(UserError):
-            path = roots.resolve(folder) if folder and ":" not in folder else None
-            pictures = path if path is not None and path.is_dir() else None
-        made = presets.preset(card, pictures, asked.trigger) if kind == "preset" else None
-        return made or presets.shipped_config(name, pictures, asked.trigger)
+        seen = scan.found if scan else None
+        if kind == "preset":
+            return presets.preset(card, pictures, seen, asked.trigger, chosen)
+        return presets.shipped_config(name, pictures, seen, asked.trigger, chosen)
     if kind == "run":
         run = roots.run(name)
         if run is None:
@@ -148,26 +232,27 @@ def _base(roots: Roots, asked: FormRequest, card: Card | None, folder: str) -> S
     return StartingConfig(data, label, str(file))
 
 
-def _problems(data: Json, outside: set[str]) -> list[Problem]:
+def _problems(data: Json, hidden: Json, outside: set[str], needs_data: bool) -> list[Problem]:
     """Return the problems that ``check`` finds, without looking at paths that the page may not read."""
     is_empty = get_at(data, FOLDER) == ""
     required = [Problem(FOLDER, "Give the folder with the pictures")] if is_empty else []
-    tried = _with_placeholder(data)
-    for section, key, path in _places(tried):
-        if path in outside:
-            section[key] = PLACEHOLDER if key == "path" else None
     try:
-        validate(tried, "form")
+        validate(hidden, "form", needs_data=needs_data)
     except ConfigError as error:
-        return [*required, *(each for each in error.problems if each.path not in outside)]
+        found = (each for each in error.problems if each.path not in outside)
+        return [*required, *(Problem(each.path, each.message.replace(QUOTES, "")) for each in found)]
     return required
 
 
-def _with_placeholder(data: Json) -> Json:
-    """Copy a configuration, with the demo's pictures where the folder is still empty."""
+def _without(data: Json, outside: set[str]) -> Json:
+    """Copy a configuration without the paths that the page may not read, and with the demo's pictures where the folder
+    is still empty."""
     data = copy.deepcopy(data)
     if get_at(data, FOLDER) == "":
         set_at(data, FOLDER, PLACEHOLDER)
+    for section, key, path in path_fields(data):
+        if path in outside:
+            section[key] = PLACEHOLDER if key == "path" else None
     return data
 
 
@@ -175,7 +260,9 @@ def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
     """Make a configuration's paths absolute, and set its runs' folder to the page's; return the changed JSON, and a
     problem for each path outside of the roots. Addresses of stores that a run reads stay."""
     data, problems = copy.deepcopy(data), []
-    for section, key, path in _places(data):
+    for section, key, path in path_fields(data):
+        if path.startswith(ELSEWHERE):
+            continue
         text = section[key]
         if text.startswith(DEMO) or not text:
             continue
@@ -200,20 +287,3 @@ def absolute_paths(data: Json, roots: Roots) -> tuple[Json, list[Problem]]:
             problems.append(Problem("output.runs", f"{why}in a terminal"))
         output["runs"] = str(roots.runs)
     return data, problems
-
-
-def _places(data: Json) -> Iterator[tuple[Json, str, str]]:
-    """Yield (section, key, path) of every text that names a file or folder."""
-    found: list[tuple[object, str, tuple[str, ...]]] = [
-        (data.get("data"), "data", ("path", "mask_path")),
-        (data.get("model"), "model", MODEL_PARTS),
-        (data.get("output"), "output", OUTPUT),
-    ]
-    own = data.get("data")
-    sources = own.get("sources") if isinstance(own, dict) else None
-    for number, source in enumerate(sources if isinstance(sources, list) else ()):
-        found.append((source, f"data.sources.{number}", ("path", "mask_path")))
-    for section, name, keys in found:
-        for key in keys:
-            if isinstance(section, dict) and isinstance(section.get(key), str):
-                yield section, key, f"{name}.{key}"

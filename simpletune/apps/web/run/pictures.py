@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from PIL import Image
 from simpletune.apps.web.run_state import file_stamp
 from simpletune.runs.folder import SAMPLES
 from simpletune.runs.outputs import folder_name
-from simpletune.runs.report.pictures import painted_inputs
+from simpletune.runs.report.pictures import painted_inputs, row_titles
 from simpletune.runs.report.run_data import read_object
-from simpletune.stages.png import generation_parameters
+from simpletune.stages.png import asked_for, generation_parameters
 from simpletune.system.options import Json
 
 COLUMNS = 24  # steps shown besides the base
 SIDE = 512  # pixels of a small copy
-BASE = "base"
+BASE, START = "base", "start"
 STEP = re.compile(r"^step-(\d{6,})$")
 PROMPT = re.compile(r"^prompt-(\d+)\.png$")
 COMPARE = "compare"
@@ -33,7 +34,7 @@ class Matrix:
     """Validation pictures, prompt by step."""
 
     titles: list[str]  # of the columns
-    rows: list[Json]  # a prompt, and cells: the column, a file in the run's folder (empty if missing), what it shows
+    rows: list[Json]  # title, prompt and cells: the column, a file in the run's folder (empty: none), what it shows
     left_out: int  # steps in between that are not shown
     has_base: bool  # whether the first column is the base's
 
@@ -47,24 +48,34 @@ def matrix_of(folder: Path) -> Matrix:
         names = []
     steps = sorted((name for name in names if STEP.match(name)), key=lambda name: int(name[5:]))
     shown = [steps[number] for number in evenly_spaced(len(steps), COLUMNS)]
-    states = [BASE] * (BASE in names) + shown
-    titles = ["base" if state == BASE else f"step {int(state[5:]):,}" for state in states]
-    rows = []
-    for name in sorted({file.name for state in states for file in (place / state).glob("prompt-*.png")}):
-        if not PROMPT.match(name):
-            continue
-        files = [place / state / name for state in states]
-        drawn = (_drawing(file, file_stamp(file)) for file in files)
-        prompt = next((str(how["prompt"]) for how in drawn if "prompt" in how), name)
-        cells = [
-            {"at": at, "file": f"{SAMPLES}/{state}/{name}" if file.is_file() else "", "about": f"{prompt}: {title}"}
-            for at, (file, state, title) in enumerate(zip(files, states, titles, strict=True))
-        ]
+    states = [state for state in (BASE, START) if state in names] + shown
+    titles = [state if state in (BASE, START) else f"step {int(state[5:]):,}" for state in states]
+    found = [
+        (state, file, _drawing(file, file_stamp(file)))
+        for state in reversed(states)  # the newest tells a row's place
+        for file in sorted((place / state).glob("prompt-*.png"))
+        if PROMPT.match(file.name)
+    ]
+    by_name: dict[str, str] = {}
+    for _, file, how in found:
+        if "prompt" in how:
+            by_name.setdefault(file.name, asked_for(how))
+    files: dict[str, dict[str, Path]] = {}  # by what they were asked to be, and by state
+    for state, file, how in found:  # damaged ones are shown where others of their name are
+        asked = asked_for(how) if "prompt" in how else by_name.get(file.name, json.dumps({"prompt": file.name}))
+        files.setdefault(asked, {}).setdefault(state, file)
+    row_names, rows = row_titles(files), []
+    for asked, own in sorted(files.items(), key=lambda pair: next(iter(pair[1].values())).name):
+        name, cells = row_names[asked], []
+        for at, (state, title) in enumerate(zip(states, titles, strict=True)):
+            shown_file = own[state].relative_to(folder).as_posix() if state in own else ""
+            cells.append({"at": at, "file": shown_file, "about": f"{name}: {title}"})
+        painted = painted_inputs(folder, own[states[-1]].name) if states[-1] in own else {}
         inputs = [
-            {"file": file.relative_to(folder).as_posix(), "about": f"{kind.capitalize()}: {prompt}", "kind": kind}
-            for kind, file in painted_inputs(folder, name).items()
+            {"file": file.relative_to(folder).as_posix(), "about": f"{kind.capitalize()}: {name}", "kind": kind}
+            for kind, file in painted.items()
         ]
-        rows.append({"prompt": prompt, "cells": cells, "inputs": inputs})
+        rows.append({"title": name, "prompt": json.loads(asked)["prompt"], "cells": cells, "inputs": inputs})
     return Matrix(titles, rows, len(steps) - len(shown), BASE in names)
 
 

@@ -13,8 +13,9 @@ from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, PREDICTED, SAMPLES
+from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, PREDICTED, SAMPLES, is_start
 from simpletune.runs.report.charts import ChartLine, svg_lines
+from simpletune.runs.report.pictures import START
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json
@@ -79,7 +80,7 @@ def read_progress(folder: Path) -> Progress:
             option = state.settings.get(section)
             given = option.get("every") if isinstance(option, dict) else None
             every[name] = given if isinstance(given, int) and given > 0 else None
-        validations = sum(place.name != "input" for place in folder.glob(f"{SAMPLES}/*/"))
+        validations = sum(place.name not in ("input", START) for place in folder.glob(f"{SAMPLES}/*/"))
         times = {"save": len(list_checkpoints(folder)), "validate": validations}
         took = {name: stages[name].seconds / max(1, times[name]) if name in stages else 0.0 for name in every}
         left = duration(TrainingProgress(steps, 0, every=every, took=took).left(state.done, pace))
@@ -136,6 +137,8 @@ def evaluation_lines(folder: Path) -> list[ChartLine]:
     found = [row for row in rows if isinstance(row.get("eval_loss"), int | float)]
     before = read_object(folder / EVALUATION, [], expected=False).get("eval_loss")
     known = any(row["step"] == 0 for row in found) or not isinstance(before, int | float)
+    if any(is_start(row) for row in found):  # training begins with it, not with the base
+        found = [row for row in found if row["step"] or is_start(row)]
     dots: list[tuple[float, float]] = [] if known else [(0.0, float(before or 0))]
     errors = [0.0] * len(dots)
     for row in found:

@@ -1,0 +1,106 @@
+"""The configuration by which pictures without one are shown: of the model and the card that would train them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from simpletune.commands.init.answers import Answers
+from simpletune.commands.init.choices import TINY_SIDE, suggest
+from simpletune.commands.init.command import CPU, fields_of, file_for
+from simpletune.config.load import read_config, validate
+from simpletune.config.overrides import merge
+from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.data.demo import DATA, PREFIX, TINY_SD3
+from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.system.console import note
+from simpletune.system.gpus import Card, find_card
+from simpletune.system.options import Json
+from simpletune.system.printable import printable
+
+DEFAULT_MODEL = FAMILIES[0].pretrained
+DEFAULT_TITLE = "Stable Diffusion 3 Medium"
+
+
+def folder_config(
+    folder: Path, overrides: Sequence[str] = (), model: str | None = None, device: str | None = None
+) -> tuple[TrainConfig, str]:
+    """The configuration beside a folder, or the one that ``init`` would suggest for a card; writes nothing.
+
+    Args:
+        folder: of pictures.
+        overrides: of its fields.
+        model: base to train; None: that of the file beside the folder, or the default one, also without a card.
+        device: card by name or memory, or ``cpu``; None: this machine's.
+
+    Returns:
+        The configuration, and a sentence about what its sizes are for; empty for a file's.
+    """
+    file = file_for(folder)
+    if model is None and device is None and os.path.isfile(file):  # its name may be too long for one
+        config, notices = read_config(file, list(overrides), needs_model=False)
+        if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
+            note(notices)
+            return config, ""
+    card = _card(device)
+    answers = Answers(model=model or base_of(folder))
+    found = suggest(folder, answers, card, chosen=fields_of(folder, overrides))
+    merged, notices, problems = merge(found.config, list(overrides))
+    config = validate(merged, str(folder), problems, needs_model=False)
+    of_data = (each for each in found.questions if "trigger" not in each.choices[0].overrides)
+    for question in of_data:
+        choices = "; ".join(choice.words for choice in question.choices)
+        notices.append(f"init will ask: {printable(question.text)} ({choices})")
+    note(notices)
+    return config, _about(config, model is None, card)
+
+
+def page_config(place: Path, model: str | None = None) -> tuple[TrainConfig, str]:
+    """As ``folder_config`` for a folder or a table without a file beside it, at the model's own resolution and without
+    looking at the pictures."""
+    chosen = model or base_of(place)
+    data: Json = {"name": "data", "data": {"path": str(place)}, "model": _model(chosen)}
+    if not place.is_dir():
+        data["data"]["source"] = "table"
+    if chosen.startswith(DEMO):
+        data["data"]["resolution"] = TINY_SIDE
+    config = validate(data, str(place), needs_data=False, needs_model=False)
+    return config, _about(config, model is None, None)
+
+
+def with_model(config: TrainConfig, model: str) -> TrainConfig:
+    """A configuration's data and batches, for another base. Its other settings may not suit that one, and change no
+    size."""
+    whole = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    kept: Json = {name: whole[name] for name in ("name", "data", "train") if name in whole}
+    kept["validation"] = {"split": config.validation.split}
+    return validate({**kept, "model": _model(model)}, str(config.name), needs_data=False, needs_model=False)
+
+
+def _model(name: str) -> Json:
+    family = (family_of(name) or family_by_name(name) or FAMILIES[0]).family
+    return {"pretrained": name, **({"family": family} if family != FAMILIES[0].family else {})}
+
+
+def base_of(place: Path) -> str:
+    """The base for pictures when none is named: the tiny model for those that come with simpletune, else the default
+    one, whether a card is here or not."""
+    names = tuple(f"{name.removeprefix(PREFIX)}-v" for name in DATA)
+    return TINY_SD3 if place.parent.name == "demo" and place.name.startswith(names) else DEFAULT_MODEL
+
+
+def _card(device: str | None) -> Card | None:
+    if device is None:
+        from simpletune.commands.init.machine import card_here
+
+        return card_here()[0]
+    return None if device.lower() == CPU else find_card(device)
+
+
+def _about(config: TrainConfig, assumed: bool, card: Card | None) -> str:
+    model = config.model.pretrained
+    title = DEFAULT_TITLE if model == DEFAULT_MODEL else model
+    where = "" if card is None else f", on {card.name}"
+    more = "; --model names another" if assumed and model == DEFAULT_MODEL else ""
+    return f"sizes are for {title} at {config.data.resolution} px{where}{more}"

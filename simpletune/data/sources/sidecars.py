@@ -1,0 +1,328 @@
+"""Captions in files beside pictures, in every form that other programs write (``data.reading=any``)."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from simpletune.data.sources.captions import MAX_BYTES, METADATA, TEXTS, Metadata, read_lines, validate_caption
+from simpletune.data.sources.folder_names import MissingCaption
+from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.walk import OUTSIDE, Links, is_outside, is_text, read_regular, readable
+from simpletune.system.options import join_names
+from simpletune.system.portable import name_inside
+
+METADATA_CSV = "metadata.csv"
+KEYS = ("text", "caption", "prompt")  # fields of a caption; the first that is there counts
+CAPTION_LIKE = (*TEXTS, ".json", ".jsonl", ".csv", ".tsv", ".text", ".cap", ".captions", ".tags", ".tag", ".prompt",
+                ".prompts", ".desc", ".description", ".xml", ".yaml", ".yml", ".parquet")  # fmt: skip
+"""Extensions of files that may hold captions."""
+TELLING = ("caption", "captions", "prompt", "prompts", "label", "labels", "tags", "metadata", "descriptions")
+"""Names of text files that may hold the captions of many pictures."""
+MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
+         (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
+NO_PICTURE = "no picture has this name"
+ELSEWHERE = "the picture of this name lies in another folder. Put both into one"
+UNKNOWN = "may hold captions, in a form that is not read. Write a .txt beside each picture"
+SECOND = "its picture has its caption from another file"
+UNUSED = "its picture is not used"
+NOT_TEXT = "is not UTF-8 text, nor UTF-16 with a mark"
+
+
+def decode_text(data: bytes) -> str:
+    """Decode UTF-8, or UTF-16 or UTF-32 with a mark. UnusablePicture: it is none of them."""
+    try:
+        return data.decode(next((encoding for mark, encoding in MARKS if data.startswith(mark)), "utf-8-sig"))
+    except UnicodeDecodeError:
+        raise UnusablePicture(NOT_TEXT) from None
+
+
+def folded(name: str) -> str:
+    """A name as most file systems compare it: composed (NFC), in any case of letters."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+class Sidecars:
+    """The captions of the pictures of a folder. A picture has those of the first of:
+
+    - its line in the nearest ``metadata.jsonl`` or ``metadata.csv``, with names relative to that file (file_name) and a
+      field text, caption or prompt;
+    - ``NAME.txt``, ``NAME.caption`` or ``NAME.jpg.txt``;
+    - ``NAME.json`` or ``NAME.jpg.json`` with one of these fields;
+    - its entry in a JSON of sd-scripts: an object of names or paths, each with caption, tags, or both.
+
+    Names are equal if they are after composition (NFC) and in any case of letters; an exact one is preferred.
+
+    Args:
+        root: the data folder.
+        pictures: its pictures, without masks.
+        others: its other files.
+        links: whether files may be links that lead out of it.
+        kind: ``txt`` reads text files alone, ``jsonl`` only metadata.
+        apart: masks, and pictures of other splits: their captions are no fault.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        pictures: Sequence[Path],
+        others: Iterable[Path],
+        links: Links,
+        kind: str = "auto",
+        apart: Sequence[Path] = (),
+    ) -> None:
+        self.root, self.links = root, links
+        self.rejected: list[RejectedEntry] = []  # lines of metadata that cannot be used
+        self.damaged: dict[Path, str] = {}  # files of many captions that cannot be read, and why
+        self._pictures, self._apart = _Names(root, pictures), _Names(root, apart)
+        self._of_apart: set[Path] = set()  # metadata of pictures that are apart
+        self._likely = [file for file in others if file.suffix.lower() in CAPTION_LIKE]
+        self._lines: dict[Path, tuple[Path, tuple[str, ...], str]] = {}  # by picture: file, captions, what they are
+        self._beside: dict[Path, list[Path]] = {}  # text files by picture
+        if kind != "txt":
+            self._read_metadata()
+        if kind != "jsonl":
+            self._find_texts(pictures)
+        if kind == "auto":
+            self._read_json([each for each in pictures if each not in self._lines and each not in self._beside])
+
+    def __len__(self) -> int:
+        """How many pictures have a caption, usable or not."""
+        return len(self._lines.keys() | self._beside.keys())
+
+    def described(self) -> str:
+        """Where the captions come from."""
+        lines = dict.fromkeys(file.name for file, _, _ in self._lines.values())
+        ends = dict.fromkeys(_ending(picture, file) for picture, files in self._beside.items() for file in files)
+        texts = [f"{join_names(sorted(ends))} files beside the pictures"] if ends else []
+        return " and ".join([*(list(lines) if len(lines) < 4 else [f"{len(lines):,} .json files"]), *texts])
+
+    def files_of(self, picture: Path) -> list[Path]:
+        """The files that hold a picture's captions."""
+        line = self._lines.get(picture)
+        return [*([line[0]] if line else []), *self._beside.get(picture, [])]
+
+    def caption_of(self, picture: Path) -> tuple[str, ...]:
+        """The captions of a picture. UnusablePicture: none is usable, or two files differ; MissingCaption: none."""
+        texts = {file: self._text(file) for file in self._beside.get(picture, [])}
+        found: set[tuple[str, ...]] = {(text,) for text in texts.values()}
+        if picture in self._lines:
+            _, captions, what = self._lines[picture]
+            found.add(tuple(validate_caption(caption, what) for caption in captions))
+        if not found:
+            raise MissingCaption(f"has no caption: {picture.with_suffix(TEXTS[0]).name} is missing")
+        if len(found) > 1:
+            names = " and ".join(readable(file.name) for file in self.files_of(picture))
+            raise UnusablePicture(f"has two different captions: {names}. Keep one")
+        return found.pop()
+
+    def left_over(self, used: set[Path]) -> dict[Path, str]:
+        """The files that may hold captions and were not used, with the reason."""
+        taken = {file for picture in self._beside.keys() | self._lines.keys() for file in self.files_of(picture)}
+        left = {}
+        for file in self._likely:
+            if file in used:
+                continue
+            if file in self.damaged:
+                left[file] = self.damaged[file]
+            elif file in taken or file in self._of_apart or self._apart.beside(file) is not None:
+                left[file] = UNUSED
+            elif file.suffix.lower() in TEXTS and folded(file.stem) not in TELLING:
+                left[file] = ELSEWHERE if self._pictures.somewhere(file.stem) else NO_PICTURE
+            else:
+                picture = self._pictures.beside(file)
+                left[file] = SECOND if picture is not None and self.files_of(picture) else UNKNOWN
+        return left
+
+    def _text(self, file: Path) -> str:
+        what = f"its caption {readable(file.name)}"
+        if self.links == "inside" and file.is_symlink() and is_outside(file, self.root):
+            raise UnusablePicture(f"{what} {OUTSIDE}")
+        try:
+            text = decode_text(read_regular(file, MAX_BYTES))
+        except UnusablePicture as reason:
+            raise UnusablePicture(f"{what} {reason}") from None
+        return validate_caption(text.replace("\r\n", "\n"), what)
+
+    def _find_texts(self, pictures: Sequence[Path]) -> None:
+        by_name: dict[tuple[Path, str], list[Path]] = {}
+        for file in self._likely:
+            if file.suffix.lower() in TEXTS:
+                by_name.setdefault((file.parent, folded(file.stem)), []).append(file)
+        for picture in pictures:
+            found = [
+                *by_name.get((picture.parent, folded(picture.stem)), ()),
+                *by_name.get((picture.parent, folded(picture.name)), ()),
+            ]
+            exact = [file for file in found if file.stem in (picture.stem, picture.name)]
+            if found:
+                self._beside[picture] = exact or found
+
+    def _read_metadata(self) -> None:
+        files = [file for file in self._likely if file.name.lower() in (METADATA, METADATA_CSV)]
+        jsonl = {file.parent for file in files if file.name.lower() == METADATA}
+        for file in sorted(files, key=lambda file: (-len(file.parts), file.name.lower() == METADATA_CSV, file)):
+            if file.name.lower() == METADATA_CSV and file.parent in jsonl:
+                self.damaged[file] = f"{METADATA} beside it is read instead"
+                continue
+            try:
+                if self.links == "inside" and file.is_symlink() and is_outside(file, self.root):
+                    raise UnusablePicture(OUTSIDE)
+                text = decode_text(read_regular(file))
+                found = read_lines(text, KEYS) if file.name.lower() == METADATA else _read_csv(text)
+            except UnusablePicture as reason:
+                self.damaged[file] = str(reason)
+                continue
+            self._take_lines(file, found)
+
+    def _take_lines(self, file: Path, found: Metadata) -> None:
+        place = file.relative_to(self.root).as_posix()
+        self.rejected += [
+            RejectedEntry(f"{place}:{each.name.rpartition(':')[2]}", each.reason, "line") for each in found.rejected
+        ]
+        for name, captions in found.captions.items():
+            picture = self._pictures.named(file.parent, name)
+            if picture is None and self._apart.named(file.parent, name) is not None:
+                self._of_apart.add(file)
+            elif picture is None:
+                why = f"names {name!r}, which is no picture here"
+                self.rejected.append(RejectedEntry(f"{place}:{found.lines[name]}", why, "line"))
+            elif picture not in self._lines:
+                self._lines[picture] = file, captions, f"its text in {place}"
+
+    def _read_json(self, pictures: Sequence[Path]) -> None:
+        """The JSON of each picture, then those for many."""
+        files = {(file.parent, folded(file.stem)): file for file in self._likely if file.suffix.lower() == ".json"}
+        wanted = set(pictures)
+        for picture in pictures:
+            for name in (picture.stem, picture.name):
+                file = files.get((picture.parent, folded(name)))
+                captions = _captions_in(_load(file)) if file is not None else ()
+                if file is not None and captions:
+                    self._lines[picture] = file, captions, f"its text in {readable(file.name)}"
+                    wanted.discard(picture)
+        taken = {file for file, _, _ in self._lines.values()}
+        for file in files.values() if wanted else ():
+            if file not in taken:
+                self._take_many(file, wanted)
+
+    def _take_many(self, file: Path, wanted: set[Path]) -> None:
+        entries = _load(file, most=2**30)
+        if not isinstance(entries, dict):
+            return
+        for name, entry in entries.items():
+            captions = _kohya_captions(entry)
+            picture = self._pictures.any_form(file.parent, name) if captions else None
+            if picture in wanted:
+                self._lines[picture] = file, captions, f"its entry in {readable(file.name)}"
+                wanted.discard(picture)
+
+
+class _Names:
+    """Pictures by name: exact, composed, or in another case."""
+
+    def __init__(self, root: Path, pictures: Sequence[Path]) -> None:
+        self.root = root
+        self._exact, self._folded = {str(each): each for each in pictures}, dict[str, Path | None]()
+        self._stems, self._bare = dict[str, Path | None](), dict[str, Path | None]()
+        for each in pictures:
+            for index, key in (
+                (self._folded, folded(str(each))), (self._stems, folded(str(each.with_suffix("")))),
+                (self._bare, folded(each.stem)), (self._bare, folded(each.name)),
+            ):  # fmt: skip
+                index[key] = None if key in index else each  # None: several
+
+    def exact(self, path: Path) -> Path | None:
+        """The picture of a path; None: there is none, or there are several in other cases."""
+        return self._exact.get(str(path)) or self._folded.get(folded(str(path)))
+
+    def named(self, folder: Path, name: str) -> Path | None:
+        """The picture in a folder by its path from there, or from the root."""
+        found = self.exact(folder / name) or self.exact(self.root / name)
+        return found if found is not None and found.is_relative_to(folder) else None
+
+    def beside(self, file: Path) -> Path | None:
+        """The picture of the same name as a file, NAME or NAME.jpg."""
+        return self.stem(file.with_suffix("")) or self.exact(file.with_suffix(""))
+
+    def stem(self, path: Path) -> Path | None:
+        """The picture of a path without its suffix."""
+        return self._stems.get(folded(str(path)))
+
+    def somewhere(self, stem: str) -> bool:
+        """Whether a picture in any folder has this name, with or without suffix."""
+        return folded(stem) in self._bare
+
+    def any_form(self, folder: Path, name: str) -> Path | None:
+        """The picture of a key of sd-scripts: a path or a name, with or without suffix, perhaps of another machine."""
+        if not is_text(name) or "\0" in name:
+            return None
+        plain = name.replace("\\", "/")
+        inside = name_inside(plain)
+        for base in (folder, self.root) if inside else ():
+            if found := self.exact(base / str(inside)) or self.stem(base / str(inside)):
+                return found
+        return self._bare.get(folded(PurePosixPath(plain).name))
+
+
+def _ending(picture: Path, file: Path) -> str:
+    return file.suffix if file.stem != picture.name else f"{picture.suffix}{file.suffix}"
+
+
+def _load(file: Path | None, most: int = MAX_BYTES) -> Any:
+    """A file's JSON; None: it is none, or cannot be read."""
+    if file is None:
+        return None
+    try:
+        return json.loads(decode_text(read_regular(file, most)))
+    except (UnusablePicture, ValueError, RecursionError):  # left over, and named
+        return None
+
+
+def _captions_in(entry: object) -> tuple[str, ...]:
+    """The captions of an object with one of the fields of a caption; empty: it has none."""
+    value = next((entry[key] for key in KEYS if key in entry), None) if isinstance(entry, dict) else None
+    values = value if isinstance(value, list) else [value]
+    texts = tuple(text for text in values if isinstance(text, str) and text.strip() and is_text(text))
+    return texts if len(texts) == len(values) else ()
+
+
+def _kohya_captions(entry: object) -> tuple[str, ...]:
+    """Caption and tags of an entry, joined as sd-scripts does (FineTuningDataset)."""
+    if not isinstance(entry, dict):
+        return ()
+    parts = [entry.get("caption"), entry.get("tags")]
+    texts = [part.strip() for part in parts if isinstance(part, str) and part.strip() and is_text(part)]
+    return (", ".join(texts),) if texts else ()
+
+
+def _read_csv(text: str) -> Metadata:
+    """Read a metadata.csv. UnusablePicture: it lacks a column."""
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    columns = list(rows.fieldnames or [])
+    key = next((key for key in KEYS if key in columns), None)
+    if "file_name" not in columns or key is None:
+        known = join_names([repr(column) for column in columns]) or "none"
+        raise UnusablePicture(f"has no columns file_name and text (or caption, prompt). Its columns are {known}")
+    found = Metadata()
+    try:
+        for number, row in enumerate(rows, 2):
+            name = name_inside(str(row["file_name"] or "").replace("\\", "/"))
+            if not name or name in found.captions:
+                why = "names no picture of the folder" if not name else f"repeats {name!r}. Keep one"
+                found.rejected.append(RejectedEntry(f"{METADATA_CSV}:{number}", why, "line"))
+                continue
+            if None in row:
+                why = "has more cells than the first line. Put quotes around a text with commas"
+                found.rejected.append(RejectedEntry(f"{METADATA_CSV}:{number}", why, "line"))
+                continue
+            found.captions[name], found.lines[name] = (row[key] or "",), number
+    except csv.Error as error:
+        raise UnusablePicture(f"is not CSV ({error})") from None
+    return found
