@@ -21,7 +21,7 @@ from simpletune.data.sources.pictures import picture_size
 from simpletune.data.sources.sidecars import NO_PICTURE, SECOND, UNUSED
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
 from simpletune.data.sources.table import SUFFIXES as TABLES
-from simpletune.data.sources.walk import SUFFIXES, read_regular, walk
+from simpletune.data.sources.walk import SUFFIXES, USUAL, read_regular, walk
 from simpletune.runs.folder import METRICS, SUMMARY
 from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.printable import printable_name
@@ -114,7 +114,7 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
     user has set."""
     chosen = chosen or {}
     if not folder.exists():
-        raise UserError(f"{folder} does not exist. Give a folder with pictures ({', '.join(SUFFIXES)})")
+        raise UserError(f"{folder} does not exist. Give a folder with pictures ({USUAL})")
     if not folder.is_dir():
         raise UserError(f"{folder} is a file. Give the folder that holds the pictures")
     if (folder / METRICS).is_file() or (folder / SUMMARY).is_file():
@@ -130,7 +130,7 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
                 kinds = "tables of pictures" if source == "table" else "shards"
                 command = to_paste("simpletune", "train", "CONFIG", f"data.source={source}", f"data.path={folder}")
                 remedy = f"It holds {kinds}: {command} trains on them"
-        raise UserError(f"{folder} contains no pictures ({', '.join(SUFFIXES)}).{rejected} {remedy}")
+        raise UserError(f"{folder} contains no pictures ({USUAL}).{rejected} {remedy}")
     by_split = split_names(folder, found.pictures)
     data: Json = {"split": "train"} if "train" in by_split and "split" not in chosen else {}
     files = by_split["train"] if data else found.pictures

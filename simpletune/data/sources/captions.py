@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simpletune.data.sources.folder_names import MissingCaption
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
-from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, is_text, read_regular, too_large
+from simpletune.data.sources.walk import OUTSIDE, USUAL, Links, is_outside, is_text, read_regular, too_large
 from simpletune.system.options import UserError, plural
 from simpletune.system.portable import name_inside
 
@@ -189,7 +189,7 @@ class Metadata:
             if name in names:
                 continue
             there = os.path.exists(root / name)
-            why = f"which is hidden or not a {', '.join(SUFFIXES)} file" if there else "which does not exist"
+            why = f"which is hidden or no picture ({USUAL})" if there else "which does not exist"
             left.append(RejectedEntry(f"{METADATA}:{number}", f"names {name!r}, {why}", "line"))
         return left
 

@@ -42,6 +42,7 @@ from simpletune.data.sources.walk import (
     OTHER_PICTURES,
     OUTSIDE,
     SUFFIXES,
+    USUAL,
     FoundFiles,
     Links,
     Reading,
@@ -147,7 +148,7 @@ class Folder(Source):
             found = walk(path, self.links, self.reading)
             splits = split_names(path, found.pictures)
             if not found.pictures and not found.rejected:
-                yield Problem("data.path", f"{self.path} contains no pictures ({', '.join(SUFFIXES)}). Add some")
+                yield Problem("data.path", f"{self.path} contains no pictures ({USUAL}). Add some")
             elif self.split is not None and split_of_word(self.split) not in splits:
                 known = f"Its splits: {', '.join(splits)}" if splits else "It has none"
                 yield Problem("data.split", f"{self.path} has no pictures of the split {self.split!r}. {known}")

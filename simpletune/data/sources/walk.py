@@ -21,6 +21,7 @@ SUFFIXES = (
 )  # fmt: skip
 DATA_SET_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "readme.md", "license")
 """Files that datasets, or the hub, keep beside tables, in lower case."""
+USUAL = "jpg, png, webp, avif, heic, tiff and others"  # in messages
 OTHER_PICTURES = (
     ".jxl", ".psd", ".psb", ".svg", ".xcf", ".kra", ".exr", ".hdr", ".eps",
     ".3fr", ".arw", ".cr2", ".cr3", ".dng", ".erf", ".iiq", ".nef", ".nrw", ".orf", ".pef", ".raf", ".raw", ".rw2",

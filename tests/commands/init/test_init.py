@@ -19,7 +19,7 @@ from simpletune.commands.init.answers import ask
 from simpletune.commands.init.choices import PROFILES, TEMPLATES, profile_of, templates_for
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.data.sources.multi_source import scan_sources
-from simpletune.data.sources.walk import SUFFIXES
+from simpletune.data.sources.walk import USUAL
 from simpletune.data.split import split_pictures
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
@@ -354,7 +354,7 @@ def test_folders_of_any_name(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("name", "files", "message"),
     [
-        ("a", {}, f"contains no pictures ({', '.join(SUFFIXES)}). Add some"),
+        ("a", {}, f"contains no pictures ({USUAL}). Add some"),
         ("a/nothing", {}, "nothing does not exist. Give a folder with pictures"),
         ("a/x", {"x": ""}, "x is a file. Give the folder"),
         ("a", {"metrics.jsonl": "", "0.png": None}, "is the folder of a run"),

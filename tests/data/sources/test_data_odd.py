@@ -25,7 +25,7 @@ from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.pictures import decode, decode_mask, has_more_frames, picture_size
 from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, read_regular, walk
+from simpletune.data.sources.walk import MAX_BYTES, USUAL, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.devices import prepare_environment
 from simpletune.system.extras import install_extra
@@ -318,7 +318,7 @@ def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
     assert "'../a.png' is outside the folder" in found[f"{METADATA}:3"]
     assert "lone surrogate" in found[f"{METADATA}:4"]
     assert found[f"{METADATA}:5"] == "names 'gone.png', which does not exist"
-    assert f"not a {', '.join(SUFFIXES)} file" in found[f"{METADATA}:6"]
+    assert f"no picture ({USUAL})" in found[f"{METADATA}:6"]
     with pytest.raises(
         UserError, match="^data.path: 7 lines cannot be used:\n  metadata.jsonl:2: is not a JSON object"
     ):
