@@ -33,9 +33,11 @@ def three_blocks(tiny_config: dict, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def whole(run: Path) -> dict:
-    """The summary of a run that has ended with everything, and without a warning."""
+    """The summary of a run that has ended with everything, and without a warning but that its losses are 0: the stub
+    computes no values."""
     summary = read_summary(run)
-    assert summary is not None and summary["complete"] and summary["warnings"] == []
+    assert summary is not None and summary["complete"]
+    assert [warning for warning in summary["warnings"] if "trained nothing" not in warning] == []
     assert (run / "README.md").is_file() and Path(summary["output"]).exists()
     return summary
 
