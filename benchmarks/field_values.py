@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import get_args, get_origin
 
-from benchmarks.compare_rows import CLASS, FP32, FULL, INPUTS, INT8, LORA, PROMPT, SLOW, Json
+from benchmarks import compare_rows
+from benchmarks.compare_rows import CLASS, FULL, INPUTS, INT8, PROMPT, SLOW, Json
 from simpletune.config.schema import TrainConfig
 from simpletune.system.options import Option
 
@@ -15,26 +16,14 @@ START = "START"  # stands for the result of the row's baseline
 
 KINDS = ("plan", "loss", "file", "said", "estimate")
 
-SD3: Json = {
-    "device": "cpu",
-    "model": {"pretrained": f"{INPUTS}/sd3", "t5_length": 8},
-    "data": {"path": f"{INPUTS}/flat", "resolution": 32},
-    "adapter": LORA,
-    "precision": FP32,
-    "optimizer": {"lr": 0.01},
-    "train": {"steps": 2},
-    "memory": {"checkpointing": "none"},
-    "checkpoint": {"every": None},
-    "validation": {"prompts": [], "loss_samples": 0},
-    "profile": {"max_traces": 0},
-    "tracking": {"tensorboard": False},
+SD3: Json = compare_rows.SD3 | {
+    "data": {"path": f"{INPUTS}/flat", "resolution": 32}, "train": {"steps": 2}, "checkpoint": {"every": None},
     "output": {"report": False},
-}
+}  # fmt: skip
 SD15: Json = SD3 | {
     "model": {"family": "sd15", "pretrained": f"{INPUTS}/sd15"},
     "data": {"path": f"{INPUTS}/flat", "resolution": 64},
 }
-SD2: Json = SD15 | {"model": {"family": "sd15", "pretrained": f"{INPUTS}/sd2"}}
 SDXL: Json = SD15 | {"model": {"family": "sdxl", "pretrained": f"{INPUTS}/sdxl"}}
 
 

@@ -35,7 +35,7 @@ from simpletune.system.options import (
     union_of,
 )
 from simpletune.system.package import PACKAGE
-from simpletune.system.redact import secret_paths
+from simpletune.system.redact import secret_paths, texts_in
 from simpletune.system.safetensors_file import PICKLES, conversion, read_header
 from simpletune.system.shell import to_paste, typed_path
 from simpletune.system.strict_json import JsonError
@@ -239,18 +239,9 @@ def validate(
 
 def _too_long(data: Json, file: str) -> Problem:
     """The problem of a path that is longer than any file's: its place is the longest value within it."""
-    named = {path: value for path, value in _texts(data) if value in file}
+    named = {path: value for path, value in texts_in(data) if value in file}
     path = max(named, key=lambda path: len(named[path]), default="")
     return Problem(path, f"{file[:40]}... has {len(file):,} characters, more than a file's name can. Shorten it")
-
-
-def _texts(value: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of a configuration, by its path."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(each, f"{path}.{key}" if path else str(key))
 
 
 def path_fields(data: Json) -> Iterator[tuple[Any, Any, str]]:

@@ -117,6 +117,14 @@ def _override(merged: Json, path: str, text: str, problems: list[Problem]) -> li
     return []
 
 
+def as_overrides(fields: Json) -> list[str]:
+    """Values by path as overrides, for a command line."""
+    return [
+        f"{path}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for path, value in fields.items()
+    ]
+
+
 def parse_value(field: FieldInfo | None, text: str) -> object:
     """Parse an override by the field's type: ``name=123`` is text, ``train.steps=123`` is a number."""
     try:

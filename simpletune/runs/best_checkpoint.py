@@ -19,9 +19,10 @@ from statistics import fmean
 
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import BEST, EVALUATIONS, is_start, read_json_or_none, read_rows, read_scores
-from simpletune.runs.repair import row_key, with_sum
+from simpletune.runs.folder import BEST, EVALUATIONS, read_json_or_none, read_rows, read_scores
+from simpletune.runs.repair import is_start, row_key
 from simpletune.system.atomic import remove, write_text
+from simpletune.system.checksums import with_sum
 from simpletune.system.options import Json, UserError, join_names, plural
 
 FEWEST = 5

@@ -43,7 +43,7 @@ from simpletune.runs.result import export_result
 from simpletune.system.atomic import atomic_folder, quarantine, temporary_path
 from simpletune.system.checksums import sha256_of
 from simpletune.system.console import say
-from simpletune.system.environment import numeric_versions
+from simpletune.system.environment import NUMERIC, numeric_versions
 from simpletune.system.options import Json, UserError
 from simpletune.system.portable import flush_to_disk, name_inside
 from simpletune.system.processes import is_first_process
@@ -185,7 +185,7 @@ def read_checkpoint(folder: Path) -> SavedState:
         state = read_state(folder / STATE)
         fields = {name: state[name] for name in ("step", "config", "manifest", "optimizer", "processes")}
         later = {name: state[name] for name in ("micro_batches", "fp16", "figures", "base") if name in state}
-        versions = {name: state[name] for name in numeric_versions() if name in state}
+        versions = {name: state[name] for name in NUMERIC if name in state}
         saved = SavedState(folder, **fields, **later, versions=versions)
         checksums = state["sha256"]
         _require_kinds(saved, checksums)

@@ -14,17 +14,9 @@ from typing import ClassVar
 
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
-from simpletune.runs.repair import (
-    NUMBER,
-    parse_row,
-    read_own,
-    read_own_rows,
-    row_key,
-    set_aside,
-    with_sum,
-    without_sum,
-)
+from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, row_key, set_aside
 from simpletune.system.atomic import remove, write_json, write_text
+from simpletune.system.checksums import with_sum, without_sum
 from simpletune.system.console import say
 from simpletune.system.disk import room_for
 from simpletune.system.options import Json, UserError, join_names, plural
@@ -67,6 +59,7 @@ DRAWN = RunFile("drawn", first=True)
 PLANNED = RunFile("planned.json", first=True, file=True)  # steps and memory, by earlier versions
 REMOTE = RunFile("remote.json", first=True)  # names the stored run that the folder belongs to
 SAMPLES = RunFile("samples", first=True)
+BASE, START = "base", "start"  # in it: the pictures of the base, and of the LoRA that training begins with
 CHECKPOINTS = RunFile("checkpoints")
 SCORES = RunFile("evaluation.json")
 for _name in ("README.md", "report.html", "report.md", "pytorch_lora_weights.safetensors"):
@@ -211,11 +204,6 @@ def record_validation(folder: Path, row: Json) -> None:
     """Record an evaluation, replacing one of the same weights: a resumed run may evaluate a step again."""
     others = [json.dumps(old) for old in read_rows(folder / EVALUATIONS) if row_key(old) != row_key(row)]
     write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
-
-
-def is_start(row: Json) -> bool:
-    """Whether an evaluation is of the LoRA that a run began with, at step 0 as the base's."""
-    return bool(row.get("start"))
 
 
 def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:

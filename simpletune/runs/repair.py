@@ -5,7 +5,6 @@ Only the first of several processes renames; the others ignore the same files.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simpletune.system.atomic import quarantine
+from simpletune.system.checksums import without_sum
 from simpletune.system.console import say
 from simpletune.system.disk import existing
 from simpletune.system.options import Json, UserError, join_names
@@ -20,22 +20,6 @@ from simpletune.system.processes import is_first_process
 
 NUMBER = (int, float)
 CHANGED = "has changed since it was written (its checksum does not match)"  # a fault for ``set_aside``
-
-
-SUM = "checksum"  # of the other values of a small JSON file that decides something
-
-
-def with_sum(values: Json) -> Json:
-    """Add a checksum of the other values, which ``without_sum`` compares."""
-    return {**values, SUM: hashlib.sha256(json.dumps(values).encode()).hexdigest()}
-
-
-def without_sum(values: Json) -> Json:
-    """Remove the checksum, which files of 0.1.0 lack. ValueError: a value has changed since it was computed."""
-    known, rest = values.get(SUM), {name: value for name, value in values.items() if name != SUM}
-    if known is not None and known != with_sum(rest)[SUM]:
-        raise ValueError("its checksum does not match")
-    return rest
 
 
 def require_place(folder: Path) -> None:
@@ -108,7 +92,12 @@ def read_own_rows(file: Path, needed: tuple[str, ...]) -> list[Json]:
 
 def row_key(row: Json) -> tuple[int, bool]:
     """What is one row's alone in a file: its step, and whether it is of the start, which has step 0 like the base."""
-    return row["step"], bool(row.get("start"))
+    return row["step"], is_start(row)
+
+
+def is_start(row: Json) -> bool:
+    """Whether an evaluation is of the LoRA that a run began with, at step 0 as the base's."""
+    return bool(row.get("start"))
 
 
 def parse_row(line: str, needed: tuple[str, ...]) -> Json | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.checkpoint import SavedState
-from simpletune.system.environment import numeric_versions
+from simpletune.system.environment import NUMERIC, numeric_versions
 from simpletune.system.hub import commit_of
 from simpletune.system.options import Json, UserError
 
@@ -45,8 +46,12 @@ def base_of(config: TrainConfig, loras: list[Json]) -> Json:
 
 def moved(saved: SavedState, config: TrainConfig) -> list[str]:
     """List the changed places of the base, as ``path: old -> new``, of a checkpoint that knows the base's contents."""
-    changes = _changes(saved, config) if saved.base else []
-    return [change for change in changes if change.startswith(tuple(f"{place}:" for place in PLACES))]
+    return _of_places(saved, _changes(saved, config)) if saved.base else []
+
+
+def _of_places(saved: SavedState, changes: Sequence[str]) -> list[str]:
+    places = tuple(f"{place}:" for place in PLACES)
+    return [change for change in changes if saved.base and change.startswith(places)]
 
 
 def require_same_base(saved: SavedState, config: TrainConfig, base: Json) -> None:
@@ -90,7 +95,8 @@ def check_resumable(
     allowed changes, as ``path: old -> new``. A UserError lists those that affect the meaning of the weights or the
     order of samples. ``processes``: the current number; None skips this comparison. The contents of a base that has
     ``moved`` have been compared (``require_same_base``)."""
-    changes, places = _changes(saved, config), moved(saved, config)
+    changes = _changes(saved, config)
+    places = _of_places(saved, changes)
     pinned = [c for c in changes if c not in places and any(c.startswith((f"{p}:", f"{p}.")) for p in PINNED)]
     if pinned:
         remedy = "Use the same values, or start a new run under another name"
@@ -148,9 +154,8 @@ def _changes(saved: SavedState, config: TrainConfig) -> list[str]:
 
 def changed_versions(saved: SavedState) -> str | None:
     """Describe the libraries that compute and have changed since the checkpoint; None if none has."""
-    names = {"torch": "torch", "cuda": "CUDA", "cudnn": "cuDNN"}
     pairs = [
-        (names[name], now, saved.versions[name]) for name, now in numeric_versions().items() if name in saved.versions
+        (NUMERIC[name], now, saved.versions[name]) for name, now in numeric_versions().items() if name in saved.versions
     ]
     changed = [f"{name} {now or 'none'} (the checkpoint: {then or 'none'})" for name, now, then in pairs if now != then]
     return ", ".join(changed) or None

@@ -29,7 +29,6 @@ from simpletune.runs.folder import (
     EVALUATIONS,
     OVERFLOWS,
     SKIPPED,
-    is_start,
     overflow_words,
     predicted_time,
     read_json_or_none,
@@ -38,6 +37,7 @@ from simpletune.runs.folder import (
     read_rows,
     read_stacked,
 )
+from simpletune.runs.repair import is_start
 from simpletune.stages.prepared import PreparedData
 from simpletune.system.console import duration, say
 from simpletune.system.options import Json, join_names, plural

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from simpletune.system.atomic import write_text
 from simpletune.system.console import progress
+from simpletune.system.options import Json
 from simpletune.system.signals import poll
 
 SAMPLED_CHUNKS, CHUNK = 64, 65536
@@ -33,6 +34,22 @@ def sha256_of(file: Path, size: int = sys.maxsize) -> str:
             digest.update(part)
             size -= len(part)
     return digest.hexdigest()
+
+
+SUM = "checksum"  # of the other values of a small JSON file that decides something
+
+
+def with_sum(values: Json) -> Json:
+    """Add a checksum of the other values, which ``without_sum`` compares."""
+    return {**values, SUM: hashlib.sha256(json.dumps(values).encode()).hexdigest()}
+
+
+def without_sum(values: Json) -> Json:
+    """Remove the checksum, which files of 0.1.0 lack. ValueError: a value has changed since it was computed."""
+    known, rest = values.get(SUM), {name: value for name, value in values.items() if name != SUM}
+    if known is not None and known != with_sum(rest)[SUM]:
+        raise ValueError("its checksum does not match")
+    return rest
 
 
 def fingerprint_of_spans(file: Path, about: str, spans: Sequence[Span], sums: Path | None = None) -> str:
@@ -126,10 +143,7 @@ def _read(place: Path | None, state: tuple[int, ...]) -> dict[str, str]:
     if place is None:
         return {}
     try:
-        text, _, checksum = place.read_text(encoding="utf-8").rpartition("\n")
-        if hashlib.sha256(text.encode()).hexdigest() != checksum:
-            return {}
-        found = json.loads(text)
+        found = without_sum(dict(json.loads(place.read_text(encoding="utf-8"))))
         return dict(found["sums"]) if found["state"] == list(state) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -139,7 +153,7 @@ def _keep(place: Path | None, file: Path, state: tuple[int, ...], held: dict[str
     """Keep checksums of a file that has not changed since, nor just before, they were computed."""
     if place is None or not _is_settled(state) or _state(file) != state:
         return
-    text = json.dumps({"file": str(file), "state": list(state), "sums": held})
+    text = json.dumps(with_sum({"file": str(file), "state": list(state), "sums": held}))
     with suppress(OSError):  # a cache that is read-only: the next start computes it again
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}", shared=True)
+        write_text(place, text, shared=True)

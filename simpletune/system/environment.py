@@ -115,6 +115,9 @@ def variables() -> dict[str, str]:
     return {name: os.environ[name] for name in (*CHANGES, *CHANGE_LAST_BITS) if name in os.environ}
 
 
+NUMERIC = {"torch": "torch", "cuda": "CUDA", "cudnn": "cuDNN"}  # what computes, and how it is written
+
+
 def numeric_versions() -> dict[str, str | None]:
     """The versions of what computes, another of which may give other last bits; None if this torch has no CUDA."""
     import torch

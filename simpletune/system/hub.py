@@ -27,7 +27,7 @@ from simpletune.system.checksums import sha256_of
 from simpletune.system.console import progress, say
 from simpletune.system.disk import DiskFull, free_disk_bytes, reason_full
 from simpletune.system.model_folder import HALF, NAMES, weight_files
-from simpletune.system.options import UserError, plural
+from simpletune.system.options import Json, UserError, plural
 from simpletune.system.shell import log_in
 
 if TYPE_CHECKING:
@@ -365,14 +365,7 @@ def _download(file: HubFile, bar: type[tqdm]) -> None:
         constants.HF_HUB_DISABLE_XET = True  # the library reads the variable only once; now for all files to come
     for attempt in range(1, TRIES + 1):
         try:
-            hf_hub_download(
-                file.repository.name,
-                file.path,
-                repo_type=file.repository.kind,
-                revision=file.commit,
-                etag_timeout=constants.HF_HUB_ETAG_TIMEOUT,
-                tqdm_class=bar,
-            )
+            hf_hub_download(**_how(file), tqdm_class=bar)
             return
         except (HTTPError, OSError) as error:
             if attempt == TRIES or not _worth_a_retry(error):
@@ -435,11 +428,11 @@ def _pass_on(stream: Iterable[str], lines: queue.SimpleQueue[str]) -> None:
     lines.put("")
 
 
-def _command(file: HubFile) -> list[str]:
-    """The command of ``download_alone`` for a file."""
+def _how(file: HubFile) -> Json:
+    """The arguments of ``hf_hub_download`` for a file."""
     from huggingface_hub import constants
 
-    how = {
+    return {
         "repo_id": file.repository.name,
         "filename": file.path,
         "repo_type": file.repository.kind,
@@ -448,10 +441,14 @@ def _command(file: HubFile) -> list[str]:
         "endpoint": constants.ENDPOINT,
         "etag_timeout": constants.HF_HUB_ETAG_TIMEOUT,
     }
+
+
+def _command(file: HubFile) -> list[str]:
+    """The command of ``download_alone`` for a file."""
     # Without the current folder, whose files could hide modules; the package's comes last, as it may not be installed.
     found = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
     script = f"{found}; from simpletune.system.hub import download_alone; download_alone()"
-    return [sys.executable, "-P", "-c", script, json.dumps(how)]
+    return [sys.executable, "-P", "-c", script, json.dumps(_how(file))]
 
 
 def download_alone() -> None:

@@ -31,16 +31,16 @@ def redact(text: str, secrets: Sequence[str] | None = None) -> str:
     return SHAPES.sub(HIDDEN, text)
 
 
+def texts_in(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text of a JSON value, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from texts_in(each, f"{path}.{key}" if path else str(key))
+
+
 def secret_paths(value: Any) -> Iterator[str]:
     """Yield the paths of strings in a JSON value that contain a token or a password."""
     secrets = secrets_in_environment()  # once, because it reads the whole environment
-
-    def paths(value: Any, path: str) -> Iterator[str]:
-        if isinstance(value, dict | list):
-            children = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, child in children:
-                yield from paths(child, f"{path}.{key}" if path else str(key))
-        elif isinstance(value, str) and redact(value, secrets) != value:
-            yield path
-
-    return paths(value, "")
+    return (path for path, text in texts_in(value) if redact(text, secrets) != text)

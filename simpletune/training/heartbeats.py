@@ -50,7 +50,7 @@ class Timeouts:
     beat: float = 2.0  # between two heartbeats
     silent: float = 24.0  # without a heartbeat, after which a process counts as lost
     absent: float = 900.0  # for a process's first two heartbeats; it may run on a machine that starts later
-    said: float = 5.0  # of waiting for others before they have met, after which it is said
+    said: float = 5.0  # for the others to appear, before a process says that it is waiting for them
     refused: float = 10.0  # for torchrun's store, which was there before its processes
     meeting: float = 60.0  # to form the process group once all have heartbeats; gloo was seen to hang there
     failed: float = 10.0  # for this process to end by itself after another has failed

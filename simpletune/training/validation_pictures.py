@@ -16,6 +16,7 @@ from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.denoiser import Denoiser, model_device
+from simpletune.runs.folder import BASE, START
 from simpletune.runs.repair import set_aside
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import asked_for, generation_parameters, request_values, save_png
@@ -28,8 +29,6 @@ from simpletune.system.atomic import atomic_file, atomic_folder, remove
 from simpletune.system.console import say
 from simpletune.system.sheets import grid
 
-BASE = "base"
-START = "start"  # the LoRA that training begins with
 GRID = "grid.png"
 INPUT = "input"
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import has_start, is_due, is_validation_due, loss_name
 from simpletune.engine.optim.ema import use_average
 from simpletune.runs.attempts import AttemptRecorder
-from simpletune.runs.folder import EVALUATION, EVALUATIONS, is_start, read_rows, record_validation
+from simpletune.runs.folder import EVALUATION, EVALUATIONS, read_rows, record_validation
+from simpletune.runs.repair import is_start
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader

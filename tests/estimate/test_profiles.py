@@ -23,9 +23,9 @@ from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpoin
 from simpletune.estimate.job_estimate import needed
 from simpletune.estimate.levers import LEVERS, changed, savings
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.runs.repair import without_sum
 from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
+from simpletune.system.checksums import without_sum
 from simpletune.system.gpus import Card
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.explain_errors import memory_by_kind

@@ -22,7 +22,7 @@ from simpletune.runs.folder import (
     read_rows,
     read_scores,
 )
-from simpletune.runs.repair import with_sum
+from simpletune.system.checksums import with_sum
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import content_hash
 

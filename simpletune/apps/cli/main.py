@@ -190,16 +190,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.code
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (MemoryError, RuntimeError) as error:
-        if not _is_memory_full(error):
-            raise
-        print(f"error: {printable(redact(_memory_full(error)))}", file=sys.stderr)
-        return 5
-    except OSError as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         if _is_memory_full(error):
             print(f"error: {printable(redact(_memory_full(error)))}", file=sys.stderr)
             return 5
-        if error.filename is None:  # without a file, a traceback is more useful
+        if not isinstance(error, OSError) or error.filename is None:  # without a file, a traceback is more useful
             raise
         remedy = "Repair or remove it, or check that this user has read and write permission"
         text = f"{error.filename}: {error.strerror or type(error).__name__}. {remedy}"

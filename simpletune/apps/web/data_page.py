@@ -144,7 +144,7 @@ def data(request: Request) -> Response:
     return render(
         request, "data.html", data=found, shown=shown, query=found.query, card=card, default=default_model(card),
         models=(*CAPTIONERS, TAGGER), bases=MODELS, scan=scan, report=_report(scan), polled=False, most=ASKED_AGAIN,
-        **_gallery(request, found),
+        **_gallery(request, found, scan),
     )  # fmt: skip
 
 
@@ -174,10 +174,16 @@ def strip(request: Request) -> Response:
 def gallery(request: Request) -> Response:
     """GET /data/gallery: a page of thumbnails and captions."""
     found = data_set_of(request, request.query_params)
-    return render(request, "data_gallery.html", data=found, query=found.query, **_gallery(request, found))
+    return render(
+        request,
+        "data_gallery.html",
+        data=found,
+        query=found.query,
+        **_gallery(request, found, _scan(request, found, 0)),
+    )
 
 
-def _gallery(request: Request, found: DataSet) -> Json:
+def _gallery(request: Request, found: DataSet, scan: FolderScan | None) -> Json:
     show, text = request.query_params.get("show", "all"), request.query_params.get("q", "")
     show = show if show in SHOWN else "all"
     number = whole_number(request.query_params.get("page", "1"))
@@ -191,7 +197,7 @@ def _gallery(request: Request, found: DataSet) -> Json:
         entries = select_pictures(found, show, text, order, report)
     pages = max(1, -(-len(entries) // PAGE))
     page = min(max(1, number or 1), pages)
-    scanned = _report(_scan(request, found, 0))
+    scanned = _report(scan)
     faults = {} if scanned is None else faults_of(scanned)
     cards = picture_tiles(found, found.captioned(entries[(page - 1) * PAGE : page * PAGE]), faults)
     view = urlencode({**found.given, "show": show, "q": text, "order": order})

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,11 +18,11 @@ from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.scans import version_of
 from simpletune.commands.caption.pictures import require_text_captions
 from simpletune.commands.caption.record import Record
-from simpletune.commands.init.choices import TINY_SIDE
 from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, read_captions
+from simpletune.commands.inspect_data.folder_config import page_config
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
 from simpletune.commands.inspect_data.scan import DatasetReport
-from simpletune.config.load import read_config, validate
+from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import TINY_SD3
@@ -36,9 +36,9 @@ from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.table import SUFFIXES as TABLES
 from simpletune.data.sources.table import Table
 from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable, walk
-from simpletune.models.families import FAMILIES, family_by_name, family_of
+from simpletune.models.families import FAMILIES
 from simpletune.models.shared.buckets import Size, upscaling
-from simpletune.system.options import Json, UserError
+from simpletune.system.options import UserError
 
 MODELS = {
     **{family.pretrained: family.pretrained for family in FAMILIES},
@@ -66,7 +66,6 @@ class DataSet:
     config: TrainConfig  # with this source alone
     source: Folder | Table
     folder: Path  # the source's, links resolved; a table may be a file
-    why_not: str  # why its captions cannot be edited here; empty if they can
     mask_folder: Path | None = None  # data.mask_path, links resolved
     why_no_masks: str = ""  # why masks cannot be painted here; empty if they can
     model: str = ""  # that a folder's pictures are shown for; empty: the configuration's
@@ -93,9 +92,25 @@ class DataSet:
     def query(self) -> str:
         return urlencode(self.given)
 
+    @cached_property
+    def why_not(self) -> str:
+        """Why its captions cannot be edited here; empty if they can."""
+        if isinstance(self.source, Table):
+            return "a table holds them"
+        try:
+            require_text_captions(self.source, "")
+        except UserError as reason:
+            return str(reason)
+        return ""
+
+    @cached_property
+    def version(self) -> str:
+        """As ``version_of``, of the folder as this request finds it."""
+        return version_of(self.folder)[0]
+
     def files(self) -> list[Path]:
         """The pictures of a folder; masks are none."""
-        return list(_files(self.folder, self.source, version_of(self.folder)[0])[0])
+        return list(_files(self.folder, self.source, self.version)[0])
 
     def entries(self) -> list[CaptionedPicture]:
         if isinstance(self.source, Table):
@@ -107,14 +122,15 @@ class DataSet:
         files = [each for each in pictures if isinstance(each, Path)]
         if not files or isinstance(self.source, Table):
             return [each for each in pictures if isinstance(each, CaptionedPicture)]
+        others = _files(self.folder, self.source, self.version)[1]
         if self.why_not:
-            return _captions_elsewhere(self.source, self.folder, files)
+            return _captions_elsewhere(self.source, self.folder, files, others)
         entries = read_captions(self.folder, files)
         if self.source.reading == "0.1" or all(each.text for each in entries):
             return entries
-        if not _files(self.folder, self.source, version_of(self.folder)[0])[1]:
+        if not others:
             return entries
-        reader = self.source.caption_reader(self.folder, files)
+        reader = self.source.caption_reader(self.folder, files, others)
         return [each if each.text else _read_as_training(each, reader) for each in entries]
 
     def entry(self, name: str) -> CaptionedPicture:
@@ -205,11 +221,10 @@ def _read_as_training(entry: CaptionedPicture, reader: CaptionReader) -> Caption
 
 
 @lru_cache(maxsize=4)
-def _files(folder: Path, source: Folder, version: str) -> tuple[tuple[Path, ...], bool]:
-    """The pictures of a folder, and whether it has other files; listed again when it changes, which takes a second for
-    100,000."""
+def _files(folder: Path, source: Folder, version: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The pictures of a folder, and its other files; listed again when it changes, which takes a second for 100,000."""
     found = walk(folder, source.links, source.reading)
-    return tuple(without_masks(found.pictures, source.mask, source.mask_path)[0]), bool(found.others)
+    return tuple(without_masks(found.pictures, source.mask, source.mask_path)[0]), tuple(found.others)
 
 
 @lru_cache(maxsize=2)
@@ -233,10 +248,12 @@ def _version(file: Path) -> str:
     return f"{status.st_mtime_ns} {status.st_size}"
 
 
-def _captions_elsewhere(source: Folder, folder: Path, files: list[Path]) -> list[CaptionedPicture]:
+def _captions_elsewhere(
+    source: Folder, folder: Path, files: list[Path], others: Sequence[Path]
+) -> list[CaptionedPicture]:
     """Pictures with the captions that training reads from metadata.jsonl, file names or data.prompt."""
     try:
-        caption_of = source.caption_reader(folder, files).caption_of
+        caption_of = source.caption_reader(folder, files, others).caption_of
     except UserError:  # training says why; the pictures can be shown
         return read_captions(folder, files)
     entries = []
@@ -274,18 +291,11 @@ def open_data_set(roots: Roots, place: str, index: str, model: str = "", side: s
     if not (folder.is_dir() if isinstance(source, Folder) else folder.exists()):
         raise UserError(f"data.path: {source.path} is not a folder. Give the folder that holds the pictures")
     source = source.model_copy(update={"path": str(folder)})
-    why_not = why_no_masks = ""
+    why_no_masks = ""
     mask_folder = None
     if isinstance(source, Table):
-        why_not, why_no_masks = (
-            "a table holds them",
-            "a table's masks are the opacity of its pictures (data.mask=alpha)",
-        )
+        why_no_masks = "a table's masks are the opacity of its pictures (data.mask=alpha)"
     else:
-        try:
-            require_text_captions(source, "")
-        except UserError as reason:
-            why_not = str(reason)
         try:
             mask_folder = None if source.mask_path is None else roots.resolve(str(Path(source.mask_path).absolute()))
         except UserError as reason:
@@ -294,23 +304,14 @@ def open_data_set(roots: Roots, place: str, index: str, model: str = "", side: s
             why_no_masks = "data.mask=alpha takes the opacity of the pictures"
     alone = config.model_copy(update={"data": source})
     paths = tuple(each.path for each in members)
-    return DataSet(path, number, paths, alone, source, folder, why_not, mask_folder, why_no_masks, model, side, upscale)
+    return DataSet(path, number, paths, alone, source, folder, mask_folder, why_no_masks, model, side, upscale)
 
 
 @lru_cache(maxsize=16)
 def _config_of(path: Path, version: tuple[int, int], model: str, side: str, upscaled: bool) -> TrainConfig:
     """A file's configuration, or one for a folder, a model and a resolution; cached, because validation takes 50 ms."""
     if model:
-        data: Json = {"name": "data", "data": {"path": str(path)}, "model": {"pretrained": model}}
-        family = family_of(model) or family_by_name(model)
-        if family is not None:
-            data["model"]["family"] = family.family
-        data["data"] |= {"reading": "any"} if path.is_dir() else {"source": "table"}
-        if upscaled or model == TINY_SD3:
-            data["data"]["max_upscale"] = None
-        if side or model == TINY_SD3:
-            data["data"]["resolution"] = int(side or TINY_SIDE)
-        return validate(data, str(path), needs_data=False, needs_model=False)
+        return page_config(path, model, int(side) if side else None, upscaled)[0]
     return resolve_data_folder(read_config(path, needs_data=False, needs_model=False)[0])
 
 

@@ -95,15 +95,11 @@ class DamagedQueue(UserError):
 
 def read_queue(roots: Roots) -> list[QueueEntry]:
     """Return all entries in order, including ended ones; a UserError if the file is damaged, or of a newer version."""
-    return _read(roots)[0]
+    return read_all(roots)[0]
 
 
-def other_entries(roots: Roots) -> list[OtherEntry]:
-    """Return the entries that this version cannot use; a UserError as of ``read_queue``."""
-    return _read(roots)[1]
-
-
-def _read(roots: Roots) -> tuple[list[QueueEntry], list[OtherEntry]]:
+def read_all(roots: Roots) -> tuple[list[QueueEntry], list[OtherEntry]]:
+    """As ``read_queue``, and the entries that this version cannot use."""
     file = roots.own / FILE
     try:
         values = json.loads(file.read_bytes())
@@ -136,7 +132,7 @@ def change(
     roots.own.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(roots.own / LOCK, "waiting for another page to write the queue"):
         try:
-            entries, others = _read(roots)
+            entries, others = read_all(roots)
         except DamagedQueue:
             quarantine(roots.own / FILE)
             entries, others = [], []

@@ -195,6 +195,7 @@ def _cards(found: list[Json], charted: list[Path]) -> dict[str, object]:
 
 def _queue(roots: Roots) -> dict[str, object]:
     try:
-        return {"entries": queue.read_queue(roots), "others": queue.other_entries(roots), "damaged": ""}
+        entries, others = queue.read_all(roots)
+        return {"entries": entries, "others": others, "damaged": ""}
     except UserError as error:
         return {"entries": [], "others": [], "damaged": str(error)}

@@ -61,11 +61,12 @@ def require_text_captions(source: Folder, field: str) -> Folder:
     folder = Path(source.path)
     if source.prompt is not None:
         raise UserError(f"data.prompt is set, so no caption in {source.path} would be read. Set data.prompt=null")
-    names = {METADATA} if (folder / METADATA).exists() else set[str]()
-    if source.reading == "any":
-        names = {
-            file.name for file in walk(folder, source.links).others if file.name.lower() in (METADATA, METADATA_CSV)
-        }
+    names = set[str]()
+    if source.captions in ("auto", "jsonl") and source.reading == "any":
+        found = walk(folder, source.links).others
+        names = {file.name for file in found if file.name.lower() in (METADATA, METADATA_CSV)}
+    elif source.captions in ("auto", "jsonl") and (folder / METADATA).exists():
+        names = {METADATA}
     if source.captions in ("jsonl", "filename") or (source.captions == "auto" and names):
         read = min(names, default=METADATA) if source.captions != "filename" else "file names"
         remedy = f"Set data.captions=txt in a configuration{f', or remove {read}' if names else ''}"

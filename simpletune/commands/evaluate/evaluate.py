@@ -20,11 +20,11 @@ from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
 from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
-from simpletune.runs.repair import with_sum
 from simpletune.runs.report.evaluations import about_scores
 from simpletune.runs.weights_names import find_whole_run, run_config
 from simpletune.stages.sample import PictureRequest
 from simpletune.system.atomic import write_json
+from simpletune.system.checksums import with_sum
 from simpletune.system.console import say
 from simpletune.system.locks import exclusive
 from simpletune.system.options import Json, UserError, plural

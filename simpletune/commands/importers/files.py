@@ -27,7 +27,7 @@ VALUES = 100_000  # of a JSON or TOML file
 YAML_VALUES = 20_000  # whose parser takes about 30 microseconds for each
 DIGITS = 80  # of a number; 64 bits take up to 66, in base 2
 DEEP_KEY = re.compile(rf"""^\s*\[*(?:[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.){{{MAX_DEPTH},}}""", re.MULTILINE)
-"""A dotted key of TOML with so many parts, for which its parser takes quadratic time."""
+"""A dotted TOML key of ``MAX_DEPTH`` parts or more; tomllib reads one in quadratic time."""
 
 
 class TooDeep(ValueError):

@@ -324,7 +324,7 @@ class Choices:
         of = {file.relative_to(seen.folder).as_posix() for file in masks.masks}
         without = [picture.name for picture in seen.pictures if picture.name not in of]
         whole = Choice("learn from the whole pictures; the masks are left alone", {"data.mask": None})
-        if lost := masks.lost(seen.folder):
+        if lost := seen.lost_masks:
             self.ask(
                 f"{len(lost)} of {plural(len(masks.masks), 'mask')} lie where training does not look, such as "
                 f"{printable_name(lost[0].relative_to(seen.folder).as_posix())}. It reads NAME{LABEL}.png beside each "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,14 +20,14 @@ from simpletune.commands.init.choices import (
 )
 from simpletune.commands.init.inspect_folder import inspect_folder
 from simpletune.config.load import read_config, validate
-from simpletune.config.overrides import merge
+from simpletune.config.overrides import as_overrides, merge
 from simpletune.config.schema import DEMO
 from simpletune.data.sources.accounts import sentences
 from simpletune.data.sources.source import Source
 from simpletune.runs.outputs import require_new
 from simpletune.system.atomic import write_json
 from simpletune.system.console import note, say
-from simpletune.system.gpus import find_card
+from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.printable import printable
 from simpletune.system.shell import to_paste
@@ -70,13 +69,7 @@ def init_command(
     out = out or file_for(folder)
     require_new(out, overwrite)
     chosen = fields_of(folder, overrides)
-    card, why_none = None, ""
-    if device is None:
-        from simpletune.commands.init.machine import card_here
-
-        card, why_none = card_here()
-    elif device.lower() != CPU:
-        card = find_card(device)
+    card, why_none = card_for(device)
     seen = inspect_folder(folder, data_fields(chosen))
     say(
         f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
@@ -98,7 +91,7 @@ def init_command(
         from simpletune.commands.init.machine import fit_to_card
 
         suggestion = fit_to_card(suggestion, card)
-    validate(suggestion.config, str(out))
+        validate(suggestion.config, str(out))
     try:
         write_json(out, suggestion.config)
     except OSError as error:
@@ -106,6 +99,15 @@ def init_command(
     for line in _lines(suggestion, out, why_none):
         say(line)
     return out
+
+
+def card_for(device: str | None) -> tuple[Card | None, str]:
+    """A card by name or memory, none for ``cpu``, or for None this machine's; and why there is none here."""
+    if device is None:
+        from simpletune.commands.init.machine import card_here
+
+        return card_here()
+    return (None if device.lower() == CPU else find_card(device)), ""
 
 
 def fields_of(folder: Path, overrides: Sequence[str]) -> Json:
@@ -139,10 +141,7 @@ def _command(folder: Path, choice: Choice, answers: Answers, overrides: Sequence
     folder = folder / choice.below
     trigger = choice.overrides.get("trigger", answers.trigger)
     fields = {path: value for path, value in choice.overrides.items() if path != "trigger"}
-    words = [
-        *overrides,
-        *(f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in fields.items()),
-    ]
+    words = [*overrides, *as_overrides(fields)]
     if trigger is None:
         return to_paste("simpletune", verb, folder, *words)
     init = to_paste("simpletune", "init", folder, *words, "--trigger", trigger)
@@ -166,7 +165,7 @@ def _lines(suggestion: Suggestion, out: Path, why_none: str) -> Iterator[str]:
     yield f"{'next':<10} {to_paste('simpletune', 'check', out)}; {to_paste('simpletune', 'train', out)}"
 
 
-def _is_of(folder: Path, source: Source) -> bool:
+def is_of(folder: Path, source: Source) -> bool:
     return Path(source.path).resolve() == folder.resolve()
 
 
@@ -180,7 +179,7 @@ def config_for(folder: Path, overrides: Sequence[str] = (), verb: str = "train")
         init_command(folder, Answers(), quiet=True, overrides=of_data, verb=verb)
     config, _ = read_config(file)
     init = to_paste("simpletune", "init", folder)
-    if not any(_is_of(folder, source) for source in config.data.members):
+    if not any(is_of(folder, source) for source in config.data.members):
         raise UserError(
             f"{file} is a configuration for other pictures ({config.data.place}). Name a configuration, or write "
             f"one: {init} --out FILE"

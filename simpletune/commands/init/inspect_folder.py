@@ -93,6 +93,11 @@ class FolderContents:
         misnamed = texts if len(texts) >= max(FEWEST, bare / 2) else []  # fewer: a note, a licence
         return [*(each for each in left if _may_hold(*each)), *misnamed]
 
+    @cached_property
+    def lost_masks(self) -> list[Path]:
+        """The masks that training does not find."""
+        return self.masks.lost(self.folder)
+
     @property
     def words(self) -> list[str]:
         """The words of the folder's name that may be the subject's class."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import TINY_SIDE, suggest
-from simpletune.commands.init.command import CPU, fields_of, file_for
+from simpletune.commands.init.command import card_for, fields_of, file_for, is_of
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.data.demo import DATA, PREFIX, TINY_SD3
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.system.console import note
-from simpletune.system.gpus import Card, find_card
+from simpletune.system.gpus import Card
 from simpletune.system.options import Json
 from simpletune.system.printable import printable
 
@@ -40,10 +40,10 @@ def folder_config(
     file = file_for(folder)
     if model is None and device is None and os.path.isfile(file):  # its name may be too long for one
         config, notices = read_config(file, list(overrides), needs_model=False)
-        if any(Path(source.path).resolve() == folder.resolve() for source in config.data.members):
+        if any(is_of(folder, source) for source in config.data.members):
             note(notices)
             return config, ""
-    card = _card(device)
+    card = card_for(device)[0]
     answers = Answers(model=model or base_of(folder))
     found = suggest(folder, answers, card, chosen=fields_of(folder, overrides))
     merged, notices, problems = merge(found.config, list(overrides))
@@ -56,16 +56,26 @@ def folder_config(
     return config, _about(config, model is None, card)
 
 
-def page_config(place: Path, model: str | None = None) -> tuple[TrainConfig, str]:
-    """As ``folder_config`` for a folder or a table without a file beside it, at the model's own resolution and without
-    looking at the pictures."""
+def page_config(
+    place: Path, model: str | None = None, side: int | None = None, upscaled: bool = False
+) -> tuple[TrainConfig, str]:
+    """As ``folder_config`` for a folder or a table without a file beside it, without looking at the pictures.
+
+    Args:
+        place: of the pictures.
+        model: base to train; None: the default one.
+        side: resolution in pixels; None: the model's own.
+        upscaled: whether small pictures are used, however far they are scaled up; always for the tiny models.
+    """
     chosen = model or base_of(place)
-    data: Json = {"name": "data", "data": {"path": str(place)}, "model": _model(chosen)}
-    if not place.is_dir():
-        data["data"]["source"] = "table"
-    if chosen.startswith(DEMO):
-        data["data"]["resolution"] = TINY_SIDE
-    config = validate(data, str(place), needs_data=False, needs_model=False)
+    is_tiny = chosen.startswith(DEMO)
+    data: Json = {"path": str(place), **({"reading": "any"} if place.is_dir() else {"source": "table"})}
+    if upscaled or is_tiny:
+        data["max_upscale"] = None
+    if side is not None or is_tiny:
+        data["resolution"] = TINY_SIDE if side is None else side
+    whole = {"name": "data", "data": data, "model": _model(chosen)}
+    config = validate(whole, str(place), needs_data=False, needs_model=False)
     return config, _about(config, model is None, None)
 
 
@@ -88,14 +98,6 @@ def base_of(place: Path) -> str:
     one, whether a card is here or not."""
     names = tuple(f"{name.removeprefix(PREFIX)}-v" for name in DATA)
     return TINY_SD3 if place.parent.name == "demo" and place.name.startswith(names) else DEFAULT_MODEL
-
-
-def _card(device: str | None) -> Card | None:
-    if device is None:
-        from simpletune.commands.init.machine import card_here
-
-        return card_here()[0]
-    return None if device.lower() == CPU else find_card(device)
 
 
 def _about(config: TrainConfig, assumed: bool, card: Card | None) -> str:

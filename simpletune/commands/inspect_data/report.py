@@ -50,8 +50,12 @@ def report(
 ) -> DatasetReport:
     """Scan a configuration's data, print the report, and write the page, the contact sheet and the JSON file.
 
-    Without a folder nothing is written; ``as_figures`` prints only JSON; the sheet and the page show so many pictures;
-    ``about`` says what the sizes are for.
+    Args:
+        config: the configuration, with folders by name.
+        out: the folder to write to; None writes nothing.
+        as_figures: print JSON, and nothing else.
+        shown: the most pictures that the sheet and the page show.
+        about: what the sizes are for, in a sentence.
     """
     with silent() if as_figures else nullcontext():
         found = scan_dataset(resolve_data_folder(config), shown, tuple(source.path for source in config.data.members))

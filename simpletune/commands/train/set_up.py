@@ -101,11 +101,12 @@ def set_up(
         base = base_of(resolved, stacked)
     if saved is not None:
         require_same_base(saved, resolved, base)
-    threads = settle_threads(resolved, device, resumed=saved is not None)
+    chosen = {**saved.config.get("memory", {}), **chosen_before(resolved)} if saved else {}
+    threads = settle_threads(resolved, device, chosen.get("threads"))
     resolved = with_class_pictures(resolved, accelerator, stages)
     data = plan_data(resolved)
     tries_batch = config.train.batch_size == "auto"
-    settled = settle_memory(resolved, accelerator, data.plan, saved)
+    settled = settle_memory(resolved, accelerator, data.plan, chosen)
     config, resolved = (each.model_copy(update={"train": settled.train}) for each in (config, resolved))
     data = with_batch_size(data, settled)
     if main:
@@ -117,7 +118,7 @@ def set_up(
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
-    announce_resume(saved, config, prepared, processes, threads, chosen_before(resolved) if saved else {})
+    announce_resume(saved, config, prepared, processes, threads, chosen)
     if main:
         open_folder(config, prepared, saved, anew=resume == "auto")
         if begins is not None:
@@ -161,9 +162,8 @@ def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> l
     return stack.about if stack else []
 
 
-def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> int:
-    """Set the number of CPU threads, and print it if the CPU is the device; a resumed run keeps its number."""
-    earlier = chosen_before(config).get("threads") if resumed else None
+def settle_threads(config: TrainConfig, device: torch.device, earlier: int | None) -> int:
+    """Set the number of CPU threads, and print it if the CPU is the device; a resumed run keeps its ``earlier`` one."""
     on_cpu = device.type == "cpu"
     threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, earlier)
     if on_cpu:
@@ -172,13 +172,10 @@ def settle_threads(config: TrainConfig, device: torch.device, resumed: bool) -> 
     return threads
 
 
-def settle_memory(
-    config: TrainConfig, accelerator: Accelerator, plan: Plan, saved: checkpoint.SavedState | None
-) -> TrainConfig:
+def settle_memory(config: TrainConfig, accelerator: Accelerator, plan: Plan, before: Json) -> TrainConfig:
     """Settle the ``auto`` values of ``memory`` and of the batch size, and check the number of processes; a resumed run
-    keeps its earlier choices."""
+    keeps its earlier choices (``before``)."""
     device, processes = accelerator.device, accelerator.num_processes
-    before = {**saved.config.get("memory", {}), **chosen_before(config)} if saved else {}
     config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
     if config.train.batch_size == "auto":
         from simpletune.estimate.auto_settings import choose_batch
@@ -242,7 +239,6 @@ def announce_resume(
     if saved is None:
         return
     steps = config.steps(prepared.plan.steps_per_epoch)
-    chosen = {**saved.config.get("memory", {}), **chosen}
     kept = kept_settings(config, earlier_validation_samples(run_folder(config)), chosen, threads)
     for change in check_resumable(saved, config, prepared.plan.manifest(), processes):
         path, _, values = change.partition(": ")

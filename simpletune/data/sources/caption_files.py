@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.data.sources.captions import MAX_BYTES, TEXTS, one_line, validate_caption
+from simpletune.data.sources.captions import MAX_BYTES, TEXTS, one_line, texts_beside, validate_caption
 from simpletune.data.sources.sidecars import decode_text
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, is_outside, is_text, read_regular
@@ -54,11 +54,9 @@ def caption_file(root: Path, picture: Path) -> CaptionFile:
 def _texts_of(picture: Path) -> list[Path]:
     """The caption files of a picture: NAME.txt or NAME.caption, or if there is none, those in capital letters or named
     NAME.jpg.txt, once where the file system knows no case."""
-    usual = [picture.with_suffix(suffix) for suffix in TEXTS]
     capital = [picture.with_suffix(suffix.upper()) for suffix in TEXTS]
     whole = [picture.with_name(picture.name + suffix) for suffix in (*TEXTS, *map(str.upper, TEXTS))]
-    found = [file for file in usual if os.path.lexists(file)]
-    return found or [file for file in (*capital, *whole) if os.path.lexists(file)]
+    return texts_beside(picture) or [file for file in (*capital, *whole) if os.path.lexists(file)]
 
 
 def caption_content(file: Path, caption: str) -> str:

@@ -27,11 +27,13 @@ from simpletune.data.sources.captions import (
     txt_caption,
 )
 from simpletune.data.sources.folder_names import (
+    SPLITS,
     MissingCaption,
     explain_folder_names,
     hints_at_repeats,
     meaning,
     naming_folder,
+    split_named,
 )
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
 from simpletune.data.sources.pictures import decoding_of, picture_size
@@ -54,13 +56,6 @@ from simpletune.data.sources.walk import (
 )
 from simpletune.system.console import progress
 from simpletune.system.options import Problem, UserError, join_names, plural
-
-SPLITS = {
-    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
-    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
-"""Words in names of folders that mean a split, as for data sets on the hub (its imagefolder convention)."""
-
 
 MANY = 2000  # pictures from which on a scan shows its progress
 NO_CAPTIONS = f"the file names (no {METADATA}, no {' or '.join(TEXTS)} files, no data.prompt)"
@@ -90,19 +85,14 @@ class DamagedPicture(UnusablePicture):
     """A picture's file is damaged, or none that can be read."""
 
 
-def split_of_word(word: str) -> str:
-    """The split that a word means; the word itself if it is none of ``SPLITS``."""
-    return SPLITS.get(word.lower(), word.lower())
-
-
 def split_names(root: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """The pictures by split, if some folders are named like splits and others not, or like several; else empty. Those
     outside of all such folders are of ``train``."""
     found: dict[str, list[Path]] = {}
     for file in files:
-        words = [SPLITS[part.lower()] for part in file.relative_to(root).parts[:-1][:2] if part.lower() in SPLITS]
-        found.setdefault(words[0] if words else "train", []).append(file)
-    return {split: found[split] for split in dict.fromkeys(SPLITS.values()) if split in found} if len(found) > 1 else {}
+        named = (split_named(part.lower()) for part in file.relative_to(root).parts[:-1][:2])
+        found.setdefault(next((split for split in named if split in SPLITS), "train"), []).append(file)
+    return {split: found[split] for split in SPLITS if split in found} if len(found) > 1 else {}
 
 
 class Folder(Source):
@@ -146,10 +136,11 @@ class Folder(Source):
             yield Problem("data.path", f"{self.path} is a file. Give the folder that holds the pictures")
         else:
             found = walk(path, self.links, self.reading)
-            splits = split_names(path, found.pictures)
             if not found.pictures and not found.rejected:
                 yield Problem("data.path", f"{self.path} contains no pictures ({USUAL}). Add some")
-            elif self.split is not None and split_of_word(self.split) not in splits:
+            elif self.split is not None and (
+                split_named(self.split.lower()) not in (splits := split_names(path, found.pictures))
+            ):
                 known = f"Its splits: {', '.join(splits)}" if splits else "It has none"
                 yield Problem("data.split", f"{self.path} has no pictures of the split {self.split!r}. {known}")
         if self.mask_path is not None and self.mask != "files":
@@ -160,8 +151,8 @@ class Folder(Source):
     def scan(self, path: Path) -> Scan:
         """As for ``Source``. UserError: metadata.jsonl cannot be read."""
         found = walk(path, self.links, self.reading)
-        splits = split_names(path, found.pictures)
-        wanted = splits.get(split_of_word(self.split), []) if self.split is not None else found.pictures
+        splits = split_names(path, found.pictures) if self.split is not None or self.reading == "0.1" else {}
+        wanted = splits.get(split_named(self.split.lower()), []) if self.split is not None else found.pictures
         files, said = without_masks(wanted, self.mask, self.mask_path)
         chosen = set(files)
         apart = [file for file in found.pictures if file not in chosen]
@@ -242,12 +233,12 @@ class Folder(Source):
                 classes[file] = "not read", "neither a picture nor a caption"
         return classes
 
-    def caption_reader(self, path: Path, files: list[Path]) -> CaptionReader:
-        """How the captions of these files are read."""
-        return self._reader(path, files, walk(path, self.links, self.reading).others)[0]
+    def caption_reader(self, path: Path, files: Sequence[Path], others: Sequence[Path]) -> CaptionReader:
+        """How the captions of these pictures are read; ``others``: the other files of the folder."""
+        return self._reader(path, files, others)[0]
 
     def _reader(
-        self, path: Path, files: list[Path], others: list[Path], apart: Sequence[Path] = ()
+        self, path: Path, files: Sequence[Path], others: Sequence[Path], apart: Sequence[Path] = ()
     ) -> tuple[CaptionReader, list[str]]:
         """How captions are read, and hints at files that are not seen; ``apart``: the pictures that are not to be used.
         UserError: metadata.jsonl cannot be read."""
@@ -278,7 +269,7 @@ class Folder(Source):
         return described + (", else the words of the folders' names" if self.folder_names == "kohya" else "")
 
     def _reader_of_first(
-        self, path: Path, files: list[Path], sidecars: Sidecars, apart: Sequence[Path]
+        self, path: Path, files: Sequence[Path], sidecars: Sidecars, apart: Sequence[Path]
     ) -> tuple[CaptionReader, list[str]]:
         """How release 0.1.0 read captions, and hints at those that it does not see."""
         kind = self.captions

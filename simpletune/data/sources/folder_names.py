@@ -1,4 +1,5 @@
-"""Folder names as in kohya's scripts: ``10_sks dog`` holds pictures of "sks dog", each repeated ten times."""
+"""What names of folders mean: those of kohya's scripts, such as ``10_sks dog`` for pictures of "sks dog", each repeated
+ten times, and those of splits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from simpletune.data.sources.source import UnusablePicture
 from simpletune.system.options import join_names, plural
 from simpletune.system.printable import printable_name
 
+# The words for a split in names of files and folders, as datasets reads them (its data_files.py).
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 KOHYA = re.compile(r"(\d{1,3})_(.*)", re.DOTALL)  # matches 10_dog, not 2024_holiday
+
+
+def split_named(word: str) -> str:
+    """The split that a word in lower case stands for, validation for val; the word itself if there is none."""
+    return next((split for split, words in SPLITS.items() if word in words), word)
 
 
 def naming_folder(root: Path, name: str) -> str:

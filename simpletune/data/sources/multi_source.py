@@ -157,11 +157,11 @@ def scan_sources(data: Source | MultiSource) -> Scan:
         UserError: one cannot be scanned at all.
     """
     if isinstance(data, Source):
-        return _with_decoding(data.scan(Path(data.path)), data)
+        return _with_hint_at_hdr(data.scan(Path(data.path)))
     scans = []
     for index, source in enumerate(data.members):
         try:
-            scans.append(_with_decoding(source.scan(Path(source.path)), source))
+            scans.append(_with_hint_at_hdr(source.scan(Path(source.path))))
         except UserError as error:
             name = str(error).removeprefix("data.")
             raise UserError(str(error) if name == str(error) else field_of(data, index, name), error.code) from None
@@ -179,21 +179,18 @@ def scan_sources(data: Source | MultiSource) -> Scan:
     )
 
 
-def _with_decoding(scan: Scan, source: Source) -> Scan:
-    """A source's scan with the background of its pictures, and a hint at those of high dynamic range."""
+def _with_hint_at_hdr(scan: Scan) -> Scan:
+    """A source's scan with a hint at its pictures of high dynamic range."""
     hdr = [picture for picture in scan.pictures if picture.decoding.hdr]
-    hints = scan.hints
-    if hdr:
-        kinds = " and ".join(sorted({picture.decoding.hdr for picture in hdr}))
-        names = join_names([printable_name(picture.name) for picture in hdr])
-        hints = (
-            *hints,
-            f"{plural(len(hdr), 'picture has', 'pictures have')} a high dynamic range ({kinds}), which is not converted"
-            f": the colours would be learned washed out. Export without HDR: {names}",
-        )
-    if source.background == Picture.background and not hdr:
+    if not hdr:
         return scan
-    return replace(scan, pictures=[replace(p, background=source.background) for p in scan.pictures], hints=hints)
+    kinds = " and ".join(sorted({picture.decoding.hdr for picture in hdr}))
+    names = join_names([printable_name(picture.name) for picture in hdr])
+    hint = (
+        f"{plural(len(hdr), 'picture has', 'pictures have')} a high dynamic range ({kinds}), which is not converted: "
+        f"the colours would be learned washed out. Export without HDR: {names}"
+    )
+    return replace(scan, hints=(*scan.hints, hint))
 
 
 def with_paths(

@@ -203,8 +203,7 @@ class Sidecars:
         for picture in pictures:
             for name in (picture.stem, picture.name):
                 file = files.get((picture.parent, folded(name)))
-                captions = _captions_in(_load(file)) if file is not None else ()
-                if file is not None and captions:
+                if file is not None and (captions := _captions_in(_load(file))):
                     self._lines[picture] = file, captions, f"its text in {readable(file.name)}"
                     wanted.discard(picture)
         taken = {file for file, _, _ in self._lines.values()}
@@ -275,10 +274,8 @@ def _ending(picture: Path, file: Path) -> str:
     return file.suffix if file.stem != picture.name else f"{picture.suffix}{file.suffix}"
 
 
-def _load(file: Path | None, most: int = MAX_BYTES) -> Any:
+def _load(file: Path, most: int = MAX_BYTES) -> Any:
     """A file's JSON; None: it is none, or cannot be read."""
-    if file is None:
-        return None
     try:
         return json.loads(decode_text(read_regular(file, most)))
     except (UnusablePicture, ValueError, RecursionError):  # left over, and named

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.captions import MAX_BYTES, cell_captions, settle_lines
+from simpletune.data.sources.folder_names import SPLITS, split_named
 from simpletune.data.sources.masks import alpha_mask
 from simpletune.data.sources.pictures import decoding_of, picture_size
 from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
     Cell: TypeAlias = tuple[pyarrow.Scalar, pyarrow.Scalar | str, Path, int, int]  # picture, caption; chunk, row in it
 
 SUFFIXES = (".parquet", ".pq", ".arrow", ".feather")
-# The words for a split in names of files and folders, as datasets reads them (its data_files.py).
-SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 STATE, SPLIT_LIST = "state.json", "dataset_dict.json"  # of save_to_disk
 BASE64 = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # the begin of a PNG, JPEG, GIF and WebP
@@ -86,7 +81,7 @@ class Table(Source):
         else:  # on the Hub
             from simpletune.system.hub import data_set_folder
 
-            words = SPLITS.get(wanted := _split_named(self.split), (self.split,))
+            words = SPLITS.get(wanted := split_named(self.split), (self.split,))
             folder = data_set_folder(self.path, [f"*{word}*.parquet" for word in words])
             held, notes = [file for file in _table_files(folder) if file.suffix == ".parquet"], []
             files = [file for file in held if _split_of(folder, file) == wanted]
@@ -116,8 +111,8 @@ class Table(Source):
         accounts = Accounts()
         if path.is_dir():
             used = {file.relative_to(path).as_posix() for file in files}
-            kept = {file: file.relative_to(path).as_posix() for file in _table_files(path)}
-            left = {name: "not of this data set, or of another split" for name in kept.values() if name not in used}
+            names = {file.relative_to(path).as_posix() for file in _table_files(path)}
+            left = dict.fromkeys(names - used, "not of this data set, or of another split")
             accounts = account_tables(path, used, left)
         return Scan(pictures, rejected, described, notes=tuple(notes), files=accounts)
 
@@ -140,7 +135,7 @@ class Table(Source):
             notes.append(f"{about} left out, which datasets keeps beside its data: {join_names(left)}")
         if not kept:
             raise UserError(f"data.path: {self.path} contains no data but {join_names(left)}. Give the file to read it")
-        splits, wanted = {file: _split_of(path, file) for file in kept}, _split_named(self.split)
+        splits, wanted = {file: _split_of(path, file) for file in kept}, split_named(self.split)
         known = sorted({split for split in splits.values() if split is not None})
         chosen = [file for file in kept if splits[file] == wanted]
         if not chosen and wanted not in SPLITS:
@@ -264,20 +259,15 @@ def _saved_files(folder: Path, files: Sequence[Path]) -> list[Path]:
     return [file for file in files if file.name in listed]
 
 
-def _split_named(name: str) -> str:
-    """The split that a name stands for: validation for val."""
-    return next((split for split, words in SPLITS.items() if name in words), name)
-
-
 def _split_of(root: Path, file: Path) -> str | None:
     """The split that the names of a file and of its folders below ``root`` say, the file's own first; None: they say
     none."""
     within = file.relative_to(root)
     if (root / SPLIT_LIST).is_file() and len(within.parts) > 1:
-        return _split_named(within.parts[0])  # a folder for each split
+        return split_named(within.parts[0])  # a folder for each split
     shard = SHARD.match(file.stem)
     if shard and file.parent.name == "data" and shard[1] != "data":
-        return _split_named(shard[1])
+        return split_named(shard[1])
     for name in (file.stem, *reversed(within.parts[:-1])):
         words = re.split(r"[^a-z0-9]+", name.lower())
         for split, known in SPLITS.items():

@@ -173,16 +173,17 @@ def account_tables(root: Path, used: Collection[str], left: Mapping[str, str]) -
     """What each file of a folder of tables or shards is. ``used``: the names, relative or not, of those that are read;
     ``left``: those that are not, with the reason."""
     found = walk(root, "inside")
+    pictures, foreign = set(found.pictures), set(found.foreign)
     classes: dict[str, tuple[FileClass, str]] = {}
     for file in (*found.pictures, *found.others, *found.foreign):
         name = file.relative_to(root).as_posix()
-        if file in found.foreign or file.name.lower() in DATA_SET_FILES:
+        if file in foreign or file.name.lower() in DATA_SET_FILES:
             classes[readable(name)] = "foreign", ""
         elif name in used or file.name in used:
             classes[readable(name)] = "table", ""
         elif name in left:
             classes[readable(name)] = "left over", left[name]
-        elif file in found.pictures:
+        elif file in pictures:
             classes[readable(name)] = "left over", "lies beside tables, and is read only where a row names it"
         else:
             classes[readable(name)] = "not read", "neither a table nor a picture"

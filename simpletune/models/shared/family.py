@@ -63,19 +63,18 @@ class Family(FamilyFacts):
     def fingerprints(self, sums: Path | None = None) -> dict[str, str]:
         """The fingerprint of every part that a training reads from files, by its name; ``sums`` as for
         ``Part.fingerprint``. A denoiser with random weights counts by its configuration."""
-        parts = [self.part(name) for name in self.part_names()]
-        read = [part for part in parts if part.folder is not None or part.file is not None]
-        if self.init == "random":
-            read = [part for part in read if part.name != self.denoiser]
-        found = {part.name: part.fingerprint(sums) for part in read}
-        for single in (part.single_file() for part in read if part.name == self.denoiser and part.file is not None):
-            told = json.dumps(
-                single.scheduler_settings, sort_keys=True
-            )  # marks beside the weights say what it predicts
-            found.setdefault("scheduler", hashlib.sha256(told.encode()).hexdigest()[:16])
-        if self.init == "random":
-            config = json.dumps(self.known_config(), sort_keys=True)
-            found[self.denoiser] = hashlib.sha256(config.encode()).hexdigest()[:16]
+
+        def short(config: ModelConfig) -> str:
+            return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+        found: dict[str, str] = {}
+        for part in map(self.part, self.part_names()):
+            if part.name == self.denoiser and self.init == "random":
+                found[part.name] = short(self.known_config())
+            elif part.folder is not None or part.file is not None:
+                found[part.name] = part.fingerprint(sums)
+                if part.name == self.denoiser and part.file is not None:  # its marks say what it predicts
+                    found.setdefault("scheduler", short(part.single_file().scheduler_settings))
         return found
 
     def known_part(self, name: str) -> Part:

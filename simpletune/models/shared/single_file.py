@@ -193,8 +193,10 @@ class SingleFile:
             start = 8 + int.from_bytes(handle.read(8), "little")
         spans: list[tuple[int, int]] = []  # of the part alone: another part's tensors may lie between
         for first, last in sorted(entry["data_offsets"] for entry in entries.values()):
-            joins = bool(spans) and spans[-1][1] == start + first
-            spans[-1:] = [(spans[-1][0], start + last)] if joins else [*spans[-1:], (start + first, start + last)]
+            if spans and spans[-1][1] == start + first:
+                spans[-1] = spans[-1][0], start + last
+            else:
+                spans.append((start + first, start + last))
         return fingerprint_of_spans(self.path, about, spans, sums)
 
     def read(self, part: str) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ LEFT_OUT = ("checkpoints", "wandb", REMOTE)  # checkpoints are uploaded by the i
 DAMAGED = ".damaged"  # ends the name of a fetched file whose checksum did not match; it is kept on this machine only
 IN_MEMORY = 2**24  # bytes of a file that is read before it is uploaded, since it may be replaced meanwhile
 AGAIN, LONGEST = 1.0, 60.0  # seconds until the first and between later attempts after a failure
-SOON, REMINDED = 2.0, 30.0  # seconds until it is said what a run that ends waits for, and until it is said again
+SOON, REMINDED = 2.0, 30.0  # seconds before a run that has ended first says what it waits for, and between reminders
 AT_STOP, AT_FAILURE, AT_END = 100.0, 60.0, 1800.0  # seconds that the last upload may take when a run ends
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from simpletune.config.validation_schedule import UNRELATED, drift_group
 from simpletune.runs.best_checkpoint import LAST, BestCheckpoint, choose_best, lowest_held_out, paired_difference
-from simpletune.runs.folder import EVALUATIONS, is_start, read_rows, read_scores
-from simpletune.runs.repair import row_key
+from simpletune.runs.folder import EVALUATIONS, read_rows, read_scores
+from simpletune.runs.repair import is_start, row_key
 from simpletune.runs.report import charts
 from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.runs.report.run_data import RunData

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from simpletune.runs.folder import BASE, START
 from simpletune.stages.png import ASKED, asked_for, generation_parameters
 
-BASE, START = "base", "start"
 LARGEST = 512  # pixels of the longer side
 SHOWN_AS_IS = 128  # small pictures keep every pixel
 ROOM = 3 * 2**20  # bytes of all pictures of a page

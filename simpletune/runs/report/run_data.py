@@ -21,8 +21,8 @@ from simpletune.runs.attempts import (
     total_seconds,
     with_unrecorded_steps,
 )
-from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY, is_start
-from simpletune.runs.repair import parse_row
+from simpletune.runs.folder import ATTEMPTS, CONFIG, ENVIRONMENT, EVALUATION, EVALUATIONS, METRICS, SUMMARY
+from simpletune.runs.repair import is_start, parse_row
 from simpletune.system.locks import is_held
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import stages_as_json

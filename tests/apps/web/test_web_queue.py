@@ -343,13 +343,13 @@ def test_an_entry_that_this_version_cannot_use_stays_and_stops_no_other(roots: R
         {**sound, "id": "f", "device": "tpu"}, {**sound, "id": "g", "name": "x" * 400}, {"id": 1}, 7, None, [],
     ]  # fmt: skip
     write_json(roots.own / queue.FILE, [*others, sound])
-    fields = [each.fields for each in queue.other_entries(roots)]
+    fields = [each.fields for each in queue.read_all(roots)[1]]
     assert fields[:6] == ["name", "name", "name", "state", "priority", "device"]
     assert_states_become(roots, [("good", "finished")])
     written = json.loads((roots.own / queue.FILE).read_text())
     assert written[1:] == others and written[0]["name"] == "good", "they are as they were"
     queue.remove(roots, "e")
-    assert [each.id for each in queue.other_entries(roots)] == ["a", "b", "c", "d", "f", "g", "", "", "", ""]
+    assert [each.id for each in queue.read_all(roots)[1]] == ["a", "b", "c", "d", "f", "g", "", "", "", ""]
     with pytest.raises(UserError, match="'my run' cannot be trained from this page. Rename its folder"):
         put(roots, "my run")
 

@@ -28,6 +28,7 @@ from simpletune.apps.web.scans import PictureScan, Scans
 from simpletune.commands.init import FolderContents, Question
 from simpletune.config.explain import explain
 from simpletune.config.load import path_fields, read_json, validate
+from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import DEMO, TrainConfig
 from simpletune.runs.folder import CONFIG
 from simpletune.system.gpus import Card, find_card
@@ -132,7 +133,7 @@ class FilledForm:
         made_by = self.base.made_by
         origin = self.base.data if made_by else read_json(Path(self.base.origin))
         changed = overrides(origin, self.data)
-        words = presets.overrides_in_words({path: value for path, value in changed.items() if path not in UNSAID})
+        words = as_overrides({path: value for path, value in changed.items() if path not in UNSAID})
         train = shlex.join(["simpletune", "train", self.base.origin, *words])
         return f"{shlex.join(['simpletune', *made_by, self.base.origin])} &&\n{train}" if made_by else train
 
@@ -172,17 +173,15 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     hidden = _without(data, {each.path for each in outside})
     # what follows from the scan is right; and the folder is not listed once more, which takes seconds for 100,000 files
     needs_data = scan is None or any(path.startswith("data.") and path != FOLDER for path in found.mine)
-    problems = [*outside, *_problems(data, hidden, {each.path for each in outside}, needs_data)]
+    more, config = _problems(data, hidden, {each.path for each in outside}, needs_data)
+    problems = [*outside, *more]
     if scan is not None and scan.problem and FOLDER not in {each.path for each in problems}:
         problems.append(Problem(FOLDER, scan.problem))
-    config = planned = None
-    if not problems:
-        config = validate(data, "form", needs_data=needs_data)
-    if scan is not None and scan.under_way:
+    under_way = scan is not None and scan.under_way
+    if problems or under_way:
         config = None
-    elif config is not None:
-        planned = config
-    else:
+    planned = config
+    if config is None and not under_way:
         with suppress(UserError):
             planned = validate(hidden, "form", needs_data=False)
     return FilledForm(asked, base, card, found, data, config, planned, problems, answers, answered, questions, scan)
@@ -232,16 +231,19 @@ def _base(
     return StartingConfig(data, label, str(file))
 
 
-def _problems(data: Json, hidden: Json, outside: set[str], needs_data: bool) -> list[Problem]:
-    """Return the problems that ``check`` finds, without looking at paths that the page may not read."""
+def _problems(
+    data: Json, hidden: Json, outside: set[str], needs_data: bool
+) -> tuple[list[Problem], TrainConfig | None]:
+    """Return the problems that ``check`` finds, without looking at paths that the page may not read (``hidden``), and
+    the configuration, if only a folder or such paths are wrong."""
     is_empty = get_at(data, FOLDER) == ""
     required = [Problem(FOLDER, "Give the folder with the pictures")] if is_empty else []
     try:
-        validate(hidden, "form", needs_data=needs_data)
+        config = validate(hidden, "form", needs_data=needs_data)
     except ConfigError as error:
         found = (each for each in error.problems if each.path not in outside)
-        return [*required, *(Problem(each.path, each.message.replace(QUOTES, "")) for each in found)]
-    return required
+        return [*required, *(Problem(each.path, each.message.replace(QUOTES, "")) for each in found)], None
+    return required, config
 
 
 def _without(data: Json, outside: set[str]) -> Json:

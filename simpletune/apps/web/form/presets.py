@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import Suggestion, profile_of, suggest
 from simpletune.commands.init.inspect_folder import FolderContents
 from simpletune.config.load import read_json, shipped_names
+from simpletune.config.overrides import as_overrides
 from simpletune.config.schema import run_name
 from simpletune.system.gpus import GROUPS, Card
 from simpletune.system.options import Json, UserError
@@ -60,7 +60,7 @@ def preset(
     a trigger word, which may be empty, and the fields that the user's answers about the pictures set."""
     if folder is not None and seen is not None:
         found = suggest(folder, Answers(trigger=trigger or None), card, seen, chosen)
-        fields = overrides_in_words(chosen or {})
+        fields = as_overrides(chosen or {})
         words = ["init", str(folder), *fields, *(["--trigger", trigger] if trigger else []), "--yes", "--out"]
         return StartingConfig(
             found.config, CHOSEN, f"{found.config['name']}.json", {each.path: each.why for each in found.reasons},
@@ -102,14 +102,6 @@ def shipped_config(
     reasons = {each.path: each.why for each in found.reasons if get_at(data, each.path) is not None}
     said = _said(found, seen, tuple(path for path in PROMINENT if path.startswith("data.")))
     return StartingConfig(data, label, name, reasons, (), (), said, found.questions)
-
-
-def overrides_in_words(fields: Json) -> list[str]:
-    """Fields by path as on a command line."""
-    return [
-        f"{path}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-        for path, value in fields.items()
-    ]
 
 
 def _said(found: Suggestion, seen: FolderContents, paths: tuple[str, ...]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.apps.web.run_state import file_stamp
-from simpletune.runs.folder import SAMPLES
+from simpletune.runs.folder import BASE, SAMPLES, START
 from simpletune.runs.outputs import folder_name
 from simpletune.runs.report.pictures import painted_inputs, row_titles
 from simpletune.runs.report.run_data import read_object
@@ -22,7 +22,6 @@ from simpletune.system.options import Json
 
 COLUMNS = 24  # steps shown besides the base
 SIDE = 512  # pixels of a small copy
-BASE, START = "base", "start"
 STEP = re.compile(r"^step-(\d{6,})$")
 PROMPT = re.compile(r"^prompt-(\d+)\.png$")
 COMPARE = "compare"

@@ -13,9 +13,9 @@ from simpletune.apps.web.run_state import RunState, state_of
 from simpletune.config.validation_schedule import standard_error
 from simpletune.runs.attempts import attempts_of, merged_stages
 from simpletune.runs.checkpoint_folders import list_checkpoints
-from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, PREDICTED, SAMPLES, is_start
+from simpletune.runs.folder import CONFIG, EVALUATION, EVALUATIONS, METRICS, PLANNED, PREDICTED, SAMPLES, START
+from simpletune.runs.repair import is_start
 from simpletune.runs.report.charts import ChartLine, svg_lines
-from simpletune.runs.report.pictures import START
 from simpletune.runs.report.run_data import read_object
 from simpletune.system.console import TrainingProgress, duration
 from simpletune.system.options import Json
