@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,7 +81,10 @@ def init_command(
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
     suggestion = suggest(folder, answers, card, seen, chosen)
     if suggestion.questions:
-        raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb))
+        said = {"--what": answers.what, "--length": answers.length, "--model": answers.model, "--device": device}
+        said |= {"--out": None if out == file_for(folder) else out, "--overwrite": overwrite, "--yes": quiet}
+        options = options_of(said) if verb == "init" else []
+        raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb, options))
     merged, notices, problems = merge(suggestion.config, list(overrides))
     validate(merged, str(out), problems)
     note(notices)
@@ -123,25 +126,44 @@ def fields_of(folder: Path, overrides: Sequence[str]) -> Json:
     return found
 
 
+def options_of(said: Mapping[str, object]) -> list[str]:
+    """The options of a command line that say something else than their defaults."""
+    words: list[str] = []
+    for option, value in said.items():
+        if value is True:
+            words.append(option)
+        elif value not in (None, False, "normal"):
+            words += [option, str(value)]
+    return words
+
+
 def open_questions(
-    folder: Path, questions: Sequence[Question], answers: Answers, overrides: Sequence[str], verb: str
+    folder: Path,
+    questions: Sequence[Question],
+    answers: Answers,
+    overrides: Sequence[str],
+    verb: str,
+    options: Sequence[str] = (),
 ) -> str:
-    """The questions with their choices, each with a command to paste."""
+    """The questions with their choices, each with a command to paste, which repeats the overrides and options given."""
     before = "trained" if verb == "train" else "written"
     lines = [f"{folder}: {plural(len(questions), 'question')} before anything is {before}"]
     for question in questions:
         lines.append(f"  {printable(question.text)}.")
         lines += [
-            f"    {choice.words}:  {_command(folder, choice, answers, overrides, verb)}" for choice in question.choices
+            f"    {choice.words}:  {_command(folder, choice, answers, overrides, verb, options)}"
+            for choice in question.choices
         ]
     return "\n".join(lines)
 
 
-def _command(folder: Path, choice: Choice, answers: Answers, overrides: Sequence[str], verb: str) -> str:
+def _command(
+    folder: Path, choice: Choice, answers: Answers, overrides: Sequence[str], verb: str, options: Sequence[str]
+) -> str:
     folder = folder / choice.below
     trigger = choice.overrides.get("trigger", answers.trigger)
     fields = {path: value for path, value in choice.overrides.items() if path != "trigger"}
-    words = [*overrides, *as_overrides(fields)]
+    words = [*overrides, *as_overrides(fields), *options]
     if trigger is None:
         return to_paste("simpletune", verb, folder, *words)
     init = to_paste("simpletune", "init", folder, *words, "--trigger", trigger)

@@ -191,7 +191,8 @@ def test_the_model_card_s_code_draws_as_we_do(
 def test_photos_are_examined_checked_and_trained_in_buckets(real_data: Path, base: Path, tmp_path: Path) -> None:
     photos = next(folder for folder in sorted((real_data / "dreambooth").iterdir()) if any(folder.glob("*.jpg")))
     out = tmp_path / "mine.json"
-    assert main(["init", str(photos), "--model", str(base), "--device", "cpu", "--yes", "--out", str(out)]) == 0
+    words = ["--model", str(base), "--device", "cpu", "--yes", "--out", str(out), "--trigger", "sks backpack"]
+    assert main(["init", str(photos), *words]) == 0
     config = json.loads(out.read_text())
     assert config["model"] == {"family": "sdxl", "pretrained": str(base)} and config["data"]["resolution"] == 1024
     small = ["data.resolution=192", "train.steps=2", "validation.every=null", "validation.loss_samples=0",
