@@ -157,7 +157,7 @@ def test_questions_are_answered_by_buttons_and_an_upload_shows_its_pictures(
     files = sorted(pictures(tmp_path / "mine").iterdir())
     Image.new("L", (96, 96), 255).save(tmp_path / "mine" / "0-masklabel.png")
     light.open(server.url + "/start")
-    light.fill("#upload-name", "masked lawn")
+    light.fill("#upload-name", "brown lawn")
     light.find("#upload-files").send_keys("\n".join(map(str, [*files, tmp_path / "mine" / "0-masklabel.png"])))
     light.until(lambda: light.text("#sums") == "5 files: 4 pictures, 1 mask", "what is in the folder")
     light.until(lambda: len(light.driver.find_elements("css selector", ".strip img.tiny, .strip img")) == 4, "pictures")
