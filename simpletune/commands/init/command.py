@@ -81,8 +81,9 @@ def init_command(
         answers = ask(answers, guess_what(seen)[0], default_trigger(seen, "subject"))
     suggestion = suggest(folder, answers, card, seen, chosen)
     if suggestion.questions:
-        said = {"--what": answers.what, "--length": answers.length, "--model": answers.model, "--device": device}
-        said |= {"--out": None if out == file_for(folder) else out, "--overwrite": overwrite, "--yes": quiet}
+        elsewhere = None if out == file_for(folder) else out
+        said: dict[str, object] = {"--what": answers.what, "--length": answers.length, "--model": answers.model}
+        said |= {"--device": device, "--out": elsewhere, "--overwrite": overwrite, "--yes": quiet}
         options = options_of(said) if verb == "init" else []
         raise UserError(open_questions(folder, suggestion.questions, answers, overrides, verb, options))
     merged, notices, problems = merge(suggestion.config, list(overrides))
