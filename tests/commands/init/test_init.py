@@ -608,9 +608,10 @@ def test_folders_of_sd_scripts_below_another_are_asked_about(tmp_path: Path, cap
     assert question.text.startswith("folders are named as for kohya's scripts (img/10_sks dog, reg/1_dog)")
     assert main(["init", str(folder), "--device", "cpu"]) == 2
     commands = [line.partition(":  ")[2] for line in capsys.readouterr().err.splitlines() if ":  " in line]
-    assert [shlex.split(command)[2:] for command in commands] == [
+    assert [shlex.split(command)[2:-2] for command in commands] == [
         [str(folder / "img")], [str(folder / "reg")], [str(folder), "data.folder_names=plain"],
     ]  # fmt: skip
+    assert all(command.endswith(" --device cpu") for command in commands)
     found = suggest(folder / "img")
     assert found.config["data"]["folder_names"] == "kohya" and not found.questions
     assert "10 repeats of 'sks dog'" in why(found, "data.folder_names")
