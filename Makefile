@@ -7,7 +7,7 @@ SLOW_SEED := $(or $(SEED),$(shell date +%Y%m%d))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quality style test durations flaky slow gpu dry host softgpu kernels pages coverage torture \
-	torture-together web screens compare predictions docs map mutants canary image tiny-sd3 \
+	torture-together web screens compare predictions shapes docs map mutants canary image tiny-sd3 \
 	tiny-sdxl tiny-encoders clean
 
 help:  ## show this list; takes no time
@@ -96,6 +96,9 @@ compare: setup  ## BASE=commit: short trainings by that commit and by the workin
 
 predictions: setup  ## after a change of what estimate simulates: compute missing or changed predictions that ship; the 168 besides SDXL's take 12 min on 2 cores beside other work (27 November 2026)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(PY) -m benchmarks.stored_predictions
+
+shapes: setup  ## after a new model that ships, or a new diffusers: the shapes of every model that ships, which check reads; 15 s
+	PYTHONPATH=. $(PY) -m benchmarks.stored_shapes
 
 docs: setup  ## write the pages of docs/reference that the code defines, and build the documentation as a site in build/site; 15 s
 	PYTHONPATH=. $(PY) docs/generate.py

@@ -67,9 +67,9 @@ class Job:
     @property
     def sample_bytes(self) -> int:
         """Bytes that a cached sample takes on disk: its latents and its prompt."""
-        model, wide = self.config.model, self.config.precision.encoder_dtype().itemsize
-        latent = self.config.data.resolution**2 // 64 * model.latent_channels * LATENT_BYTES
-        return latent + model.text_tokens * model.text_width * wide
+        model, side = self.config.model, self.config.data.resolution
+        latent = math.prod(model.autoencoder.shape(side, side)) * LATENT_BYTES
+        return latent + model.text.tokens * model.text.width * self.config.precision.encoder_dtype().itemsize
 
 
 @dataclass(frozen=True)

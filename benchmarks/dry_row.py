@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -83,30 +82,20 @@ def text(config: TrainConfig) -> None:
     """Encode prompts with each encoder, as ``simulate_stages.text_snapshots`` does."""
     import torch
 
-    from simpletune.models.shared.prompts import BATCH, clip_outputs, empty_clip
-    from simpletune.models.shared.t5_layers import EmptyT5, LayeredT5
+    from simpletune.models.text.encoder import BATCH, Tokens
 
     device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
-    for encoder in config.model.encoders():
+    for encoder in config.model.text.encoders:
         part = config.model.known_part(encoder.model)
-        if encoder.is_t5:
-            ids = torch.zeros((2 * BATCH, encoder.length or 0), dtype=torch.int64)
-            outputs: Iterable[object] = LayeredT5(part, dtype, device, EmptyT5(part, dtype)).encode(ids, BATCH)
-        else:
-            with torch.device("meta"):
-                clip: Any = empty_clip(encoder, part.config())
-            clip = clip.eval().to(dtype).to_empty(device=device)
-            ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-            outputs = clip_outputs(encoder, clip, ids, device, BATCH)
-        with torch.no_grad():
-            for _ in outputs:
-                pass
-        clip = None
+        opened, length = encoder.open_empty(part, dtype, device), encoder.length or encoder.positions(part.config())
+        for _ in opened.encode(Tokens(torch.zeros((2 * BATCH, length or 0), dtype=torch.int64)), BATCH):
+            pass
+        del opened
 
 
 def empty_vae(config: TrainConfig) -> Any:  # a diffusers autoencoder
     """The run's autoencoder on the card."""
-    from simpletune.estimate.simulate.simulate_stages import empty_autoencoder
+    from simpletune.stages.load import empty_autoencoder
 
     return empty_autoencoder(config).to("cuda")
 
@@ -118,7 +107,7 @@ def latents(config: TrainConfig) -> None:
     side, vae = config.data.resolution, empty_vae(config)
     with torch.no_grad():
         for _ in range(2):
-            config.model.encode_pictures(vae, torch.zeros(1, 3, side, side, device="cuda"))
+            config.model.autoencoder.encode(vae, torch.zeros(1, 3, side, side, device="cuda"))
 
 
 def train(config: TrainConfig) -> tuple[Any, Any]:  # the core and its batches
@@ -150,17 +139,17 @@ def validate(config: TrainConfig) -> None:
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)
-    pooled = torch.zeros(config.model.pooled_width, dtype=batch.prompt_embeds.dtype)  # as cached: without a framing
-    prompt = batch.prompt_embeds[0], pooled
+    prompt = config.model.text.blank(batch.conditioning.embeds.dtype)
     core.model.eval()
     free_memory(torch.device("cuda"))  # as a run does
     vae = empty_vae(config)
     torch.cuda.reset_peak_memory_stats()
     request = PictureRequest("", 0, "", *config.picture_size(), option.steps, option.guidance)
-    sampler = Sampler(core.model, ShapesOnlyModel(config.model), config.precision, core.modulation)
+    model = ShapesOnlyModel(config.model)
+    sampler = Sampler(core.model, model, config.precision, core.modulation, objective=config.objective)
     with torch.no_grad():
         z = sampler.denoise([request], [prompt], [prompt])
-        config.model.decode_latents(vae, z)
+        config.model.autoencoder.decode(vae, z)
 
 
 def main(rows: list[Row]) -> None:

@@ -76,9 +76,9 @@ def gradients(layers: int | None = None, side: int = 512) -> Json:
     torch.manual_seed(0)
     model = SD3Transformer2DModel.from_config(config).requires_grad_(False)
     torch.nn.init.normal_(model.proj_out.weight, std=0.02)
-    latents = torch.randn(1, *family.latent_shape(side, side))
-    text = torch.randn(1, 154, family.text_width)
-    pooled = torch.randn(1, family.pooled_width)
+    latents = torch.randn(1, *family.autoencoder.shape(side, side))
+    text = torch.randn(1, 154, family.text.width)
+    pooled = torch.randn(1, family.text.pooled_width)
 
     def by_position() -> torch.Tensor:  # [h, w], of patches
         tokens = []
@@ -111,7 +111,7 @@ def deviations(images: list[Image.Image]) -> dict[str, float]:
 def autoencoder() -> Json:
     """How far the outermost pixels of decoded latents are from the picture, in levels of 255, by side."""
     config = resolve_folders(read_config(DEMO)[0])
-    vae = config.model.load_vae(torch.device("cpu"), torch.float32)
+    vae = config.model.autoencoder.load(torch.device("cpu"), torch.float32)
     images = [
         pictures.draw(scene, seed=n) for n, scene in enumerate(pictures.sample_scenes(PROMPTS, seed=9, held_out=True))
     ]

@@ -82,10 +82,10 @@ def theirs(config: TrainConfig, wide: bool) -> Step:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters)
     model.train()
-    shape = batch, *family.latent_shape(side, side)
+    shape = batch, *family.autoencoder.shape(side, side)
     z, t = torch.zeros(shape, dtype=torch.bfloat16, device=CUDA), torch.zeros(batch, device=CUDA)
-    text = torch.zeros(batch, family.text_tokens, family.text_width, dtype=torch.bfloat16, device=CUDA)
-    more = {} if is_unet else {"pooled_projections": text.new_zeros(batch, family.pooled_width)}
+    text = torch.zeros(batch, family.text.tokens, family.text.width, dtype=torch.bfloat16, device=CUDA)
+    more = {} if is_unet else {"pooled_projections": text.new_zeros(batch, family.text.pooled_width)}
 
     def step() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):

@@ -332,7 +332,7 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
     shared = SharedBase(config, job.device, {(first.width, first.height)}, way.compiled)
     weights = BASE if not way.lora else Weights("LoRA", lora=next(job.lora.iterdir()), merged=way.lora == "fused")
     transformer, modulation = shared.use(weights)
-    vae = config.model.load_vae(job.device, config.precision.encoder_dtype())
+    vae = config.model.autoencoder.load(job.device, config.precision.encoder_dtype())
     requests = job.requests if way.guided else unguided(job.requests)
     requests = [replace(request, steps=max(1, round(way.steps * request.steps))) for request in requests]
 
@@ -344,7 +344,10 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
                 text.fill(first.texts, job.device)
             embeddings = {prompt: text.load(prompt) for prompt in first.texts}
         encoded = time.perf_counter()
-        sampler = Sampler(transformer, config.model, precision_of(config, weights), modulation, way.batch, way.reuse)
+        sampler = Sampler(
+            transformer, config.model, precision_of(config, weights), modulation, way.batch, way.reuse,
+            objective=config.objective,
+        )  # fmt: skip
         z = sampler.latents(requests, embeddings.__getitem__)
         denoised = time.perf_counter()
         decode(vae, config.model, z)

@@ -142,7 +142,7 @@ def paint(config: TrainConfig, weights: Weights, some: list[Task]) -> tuple[list
     """
     model, dtype = config.model, config.precision.encoder_dtype()
     denoiser, modulation = load_weights(config, weights, CPU, [(SIDE, SIDE)])
-    vae, text = model.load_vae(CPU, dtype), TextCache(model, dtype, config.output.place)
+    vae, text = model.autoencoder.load(CPU, dtype), TextCache(model, dtype, config.output.place)
     prompts = [caption(task.asked) for task in some]
     text.fill([*prompts, ""], CPU)
     load = cache(text.load)
@@ -150,9 +150,11 @@ def paint(config: TrainConfig, weights: Weights, some: list[Task]) -> tuple[list
         torch.stack([torch.from_numpy(np.array(task.picture)).permute(2, 0, 1) for task in some]).float() / 127.5 - 1
     )
     holes = torch.from_numpy(np.stack([task.hole for task in some]))[:, None]  # [b, 1, h, w]
-    small = torch.from_numpy(np.stack([latent_hole(task.hole) for task in some]))[:, None].float()
+    small = torch.from_numpy(np.stack([latent_hole(task.hole, model.autoencoder.downsampling) for task in some]))[
+        :, None
+    ].float()
     with torch.no_grad():
-        whole, masked = (model.encode_pictures(vae, each) for each in (pixels, pixels * ~holes))
+        whole, masked = (model.autoencoder.encode(vae, each) for each in (pixels, pixels * ~holes))
     requests = [PictureRequest(each, 7, "", SIDE, SIDE, STEPS, GUIDANCE) for each in prompts]
     requests = [replace(each, seed=number) for number, each in enumerate(requests)]
     sampler = Sampler(denoiser, model, config.precision, modulation, objective=config.objective)

@@ -22,7 +22,6 @@ from simpletune.estimate.simulate.reports import SIMULATED
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
     Recorders,
-    empty_autoencoder,
     simulate_class_pictures,
     simulate_encoding,
     text_snapshots,
@@ -32,7 +31,8 @@ from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.sections import StreamWork
 from simpletune.estimate.timing.speeds import ITEM, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
-from simpletune.models.shared.parts import BATCH
+from simpletune.models.text.encoder import BATCH
+from simpletune.stages.load import empty_autoencoder
 from simpletune.system.console import silent
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json

@@ -125,7 +125,7 @@ class Easel:
         self.transformer, self.modulation = load_weights(config, weights, device, [SIZE])
         dtype = config.precision.encoder_dtype()
         self.text = TextCache(config.model, dtype, config.output.place)
-        self.vae = config.model.load_vae(device, dtype)
+        self.vae = config.model.autoencoder.load(device, dtype)
 
     @classmethod
     def of(cls, config: TrainConfig, weights: Weights = BASE) -> Easel:

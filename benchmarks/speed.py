@@ -220,7 +220,7 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
         checkpointing = config.memory.checkpointing == "all"
         recipe = DreamBooth(model, vae, scheduler, accelerator, rank, Flags(checkpointing))
         pixels = torch.rand(batch, 3, side, side, device=device) * 2 - 1
-        text = batch, config.model.text_tokens, shapes["joint_attention_dim"]
+        text = batch, config.model.text.tokens, shapes["joint_attention_dim"]
         prompt_embeds = torch.randn(text, device=device, dtype=torch.bfloat16)
         pooled = torch.randn(batch, shapes["pooled_projection_dim"], device=device, dtype=torch.bfloat16)
         yield Steps(lambda: recipe.step(pixels, prompt_embeds, pooled), model, recipe.optimizer)

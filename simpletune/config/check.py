@@ -67,7 +67,7 @@ def config_rules(config: TrainConfig, family_known: bool = True) -> Iterator[Pro
 
 
 def _family_rules(config: TrainConfig) -> Iterator[Problem]:
-    """A base of another family, an objective that its models were not trained with, a method that it lacks, sizes that
+    """A base of another family, an objective that its models are not trained with, a method that it lacks, sizes that
     they cannot process."""
     model, name = config.model, config.objective.name
     other = family_of(model.pretrained)
@@ -79,11 +79,11 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
         )
     if model.loras and model.init == "random":
         yield Problem("model.loras", "LoRAs of a trained model do not suit random weights. Remove them, or model.init")
-    if name != model.objective:
+    if name not in model.objectives:
+        allowed = " or ".join(model.objectives)
         yield Problem(
             "objective.name",
-            f"{name}, but {model.title} models are trained with {model.objective}. Leave it out, or use "
-            f"{model.objective}",
+            f"{name}, but {model.title} models are trained with {allowed}. Leave it out, or use {allowed}",
         )
     if config.adapter.needs_contexts and (reason := model.no_hypernetwork) is not None:
         yield Problem(
@@ -159,8 +159,7 @@ def _text_rules(config: TrainConfig) -> Iterator[Problem]:
             f"adapter.method {adapter.method} trains and exports the whole denoiser, whose folder holds no text side. "
             "Use adapter.method lora, or text without embeddings and lora",
         )
-    resident = text.resident(config.model.clip_encoders)
-    if resident and config.memory.modulation == "plan":
+    if config.trains_conditioning and config.memory.modulation == "plan":
         what = "text.lora" if text.lora is not None else "text.embeddings.place input"
         yield Problem(
             "memory.modulation",
@@ -219,13 +218,16 @@ def _embedding_rules(config: TrainConfig, option: Embeddings) -> Iterator[Proble
 
 def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
     """Which encoders there are, and whether the result's file can hold their updates."""
-    known = config.model.clip_encoders
+    known, encoders = config.model.text.trainable, config.model.text.encoders
+    kind = " or ".join(sorted({each.kind for each in encoders if each.may_train}))
+    frozen = {each.name: each.kind for each in encoders if not each.may_train}
     for name in dict.fromkeys(option.encoders or ()):
         if name not in known:
-            t5 = "T5 is not trained: its 8.9 GiB would stay on the device. " if name == "t5" else ""
+            why = f"{frozen[name]} is not trained: all of it would stay on the device. " if name in frozen else ""
             yield Problem(
                 "text.lora.encoders",
-                f"{name!r} is not a CLIP encoder of {config.model.title}. {t5}Use {', '.join(known)}, or null for all",
+                f"{name!r} is not a {kind} encoder of {config.model.title}. {why}Use {', '.join(known)}, or null for "
+                "all",
             )
     if not (config.adapter.holds_lora or config.adapter.trains_base):
         yield Problem(
@@ -313,7 +315,7 @@ def may_recompute_alone(config: TrainConfig) -> bool:
     a known model and resolved demo names."""
     if not config.model.ends_with_feed_forward or config.speed.compile or config.precision.settled == "fp16":
         return False
-    if config.adapter.trains_base or config.text.resident(config.model.clip_encoders):
+    if config.adapter.trains_base or config.trains_conditioning:
         return False
     return not config.trained_modulation(config.model.known_shapes())
 

@@ -43,7 +43,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     local = "single file" if is_single_file(model.pretrained) else "local folder"
     source = "hub" if is_hub_name(model.pretrained) else "bundled" if config.is_demo else local
     under = f" with {', '.join(model.loras)} merged in" if model.loras else ""
-    yield "model", f"{model.pretrained} ({source}){under}, {model.describe_text()}"
+    yield "model", f"{model.pretrained} ({source}){under}, {model.text.describe()}"
     shapes, located = _shapes(config), resolve_model_folder(config).model
     if shapes is not None and located.inpaints:
         new = f"; {located.new_weights} begins with zeros for them" if located.new_weights else ""
@@ -162,7 +162,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         yield f"in tiles of {memory.feed_forward} tokens"
     if memory.offload_checkpoint_inputs:
         yield "offloads their inputs to the host"
-    shapes = _shapes(config) if memory.modulation == "auto" and config.model.has_modulation else None
+    shapes = _shapes(config) if memory.modulation == "auto" and config.model.modulation is not None else None
     may_plan = shapes is not None and auto_modulation(config, config.device == "cpu", shapes)[0] == "plan"
     if memory.modulation == "plan" or may_plan:
         where = "" if memory.modulation == "plan" else " on a GPU"

@@ -19,7 +19,7 @@ def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = N
     """
     if config.memory.modulation != "auto":
         return config
-    if not config.model.has_modulation:
+    if config.model.modulation is None:
         kind = "resident"
     else:
         kind, why = auto_modulation(config, on_host)
@@ -33,7 +33,7 @@ def auto_modulation(config: TrainConfig, on_host: bool, shapes: dict[str, Shape]
     """Return what auto means, and why; ``shapes`` are the base's, read from its folder if not given."""
     if config.adapter.trains_base:
         return "resident", f"adapter.method {config.adapter.method} trains it"
-    if config.text.resident(config.model.clip_encoders):
+    if config.trains_conditioning:
         return "resident", "the text encoders change the pooled prompt in every step"
     trained = config.trained_modulation(config.model.known_shapes() if shapes is None else shapes)
     if trained:

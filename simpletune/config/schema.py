@@ -445,13 +445,22 @@ class TrainConfig(Option):
                 f"plan needs frozen modulation weights, but adapter.targets trains {join_names(trained, 1)}. Use "
                 "adapter.targets attention, or memory.modulation resident",
             )
-        yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.has_modulation)
+        yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.modulation is not None)
         yield from inpainting_rules(self.data, self.model)
+
+    @property
+    def trains_conditioning(self) -> bool:
+        """Whether the text side trains what modulations are made from, the pooled prompt."""
+        modulation = self.model.modulation
+        reads_pooled = modulation is not None and modulation.reads_pooled
+        return reads_pooled and bool(self.text.resident(self.model.text.trainable))
 
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""
+        if (modulation := self.model.modulation) is None:
+            return []
         modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
-        return [name for name in modules if self.model.is_conditioning(name) and not self.adapter.is_untouched(name)]
+        return [name for name in modules if modulation.serves(name) and not self.adapter.is_untouched(name)]
 
 
 def run_name(text: str, default: str = "imported") -> str:

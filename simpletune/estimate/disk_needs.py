@@ -15,7 +15,7 @@ from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.data.plan import Plan
 from simpletune.data.storage.cache import crop_key
 from simpletune.engine.quant.precision import ITEM
-from simpletune.models.shared.parts import groups_of
+from simpletune.models.text.encoder import groups_of
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.stages.stream_plan import StreamPlan
 from simpletune.system.console import say
@@ -127,13 +127,14 @@ def disk_needs(
     yield "result", run, result
     prompts, pixels = (counts.prompts, counts.pixels) if plan is None else _to_encode(config, plan, start)
     prompt = bytes_of_prompt(config)
-    per_latent = config.model.latent_channels * LATENT_BYTES  # of 8 x 8 pixels
+    autoencoder = config.model.autoencoder
+    place, per_place = autoencoder.downsampling**2, autoencoder.channels * LATENT_BYTES  # its pixels and bytes
     if config.output.place.url is None:
-        yield "cached pictures", cache, pixels // 64 * per_latent
+        yield "cached pictures", cache, pixels // place * per_place
         yield "cached prompts", cache, prompts * prompt
     else:
         read = counts if plan is None else DataCounts.of(config, plan, start)
-        whole = read.pixels // 64 * per_latent + read.prompts * prompt
+        whole = read.pixels // place * per_place + read.prompts * prompt
         yield "local part of the cache", cache, min(config.output.place.limit, whole)
     if plan is None and isinstance(config.prior, ClassPictures):
         yield "class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES
@@ -141,9 +142,9 @@ def disk_needs(
 
 def bytes_of_prompt(config: TrainConfig) -> int:
     """Return an upper bound on one prompt's embeddings; packed ones are 8-bit numbers with a scale for each group."""
-    width, wide = config.model.text_width, ITEM[config.precision.encoder_type]
-    packed = sum(encoder.length or 0 for encoder in config.model.encoders() if encoder.packed)  # tokens
-    whole = (config.model.text_tokens - packed) * width + config.model.pooled_width
+    width, wide = config.model.text.width, ITEM[config.precision.encoder_type]
+    packed = sum(encoder.length or 0 for encoder in config.model.text.encoders if encoder.packed)  # tokens
+    whole = (config.model.text.tokens - packed) * width + config.model.text.pooled_width
     return whole * wide + packed * (width + 4 * groups_of(width))
 
 

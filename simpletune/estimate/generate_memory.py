@@ -15,12 +15,12 @@ from simpletune.estimate.simulate.simulate_stages import (
     ShapesOnlyModel,
     WholeWindowModulation,
     accounting_of,
-    empty_autoencoder,
     inpainting_input,
+    shortened,
 )
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
-from simpletune.stages.load import empty_base, modulation_of
+from simpletune.stages.load import empty_autoencoder, empty_base, modulation_of
 from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
@@ -77,16 +77,13 @@ def generation_bytes(
     with fake_tensors(), without_collection(), silent():
         denoiser = empty_base(model, config.memory, precision, CPU, [size])
         denoiser.eval().requires_grad_(False)
-        detached = modulation_of(denoiser, config.memory, precision, CPU)
+        detached = modulation_of(denoiser, config.model_copy(update={"precision": precision}), CPU)
         whole = None if detached is None else WholeWindowModulation(detached, picture.steps, request.steps)
-        text = (
-            torch.zeros(model.text_tokens, model.text_width, dtype=config.precision.encoder_dtype()),
-            torch.zeros(model.pooled_width, dtype=config.precision.encoder_dtype()),
-        )
+        text = model.text.blank(config.precision.encoder_dtype())
         with accounting_of(all_tensors(denoiser), recorder) as accounting, torch.no_grad():
-            sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole)
+            sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole, objective=config.objective)
             read = inpainting_input(model, size, batch)
-            sampler.denoise([request] * batch, [text] * batch, [text] * batch, inpainting=read)
+            sampler.denoise([request] * batch, [text] * batch, [shortened(model, text)] * batch, inpainting=read)
     return accounting.peak.bytes
 
 
@@ -95,5 +92,6 @@ def decoding_bytes(config: TrainConfig, picture: PictureRequest, recorder: Recor
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
         with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():
-            config.model.decode_latents(vae, torch.zeros(1, *config.model.latent_shape(picture.width, picture.height)))
+            autoencoder = config.model.autoencoder
+            autoencoder.decode(vae, torch.zeros(1, *autoencoder.shape(picture.width, picture.height)))
     return accounting.peak.bytes

@@ -17,16 +17,24 @@ from simpletune.config.prior import ClassPictures
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
-from simpletune.engine.memory.cuda_libraries import attention_kernel, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import most_multiprocessors
 from simpletune.engine.memory.snapshot import MemorySnapshot, OutOfMemory
 from simpletune.engine.quant.precision import ITEM
 from simpletune.estimate.disk_needs import NO_DATA, DataCounts, bytes_of_prompt, disk_needs
 from simpletune.estimate.simulate.processes import simulated_processes
-from simpletune.estimate.simulate.reports import L4, JobReport, StepReport, parts_in_steps, square, with_workspaces
+from simpletune.estimate.simulate.reports import (
+    L4,
+    JobReport,
+    StepReport,
+    kernel_of,
+    parts_in_steps,
+    square,
+    with_workspaces,
+)
 from simpletune.estimate.stored import other_versions, prediction_key, stored_job
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.parts import CHUNK_BYTES
 from simpletune.models.shared.sources import hub_parts
+from simpletune.models.text.encoder import CHUNK_BYTES
 from simpletune.runs.folder import read_json_or_none
 from simpletune.stages.plan_data import make_plan
 from simpletune.stages.stream_plan import stream_plan
@@ -294,7 +302,7 @@ def cached_step(config: TrainConfig, simulated: Callable[[], StepReport], limit:
 def attention_of(config: TrainConfig, capability: tuple[int, int]) -> str:
     """Return the attention kernel of a device, all that a prediction without workspaces depends on, with what it does
     in the deterministic mode."""
-    kernel = attention_kernel(capability, config.precision.settled, config.speed.attention)
+    kernel = kernel_of(config, capability)
     return f"{kernel}, {most_multiprocessors(capability)}" if config.speed.deterministic else kernel
 
 

@@ -18,7 +18,7 @@ from simpletune.estimate.timing.sections import StreamWork
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, ScaledSpeeds, Speeds
 from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.parts import BATCH
+from simpletune.models.text.encoder import BATCH
 from simpletune.system.gpus import Card, card_named_by_driver, cards_like
 from simpletune.system.prices import Price
 

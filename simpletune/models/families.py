@@ -47,7 +47,11 @@ def family_of(source: str) -> Family | None:
     candidates = [family for family in FAMILIES if _may_be(family, source, single)]
     for family in candidates if len(candidates) > 1 or single else ():
         with suppress(UserError, KeyError, TypeError):  # it is of another family, or damaged
-            if family.model_copy(update={"pretrained": source}).denoiser_config(fetch=False) is not None:
+            config, own = (
+                family.model_copy(update={"pretrained": source}).denoiser_config(False),
+                family.diffusers.model,
+            )
+            if config is not None and config.get("_class_name", own) == own:
                 return family
     return candidates[0] if len(candidates) == 1 and not single else None
 

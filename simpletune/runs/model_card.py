@@ -269,7 +269,7 @@ def _local_name(config: TrainConfig, name: str) -> str:
 def _loaded_tokens(config: TrainConfig) -> list[str]:
     """The embedding files that diffusers loads, which reads those of one text encoder."""
     option = config.text.embeddings
-    if option is None or option.place == "output" or len(config.model.clip_encoders) != 1:
+    if option is None or option.place == "output" or len(config.model.text.trainable) != 1:
         return []
     return [embedding_name(config.name, option.token)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.config.schema import TrainConfig, run_folder
-from simpletune.models.lora_names import require_family_of
-from simpletune.models.shared.text_layers import encoders_in, split_text
+from simpletune.models.lora_registry import require_family_of
+from simpletune.models.text_layers import encoders_in, split_text
 from simpletune.runs.folder import read_stacked
 from simpletune.runs.model_card import public_name
 from simpletune.runs.weights_names import find_lora

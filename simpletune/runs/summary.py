@@ -208,7 +208,7 @@ def print_data(prepared: PreparedData) -> None:
         say(f"        {plural(small, one, many)} scaled up")
     if too_long := prepared.text.too_long(plan.captions()):
         many = plural(len(too_long), "caption is", "captions are")
-        say(f"        {many} longer than 77 tokens: the CLIP encoders see only the first 77")
+        say(f"        {many} {prepared.text.cut()}")
 
 
 def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list[Path], places: dict[str, str]) -> None:

@@ -78,7 +78,7 @@ def text_side_of(weights: Weights, stand_ins: StandIns = ()) -> TextSide:
 def _text_updates(file: Path, digest: str) -> dict[str, Update]:
     """The text encoders' updates in a file with this digest, read once for all strengths."""
     from simpletune.adapters.files.read import read_lora
-    from simpletune.models.shared.text_layers import split_text
+    from simpletune.models.text_layers import split_text
 
     return split_text(read_lora(file))[1]
 

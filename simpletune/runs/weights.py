@@ -152,7 +152,7 @@ def load_weights(
     if weights.merged:
         fold_lora(denoiser)
     # Nothing trains here, so the plan always removes the modulation, including a LoRA's updates to it.
-    modulation = modulation_of(denoiser, config.memory, precision, device)
+    modulation = modulation_of(denoiser, config, device)
     config.memory.attach(model_units(denoiser), model_device(denoiser))
     return denoiser, modulation
 

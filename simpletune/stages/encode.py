@@ -48,7 +48,7 @@ def encode(
     if isinstance(plan, StreamPlan):
         return encode_stream(config, plan, caches, start)
     requests = validation_requests(config, plan)
-    require_inputs(requests)
+    require_inputs(requests, config.model.autoencoder.downsampling)
     caches.fill_text(needed_prompts(config, plan, requests))
     rejected = caches.fill_pictures([plan.views()])
     report_rejected(rejected, config.data)

@@ -61,16 +61,17 @@ class LatentCache:
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, tile: int | None = None):
-        self.model, self.dtype, self.tile = model, dtype, tile
+        self.model, self.autoencoder, self.dtype, self.tile = model, model.autoencoder, dtype, tile
         sums = place if isinstance(place, Path) else place.folder
         name = f"{model.part('vae').fingerprint(sums)}-{str(dtype).removeprefix('torch.')}"
-        tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if model.reads_framing else ""
+        tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if model.text.reads_framing else ""
         self.cache = open_cache(place, "latents", f"{name}{tiled}{framed}")
 
     @classmethod
     def of(cls, config: TrainConfig, place: CachePlace | Path) -> LatentCache:
         """A run's, with folders resolved."""
-        return cls(config.model, config.model.autoencoder_dtype(config.precision), place, config.memory.vae_tile)
+        dtype = config.model.autoencoder.dtype(config.precision)
+        return cls(config.model, dtype, place, config.memory.vae_tile)
 
     def fill(
         self, views: Sequence[Crop], device: torch.device, share: KeyRange = ALONE
@@ -94,7 +95,7 @@ class LatentCache:
         encoded, rejected = 0, list[RejectedEntry]()
         if not missing:
             return encoded, rejected
-        vae = cache(lambda: self.model.load_vae(device, self.dtype, self.tile))  # if there is something to encode
+        vae = cache(lambda: self.autoencoder.load(device, self.dtype, self.tile))  # if there is something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
             for keys in self.cache.claimed(missing, share, PICTURES):
                 for view in (view for key in keys for view in by_key[key]):
@@ -121,7 +122,7 @@ class LatentCache:
             return self._encode_hole(view, vae, device)
         key, mask, tensors = crop_key(view), view.picture.mask, dict[str, Tensor]()
         if mask is not None:
-            tensors["mask"] = torch.from_numpy(latent_mask(view))
+            tensors["mask"] = torch.from_numpy(latent_mask(view, self.autoencoder.downsampling))
             without = crop_key(replace(view, picture=replace(view.picture, mask=None)))
             if without in self.cache:  # the data had no masks before
                 with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
@@ -132,7 +133,7 @@ class LatentCache:
             if key in self.cache:  # an identical file under another name has been encoded
                 return 0
             tensors["z_0"] = self._encoded(pixels, vae, device)
-            if self.model.reads_framing:  # of the picture itself: a stream's plan may not know its size
+            if self.model.text.reads_framing:  # of the picture itself: a stream's plan may not know its size
                 framing = framing_of(image.size, view.bucket, view.offset, view.flip)
                 tensors["framing"] = torch.tensor(framing, dtype=torch.int32).flatten()
         self.cache.save(key, tensors)
@@ -155,23 +156,25 @@ class LatentCache:
         key = crop_key(view)
         if key in self.cache:  # an identical file, or another picture that is hole alone
             return 0
-        hole = hole_pixels(view)  # [h, w]
-        if not latent_hole(hole).any():
+        place = self.autoencoder.downsampling
+        hole = hole_pixels(view, place)  # [h, w]
+        latent = latent_hole(hole, place)
+        if not latent.any():
             raise UnusablePicture(
-                "its mask leaves no hole in a crop: there it is darker than half white, or its white is thinner than 8 "
-                "pixels. Paint it larger, or set data.crop to center"
+                "its mask leaves no hole in a crop: there it is darker than half white, or its white is thinner "
+                f"than {place} pixels. Paint it larger, or set data.crop to center"
             )
         pixels = np.zeros((3, *hole.shape), dtype=np.float32)
         if not hole.all():
             pixels = crop_to_bucket(_decoded(view), view.bucket, view.offset, view.flip, view.augmentation)
             pixels[:, hole] = 0
         masked = self._encoded(torch.from_numpy(pixels), vae, device)
-        self.cache.save(key, {"hole": torch.from_numpy(latent_hole(hole)[None].astype(np.uint8)), "masked": masked})
+        self.cache.save(key, {"hole": torch.from_numpy(latent[None].astype(np.uint8)), "masked": masked})
         return 1
 
     def _encoded(self, pixels: Tensor, vae: Callable[[], nn.Module], device: torch.device) -> Tensor:  # [c, h, w]
-        """The latents of a picture [3, 8h, 8w]. UnusablePicture: they are not finite."""
-        latents = self.model.encode_pictures(vae(), pixels[None].to(device))[0]
+        """The latents of a picture [3, height, width]. UnusablePicture: they are not finite."""
+        latents = self.autoencoder.encode(vae(), pixels[None].to(device))[0]
         if not all_finite([latents]):
             raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
         return latents
@@ -181,7 +184,7 @@ class LatentCache:
         found = self.cache.load(crop_key(view.without_hole))
         mask = found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
         framing = None
-        if self.model.reads_framing:
+        if self.model.text.reads_framing:
             width, height, left, top, *target = found["framing"].tolist()
             framing = Framing((width, height), (left, top), (target[0], target[1]))
         inpainting = None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import nn
 
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
@@ -46,6 +47,18 @@ def load_base(
         cache=cache,
         overlay=overlay,
     )
+
+
+def load_autoencoder(config: TrainConfig, device: torch.device) -> nn.Module:
+    """Load the run's autoencoder; ``config`` has its folders resolved."""
+    autoencoder = config.model.autoencoder
+    return autoencoder.load(device, autoencoder.dtype(config.precision), config.memory.vae_tile)
+
+
+def empty_autoencoder(config: TrainConfig) -> nn.Module:
+    """The same without values, for simulation with fake tensors."""
+    autoencoder = config.model.autoencoder
+    return autoencoder.empty(autoencoder.dtype(config.precision), config.memory.vae_tile)
 
 
 def load_base_together(
@@ -139,14 +152,14 @@ def empty_base(
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
     offloaded = memory.on_host(model.units())
-    planned = memory.modulation == "plan"
-    return lambda name: offloaded(name) or (planned and model.is_conditioning(name))
+    planned = model.modulation if memory.modulation == "plan" else None
+    return lambda name: offloaded(name) or (planned is not None and planned.serves(name))
 
 
-def modulation_of(
-    denoiser: Denoiser, memory: Memory, precision: WeightPrecision, device: torch.device
-) -> DetachedModulation | None:
-    """Detach and return a transformer's modulation if ``memory.modulation`` is plan; otherwise None."""
+def modulation_of(denoiser: Denoiser, config: TrainConfig, device: torch.device) -> DetachedModulation | None:
+    """Detach and return a model's modulation if ``memory.modulation`` is plan; otherwise None."""
+    fact, memory = config.model.modulation, config.memory
     if memory.modulation != "plan":
         return None
-    return detach_modulation(denoiser, precision, device, memory.modulation_window)
+    assert fact is not None, "Memory.model_rules refuses it"
+    return detach_modulation(denoiser, fact, config.precision, device, memory.modulation_window)

@@ -1,13 +1,14 @@
 """The modulation plan: compute adaLN modulations ahead, so that their weights can stay in host memory.
 
-Every block of SD3 scales, shifts and gates its activations by numbers that depend only on the timestep and the pooled
-prompt (arXiv:2403.03206, section 4), and a third of the weights serve only to compute them. Both inputs are known in
-advance, because a run is a function of (configuration, step). So, if those weights are frozen, a window of steps is
-computed at once: each layer visits the device once, and its outputs stay there, 0.9 MB per sample in bf16.
+The blocks of a diffusion transformer scale, shift and gate their activations by numbers that depend only on the
+timestep, and in some families on the pooled prompt (``Modulation``); a third of SD3's weights serve only to compute
+them. Both inputs are known in advance, because a run is a function of (configuration, step). So, if those weights are
+frozen, a window of steps is computed at once: each layer visits the device once, and its outputs stay there, 0.9 MB per
+sample of SD3 Medium in bf16.
 
-The transformer then receives its modulations in place of the pooled prompt: ``time_text_embed`` passes them through,
-and each modulation layer selects its columns. The selection depends on no state, so recomputation under checkpointing
-repeats the first pass.
+``replay`` then hands a pass its modulations: they take the place of the embedding of timestep and prompt, and each
+modulation layer selects its columns. The selection depends on no state, and the embedding is computed outside of the
+checkpointed units, so recomputation repeats the first pass.
 
 Shapes: n rows (samples), p pooled width, m modulations of all layers together.
 """
@@ -17,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from simpletune.data.samples import SampleDraw
 from simpletune.engine.memory import accounting
@@ -29,17 +32,35 @@ from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor
-from simpletune.models.objectives.flow import FlowProcess
-from simpletune.models.sd3.shapes import is_adaln
-from simpletune.models.shared.denoiser import Denoiser
+from simpletune.models.shared.denoiser import Denoiser, in_units
+from simpletune.models.shared.modulation import Modulation
+from simpletune.models.shared.weights import put_module
+from simpletune.system.options import UserError
+
+REPLAYED = "replayed_modulation"
+"""The attribute of a model under a plan that holds its ``ReplayedEmbedding``."""
 
 
-class PassThrough(nn.Module):
-    """Replaces ``time_text_embed``: passes the modulations, which replace the pooled prompt, to the blocks."""
+class ReplayedEmbedding(nn.Module):
+    """Replaces the embedding of a model under a plan: returns the rows of ``replay`` in the activations' type."""
 
-    def forward(self, timestep: Tensor, modulations: Tensor) -> Tensor:  # [n, m] -> [n, m]
-        """Return the modulations of all layers."""
-        return modulations
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.rows: Tensor | None = None
+
+    def forward(self, *inputs: object) -> Tensor:  # [n, m]
+        """Return the modulations of all layers, once: they are freed with the pass, and never those of another one."""
+        rows, self.rows = self.rows, None
+        if rows is None:
+            raise RuntimeError("the model is under a modulation plan: call replay before each of its passes")
+        return rows.to(self.dtype)
+
+
+def replay(model: nn.Module, rows: Tensor) -> None:
+    """Set the modulations [n, m] of the next forward pass of a model under a plan, or of its DDP wrapper."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    vars(inner)[REPLAYED].rows = rows
 
 
 class ModulationSlice(nn.Module):
@@ -61,11 +82,12 @@ class ModulationSlice(nn.Module):
 
 
 class DetachedModulation:
-    """The modulation weights of a transformer, detached and stored in host memory. Created by ``detach_modulation``.
+    """The modulation weights of a model, detached and stored in host memory. Created by ``detach_modulation``.
 
     Args:
-        embed: the transformer's ``time_text_embed``.
-        layers: its modulation layers, in the order of their columns.
+        fact: how the model makes its modulations.
+        embed: the module that embeds the timestep, and the pooled prompt if it does.
+        layers: the modulation layers, in the order of their columns, and whether a SiLU stands before each.
         precision: the precision of weights and products.
         device: where the transformer computes.
         window: how many steps' modulations to compute at once.
@@ -73,15 +95,18 @@ class DetachedModulation:
 
     def __init__(
         self,
+        fact: Modulation,
         embed: nn.Module,
-        layers: Sequence[nn.Module],
+        layers: Sequence[tuple[nn.Module, bool]],
         precision: WeightPrecision,
         device: torch.device,
         window: int,
     ):
-        self.embed, self.layers, self.precision, self.device, self.window = embed, layers, precision, device, window
-        self.width = sum(_outputs(layer) for layer in layers)
-        for part in [part for module in (embed, *layers) for part in module.modules()]:
+        self.embed, self.layers = embed, [layer for layer, _ in layers]
+        self.fact, self.precision, self.device, self.window = fact, precision, device, window
+        self.activated = [activated for _, activated in layers]
+        self.width = sum(map(_outputs, self.layers))
+        for part in [part for module in (embed, *self.layers) for part in module.modules()]:
             for name, tensor in own_tensors(part):
                 host = tensor.detach().to("cpu")
                 # Pinned, so that copies are asynchronous. Tensors in pages that the machine's processes share are so
@@ -94,28 +119,49 @@ class DetachedModulation:
     @torch.no_grad()
     def __call__(
         self,
-        sigma: Tensor,  # [n], fp32
-        pooled: Tensor,  # [n, p]
+        time: Tensor,  # [n], what the model receives
+        pooled: Tensor | None,  # [n, p]; None: the model's modulations do not depend on it
         portions: int = 1,
     ) -> Tensor:  # [n, m], on the device
-        """Compute the modulations of n samples as the transformer would in batches of n / ``portions``."""
-        precision = self.precision
-        pooled = pooled.to(self.device, precision.compute_dtype())
-        rows = torch.empty(len(sigma), self.width, dtype=precision.product_dtype(), device=self.device)
+        """Compute the modulations of n samples as the model would in batches of n / ``portions``. UserError: they do
+        not fit into the host's memory, where that is the device's."""
+        precision, dtype = self.precision, self.precision.compute_dtype()
+        times = time.to(self.device).chunk(portions)
+        if pooled is not None:
+            pooled = pooled.to(self.device, dtype)
+        prompts = [None] * portions if pooled is None else pooled.chunk(portions)
+        rows = torch.empty(len(time), self.width, dtype=precision.product_dtype(), device=self.device)
+        self._require_room(rows)
         start = 0
         with precision.autocast_on(self.device):
-            inputs = zip(FlowProcess().time(sigma.to(self.device)).chunk(portions), pooled.chunk(portions), strict=True)
-            conditions = [(F.silu(each),) for each in self._on_device(self.embed, list(inputs))]
-            for layer in self.layers:
+            inputs = [self.fact.inputs(*each, dtype) for each in zip(times, prompts, strict=True)]
+            embedded = self._on_device(self.embed, inputs)
+            conditions = {own: [(F.silu(x) if own else x,) for x in embedded] for own in sorted(set(self.activated))}
+            del embedded
+            for layer, activated in zip(self.layers, self.activated, strict=True):
                 stop = start + _outputs(layer)
-                found = self._on_device(layer, conditions)
+                found = self._on_device(layer, conditions[activated])
                 rows[:, start:stop] = found[0] if portions == 1 else torch.cat(found)
                 start = stop
                 del found
         accounting.register([rows], "plan")
         return rows
 
-    def _on_device(self, module: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    def _require_room(self, rows: Tensor) -> None:
+        """UserError: rows in host memory, which nothing has written yet, are larger than what is free. On a card, the
+        prediction of a run's memory includes them, and a full one is explained."""
+        if rows.device.type != "cpu" or type(rows) is not Tensor:  # the simulation's have no bytes
+            return
+        free = psutil.virtual_memory().available
+        if rows.nbytes > free:
+            fits = self.window * free // rows.nbytes
+            raise UserError(
+                f"memory.modulation_window: {self.window} computes {rows.nbytes / 2**20:,.0f} MiB of modulations "
+                f"at once, and {free / 2**20:,.0f} MiB of memory are free. Use "
+                + (f"{fits} or less, or memory.modulation resident" if fits else "memory.modulation resident")
+            )
+
+    def _on_device(self, module: nn.Module, inputs: Sequence[tuple[object, ...]]) -> list[Tensor]:
         """Run a module on each of several inputs, with temporary copies of its tensors on the device."""
         # Copies and products share one stream, so a copy's memory is not reused before its product is done.
         tensors = (*module.named_parameters(), *module.named_buffers())  # quanto's state_dict would flatten tensors
@@ -133,7 +179,10 @@ class ModulationSource(Protocol):
     window: int
     """How many steps' modulations to compute at once."""
 
-    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
+    fact: Modulation
+    """How the model makes its modulations."""
+
+    def __call__(self, time: Tensor, pooled: Tensor | None) -> Tensor:  # [n], [n, p] -> [n, m]
         """Compute the modulations of n samples."""
 
 
@@ -159,17 +208,23 @@ class ModulationPlan:
     run: the number of rows affects the last bits of a product, and a resumed run must reproduce them.
 
     Args:
-        modulation: the detached modulation of the transformer.
+        modulation: the detached modulation of the model.
         plan: provides the draws of each pass.
+        time: the timesteps [n] that the model receives at noise levels [n].
         pooled: returns the pooled embedding [p] of a prompt.
         apart: compute the rows of each of a step's passes separately, so that their bits do not depend on how many
             passes a process has.
     """
 
     def __init__(
-        self, modulation: DetachedModulation, plan: MicroBatches, pooled: Callable[[str], Tensor], apart: bool = False
+        self,
+        modulation: DetachedModulation,
+        plan: MicroBatches,
+        time: Callable[[Tensor], Tensor],
+        pooled: Callable[[str], Tensor | None],
+        apart: bool = False,
     ):
-        self.modulation, self.plan, self.pooled, self.apart = modulation, plan, pooled, apart
+        self.modulation, self.plan, self.time, self.pooled, self.apart = modulation, plan, time, pooled, apart
         self._steps: range | None = None
         self._rows: Tensor | None = None
 
@@ -178,6 +233,10 @@ class ModulationPlan:
         length = self.modulation.window
         first = step - step % length
         return range(first, first + length)
+
+    def prompts_with(self, step: int) -> range | None:
+        """The steps whose prompts ``of_step`` needs; None: it needs none."""
+        return self.steps_with(step) if self.modulation.fact.reads_pooled else None
 
     def of_step(self, step: int) -> Tensor:  # [micro-batches, b, m]
         """The modulations of one step; the first step of a window computes those of the whole window."""
@@ -196,37 +255,49 @@ class ModulationPlan:
 
     def of_draws(self, draws: Sequence[SampleDraw], portions: int = 1) -> Tensor:  # [n, m]
         """Compute the modulations of any draws at once, or in equal portions one after the other."""
-        sigma = torch.tensor([draw.level for draw in draws], dtype=torch.float32)
-        return self.modulation(sigma, torch.stack([self.pooled(draw.caption) for draw in draws]), portions)
+        levels = torch.tensor([draw.level for draw in draws], dtype=torch.float32).to(self.modulation.device)
+        pooled = None
+        if self.modulation.fact.reads_pooled:
+            found = [each for draw in draws if (each := self.pooled(draw.caption)) is not None]
+            pooled = torch.stack(found)
+        return self.modulation(self.time(levels), pooled, portions)
 
 
 def detach_modulation(
-    denoiser: Denoiser, precision: WeightPrecision, device: torch.device, window: int
+    denoiser: Denoiser, fact: Modulation, precision: WeightPrecision, device: torch.device, window: int
 ) -> DetachedModulation:
-    """Detach a transformer's modulation weights in place; it then takes modulations as its pooled input.
+    """Detach a model's modulation weights in place; each of its passes then needs ``replay``.
 
     Args:
-        denoiser: SD3's transformer, with frozen modulation weights.
+        denoiser: the model, with frozen modulation weights.
+        fact: how it makes its modulations.
         precision: its precision.
         device: where it computes.
         window: how many steps' modulations to compute at once.
 
     Raises:
-        ValueError: one of these weights is trained.
+        ValueError: one of these weights is trained, or ``fact`` is not the model's.
     """
-    names = [name for name, _ in denoiser.named_modules() if is_adaln(name)]
-    taken = {name: denoiser.get_submodule(name) for name in ["time_text_embed", *names]}
+    if in_units(denoiser.units)(fact.embed):
+        raise ValueError(f"{fact.embed} lies inside of a unit, whose recomputation would need its modulations again")
+    names = [name for name, _ in denoiser.named_modules() if fact.has(name)]
+    taken = {name: denoiser.get_submodule(name) for name in [fact.embed, *names]}
     training = [name for name, module in taken.items() if any(p.requires_grad for p in module.parameters())]
     if training:
         raise ValueError(f"the modulation plan needs frozen modulation weights; {training[0]} is trained")
-    start = 0
+    start, layers = 0, []
     for name in names:
-        norm = denoiser.get_submodule(name.removesuffix(".linear"))
+        if (activation := fact.activation(name)) is not None:
+            if not isinstance(denoiser.get_submodule(activation), nn.SiLU):
+                raise ValueError(f"{activation} is not the SiLU that should stand before {name}")
+            put_module(denoiser, activation, nn.Identity())
         stop = start + _outputs(taken[name])
-        norm.linear, norm.silu = ModulationSlice(start, stop, precision.product_dtype()), nn.Identity()
+        put_module(denoiser, name, ModulationSlice(start, stop, precision.product_dtype()))
+        layers.append((taken[name], activation is not None))
         start = stop
-    denoiser.time_text_embed = PassThrough()
-    return DetachedModulation(taken["time_text_embed"], [taken[name] for name in names], precision, device, window)
+    replayed = vars(denoiser)[REPLAYED] = ReplayedEmbedding(precision.compute_dtype())
+    put_module(denoiser, fact.embed, replayed)
+    return DetachedModulation(fact, taken[fact.embed], layers, precision, device, window)
 
 
 def _outputs(layer: nn.Module) -> int:

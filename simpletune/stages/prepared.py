@@ -23,7 +23,7 @@ from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.sample import PictureRequest, shown_inputs
+from simpletune.stages.sample import PictureRequest, mask_pixels
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
@@ -129,7 +129,7 @@ def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]
         prompts = option.prompts
     else:  # of the picture that is painted into
         prompts = [plan.evaluation(1)[0].caption if config.model.inpaints else plan.example()]
-    (width, height), negative = config.picture_size(), config.model.steered_from(option.negative_prompt)
+    (width, height), negative = config.picture_size(), config.model.text.steered_from(option.negative_prompt)
     requests = [
         PictureRequest(prompt, option.seed + number, negative, width, height, option.steps, option.guidance)
         for number, prompt in enumerate(prompts)
@@ -142,15 +142,17 @@ def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]
     ]
 
 
-def require_inputs(requests: Sequence[PictureRequest]) -> None:
-    """Check the pictures and masks that validation names, before anything is encoded.
+def require_inputs(requests: Sequence[PictureRequest], place: int) -> None:
+    """Check the pictures and masks that validation names, before anything is encoded; ``place`` as for
+    ``mask_pixels``.
 
     Raises:
         UserError: one of them cannot be used.
     """
     for number, request in enumerate(requests):
         try:
-            shown_inputs(request)
+            if request.mask is not None:
+                mask_pixels(request, place)
         except UserError as error:
             named = str(error).replace("--mask", f"validation.masks.{number}")
             raise UserError(named.replace("--image", f"validation.images.{number}")) from None
@@ -161,16 +163,16 @@ def with_inputs(config: TrainConfig, plan: Plan, requests: list[PictureRequest])
     there, with their own masks or of the middle."""
     if config.validation.images is not None or not config.model.inpaints:
         return requests
-    draws = plan.evaluation(len(requests))
-    return [_painted(request, draw.view) for request, draw in zip(requests, draws, strict=True)]
+    draws, place = plan.evaluation(len(requests)), config.model.autoencoder.downsampling
+    return [_painted(request, draw.view, place) for request, draw in zip(requests, draws, strict=True)]
 
 
-def _painted(request: PictureRequest, view: Crop) -> PictureRequest:
+def _painted(request: PictureRequest, view: Crop, place: int) -> PictureRequest:
     image, own = _cropped(view), view.hole is not None and view.hole.kind == "own"
     if own:
-        found = replace(request, image=image, mask=Image.fromarray(hole_pixels(view)), strength=1.0)
+        found = replace(request, image=image, mask=Image.fromarray(hole_pixels(view, place)), strength=1.0)
         with suppress(UserError):  # the mask lies outside of the centre that is drawn
-            shown_inputs(found)
+            mask_pixels(found, place)
             return found
     size = (request.width, request.height)  # of the mask, too: the middle of what is drawn, not of the crop
     image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)

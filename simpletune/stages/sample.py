@@ -1,17 +1,18 @@
 """Draw pictures with the family's solver and classifier-free guidance, for previews and scripts alike.
 
-Shapes: b pictures, c channels, h and w an eighth of the picture's, t tokens, e and p text widths;
-r rows of the transformer's batch: b, or with guidance 2b with the negative prompts first.
+Shapes: b pictures, c channels, h and w the latents' sides; r rows of the denoiser's batch: b, or with guidance 2b with
+the negative prompts first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,44 +24,42 @@ from simpletune.data.sources.pictures import decode as decode_picture
 from simpletune.data.sources.source import UnusablePicture
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
-from simpletune.models.objectives import default_objective
 from simpletune.models.objectives.objective import Solver, TrainingObjective
-from simpletune.models.shared.buckets import DOWNSAMPLING, Framing
+from simpletune.models.shared.autoencoder import Autoencoder
+from simpletune.models.shared.buckets import Framing, Size
+from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.models.shared.fp16_blocks import finite_passes
-from simpletune.stages.modulation_plan import ModulationSource
+from simpletune.models.text.family_text import FamilyText
+from simpletune.stages.modulation_plan import ModulationSource, replay
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
-
-Embeddings = tuple[Tensor, Tensor]
-"""(prompt_embeds [t, e], pooled [p])."""
 
 
 class SampledModel(Protocol):
     """The part of a model that sampling uses."""
 
     @property
-    def objective(self) -> str:
-        """The name of the objective that the model was trained with."""
-
-    @property
     def inpaints(self) -> bool:
         """Whether the model reads a mask and the latents of the masked picture after z_t."""
 
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of a picture whose size is given in pixels."""
+    @property
+    def autoencoder(self) -> Autoencoder:
+        """Between pictures and latents."""
 
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
-        """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective."""
+    def solver(self, objective: TrainingObjective, size: Size, steps: int, skipped: int) -> Solver:
+        """A new solver for ``steps`` steps without the ``skipped`` noisiest, for weights trained with an objective and
+        pictures of a size in pixels."""
 
     def skipped_steps(self, steps: int, strength: float) -> int:
         """How many of the first, noisiest of ``steps`` steps a starting picture skips."""
 
-    def framed(self, pooled: Tensor, framings: Sequence[Framing]) -> Tensor:
-        """Pooled prompts [r, p] with what the model is told of how pictures are cut."""
+    @property
+    def text(self) -> FamilyText[Any]:
+        """The text side, which tells the model how pictures are cut."""
 
     def predict(
-        self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
+        self, model: nn.Module, z_t: Tensor, time: Tensor, conditioning: Conditioning, dtype: torch.dtype
     ) -> Tensor:
         """What the network predicts [r, c, h, w] at z_t and the timestep that it receives [r]."""
 
@@ -129,7 +128,7 @@ def noises(request: PictureRequest, model: SampledModel) -> Noises:
     # picture's, then the sampler's, then the masked picture's.
     seed = request.seed if request.seed < 2**64 else request.seed - 2**64  # one after the largest
     generator = torch.Generator("cpu").manual_seed(seed)
-    shape = (1, *model.latent_shape(request.width, request.height))
+    shape = (1, *model.autoencoder.shape(request.width, request.height))
     encoded = request.starts_from_picture(model) or (request.mask is not None and not model.inpaints)
     picture = torch.randn(shape, generator=generator) if encoded else None
     start = torch.randn(shape, generator=generator)
@@ -159,7 +158,7 @@ class Sampler:
             steps. Values above 1 save passes and change the pictures.
         attention: returns a context for the transformer's passes, which may restrict PyTorch's choice of attention
             kernel; the autoencoder runs outside of it.
-        objective: what the weights were trained with, which may change the solver's schedule; None: the model's own.
+        objective: what the weights were trained with, which decides the solver.
     """
 
     denoiser: Denoiser
@@ -169,14 +168,14 @@ class Sampler:
     batch_size: int = 1
     reuse_guidance: int = 1
     attention: Callable[[], AbstractContextManager[object]] = nullcontext
-    objective: TrainingObjective | None = None
+    objective: TrainingObjective = field(kw_only=True)
 
     @torch.no_grad()
     def denoise(
         self,
         requests: Sequence[PictureRequest],
-        positive: Sequence[Embeddings],
-        negative: Sequence[Embeddings],
+        positive: Sequence[Conditioning],
+        negative: Sequence[Conditioning],
         start: Tensor | None = None,  # [b, c, h, w]
         inpainting: Tensor | None = None,  # [b, 1 + c, h, w]
         outside: tuple[Tensor, Tensor] | None = None,  # [b, c, h, w], [b, 1, h, w]
@@ -188,8 +187,8 @@ class Sampler:
 
         Args:
             requests: requests that can be drawn together (``batches``).
-            positive: embeddings of each prompt.
-            negative: embeddings of each negative prompt.
+            positive: the conditioning of each prompt.
+            negative: that of each negative prompt.
             start: z_0 of the starting pictures, if any.
             inpainting: for a model that ``inpaints``: the masks, 1 inside, and the latents of the masked pictures.
             outside: for another model: z_0 of the pictures, which are kept outside the masks, 1 inside.
@@ -201,24 +200,23 @@ class Sampler:
     def _denoised(
         self,
         requests: Sequence[PictureRequest],
-        positive: Sequence[Embeddings],
-        negative: Sequence[Embeddings],
+        positive: Sequence[Conditioning],
+        negative: Sequence[Conditioning],
         start: Tensor | None,
         inpainting: Tensor | None,
         outside: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         device, dtype = model_device(self.denoiser), self.precision.compute_dtype()
         first = requests[0]
-        objective = self.objective or default_objective(self.model.objective)
-        solver = self.model.solver(objective, first.steps, first.skipped(self.model))
+        size = first.width, first.height
+        solver = self.model.solver(self.objective, size, first.steps, first.skipped(self.model))
         guided, count = first.guidance > 1, len(requests)
         rows = [*negative, *positive] if guided else list(positive)
-        prompt_embeds = torch.stack([embeds for embeds, _ in rows]).to(device)
-        whole = Framing.whole((first.width, first.height))
-        pooled = self.model.framed(torch.stack([vector for _, vector in rows]), [whole] * len(rows)).to(device)
+        whole = Framing.whole(size)
+        text = self.model.text.framed(stack(rows), [whole] * len(rows)).map(lambda tensor: tensor.to(device))
         noise = torch.cat([noises(request, self.model).start for request in requests])
         z = solver.start(noise, start).to(device)
-        conditions = conditions_of(pooled, solver.levels, self.modulation)
+        conditions = conditions_of(text, solver.times, self.modulation)
         away: Tensor | float = 0.0
         with self.precision.autocast_on(device), self.attention():
             for step, (time, condition) in enumerate(zip(solver.times, conditions, strict=True)):
@@ -228,9 +226,10 @@ class Sampler:
                 times = time.expand(2 * count if both else count).to(device)
                 z_read = z if inpainting is None else torch.cat([z, inpainting.to(z)], 1)
                 z_rows = torch.cat([z_read, z_read]) if both else z_read
-                prediction = self.model.predict(
-                    self.denoiser, z_rows, times, prompt_embeds[skip:], condition[skip:], dtype
-                ).float()
+                read = condition.map(itemgetter(slice(skip, None))) if skip else condition
+                if read.modulation is not None:
+                    replay(self.denoiser, read.modulation)
+                prediction = self.model.predict(self.denoiser, z_rows, times, read, dtype).float()
                 if both:
                     away = prediction[count:] - prediction[:count]
                     prediction = prediction[:count] + first.guidance * away
@@ -246,50 +245,53 @@ class Sampler:
     def latents(
         self,
         requests: Sequence[PictureRequest],
-        embeddings: Callable[[str], Embeddings],
+        prompts: Callable[[str], Conditioning],
         encoded: Sequence[EncodedPicture] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
-        """Draw latents for requests, in their order; ``embeddings`` returns those of a prompt, ``encoded`` is from
-        ``encode_inputs``, and needed if ``reads_pictures``."""
+        """Draw latents for requests, in their order; ``prompts`` returns the conditioning of a prompt, ``encoded`` is
+        from ``encode_inputs``, and needed if ``reads_pictures``."""
         latents: dict[int, Tensor] = {}
-        load = cache(embeddings)  # reads a prompt with many seeds once
+        load = cache(prompts)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
             some = [requests[number] for number in batch]
             positive = [load(request.prompt) for request in some]
             negative = [
-                (torch.zeros_like(embeds), torch.zeros_like(pooled))
-                if request.negative_prompt is None
-                else load(request.negative_prompt)
-                for request, (embeds, pooled) in zip(some, positive, strict=True)
+                own.zeros() if request.negative_prompt is None else load(request.negative_prompt)
+                for request, own in zip(some, positive, strict=True)
             ]
-            own = EncodedPicture()
+            picture = EncodedPicture()
             if encoded is not None:  # the requests of a batch have the same of them
                 parts = zip(*(encoded[number] for number in batch), strict=True)
-                own = EncodedPicture(*(None if part[0] is None else torch.cat(part) for part in parts))
-            start = own.z_0 if some[0].starts_from_picture(self.model) else None
+                picture = EncodedPicture(*(None if part[0] is None else torch.cat(part) for part in parts))
+            start = picture.z_0 if some[0].starts_from_picture(self.model) else None
             inpainting = outside = None
-            if own.mask is not None and own.masked is not None:
-                inpainting = torch.cat([own.mask, own.masked], 1)
-            elif own.mask is not None and own.z_0 is not None:
-                outside = own.z_0, own.mask
+            if picture.mask is not None and picture.masked is not None:
+                inpainting = torch.cat([picture.mask, picture.masked], 1)
+            elif picture.mask is not None and picture.z_0 is not None:
+                outside = picture.z_0, picture.mask
             z = self.denoise(some, positive, negative, start, inpainting, outside)
             latents |= dict(zip(batch, z.cpu().split(1), strict=True))
         return [latents[number] for number in range(len(requests))]
 
 
 def conditions_of(
-    pooled: Tensor,  # [r, p]
-    sigmas: Tensor,  # [s], fp32
+    text: Conditioning,  # of r rows
+    times: Tensor,  # [s]
     modulation: ModulationSource | None,
-) -> Iterator[Tensor]:  # s times [r, p] or [r, m]
-    """The transformer's pooled input at each noise level: the pooled prompts, or, if its modulation is detached, its
-    modulations, computed one window of levels at a time."""
+) -> Iterator[Conditioning]:
+    """The conditioning at each of the model's timesteps: the same, or, under a modulation plan, with its modulations,
+    computed one window at a time."""
     if modulation is None:
-        yield from (pooled for _ in sigmas)
+        yield from (text for _ in times)
         return
-    for levels in sigmas.split(modulation.window):
-        rows = modulation(levels.repeat_interleave(len(pooled)), pooled.repeat(len(levels), 1))
-        yield from rows.view(len(levels), len(pooled), -1)
+    count = len(text.embeds)
+    for some in times.split(modulation.window):
+        pooled = None
+        if modulation.fact.reads_pooled:
+            assert text.pooled is not None
+            pooled = text.pooled.repeat(len(some), 1)
+        rows = modulation(some.repeat_interleave(count), pooled).view(len(some), count, -1)
+        yield from map(text.modulated, rows)
 
 
 def generate_pictures(
@@ -297,11 +299,11 @@ def generate_pictures(
     vae: nn.Module,
     model: Model,
     requests: Sequence[PictureRequest],
-    embeddings: Callable[[str], Embeddings],
+    prompts: Callable[[str], Conditioning],
 ) -> list[Image.Image]:
-    """Draw pictures for requests, in their order; ``embeddings`` returns those of a prompt."""
+    """Draw pictures for requests, in their order; ``prompts`` returns the conditioning of a prompt."""
     encoded = encode_inputs(vae, model, requests)
-    pictures = decode(vae, model, sampler.latents(requests, embeddings, encoded))
+    pictures = decode(vae, model, sampler.latents(requests, prompts, encoded))
     return [pasted(picture, request) for picture, request in zip(pictures, requests, strict=True)]
 
 
@@ -324,13 +326,13 @@ def encode_inputs(vae: nn.Module, model: Model, requests: Sequence[PictureReques
         noise, z_0, mask, masked = noises(request, model), None, None, None
         pixels = None if request.image is None else starting_pixels(request)
         if pixels is not None and noise.picture is not None:
-            z_0 = model.encode_pictures(vae, pixels.to(device), noise.picture.to(device)).cpu()
+            z_0 = model.autoencoder.encode(vae, pixels.to(device), noise.picture.to(device)).cpu()
         if request.mask is not None or noise.masked is not None:
-            inside = mask_pixels(request)
-            mask = nn.functional.interpolate(inside, model.latent_shape(request.width, request.height)[1:])  # nearest
+            inside = mask_pixels(request, model.autoencoder.downsampling)
+            mask = nn.functional.interpolate(inside, noise.start.shape[2:])  # nearest
             if noise.masked is not None:
                 seen = torch.zeros(1, 3, *inside.shape[2:]) if pixels is None else pixels * (1 - inside)
-                masked = model.encode_pictures(vae, seen.to(device), noise.masked.to(device)).cpu()
+                masked = model.autoencoder.encode(vae, seen.to(device), noise.masked.to(device)).cpu()
         found.append(EncodedPicture(z_0, mask, masked))
     return found
 
@@ -350,12 +352,23 @@ def _fitted_picture(request: PictureRequest) -> Image.Image:
     return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
 
 
-def mask_pixels(request: PictureRequest) -> Tensor:  # [1, 1, h, w], 0 or 1
+def mask_pixels(request: PictureRequest, place: int) -> Tensor:  # [1, 1, h, w], 0 or 1
     """Read a request's mask, scale and crop it as its picture, and make grey black or white; without one, all is white.
 
     Raises:
-        UserError: it cannot be read, has another shape than the picture, or leaves nothing to paint.
+        UserError: it cannot be read, has another shape than the picture, or leaves nothing to paint in latents whose
+            places are squares of ``place`` pixels a side.
     """
+    inside = _fitted_mask(request)
+    if not inside[..., ::place, ::place].any():  # the pixels that a latent's place reads
+        raise UserError(
+            f"--mask: it is black in the {request.width}x{request.height} that are drawn, or its white is thinner than "
+            f"{place} pixels. Paint white what to draw anew"
+        )
+    return inside
+
+
+def _fitted_mask(request: PictureRequest) -> Tensor:
     if request.mask is None:
         return torch.ones(1, 1, request.height, request.width)
     if request.image is None:
@@ -367,13 +380,7 @@ def mask_pixels(request: PictureRequest) -> Tensor:  # [1, 1, h, w], 0 or 1
             f"{image.width}x{image.height}. Paint it on the picture"
         )
     fitted = ImageOps.fit(mask, (request.width, request.height), Image.Resampling.LANCZOS)
-    inside = torch.from_numpy(np.array(fitted))[None, None].float().div(255).ge(0.5).float()
-    if not inside[..., ::DOWNSAMPLING, ::DOWNSAMPLING].any():  # the pixels that a latent's place reads
-        raise UserError(
-            f"--mask: it is black in the {request.width}x{request.height} that are drawn, or its white is thinner than "
-            f"{DOWNSAMPLING} pixels. Paint white what to draw anew"
-        )
-    return inside
+    return torch.from_numpy(np.array(fitted))[None, None].float().div(255).ge(0.5).float()
 
 
 def _opened(picture: Path | Image.Image, option: str) -> Image.Image:
@@ -403,20 +410,24 @@ def shown_inputs(request: PictureRequest) -> dict[str, Image.Image]:
     a request without a mask."""
     if request.mask is None:
         return {}
-    mask = Image.fromarray((mask_pixels(request)[0, 0] * 255).to(torch.uint8).numpy())
-    return {"picture": _fitted_picture(request), "mask": mask}
+    return {"picture": _fitted_picture(request), "mask": _shown(_fitted_mask(request))}
 
 
-def fitted(request: PictureRequest) -> PictureRequest:
-    """The same request with picture and mask at the size that is drawn, so that they take no more memory.
+def _shown(inside: Tensor) -> Image.Image:
+    return Image.fromarray((inside[0, 0] * 255).to(torch.uint8).numpy())
+
+
+def fitted(request: PictureRequest, place: int) -> PictureRequest:
+    """The same request with picture and mask at the size that is drawn, so that they take no more memory; ``place`` as
+    for ``mask_pixels``.
 
     Raises:
         UserError: one of them cannot be used.
     """
     if request.image is None:
         return request
-    shown = shown_inputs(request) or {"picture": _fitted_picture(request)}
-    return replace(request, image=shown["picture"], mask=shown.get("mask"))
+    mask = None if request.mask is None else _shown(mask_pixels(request, place))
+    return replace(request, image=_fitted_picture(request), mask=mask)
 
 
 def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:
@@ -434,6 +445,6 @@ def decode(vae: nn.Module, model: Model, latents: Sequence[Tensor]) -> list[Imag
     """Decode latents [1, c, h, w] one at a time, to save memory and to keep each independent of the others."""
     device, images = next(vae.parameters()).device, []
     for z in latents:  # decoded pictures are [1, 3, h, w] in 0..1
-        array = (model.decode_latents(vae, z.to(device))[0] * 255).round().to(torch.uint8).permute(1, 2, 0).cpu()
+        array = (model.autoencoder.decode(vae, z.to(device))[0] * 255).round().to(torch.uint8).permute(1, 2, 0).cpu()
         images.append(Image.fromarray(array.numpy()))
     return images

@@ -42,15 +42,16 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     """
     steps, asked = config.steps(plan.steps_per_epoch), config.validation.loss_samples
     if config.validation.images is not None:
-        require_inputs(validation_requests(config, plan))
+        require_inputs(validation_requests(config, plan), config.model.autoencoder.downsampling)
     filling = StreamEncoder(config, plan, caches)
     filling.steps(start, steps)
     painted = len(config.validation.prompts or [""]) if config.model.inpaints else 0
     filling.evaluation(max(MOST if asked == "auto" else asked, painted))
     requests = validation_requests(config, filling.plan)
     caches.fill_text(prompts_beside(config, requests))
-    planned = config.model.has_modulation and config.memory.modulation != "resident"
-    if planned:  # modulations are computed for whole windows of steps
+    modulation = config.model.modulation
+    if modulation is not None and modulation.reads_pooled and config.memory.modulation != "resident":
+        # modulations are computed for whole windows of steps
         window = config.memory.modulation_window
         filling.steps(start - start % window, steps + -steps % window, pictures=False)
     requests = with_inputs(config, filling.plan, requests)
@@ -106,7 +107,7 @@ class StreamEncoder:
             first = prompts[:FIRST]
             if too_long := self.caches.text.too_long(first):
                 of = f"{len(too_long):,} of the first {plural(len(first), 'caption')}"
-                self.notes.append(f"{of} are longer than 77 tokens: the CLIP encoders see only the first 77")
+                self.notes.append(f"{of} are {self.caches.text.cut()}")
         if pictures:
             parts: dict[int, list[Crop]] = {}
             places = np.array([place for _, place, _ in found], dtype=np.int64)

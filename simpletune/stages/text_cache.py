@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.text.encoding import Embeddings, TextEncoding
+from simpletune.adapters.text.encoding import TextEncoding
 from simpletune.adapters.text.inputs import PromptTokenizer, TextInputs
 from simpletune.adapters.text.option import NO_TEXT, Text
 from simpletune.adapters.text.side import PLAIN, TextSide
@@ -17,8 +17,10 @@ from simpletune.data.storage.cache import Cache, FileCache, name_of
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
 from simpletune.models.families import Model
-from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.prompts import HIDDEN_ALONE, Prompts, unpack
+from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.text.clip import HIDDEN_ALONE
+from simpletune.models.text.encoder import TextEncoder
+from simpletune.models.text.prompts import Prompts, unpack
 from simpletune.stages.latent_cache import all_finite, free_memory
 from simpletune.system.atomic import remove
 from simpletune.system.console import progress
@@ -199,13 +201,13 @@ class TextCache:
     """
 
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, text: Text = NO_TEXT):
-        self.prompts, self.dtype = model.prompts(dtype), dtype
+        self.prompts, self.dtype = Prompts(model.text, dtype), dtype
         self.tokens = PromptTokenizer(text, model, self.prompts)
         encoders = [e for e in self.prompts.encoders if e.name not in self.tokens.resident]
         self._entries = PromptEntries(place, self.prompts, encoders) if encoders else None
         self.caches: list[Cache] = [self._entries.cache] if self._entries else []
         """The cache of the entries; none if all encoders run in every step."""
-        self._regions = model.text_regions() if self.tokens.resident else {}
+        self._regions = model.text.regions() if self.tokens.resident else {}
 
     def fill(self, prompts: Iterable[str], device: torch.device, share: KeyRange = ALONE) -> int:
         """Encode the prompts that are not cached yet, one encoder at a time.
@@ -229,13 +231,14 @@ class TextCache:
         wanted = {self.tokens.expanded(prompt): prompt for prompt in prompts}
         return {wanted[key] for cache in self.caches for key in cache.lacking(wanted)}
 
-    def load(self, prompt: str) -> Embeddings:
-        """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
+    def load(self, prompt: str) -> Conditioning:
+        """Load the conditioning of one prompt."""
         return self.prompts.assemble(self.parts(prompt))
 
-    def pooled(self, prompt: str) -> Tensor:
-        """Load the pooled embedding [p] of one prompt, without reading the rest."""
-        return self.prompts.pool(self.parts(prompt, "pooled"))
+    def pooled(self, prompt: str) -> Tensor | None:
+        """Load the pooled embedding [p] of one prompt, without reading the rest; None for a family without one."""
+        text = self.prompts.text
+        return text.pool(self.parts(prompt, "pooled")) if text.pooled_width else None
 
     def parts(self, prompt: str, only: str | None = None) -> dict[str, Parts]:
         """Load every encoder's outputs for one prompt, or only the tensors of one name; zeros for the encoders that
@@ -261,12 +264,19 @@ class TextCache:
         """The trained text side's inputs for a micro-batch's prompts; None if nothing trains there."""
         return self.tokens.of(prompts) if self.tokens.text.trains else None
 
-    def too_long(self, prompts: Iterable[str], limit: int = 77) -> list[str]:
-        """The prompts that CLIP truncates, at 77 tokens by default."""
+    def too_long(self, prompts: Iterable[str]) -> list[str]:
+        """The prompts that the first encoder truncates."""
         first, entries = self.prompts.encoders[0].name, self._entries
+        limit = self.tokens.length(first)
         if entries is None or first in self.tokens.resident or entries.cache.remote:  # not a request for each
             return [prompt for prompt in prompts if self.tokens.count(prompt) > limit]
         return [prompt for prompt in prompts if int(self.parts(prompt, "tokens")[first]["tokens"]) > limit]
+
+    def cut(self) -> str:
+        """What happens to ``too_long`` prompts, for messages."""
+        first = self.prompts.encoders[0]
+        limit = self.tokens.length(first.name)
+        return f"longer than {limit} tokens: the {first.kind} encoders see only the first {limit}"
 
 
 class PromptStore:
@@ -316,8 +326,8 @@ class PromptStore:
             encoded |= entries.fill(own, outputs, "prompt", device)
         return len(encoded)
 
-    def load(self, prompt: str) -> Embeddings:
-        """Load (prompt_embeds [t, e], pooled [p]) of one prompt."""
+    def load(self, prompt: str) -> Conditioning:
+        """Load the conditioning of one prompt."""
         parts: dict[str, Parts] = {}
         for entries, key in self._entries(prompt):
             parts |= entries.load(key)

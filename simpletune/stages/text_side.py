@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from simpletune.adapters.text.inputs import TextInputs, encoders_with_vectors
 from simpletune.adapters.text.update import TextUpdate, token_table
 from simpletune.config.schema import TrainConfig
-from simpletune.models.shared.prompts import empty_clip
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.text_cache import TextCache
 
@@ -33,7 +32,7 @@ def load_text_side(
         return None
     tokens, encoders = cache.tokens, dict[str, nn.Module]()
     for name in tokens.resident:
-        encoders[name] = cache.prompts.load_clip(tokens.encoders[name])
+        encoders[name] = cache.prompts.load(tokens.encoders[name])
     option = config.text.embeddings
     if option is None:
         vectors = {}
@@ -58,13 +57,14 @@ def t5_rows(config: TrainConfig, cache: TextCache) -> dict[str, Tensor]:
 
     A file without them would make other tools leave the token out of T5's prompt.
     """
-    from simpletune.models.shared.t5_layers import EMBEDDINGS, PartTensors
+    from simpletune.models.text.layered import LayeredEncoder
 
     for encoder in cache.prompts.encoders:
-        if encoder.is_t5:
-            tensors, ids = PartTensors(config.model.part(encoder.model)), cache.tokens.word_ids(encoder.name)
-            table = tensors.get(next(name for name in EMBEDDINGS if name in tensors.shapes))
-            return {encoder.name: table[ids].float()}
+        if not encoder.may_train:
+            part, tokenizer = config.model.part(encoder.model), cache.prompts.tokenizer(encoder)
+            opened = encoder.open(part, cache.dtype, torch.device("cpu"), tokenizer)
+            assert isinstance(opened, LayeredEncoder)
+            return {encoder.name: opened.rows(cache.tokens.word_ids(encoder.name)).float()}
     return {}
 
 
@@ -73,7 +73,7 @@ def mean_rows(config: TrainConfig, cache: TextCache, captions: Sequence[str]) ->
 
     The words' outputs differ between captions; their mean is the one set of vectors with the smallest squared error.
     """
-    tokens, regions = cache.tokens, config.model.text_regions()
+    tokens, regions = cache.tokens, config.model.text.regions()
     sums = {n: torch.zeros(tokens.vectors[n], regions[n].width, dtype=torch.float64) for n in tokens.with_vectors}
     counts = {name: torch.zeros(len(total), 1, dtype=torch.float64) for name, total in sums.items()}
     for caption in captions:
@@ -94,13 +94,13 @@ def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | N
     if not config.text.trains:
         return None
     model, dtype = config.model, config.precision.encoder_dtype()
-    resident = config.text.resident(model.clip_encoders)
+    resident = config.text.resident(model.text.trainable)
     encoders = {
-        encoder.name: empty_clip(encoder, model.known_part(encoder.model).config()).to(dtype)
-        for encoder in model.clip
+        encoder.name: encoder.empty(model.known_part(encoder.model).config()).to(dtype)
+        for encoder in model.text.encoders
         if encoder.name in resident
     }
-    option, regions = config.text.embeddings, model.text_regions()
+    option, regions = config.text.embeddings, model.text.regions()
     count = 0 if option is None else option.vectors
     vectors = {name: torch.zeros(count, regions[name].width) for name in encoders_with_vectors(config.text, model)}
     return TextUpdate(config.text, model, vectors, encoders).to(device)
@@ -113,11 +113,11 @@ def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> Text
         return None
     model = config.model
     lengths = {
-        encoder.name: int(encoder.length or model.known_part(encoder.model).config()["max_position_embeddings"])
-        for encoder in model.encoders()
+        encoder.name: encoder.length or encoder.positions(model.known_part(encoder.model).config()) or 0
+        for encoder in model.text.encoders
     }
     both = (
         {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}
-        for names in (encoders_with_vectors(config.text, model), config.text.resident(model.clip_encoders))
+        for names in (encoders_with_vectors(config.text, model), config.text.resident(model.text.trainable))
     )
     return TextInputs(*both)

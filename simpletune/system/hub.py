@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -87,6 +87,9 @@ class HubFile:
         return 0 if (self.repository.cache / "blobs" / str(self.sha256)).exists() else self.size
 
 
+NOTHING: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class HubPart:
     """A part of a pipeline on the hub."""
@@ -124,8 +127,9 @@ def part_folder(part: HubPart) -> Path:
     return _FETCHED[part]
 
 
-def fetch(parts: Sequence[HubPart]) -> None:
-    """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk."""
+def fetch(parts: Sequence[HubPart], optional: Mapping[str, str] = NOTHING) -> None:
+    """Fetch parts that are not in the hub's cache; start only if all of them fit on the disk. ``optional``: the
+    settings that do without a part, by its name."""
     folders: dict[HubPart, Path] = {}
     wanted: list[HubFile] = []
     checked: list[tuple[HubFile, Callable[[Path], None]]] = []
@@ -143,7 +147,7 @@ def fetch(parts: Sequence[HubPart]) -> None:
             wanted += files
             if part.check is not None:
                 checked += [(file, part.check) for file in files if file.place.name == "config.json"]
-    _require_room(wanted)
+    _require_room(wanted, optional)
     for file, check in checked:
         if not file.place.exists():
             _fetch_file(file)
@@ -317,7 +321,7 @@ def fetch_files(files: Sequence[HubFile]) -> None:
             note.write_text(commit, encoding="utf-8")
 
 
-def _require_room(files: Sequence[HubFile]) -> list[HubFile]:
+def _require_room(files: Sequence[HubFile], optional: Mapping[str, str] = NOTHING) -> list[HubFile]:
     """Return the files that are missing. DiskFull: they do not fit on the disk."""
     missing = [file for file in files if not file.place.exists()]
     if missing:
@@ -325,8 +329,9 @@ def _require_room(files: Sequence[HubFile]) -> list[HubFile]:
         free = free_disk_bytes(cache)
         names = ", ".join(dict.fromkeys(file.repository.name for file in missing))
         if size > free:
-            t5 = sum(file.size for file in missing if file.path.startswith("text_encoder_3/"))
-            remedy = f", or set model.t5=false (saves {t5 / GIB:.1f} GiB)" if t5 else ""
+            spared = {setting: sum(file.size for file in missing if file.path.startswith(f"{part}/"))
+                      for part, setting in optional.items()}  # fmt: skip
+            remedy = "".join(f", or set {how} (saves {size / GIB:.1f} GiB)" for how, size in spared.items() if size)
             raise DiskFull(
                 f"{names}: the download needs {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free at {cache}. "
                 f"Free {(size - free) / GIB:.2f} GiB, set HF_HOME to a larger disk{remedy}"

@@ -162,7 +162,8 @@ def how_to_go_on(folder: Path) -> str:
 
 def _nonfinite_inputs(batch: Batch, row: int) -> str:
     """Name a sample's non-finite inputs; empty if there are none."""
-    inputs = {"cached latents": batch.z_0, "prompt's embedding": batch.prompt_embeds, "pooled": batch.pooled}
+    text = {name: tensor for name, tensor in batch.conditioning.tensors().items() if tensor.is_floating_point()}
+    inputs = {"cached latents": batch.z_0, "prompt's embedding": text.pop("embeds"), **text}
     if batch.inpainting is not None:
         inputs["masked picture's cached latents"] = batch.inpainting
     found = [what for what, tensor in inputs.items() if nonfinite_names([("", (tensor[row],))])]

@@ -12,13 +12,14 @@ from typing import TypeVar
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.runs.folder import BASE, START
 from simpletune.runs.repair import set_aside
 from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import load_autoencoder
 from simpletune.stages.png import asked_for, generation_parameters, request_values, save_png
 from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures, shown_inputs
 from simpletune.stages.step.attention import attention_by
@@ -153,7 +154,7 @@ class Previews:
             denoiser, config.model, config.precision, self.modulation, attention=kernel, objective=config.objective
         )
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
-        vae = config.model.load_vae(device, config.model.autoencoder_dtype(config.precision), config.memory.vae_tile)
+        vae = load_autoencoder(config, device)
         try:
             return generate_pictures(sampler, vae, config.model, requests, self.load)
         finally:
@@ -162,16 +163,16 @@ class Previews:
             denoiser.train(was_training)
 
     @torch.no_grad()
-    def load(self, prompt: str) -> tuple[Tensor, Tensor]:
-        """Load (prompt_embeds [t, e], pooled [p]) of one prompt, passed through the trained text side."""
-        embeds, pooled = self.text.load(prompt)
+    def load(self, prompt: str) -> Conditioning:
+        """Load the conditioning of one prompt, passed through the trained text side."""
+        cached = self.text.load(prompt)
         text, inputs = None if self.core is None else self.core.text, self.text.inputs([prompt])
         if self.core is None or text is None or inputs is None:
-            return embeds, pooled
+            return cached
         device = self.core.device
         on_device = inputs.map(lambda tensor: tensor.to(device))
-        (embeds,), (pooled,) = text(embeds[None].to(device), pooled[None].to(device), on_device)
-        return embeds, pooled
+        updated: Conditioning = text(cached.map(lambda tensor: tensor[None].to(device)), on_device)
+        return updated.map(lambda tensor: tensor[0])
 
     def write_grid(self) -> Path | None:
         """Write one picture with a row per prompt and a column per state. A cell is empty where a state has no picture

@@ -14,6 +14,7 @@ from benchmarks.roofline import least_seconds
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import read_config
 from simpletune.engine.profiling.figures import KINDS, Recording, Span, shares
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import assemble
@@ -60,7 +61,7 @@ def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(hub, "listing", lambda repository: pytest.fail(f"listed {repository}"))
     for row in speed_rows.grid().values():
         config = speed.config_of(row.overrides)
-        assert config.model.known_config() and config.model.text_tokens > 0 and Path(config.data.path).is_dir()
+        assert config.model.known_config() and config.model.text.tokens > 0 and Path(config.data.path).is_dir()
 
 
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:
@@ -119,7 +120,7 @@ def test_the_yardsticks_gradients_are_ours(pipeline: Path, tiny_config: dict) ->
                     if parameter.requires_grad:
                         generator = torch.Generator().manual_seed(number)
                         own[name].copy_(parameter.normal_(0, 0.1, generator=generator))
-            batch = Batch(z_0, noise, sigma, text, pooled, ("one",))
+            batch = Batch(z_0, noise, sigma, Conditioning(text, pooled=pooled), ("one",))
             transformer.zero_grad()
             core.loss(transformer, batch).backward()
             theirs.loss(z_0, noise, index, text, pooled).backward()

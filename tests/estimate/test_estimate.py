@@ -154,7 +154,7 @@ def test_a_prompt_is_counted_with_what_is_pooled(tiny_config: dict, tmp_path: Pa
     small = {"data": tiny_config["data"] | {"resolution": 64}}
     data = tiny_config | small | {"model": {"family": "sdxl", "pretrained": str(tiny_sdxl.build(tmp_path / "sdxl"))}}
     model = (config := validate(data, "test")).model
-    embeds, pooled = model.text_tokens * model.text_width, model.pooled_width
+    embeds, pooled = model.text.tokens * model.text.width, model.text.pooled_width
     assert bytes_of_prompt(config) == 4 * (embeds + pooled) and embeds and pooled  # fp32 encoders on the CPU
 
 

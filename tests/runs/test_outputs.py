@@ -21,6 +21,7 @@ from simpletune.commands.generate.generate import generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
+from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.stages.sample import PictureRequest, Sampler
@@ -110,7 +111,7 @@ def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int]
     request = PictureRequest("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
     text.fill([request.prompt, request.negative_prompt], torch.device("cpu"))
     transformer = model.load_denoiser(FP32(), torch.device("cpu"))
-    sampler = Sampler(transformer, model, FP32())
+    sampler = Sampler(transformer, model, FP32(), objective=Flow())
     ours = sampler.denoise([request], [text.load(request.prompt)], [text.load("blurry")])
     pipeline = StableDiffusion3Pipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)

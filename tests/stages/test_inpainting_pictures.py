@@ -22,6 +22,8 @@ from PIL import Image
 from slow_cases import slow_but
 
 from simpletune.engine.quant.precision import FP32
+from simpletune.models.objectives.ddpm import Ddpm
+from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.models.sdxl.option import SDXL
@@ -82,7 +84,7 @@ def test_pictures_are_those_of_the_inpainting_pipeline(
     family = kind(pretrained=str(folder))
     assert family.inpaints is nine
     text = text_of(family, tmp_path / "cache", request_.prompt, request_.negative_prompt)
-    denoiser = family.load_denoiser(FP32(), CPU)
+    sampler = Sampler(family.load_denoiser(FP32(), CPU), family, FP32(), objective=Ddpm())
     theirs = pipeline.from_pipe(DiffusionPipeline.from_pretrained(folder, local_files_only=True))
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     theirs.set_progress_bar_config(disable=True)
@@ -93,7 +95,7 @@ def test_pictures_are_those_of_the_inpainting_pipeline(
             mask_image=Image.open(str(ours.mask)), width=SIZE[0], height=SIZE[1], strength=strength,
             num_inference_steps=4, guidance_scale=5.0, generator=torch.Generator().manual_seed(3), output_type="np",
         ).images[0]  # fmt: skip
-        (drawn,) = generate_pictures(Sampler(denoiser, family, FP32()), theirs.vae, family, [ours], text.load)
+        (drawn,) = generate_pictures(sampler, theirs.vae, family, [ours], text.load)
         np.testing.assert_allclose(np.asarray(drawn) / 255, expected, atol=0.51 / 255 + 2e-5)
         assert expected.std() > 0.05
 
@@ -106,7 +108,7 @@ def test_a_plain_transformer_keeps_what_the_pipeline_keeps(
     text = text_of(family, tmp_path / "cache", ours.prompt, ours.negative_prompt)
     theirs = StableDiffusion3InpaintPipeline.from_pretrained(tiny_pipeline, dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
-    sampler = Sampler(family.load_denoiser(FP32(), CPU, sizes=[(64, 32)]), family, FP32())
+    sampler = Sampler(family.load_denoiser(FP32(), CPU, sizes=[(64, 32)]), family, FP32(), objective=Flow())
     for strength in (1.0, 0.6):  # 0.6 of 4 steps: 3, by the pipelines' rounding
         ours = replace(ours, strength=strength)
         expected = theirs(
@@ -123,8 +125,8 @@ def test_without_a_picture_an_inpainting_model_paints_the_whole_of_a_grey_one(
     unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     family = StableDiffusion(pretrained=str(unet_pipeline("inpainting-sd15")))
-    text, vae = text_of(family, tmp_path / "cache", "a red disc", ""), family.load_vae(CPU, torch.float32, None)
-    sampler = Sampler(family.load_denoiser(FP32(), CPU), family, FP32())
+    text, vae = text_of(family, tmp_path / "cache", "a red disc", ""), family.autoencoder.load(CPU, torch.float32, None)
+    sampler = Sampler(family.load_denoiser(FP32(), CPU), family, FP32(), objective=Ddpm())
     alone = PictureRequest("a red disc", 3, "", 64, 64, 3, 5.0)
     assert reads_pictures(family, [alone])
     grey = Image.new("RGB", (64, 64), (255, 0, 0))  # of which the mask leaves nothing
@@ -138,12 +140,12 @@ def test_requests_of_one_batch_are_drawn_as_alone(
 ) -> None:
     family = StableDiffusion(pretrained=str(unet_pipeline("inpainting-sd15")))
     text = text_of(family, tmp_path / "cache", request_.prompt, request_.negative_prompt)
-    vae, denoiser = family.load_vae(CPU, torch.float32, None), family.load_denoiser(FP32(), CPU)
+    vae, denoiser = family.autoencoder.load(CPU, torch.float32, None), family.load_denoiser(FP32(), CPU)
     other = mask(tmp_path / "other.png", (0, 0, 40, 64))
     asked = [replace(request_, steps=3), replace(request_, steps=3, strength=0.7), replace(request_, steps=3, seed=4)]
     asked += [replace(asked[1], mask=other), replace(asked[0], image=None, mask=None)]
     encoded = encode_inputs(vae, family, asked)
-    one, three = (Sampler(denoiser, family, FP32(), batch_size=size) for size in (1, 3))
+    one, three = (Sampler(denoiser, family, FP32(), batch_size=size, objective=Ddpm()) for size in (1, 3))
     pairs = zip(one.latents(asked, text.load, encoded), three.latents(asked, text.load, encoded), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -153,7 +155,7 @@ def test_pasting_keeps_every_pixel_outside_the_mask(request_: PictureRequest) ->
     green = Image.new("RGB", SIZE, (0, 255, 0))
     assert pasted(green, request_) is green
     found = np.asarray(pasted(green, replace(request_, paste=True)))
-    inside, before = mask_pixels(request_)[0, 0].bool().numpy(), np.asarray(Image.open(str(request_.image)))
+    inside, before = mask_pixels(request_, 8)[0, 0].bool().numpy(), np.asarray(Image.open(str(request_.image)))
     assert (found[inside] == (0, 255, 0)).all() and (found[~inside] == before[~inside]).all()
     assert 0.2 < inside.mean() < 0.5
 
@@ -161,7 +163,7 @@ def test_pasting_keeps_every_pixel_outside_the_mask(request_: PictureRequest) ->
 def test_a_mask_of_the_pictures_shape_is_scaled_and_cropped_with_it(tmp_path: Path) -> None:
     image = picture(tmp_path / "large.png", (512, 128))
     small = mask(tmp_path / "small.png", (64, 0, 96, 32), (128, 32))  # the second half from the middle on
-    inside = mask_pixels(PictureRequest("", 0, width=128, height=64, image=image, mask=small))[0, 0]
+    inside = mask_pixels(PictureRequest("", 0, width=128, height=64, image=image, mask=small), 8)[0, 0]
     assert inside[:, :60].sum() == 0 and inside[:, 68:].all()
 
 
@@ -184,4 +186,4 @@ def test_a_mask_that_cannot_be_used_is_refused(
     if isinstance(changed.get("mask"), str):
         changed = {"mask": tmp_path / changed["mask"]}
     with pytest.raises(UserError, match=message):
-        mask_pixels(replace(request_, **changed))
+        mask_pixels(replace(request_, **changed), 8)

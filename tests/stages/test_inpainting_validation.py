@@ -79,10 +79,10 @@ def test_what_does_not_fit_is_refused(painted: dict[str, Any], tmp_path: Path) -
     requests = validation_requests(config, plan_data(resolve_folders(config)).plan)
     Image.new("L", (64, 64)).save(tmp_path / "right.png")
     with pytest.raises(UserError, match="^validation.masks.0: it is black in the 32x32 that are drawn"):
-        require_inputs(requests)
+        require_inputs(requests, 8)
     (tmp_path / "red.png").unlink()
     with pytest.raises(UserError, match="^validation.images.0: .*red.png cannot be read"):
-        require_inputs(requests)
+        require_inputs(requests, 8)
 
 
 @pytest.mark.parametrize("own", [None, "left", "top"], ids=["random", "own", "own, outside of what is drawn"])

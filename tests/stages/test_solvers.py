@@ -37,10 +37,14 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.objectives.flow import Euler
-from simpletune.models.objectives.objective import Solver, TrainingObjective
+from simpletune.models.objectives.objective import Solver
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
+from simpletune.models.sd15.text import SD15Text
 from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Autoencoder
+from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.text.family_text import FamilyText
 from simpletune.runs.weights import BASE
 from simpletune.stages.sample import PictureRequest, Sampler, encode_inputs, noises
 from simpletune.stages.text_cache import TextCache
@@ -55,25 +59,27 @@ class Family:
     """The part of a family that sampling uses, around a small UNet."""
 
     config: dict[str, Any]
-    objective: ClassVar[str] = "ddpm"
     inpaints: ClassVar[bool] = False
 
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        return 4, height // 8, width // 8
+    @property
+    def autoencoder(self) -> Autoencoder:
+        nothing: Any = None
+        return Autoencoder(STABLE_DIFFUSION, nothing, nothing, lambda: 4, {})
 
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Solver:
+    def solver(self, objective: Ddpm, size: object, steps: int, skipped: int) -> Solver:
         return objective.solver(self.config, steps, skipped)
 
     def skipped_steps(self, steps: int, strength: float) -> int:
         return StableDiffusion.skipped_steps(self, steps, strength)
 
-    def framed(self, pooled: Tensor, framings: object) -> Tensor:
-        return pooled
+    @property
+    def text(self) -> FamilyText[Any]:
+        return SD15Text(StableDiffusion())
 
     def predict(
-        self, model: nn.Module, z_t: Tensor, time: Tensor, prompt_embeds: Tensor, pooled: Tensor, dtype: torch.dtype
+        self, model: nn.Module, z_t: Tensor, time: Tensor, conditioning: Conditioning, dtype: torch.dtype
     ) -> Tensor:
-        return model(z_t.to(dtype), time, prompt_embeds.to(dtype), return_dict=False)[0]
+        return model(z_t.to(dtype), time, conditioning.embeds.to(dtype), return_dict=False)[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +104,10 @@ def prompts() -> tuple[Tensor, Tensor]:
 def drawn(
     unet: nn.Module, family: Family, request: PictureRequest, start: Tensor | None = None, **options: Any
 ) -> Tensor:
-    positive, negative = [[(embeds, torch.empty(0))] for embeds in prompts()]
-    return Sampler(unet, family, FP32(), **options).denoise([request], positive, negative, start)
+    positive, negative = [[Conditioning(embeds)] for embeds in prompts()]
+    return Sampler(unet, family, FP32(), **{"objective": Ddpm()} | options).denoise(
+        [request], positive, negative, start
+    )
 
 
 def pipeline(kind: type, unet: nn.Module, config: dict[str, Any]) -> Any:
@@ -199,8 +207,8 @@ def test_one_guidance_difference_for_two_steps(unet) -> None:
 def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
     """The solver keeps earlier predictions, so each drawing has its own."""
     request = PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0)
-    sampler = Sampler(unet, Family(SD15), FP32())
-    positive, negative = [[(embeds, torch.empty(0))] * 2 for embeds in prompts()]
+    sampler = Sampler(unet, Family(SD15), FP32(), objective=Ddpm())
+    positive, negative = [[Conditioning(embeds)] * 2 for embeds in prompts()]
     first = sampler.denoise([request], positive[:1], negative[:1])
     both = sampler.denoise([request, replace(request, seed=4)], positive, negative)
     torch.testing.assert_close(both[:1], first, rtol=0, atol=5e-4)
@@ -268,7 +276,7 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(
     family, text = kind(pretrained=str(folder)), tmp_path / "cache"
     cache = TextCache(family, torch.float32, text)
     cache.fill([prompt, against, ""], torch.device("cpu"))
-    sampler = Sampler(family.load_denoiser(FP32(), torch.device("cpu")), family, FP32())
+    sampler = Sampler(family.load_denoiser(FP32(), torch.device("cpu")), family, FP32(), objective=Ddpm())
     theirs = theirs.from_pretrained(folder, local_files_only=True)
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     asked = {"prompt": prompt, "num_inference_steps": 4, "guidance_scale": 5.0}
@@ -277,7 +285,7 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(
 
     size = {"width": 128, "height": 64}  # which SDXL is also told
     for given in (None, against):
-        request = PictureRequest(prompt, 3, family.steered_from(given), 128, 64, 4, 5.0)
+        request = PictureRequest(prompt, 3, family.text.steered_from(given), 128, 64, 4, 5.0)
         latents = noises(request, family)[0]
         expected = theirs(**asked, **size, negative_prompt=given, latents=latents, output_type="latent").images
         torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)

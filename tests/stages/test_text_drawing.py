@@ -26,7 +26,7 @@ from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
 from simpletune.apps.serve.requests import ImageRequest
 from simpletune.commands.generate.compare import without_twins
-from simpletune.models.shared.text_layers import split_text
+from simpletune.models.text_layers import split_text
 from simpletune.runs.push import files_of
 from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.single_run import single_run_report
@@ -157,8 +157,8 @@ def test_a_changed_embedding_or_strength_never_finds_an_old_encoding(
         prompts = ["a red <dots>", "a <dots> red"] if name == "place" else [PROMPT, PROMPT]
         stores = [PromptStore(model, torch.float32, tmp_path / name, make(n)) for n in (0, 1)]
         counts = [store.fill([prompt], CPU) for store, prompt in zip(stores, prompts, strict=True)]
-        found = [store.load(prompt)[0] for store, prompt in zip(stores, prompts, strict=True)]
-        expected = encode_prompts(model, [prompts[1]], CPU, torch.float32, stores[1].encoding.side)[prompts[1]][0]
+        found = [store.load(prompt).embeds for store, prompt in zip(stores, prompts, strict=True)]
+        expected = encode_prompts(model, [prompts[1]], CPU, torch.float32, stores[1].encoding.side)[prompts[1]].embeds
         assert torch.equal(found[1], expected), name
         if name != "file":
             assert not torch.equal(found[0], found[1]), name

@@ -25,7 +25,9 @@ from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, Nf4,
 from simpletune.models.objectives.flow import FlowProcess
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import NUMBERS, SDXL
+from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sdxl.text import NUMBERS
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.weights import MadeTensors, TensorSource, fill_model
@@ -78,9 +80,11 @@ def load(
     return fill_model(SD3().empty_model(config), tensors, precision, device, on_host, place)
 
 
-def predict_velocity(model: nn.Module, z_t: Tensor, sigma: Tensor, *rest: Any, **named: Any) -> Tensor:
+def predict_velocity(
+    model: nn.Module, z_t: Tensor, sigma: Tensor, prompt_embeds: Tensor, pooled: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """SD3's prediction at a noise level."""
-    return SD3().predict(model, z_t, 1000.0 * sigma, *rest, **named)
+    return SD3().predict(model, z_t, 1000.0 * sigma, Conditioning(prompt_embeds, pooled=pooled), dtype)
 
 
 def transformer(precision: WeightPrecision, device: str = "cpu") -> Any:
@@ -174,10 +178,13 @@ def unet_loss(
 
     h, w = ((8, 8), (4, 16))[key % 2]
     z_t, prompts, target = draw(2, 4, h, w), draw(2, 6, UNET["cross_attention_dim"]), draw(2, 4, h, w)
-    pooled = draw(2, POOLED + NUMBERS) if version == "sdxl" else z_t.new_zeros(2, 0)
+    text = Conditioning(prompts)
+    if version == "sdxl":
+        pooled, numbers = draw(2, POOLED + NUMBERS).split([POOLED, NUMBERS], dim=1)
+        text = Conditioning(prompts, pooled=pooled, extra={"time_ids": numbers})
     time = torch.tensor([300, 800], device=device)
     with precision.autocast_on(z_t.device):
-        prediction = FAMILIES[version].predict(model, z_t, time, prompts, pooled, precision.compute_dtype())
+        prediction = FAMILIES[version].predict(model, z_t, time, text, precision.compute_dtype())
     return (prediction.float() - target).square().mean()
 
 

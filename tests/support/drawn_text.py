@@ -38,7 +38,8 @@ def encoded(
 ) -> tuple[Tensor, Tensor]:
     """(prompt_embeds, pooled) of one prompt, in fp32."""
     side = TextSide(embeddings, side.loras) if embeddings else side
-    return encode_prompts(family(pipeline, name), [prompt], CPU, torch.float32, side)[prompt]
+    found = encode_prompts(family(pipeline, name), [prompt], CPU, torch.float32, side)[prompt]
+    return found.embeds, found.pooled  # type: ignore[return-value]
 
 
 CLIP = "text_model.encoder.layers.{}.{}"

@@ -26,7 +26,7 @@ def frozen(kind: str, bias: bool = True) -> nn.Module:
     if kind.startswith("nf4"):
         layer = Nf4Linear.from_linear(layer, torch.float32, double=kind == "nf4-double")
     if kind == "quanto":
-        layer = PRECISIONS["int8-quanto"].convert("layer", layer)
+        layer = PRECISIONS["int8-quanto"].convert(layer)
     return layer.requires_grad_(False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from simpletune.models.shared import family, prompts
+from simpletune.models.shared import autoencoder
 from simpletune.models.shared.parts import Part
+from simpletune.models.text import clip
 
 KNOWN: dict[object, nn.Module] = {}
-READ = {prompts: "load_text_model", family: "load_autoencoder"}
+READ = {clip: "load_text_model", autoencoder: "load_autoencoder"}
 """Names of the functions that read a part, by the modules that call them."""
 
 
@@ -30,6 +32,7 @@ def parts_read_once() -> Iterator[None]:
 
 
 def _remembering(read: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @wraps(read)
     def remembered(part: Part, dtype: torch.dtype, *more: Any) -> nn.Module:
         place = part.file or part.folder
         files = [place] if part.file else sorted(Path(str(place)).iterdir())

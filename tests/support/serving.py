@@ -181,7 +181,7 @@ def blocking(
     **options: Any,
 ) -> server.Service:
     """A server of a generator that waits."""
-    capabilities = Capabilities(names, PictureRequest("", 7, "", 64, 64, 3, 3.0), limits, tuned)
+    capabilities = Capabilities(names, PictureRequest("", 7, "", 64, 64, 3, 3.0), limits, 8, tuned)
     options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
     return server.Service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
 

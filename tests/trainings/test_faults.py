@@ -28,8 +28,8 @@ from simpletune.config.load import validate
 from simpletune.data.storage.cache import FileCache, checksum
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.estimate import disk_needs as space
-from simpletune.models.sd3.option import SD3
-from simpletune.models.shared.prompts import Prompts
+from simpletune.models.shared.autoencoder import Autoencoder
+from simpletune.models.text.prompts import Prompts
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import SKIPPED, read_metrics, read_rows
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -430,8 +430,8 @@ def test_cached_latents_that_are_not_finite_are_set_aside_and_made_again(
 def test_a_picture_that_the_autoencoder_overflows_on_is_named(
     tiny_config: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = SD3.encode_pictures
-    monkeypatch.setattr(SD3, "encode_pictures", lambda *args: honest(*args) * math.inf)
+    honest = Autoencoder.encode
+    monkeypatch.setattr(Autoencoder, "encode", lambda *args: honest(*args) * math.inf)
     with pytest.raises(UserError, match="000.png: .*NaN.* in torch.float32"):
         run_with(tiny_config, output={"cache": str(tmp_path / "own")})
 

@@ -39,11 +39,11 @@ def with_real_inputs(tiny_config: dict, pipeline: Path, real_data: Path, **data:
 @pytest.mark.parametrize("name", ["dreambooth/dog6/00.jpg", "paintings/sargent/elizabeth_winthrop_chanler_1893.jpg"])
 def test_taesd3_gives_photographs_back(name: str, real_data: Path) -> None:
     model = SD3(vae=str(real_data / "taesd3"))
-    vae = model.load_vae(torch.device("cpu"), torch.float32)
+    vae = model.autoencoder.load(torch.device("cpu"), torch.float32)
     pixels = torch.from_numpy(crop_to_bucket(decode((real_data / name).read_bytes()), (128, 128)))[None]
     with torch.no_grad():
-        z_0 = model.encode_pictures(vae, pixels)
-        back = model.decode_latents(vae, z_0)
+        z_0 = model.autoencoder.encode(vae, pixels)
+        back = model.autoencoder.decode(vae, z_0)
     assert z_0.shape == (1, 16, 16, 16)
     psnr = -10 * math.log10((back - (pixels / 2 + 0.5)).square().mean().item())
     print(f"{name}: round trip {psnr:.1f} dB at 128 px")

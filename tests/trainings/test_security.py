@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ import torch
 from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared.parts import Part, load_autoencoder, load_text_model
-from simpletune.models.shared.prompts import read_tokenizer
+from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, load_autoencoder
+from simpletune.models.shared.parts import Part
+from simpletune.models.text.clip import load_text_model
 from simpletune.system.locks import exclusive
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import ConfigError, UserError
@@ -126,7 +129,7 @@ def test_a_foreign_class_is_refused(tiny_pipeline: Path, tmp_path: Path, name: o
     config = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps({**config, "_class_name": name}))
     with pytest.raises(UserError, match="needs an AutoencoderKL"):
-        load_autoencoder(Part("vae", tmp_path / "vae"), torch.float32)
+        load_autoencoder(Part("vae", tmp_path / "vae"), torch.float32, STABLE_DIFFUSION)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +272,7 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused_in_words(
     shutil.copytree(tiny_pipeline / part, folder)
     kept = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(kept | change))
-    load = load_autoencoder if part == "vae" else load_text_model
+    load: Any = partial(load_autoencoder, latents=STABLE_DIFFUSION) if part == "vae" else load_text_model
     with pytest.raises(UserError, match=part):
         load(Part(part, folder), torch.float32)
 
@@ -294,4 +297,4 @@ def test_a_damaged_tokenizer_is_refused_in_words(
     else:
         (folder / file).write_text(text)
     with pytest.raises(UserError, match=said):
-        read_tokenizer(next(each for each in SD3().encoders() if each.tokenizer == part), folder)
+        next(each for each in SD3().text.encoders if each.tokenizer == part).read_tokenizer(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
-from simpletune.adapters.files.detect_model import MEDIUM_35
 from simpletune.adapters.files.header import open_lora, require_safetensors
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import (
@@ -45,14 +43,13 @@ from simpletune.adapters.methods.loha_layer import LohaLayer
 from simpletune.adapters.methods.lokr_layer import LokrLayer
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
 from simpletune.adapters.methods.oft_layer import OftLayer
-from simpletune.models.lora_names import require_same_family
-from simpletune.models.shared.text_layers import split_text
+from simpletune.models.lora_registry import LAYOUTS, require_same_family
+from simpletune.models.text_layers import split_text
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.safetensors_file import read_header
 
 SCALED = {"lokr_w1", "lokr_w1_a", "hada_w1_a"}
 """The factor of LoKr's and LoHa's that an update's scale is folded into."""
-DUAL_LAYER = re.compile(r"transformer_blocks\.\d+\.attn2\.")
 
 
 def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[str]:
@@ -169,10 +166,11 @@ def require_shapes(place: str, updates: Updates, shapes: Shapes, version: str = 
     require_same_family(place, {name: update.shape for name, update in updates.items()}, shapes)
     lost = [name for name in updates if name not in shapes]
     if lost:
-        dual = f". {MEDIUM_35} has these layers" if any(DUAL_LAYER.match(name) for name in lost) else ""
+        owners = (each for names in LAYOUTS for each in names.layers_of.items())
+        other = next((f". {model} has these layers" for model, own in owners if any(map(own.search, lost))), "")
         listed = join_names(lost, 5)
         raise UserError(
-            f"{place}{version}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{dual}"
+            f"{place}{version}: {len(lost)} of {plural(len(updates), 'layer')} are not in this model: {listed}{other}"
         )
     for name, update in updates.items():
         if not update.fits(shapes[name]):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from simpletune.models.families import FAMILIES, family_of, family_of_config
-from simpletune.models.shared.denoiser import quantised_layers
+from simpletune.models.shared.denoiser import quantised_layer, quantised_layers
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
 from simpletune.models.shared.parts import Part
@@ -78,7 +78,8 @@ class BaseReader:
         for tensor, origin in origins.items():
             entry = found[origin.name]
             first, *others = entry["shape"]
-            self.shapes[tensor] = (first if origin.third is None else first // 3, *others)
+            rows = origin.rows.within(first) if origin.rows else slice(0, first)
+            self.shapes[tensor] = (rows.stop - rows.start, *others)
             self.kinds[tensor] = "BF16" if entry["dtype"] in FP8 else entry["dtype"]
 
     def get(self, name: str) -> Tensor:
@@ -166,7 +167,7 @@ class QuantisedBaseReader:
         if name not in self._quantised:
             return self._reader.get(name)
         owner = name.removesuffix(".weight")
-        twin = self._precision.convert(owner, self._model.get_submodule(owner))
+        twin = quantised_layer(self._model, owner, self._precision)
         twin.load_state_dict({own: self._reader.get(f"{owner}.{own}") for own in twin.state_dict()}, assign=True)
         if (dequantise := getattr(twin, "dequantise", None)) is not None:  # our own quantised layers
             return dequantise()

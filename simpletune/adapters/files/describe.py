@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
-from simpletune.adapters.files.detect_model import kind_of_model, models_of_text_width, some_unet
+from simpletune.adapters.files.detect_model import models_of_text_width, some_unet
 from simpletune.adapters.files.header import (
     LISTED,
     LoraHeader,
@@ -29,7 +29,8 @@ from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import FAMILY, WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
-from simpletune.models.shared.text_layers import TITLES, style_of
+from simpletune.models.shared.recognise import kind_of, parts_in
+from simpletune.models.text_layers import TITLES, style_of
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.safetensors_file import TYPES, content_hash
@@ -143,16 +144,13 @@ def _row_norms(file: Path, entry: TensorEntry) -> list[float]:
 
 
 def _model(header: LoraHeader) -> Json:
-    kind = kind_of_model(header.names)
+    kind = kind_of(header.shapes)
     block = re.compile(r"(?:model\.diffusion_model\.)?(?:joint|transformer)_blocks\.(\d+)\.")  # not a U-Net's
     numbers = [int(found.group(1)) for name in header.names if (found := block.match(name))]
-    parts = {"autoencoder": "first_stage_model.", "CLIP-L": "text_encoders.clip_l.", "CLIP-G": "text_encoders.clip_g."}
-    parts |= {"T5": "text_encoders.t5xxl.", "CLIP": "cond_stage_model."}
-    included = [part for part, prefix in parts.items() if any(name.startswith(prefix) for name in header.names)]
     return {
-        "family": kind or "unknown",
+        "family": str(kind or "unknown"),
         "blocks": max(numbers) + 1 if numbers else None,
-        "with": included,
+        "with": parts_in(header.shapes),
         "keys": header.names[:LISTED],
         "metadata": _short(header.metadata),
     }

@@ -1,32 +1,17 @@
-"""Identify the model of a LoRA by its keys and shapes, and the kind of any other file, without torch."""
+"""Identify the model of a LoRA by its keys and shapes, without torch."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from simpletune.adapters.files.keys import layout_of, split_key
-from simpletune.models.lora_names import LAYOUTS
-from simpletune.models.sd3.lora_names import LARGE_35, MEDIUM, MEDIUM_35
-from simpletune.models.sd3.lora_names import NAMES as SD3
-from simpletune.models.shared.lora_names import LoraNames
+from simpletune.models.lora_registry import LAYOUTS
+from simpletune.models.shared.lora_layout import DOWN, LoraNames
+from simpletune.models.shared.recognise import JOINT, LORAS, matches
 
 ARCHITECTURE_FIELDS = ("modelspec.architecture", "ss_base_model_version")
-SD3_WIDTHS = {1536: MEDIUM, 2432: LARGE_35}
-DUAL = re.compile(r"(transformer_blocks|joint_blocks)[._]\d+[._](x_block[._])?attn2[._]")
-
-# LoRA keys of other models, most specific first.
-LORAS = (
-    (r"single_transformer_blocks|double_blocks|single_blocks", "Flux"),
-    (r"joint_transformer_blocks|double_layers", "AuraFlow"),
-    (r"img_mlp|txt_mlp|add_k_proj.*img_mod", "Qwen-Image"),
-    (r"(^|[._])blocks[._]\d+[._](self_attn|cross_attn)", "Wan"),
-    (r"noise_refiner|context_refiner", "Lumina 2"),
-    (r"transformer_blocks[._]\d+[._]attn1[._].*", "PixArt or LTX"),
-    (r"lora_prior_|prior\.", "Stable Cascade"),
-)
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
 TEXT_ALONE = "text encoders alone"
 UNET_NAMES = tuple(names for names in LAYOUTS if names.by_text_width)
@@ -38,27 +23,6 @@ OTHER_METHODS = (
     (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),
     (r"\.lora_embedding_[AB]", "LoRA of embeddings"),
 )
-# Whole models: names of tensors.
-MODELS = (
-    (r"(^|\.)joint_blocks\.\d+\.x_block\.attn2\.", f"{MEDIUM_35}, in the original layout"),
-    (r"(^|\.)joint_blocks\.\d+\.x_block\.attn\.ln_q", "Stable Diffusion 3.5, in the original layout"),
-    (r"(^|\.)joint_blocks\.\d+\.x_block\.", "Stable Diffusion 3, in the original layout"),
-    (r"double_blocks\.\d+\.img_attn", "Flux"),
-    (r"^single_transformer_blocks\.\d+", "Flux, in diffusers' names"),
-    (r"^transformer_blocks\.\d+\.attn2\.norm_q", f"the transformer of {MEDIUM_35}"),
-    (r"^transformer_blocks\.\d+\.attn\.norm_added_q", "the transformer of Stable Diffusion 3.5 or Flux"),
-    (r"^transformer_blocks\.\d+\.attn\.add_q_proj", "the transformer of Stable Diffusion 3, in diffusers' names"),
-    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL"),
-    (r"^cond_stage_model\.model\.", "Stable Diffusion 2"),
-    (r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.", "Stable Diffusion 1.5"),
-    (r"^(down_blocks|up_blocks|mid_block)\.", "a U-Net in diffusers' names (Stable Diffusion 1, 2 or XL)"),
-    (r"^double_layers\.\d+\.attn", "AuraFlow"),
-    (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder"),
-    (r"^(encoder|decoder)\.layers\.\d+\.", "a small autoencoder (TAESD)"),
-    (r"^encoder\.block\.\d+\.layer", "the text encoder T5"),
-    (r"^text_model\.", "a CLIP text encoder"),
-    (r"^(em[bp]_params|string_to_param)|^clip_[lg](_out)?$|^t5(xxl|_out)?$|^bundle_emb\.", "a textual inversion"),
-)  # fmt: skip
 
 
 class Detected(NamedTuple):
@@ -78,11 +42,6 @@ class Detected(NamedTuple):
     def is_known(self) -> bool:
         """Whether simpletune applies such a LoRA."""
         return bool(self.names) or self.model == TEXT_ALONE
-
-    @property
-    def of_unet(self) -> bool:
-        """Whether every family that it may be of has a U-Net."""
-        return bool(self.names) and all(names in UNET_NAMES for names in self.names)
 
 
 def models_of_text_width(width: int) -> dict[LoraNames, str]:
@@ -124,55 +83,28 @@ def family_of_lora(
     names = list(shapes)
     if (key := _first(UNET.pattern, names)) is not None:  # first, because others share the names of its attention
         return _unet(shapes, key, metadata)
-    for pattern, family in LORAS:
-        if (key := _first(pattern, names)) is not None:
-            return Detected(family, key)
-    # SD3, if a module's name is that of one of its layers in any layout; a file may mix layouts
-    modules = sorted({split[0] for name in names if (split := split_key(name))})
-    prefixes = "transformer.", "lora_unet_", "diffusion_model.", "base_model.model.", "lora_transformer_", "lycoris_"
-    groups = [[m for m in modules if m.startswith(prefix)] for prefix in prefixes]
+    # a family's, if a module's name is that of one of its layers in any layout; a file may mix layouts
+    roles = {name: split for name in names if (split := split_key(name))}
+    modules = sorted({module for module, _ in roles.values()})
+    prefixes = tuple({layout.prefix for layouts in LAYOUTS.values() for layout in layouts} - {""})
+    groups = [[m for m in modules if m.startswith(prefix)] for prefix in sorted(prefixes)]
     groups.append([m for m in modules if not m.startswith(prefixes)])
-    if not any((layout := layout_of(group)) and any(layout.layers(m) for m in group) for group in groups):
-        return Detected("an unknown model", names[0] if names else "no keys")
-    if (key := _first(DUAL.pattern, names)) is not None:
-        return Detected(MEDIUM_35, f"its second attention: {key}", (SD3,))
-    return _sd3_by_shape(shapes)
-
-
-def kind_of_model(names: list[str]) -> str | None:
-    """The kind of a file that is not a LoRA; None if unknown."""
-    return next((kind for pattern, kind in MODELS if _first(pattern, names) is not None), None)
+    fitting = [layout for group in groups if (layout := layout_of(group)) and any(map(layout.layers, group))]
+    certain = {layout.names for layout in fitting if any(layout.names.shows(module, 0) for module in modules)}
+    known = {each.title for each in LAYOUTS}
+    for kind, key in () if certain else matches([each for each in LORAS if each.title not in known], shapes):
+        return Detected(kind.title, key)
+    for family in dict.fromkeys(layout.names for layout in fitting):
+        if found := family.published(shapes, {name: role for name, (_, role) in roles.items()}):
+            return Detected(*found, (family,))
+    widths = (shapes[name][1] for name, (_, role) in roles.items() if role == DOWN and len(shapes[name]) > 1)
+    if (width := next((width for width in widths if width in JOINT), None)) is not None and fitting:
+        return Detected(JOINT[width], f"attention of width {width} under names that {fitting[0].names.title} also uses")
+    return Detected("an unknown model", names[0] if names else "no keys")
 
 
 def _first(pattern: str, names: list[str]) -> str | None:
     return next((name for name in names if re.search(pattern, name)), None)
-
-
-def _sd3_by_shape(shapes: Mapping[str, tuple[int, ...]]) -> Detected:
-    """Identify the SD3 model by the widths of its attention and modulation."""
-    widths: Counter[int] = Counter()
-    for name, shape in shapes.items():
-        split = split_key(name)
-        if (
-            split
-            and split[1] == "down"
-            and len(shape) == 2
-            and re.search(r"attn|norm1|adaLN|norm_out|net.0.proj|mlp.fc1", name)
-        ):
-            widths[shape[1]] += 1
-        if split and split[1] == "up" and re.search(r"joint_blocks.*x_block.*adaLN|blocks[._]\d+[._]norm1[._]", name):
-            down = shapes.get(name.replace("lora_up", "lora_down").replace("lora_B", "lora_A"))
-            if down and len(shape) == len(down) == 2 and shape[0] == 9 * down[1]:
-                return Detected(MEDIUM_35, f"nine modulation vectors: {name} {list(shape)}", (SD3,))
-    if not widths:
-        return Detected("Stable Diffusion 3 (unknown size)", "the names of its layers", (SD3,))
-    width = widths.most_common(1)[0][0]
-    if width == 3072:
-        return Detected("Flux or Qwen-Image", "attention of width 3072 under names that SD3 also uses")
-    name = SD3_WIDTHS.get(width, f"Stable Diffusion 3 of the unpublished width {width}")
-    note = f"attention of width {width}"
-    shared = f"; {MEDIUM_35} has the same width in these layers" if width == 1536 else ""
-    return Detected(name, note + shared, (SD3,))
 
 
 def _unet(shapes: Mapping[str, tuple[int, ...]], key: str, metadata: Mapping[str, str]) -> Detected:

@@ -11,7 +11,7 @@ import torch
 from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.factors import rank_for, truncate
 from simpletune.adapters.files.updates import LoraUpdate
-from simpletune.models.lora_names import is_convolution
+from simpletune.models.lora_registry import is_convolution
 from simpletune.system.options import UserError, join_names
 
 

@@ -17,7 +17,6 @@ from simpletune.adapters.files.detect_model import (
     Detected,
     family_of_lora,
     is_lora,
-    kind_of_model,
     other_methods,
 )
 from simpletune.adapters.files.keys import (
@@ -35,9 +34,11 @@ from simpletune.adapters.files.keys import (
 )
 from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork
 from simpletune.models.families import DENOISERS
-from simpletune.models.lora_names import LAYOUTS
-from simpletune.models.shared.lora_names import ALPHA, DOWN, Layout
-from simpletune.models.shared.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
+from simpletune.models.lora_registry import LAYOUTS
+from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_layout import ALPHA, DOWN, Layout
+from simpletune.models.shared.recognise import kind_of
+from simpletune.models.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
 from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.safetensors_file import TYPES, read_header, require_safetensors
 
@@ -80,7 +81,8 @@ class Module:
     Args:
         name: the name in the file, with its prefix.
         keys: keys by role.
-        layers: diffusers' names of the layers that it updates: one, or three for a fused q, k, v.
+        layers: diffusers' names of the layers that it updates: one, or those that it fuses, such as q, k and v.
+        rows: which of its rows each is; empty for one layer.
         alpha: the value of its own alpha tensor, or None.
         kind: LoRA, DoRA, LoKr, LoHa or OFT, by its roles.
         factors: keys by role, without alpha.
@@ -89,6 +91,7 @@ class Module:
     name: str
     keys: dict[str, str] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
+    rows: tuple[Rows, ...] = ()
     alpha: float | None = None
     kind: str = LORA
     factors: dict[str, str] = field(default_factory=dict)
@@ -146,7 +149,10 @@ class LoraHeader:
         self.layout: Layout | None = layout_of(list(self.modules), self.family.model)
         self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
-            module.layers = self.layout.layers(module.name) if self.layout else ()
+            if self.layout is not None:
+                module.layers = self.layout.layers(module.name)
+                if len(module.layers) > 1:
+                    module.rows = self.layout.rows(module.layers)
         self.kinds = sorted({module.kind for module in self.modules.values()})
         self.named_kinds = self.kinds or sorted({module.kind for module in self.text_modules.values()})
         self.halves = [module.name for module in self.all_modules if not is_whole(module.keys)]
@@ -293,7 +299,7 @@ def open_lora(file: Path) -> LoraHeader:
             "FILE --format a1111"
         )
     if not header.is_lora:
-        kind = kind_of_model(header.names) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
+        kind = kind_of(header.shapes) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
         raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
     require_family(header)
     if header.methods:
@@ -343,7 +349,7 @@ def _require_shapes(header: LoraHeader) -> None:
         if module.kind in (LORA, DORA) and plain not in ({2}, {4}):
             raise UserError(f"{factors}; all must be matrices, or all of a convolution")
         size = update_shape(shapes)
-        if size is None or size.outputs % len(module.layers):
+        if size is None or size.outputs % (module.rows[0].of if module.rows else 1):
             raise UserError(f"{factors}, which do not match. {DAMAGED}")
         sides = max(size.outputs, size.inputs)
         if sides > MOST_SIDE * len(module.layers) or (size.rank or 0) > max(sides, MOST_RANK):

@@ -15,8 +15,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from simpletune.models.lora_names import LAYOUTS
-from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP, Layout
+from simpletune.models.lora_registry import LAYOUTS
+from simpletune.models.shared.lora_layout import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP, Layout
 
 LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
 LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))

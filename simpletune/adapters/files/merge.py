@@ -20,9 +20,9 @@ from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_names import require_same_family
+from simpletune.models.lora_registry import require_same_family
 from simpletune.models.shared.single_file import Origin, open_file
-from simpletune.models.shared.text_layers import encoder_of, encoders_in, split_text
+from simpletune.models.text_layers import encoder_of, encoders_in, split_text
 from simpletune.models.unet.config import inpainting_channels
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES, weight_files
@@ -102,7 +102,7 @@ class Merger:
         """Merge the updates of text encoders' layers into the original tensor that holds their weights."""
         merged = whole.clone()
         for layer, origin in pieces:
-            weight = merged if origin.third is None else merged.chunk(3)[origin.third]
+            weight = merged if origin.rows is None else merged[origin.rows.within(len(merged))]
             weight = weight.T if origin.transposed else weight
             weight.copy_(self._merged_text(layer, kind, weight))
         return merged
@@ -280,13 +280,13 @@ def _by_original(origins: Mapping[str, Origin]) -> dict[str, Pieces]:
     groups: dict[str, list[tuple[str, Origin]]] = {}
     for name, origin in origins.items():
         groups.setdefault(origin.name, []).append((name, origin))
-    return {original: sorted(pieces, key=lambda piece: piece[1].third or 0) for original, pieces in groups.items()}
+    return {original: sorted(pieces, key=lambda piece: piece[1].rows or ()) for original, pieces in groups.items()}
 
 
 def _original_shape(pieces: Pieces, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     name, origin = pieces[0]
     first, *rest = reversed(shapes[name]) if origin.transposed else shapes[name]
-    return (first * len(pieces), *rest, *((1, 1) if origin.pointwise else ()))
+    return (origin.rows.whole(first) if origin.rows else first, *rest, *((1, 1) if origin.pointwise else ()))
 
 
 def _original_tensor(pieces: Pieces, get: Callable[[str], Tensor]) -> Tensor:

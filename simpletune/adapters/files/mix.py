@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.files.updates import LoraUpdate, Updates
-from simpletune.models.lora_names import require_one
+from simpletune.models.lora_registry import require_one
 from simpletune.system.options import UserError
 from simpletune.system.rng import random_key
 

@@ -15,8 +15,8 @@ from simpletune.adapters.files.keys import CORES, DORA, DORA_ROLES, LOKR, LORA, 
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update
 from simpletune.adapters.methods.formulas import require_numbers
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.shared.lora_names import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP
-from simpletune.models.shared.text_layers import is_text
+from simpletune.models.shared.lora_layout import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP
+from simpletune.models.text_layers import is_text
 from simpletune.system.options import UserError
 
 
@@ -46,7 +46,8 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
             factors = {role: handle.get_tensor(key) for role, key in module.factors.items()}
             for role, tensor in factors.items():
                 require_numbers(f"{header.file}: {module.keys[role]}", tensor)
-            parts = _update(header, module, factors).parts(len(module.layers))
+            update = _update(header, module, factors)
+            parts = update.parts(module.rows) if module.rows else [update]
             for layer, part in zip(module.layers, parts, strict=True):
                 if layer in found:
                     raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")

@@ -18,7 +18,7 @@ from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, outer_layers
 from simpletune.adapters.methods.lora_layers import product_norm
 from simpletune.adapters.methods.targets import LayerMethod, TargetedMethod
-from simpletune.models.lora_names import TARGETS, is_convolution, is_residual, is_target
+from simpletune.models.lora_registry import TARGETS, is_convolution, is_residual, is_target
 from simpletune.system.options import UserError, join_names, plural
 
 UNSCALED = DoraUpdate, OftUpdate

@@ -26,8 +26,9 @@ from simpletune.adapters.methods.formulas import (
     turned_rows,
 )
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_names import INPUTS
-from simpletune.models.shared.lora_names import DOWN, UP, LoraNames
+from simpletune.models.lora_registry import INPUTS
+from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_layout import DOWN, UP, LoraNames
 from simpletune.models.shared.model_config import Shapes
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -87,8 +88,8 @@ class Update(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def parts(self, count: int) -> Sequence[Update | None]:
-        """The updates of the layers that a fused one stacks; None for a layer that it does not change."""
+    def parts(self, rows: Sequence[Rows]) -> Sequence[Update | None]:
+        """The updates of the layers that a fused one stacks, whose rows these are; None: it does not change a layer."""
 
     @abstractmethod
     def swapped(self) -> Update:
@@ -125,15 +126,13 @@ class LoraUpdate(Update):
             factors = {DOWN: self.down.reshape(self.rank, -1, *self.kernel), UP: self.up[:, :, None, None]}
         return factors, self.scale * self.rank
 
-    def parts(self, count: int) -> Sequence[LoraUpdate | None]:
-        """The inverse of ``fuse`` up to rows and columns of zeros.
+    def parts(self, rows: Sequence[Rows]) -> Sequence[LoraUpdate | None]:
+        """The inverse of ``fuse`` up to rows and columns of zeros; the scale, alpha / r, stays.
 
         If no columns are shared, each part gets only its own, and a part without columns is None. If columns are
         shared, because a tool trained the fused layer itself, each part keeps the whole ``down``.
         """
-        if count == 1:
-            return [self]
-        ups = list(self.up.chunk(count))
+        ups, count = [self.up[own.within(len(self.up))] for own in rows], len(rows)
         if self.rank % count == 0:
             width = self.rank // count
             columns = [slice(n * width, (n + 1) * width) for n in range(count)]
@@ -165,28 +164,33 @@ class LoraUpdate(Update):
 LoraUpdates = Mapping[str, LoraUpdate]
 
 
-def fuse(parts: Sequence[LoraUpdate | None]) -> LoraUpdate:
-    """Fuse the updates of q, k and v, with equal shapes, into one update of the layer that stacks them.
+def fuse(parts: Mapping[Rows, LoraUpdate]) -> LoraUpdate:
+    """Fuse the updates of layers that another layout stacks in one, by the rows that each is, such as those of q, k, v.
 
     If all share ``down``, the result keeps it and has rank r. Otherwise it stacks the downs, puts the ups on the
-    diagonal, and has the sum of their ranks. A part that is None gets rows of zeros; at least one is not None.
+    diagonal, and has the sum of their ranks; alpha, which is scale x rank, grows with it. A part that is missing gets
+    rows of zeros.
+
+    Raises:
+        UserError: the heights of the parts, or their inputs, do not belong to one layer.
     """
-    present = [part for part in parts if part is not None]
-    if len({part.scale for part in present}) > 1:
-        parts = [part and part.folded() for part in parts]
-        present = [part for part in parts if part is not None]
-    first = present[0]
-    shared = all(part.down.shape == first.down.shape and torch.equal(part.down, first.down) for part in present)
-    if len(present) == len(parts) and shared:
-        return LoraUpdate(first.down, torch.cat([part.up for part in present]), first.scale)
-    rank, column = sum(part.rank for part in present), 0
-    height = first.shape[0]
-    up = first.up.new_zeros(len(parts) * height, rank)
-    for number, part in enumerate(parts):
-        if part is not None:
-            up[number * height : (number + 1) * height, column : column + part.rank] = part.up
-            column += part.rank
-    return LoraUpdate(torch.cat([part.down for part in present]), up, first.scale)
+    present = dict(sorted(parts.items()))
+    if len({part.scale for part in present.values()}) > 1:
+        present = {rows: part.folded() for rows, part in present.items()}
+    first = next(iter(present.values()))
+    heights = {rows.whole(part.shape[0]) for rows, part in present.items()}
+    if len(heights) > 1 or len({part.shape[1] for part in present.values()}) > 1:
+        listed = ", ".join(f"{part.shape[0]} x {part.shape[1]}" for part in present.values())
+        raise UserError(f"layers that are one in the original layout have updates of sizes {listed}. Export them again")
+    downs = [part.down for part in present.values()]
+    shared = all(down.shape == first.down.shape and torch.equal(down, first.down) for down in downs)
+    if shared and sum(rows.last - rows.first for rows in present) == next(iter(present)).of:
+        return LoraUpdate(first.down, torch.cat([part.up for part in present.values()]), first.scale)
+    up, column = first.up.new_zeros(heights.pop(), sum(part.rank for part in present.values())), 0
+    for rows, part in present.items():
+        up[rows.within(len(up)), column : column + part.rank] = part.up
+        column += part.rank
+    return LoraUpdate(torch.cat(downs), up, first.scale)
 
 
 @dataclass(eq=False)
@@ -257,11 +261,11 @@ class LokrUpdate(Update):
             factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
         return factors
 
-    def parts(self, count: int) -> Sequence[LokrUpdate]:
+    def parts(self, rows: Sequence[Rows]) -> Sequence[LokrUpdate]:
         """Each part has only the rows of W1 that it needs."""
-        outputs, parts = self.outputs // count, []
-        for number in range(count):
-            begin = self.skipped + number * outputs
+        parts = []
+        for own in (each.within(self.outputs) for each in rows):
+            begin, outputs = self.skipped + own.start, own.stop - own.start
             first, last = begin // self.height, -(-(begin + outputs) // self.height)
             factors = {**self.factors, self.upper: self.factors[self.upper][first:last]}
             parts.append(replace(self, factors=factors, outputs=outputs, skipped=begin - first * self.height))
@@ -305,12 +309,10 @@ class LohaUpdate(Update):
         assert self.dim is not None
         return dict(self.factors), self.scale * self.dim
 
-    def parts(self, count: int) -> Sequence[LohaUpdate]:
-        height, parts = self.shape[0] // count, []
-        for start in range(0, height * count, height):
-            rows = {n: f[start : start + height] if n.endswith("_a") else f for n, f in self.factors.items()}
-            parts.append(replace(self, factors=rows))
-        return parts
+    def parts(self, rows: Sequence[Rows]) -> Sequence[LohaUpdate]:
+        spans = [own.within(self.shape[0]) for own in rows]
+        split = [{n: f[own] if n.endswith("_a") else f for n, f in self.factors.items()} for own in spans]
+        return [replace(self, factors=factors) for factors in split]
 
     def swapped(self) -> LohaUpdate:
         halves = {n: exchanged_halves(f) if n.endswith("_a") else f for n, f in self.factors.items()}
@@ -346,14 +348,14 @@ class DoraUpdate(Update):
             gain = by_norms(self.relative, weight.norm(dim=1))
         return gain[:, None] * turned - weight
 
-    def parts(self, count: int) -> Sequence[DoraUpdate]:
-        if count == 1:
-            return [self]
-        whole = [replace(self.update, up=up.contiguous()) for up in self.update.up.chunk(count)]
-        vectors = [[None] * count if v is None else v.chunk(count) for v in (self.magnitude, self.relative)]
+    def parts(self, rows: Sequence[Rows]) -> Sequence[DoraUpdate]:
+        spans = [own.within(self.shape[0]) for own in rows]
         return [
-            DoraUpdate(part or other, *two)
-            for part, other, *two in zip(self.update.parts(count), whole, *vectors, strict=True)
+            DoraUpdate(
+                part or replace(self.update, up=self.update.up[own].contiguous()),
+                *(None if vector is None else vector[own] for vector in (self.magnitude, self.relative)),
+            )
+            for part, own in zip(self.update.parts(rows), spans, strict=True)
         ]
 
     def swapped(self) -> DoraUpdate:
@@ -382,8 +384,8 @@ class OftUpdate(Update):
     def difference(self, weight: Tensor) -> Tensor:
         return turned_rows(weight, self.triangle(weight.shape[1]))
 
-    def parts(self, count: int) -> Sequence[OftUpdate]:
-        return [replace(self, blocks=blocks) for blocks in self.blocks.chunk(count)]
+    def parts(self, rows: Sequence[Rows]) -> Sequence[OftUpdate]:
+        return [replace(self, blocks=self.blocks[own.within(len(self.blocks))]) for own in rows]
 
     def swapped(self) -> OftUpdate:
         return self  # records its order itself

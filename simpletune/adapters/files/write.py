@@ -27,9 +27,11 @@ from simpletune.adapters.files.updates import (
 )
 from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_names import LAYOUTS, family_of_names, names_of
-from simpletune.models.shared.lora_names import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
-from simpletune.models.shared.text_layers import CLIP_L, T5, TITLES, encoder_of, encoders_in, split_text, text_key
+from simpletune.models.lora_registry import LAYOUTS, family_of_names, names_of
+from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_layout import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
+from simpletune.models.shared.lora_verdicts import DIFFUSERS
+from simpletune.models.text_layers import FIRST, TITLES, encoder_named, encoder_of, encoders_in, split_text, text_key
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -80,7 +82,10 @@ def write_lora(
         raise _needs_rank(*max(others.items(), key=lambda each: each[1].rank))
     elif updates:
         assert names is not None
-        chosen = next(each for each in LAYOUTS[names] if each.name == layout)
+        chosen = next((each for each in LAYOUTS[names] if each.name == layout), None)
+        if chosen is None:
+            known = " or ".join(each.name for each in LAYOUTS[names] if each.prefix)
+            raise UserError(f"{layout}: files for {names.title} have no such layout. Use {known}")
         tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
         tensors |= _magnitudes(dora, chosen)
         for layer, turned in oft.items():  # ComfyUI would rotate the wrong rows under other names
@@ -148,19 +153,19 @@ def _with_one_alpha(updates: LoraUpdates) -> dict[str, LoraUpdate]:
 def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraUpdate]:
     """Convert updates to the original names: fuse q, k, v and swap halves if the layouts differ."""
     found: dict[str, LoraUpdate] = {}
-    thirds: dict[str, list[LoraUpdate | None]] = {}
+    parts: dict[str, dict[Rows, LoraUpdate]] = {}
     for layer, update in updates.items():
         try:
-            module, third = names.original(layer)
+            module, rows = names.original(layer)
         except (KeyError, ValueError):
             raise UserError(
                 f"{layer} is not a layer of {names.title}, so it has no name in the original layout"
             ) from None
-        if third is None:
+        if rows is None:
             found[module] = update.swapped() if names.halves_swapped(layer, *update.shape) else update
         else:
-            thirds.setdefault(module, [None, None, None])[third] = update
-    return found | {module: fuse(parts) for module, parts in thirds.items()}
+            parts.setdefault(module, {})[rows] = update
+    return found | {module: fuse(own) for module, own in parts.items()}
 
 
 def _magnitudes(updates: Mapping[str, DoraUpdate], layout: Layout) -> dict[str, Tensor]:
@@ -201,20 +206,21 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
     if not layout.original:
         return dict(vectors)
     found: dict[str, Tensor] = {}
-    thirds: dict[str, dict[int, Tensor]] = {}
+    parts: dict[str, dict[Rows, Tensor]] = {}
     for layer, vector in vectors.items():
-        module, third = layout.names.original(layer)
-        if third is not None:
-            thirds.setdefault(module, {})[third] = vector
+        module, rows = layout.place(layer)
+        if rows is not None:
+            parts.setdefault(module, {})[rows] = vector
         else:
             found[module] = vector
-    for module, parts in thirds.items():
-        if len(parts) < 3:
+    for module, own in parts.items():
+        fused = layout.names.layers(layout.spelt(module), layout)
+        if len(own) < len(fused):
             raise UserError(
-                f"{module} fuses q, k and v, and this DoRA has {len(parts)} of them; the norms of the others' rows are "
-                "unknown. Use --format diffusers, which ComfyUI reads too"
+                f"{module} fuses {len(fused)} layers, and this DoRA has {len(own)} of them; the norms of the others' "
+                "rows are unknown. Use --format diffusers, which ComfyUI reads too"
             )
-        found[module] = torch.cat([parts[number] for number in range(3)])
+        found[module] = torch.cat([own[rows] for rows in sorted(own)])
     return found
 
 
@@ -244,7 +250,7 @@ def text_tensors_of(
     Raises:
         UserError: no tool reads such an update of a text encoder under these keys, or the model has no such encoder.
     """
-    more = [layer for layer in text if single and encoder_of(layer)[0] != CLIP_L]
+    more = [layer for layer in text if single and encoder_of(layer)[0] != FIRST]
     if more:
         raise UserError(
             f"{more[0]} is a layer of {encoders_in(more)}, and the denoiser's layers are of a model with one text "
@@ -263,8 +269,11 @@ def text_tensors_of(
     with_alpha = layout != "diffusers"
     named = _with_one_alpha(low_rank) if with_alpha else {k: u.folded() for k, u in low_rank.items()}
     for layer in sorted(named, key=natural_sort_key):
-        if layer.startswith(f"{T5}.") and not with_alpha:
-            raise UserError(f"{layer} is a layer of T5, whose LoRA diffusers does not load. Use --format kohya")
+        encoder = encoder_named(encoder_of(layer)[0])
+        if layout == "diffusers" and not encoder.read_by[DIFFUSERS]:
+            raise UserError(
+                f"{layer} is a layer of {encoder.title}, whose LoRA diffusers does not load. Use --format kohya"
+            )
         tensors |= _tensors_of(named[layer], partial(text_key, layer, layout=layout, single=single), dtype, with_alpha)
     return tensors
 
@@ -279,10 +288,10 @@ def is_single_encoder(updates: Updates, metadata: Mapping[str, str], names: Lora
     """Whether updates are for a model with one text encoder: of the family with these names, else by what the header
     says about the base."""
     if names is not None:
-        return len(family_of_names(names).encoders()) == 1
+        return len(family_of_names(names).text.encoders) == 1
     text = split_text(updates)[1]
     base = metadata.get("ss_base_model_version", "") + metadata.get("modelspec.architecture", "")
-    only_first = all(encoder_of(layer)[0] == CLIP_L for layer in text)
+    only_first = all(encoder_of(layer)[0] == FIRST for layer in text)
     return only_first and ("sd_v" in base or "stable-diffusion-v" in base)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.lora import Lora
-from simpletune.models.lora_names import result_layout
-from simpletune.models.shared.lora_names import DORA_MARK
+from simpletune.models.lora_registry import result_layout
+from simpletune.models.shared.lora_layout import DORA_MARK
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,7 +25,7 @@ from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, geometry_of
 from simpletune.adapters.methods.lora_layers import Context, UpdateDropout, convolution_gradients, row_norms
 from simpletune.engine.quant.int8_conv import Geometry, Int8Conv2d
 from simpletune.engine.tensors import exchanged_halves, row_blocks
-from simpletune.models.shared.lora_names import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
+from simpletune.models.shared.lora_layout import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, UP, Layout
 
 
 class _Rescaled(torch.autograd.Function):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from simpletune.models.shared.lora_names import OFT_BLOCKS, Layout
+from simpletune.models.shared.lora_layout import OFT_BLOCKS, Layout
 from simpletune.system.options import UserError
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -89,16 +89,15 @@ def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tens
         return {layout.key(name, OFT_BLOCKS): own for name, own in blocks.items()}
     # ComfyUI rotates a weight in the original layout. Under diffusers' names it would rotate the rows in the original
     # order and then swap the halves of the difference, which is wrong for layers whose halves are swapped.
-    parts: dict[str, dict[int | None, Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
     for name, own in blocks.items():
-        module, third = layout.names.original(name)
-        parts.setdefault(module, {})[third] = own
-    tensors = {}
-    for module, found in parts.items():
-        if None not in found:  # a fused q, k, v gets the blocks of all three
-            nothing = torch.zeros_like(next(iter(found.values())))  # rotates nothing
-            found = {None: torch.cat([found.get(third, nothing) for third in range(3)])}
-        tensors[layout.key(module, OFT_BLOCKS)] = found[None]
+        module, rows = layout.place(name)
+        key = layout.key(module, OFT_BLOCKS)
+        if rows is None:
+            tensors[key] = own
+        else:  # of a fused layer, whose other parts zeros do not rotate
+            whole = tensors.setdefault(key, own.new_zeros(rows.whole(len(own)), *own.shape[1:]))
+            whole[rows.within(len(whole))] = own
     return tensors
 
 

@@ -16,7 +16,7 @@ from simpletune.adapters.methods.hypernetwork_structure import (
     Structure,
     is_layer_structure,
 )
-from simpletune.models.lora_names import context_widths
+from simpletune.models.lora_registry import context_widths
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:

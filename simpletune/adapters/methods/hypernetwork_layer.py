@@ -16,7 +16,7 @@ from simpletune.adapters.methods.hypernetwork_structure import Structure
 from simpletune.adapters.methods.layers import ADAPTER, UpdateLayer, innermost_layer, outer_layers, shape_of, wrap
 from simpletune.adapters.methods.lora_layers import Context
 from simpletune.engine.tensors import all_tensors
-from simpletune.models.lora_names import context_layers
+from simpletune.models.lora_registry import context_layers
 from simpletune.system.options import UserError
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.targets import LayerMethod, RankedLayers, StartName, Targets, spread
-from simpletune.models.lora_names import is_convolution
+from simpletune.models.lora_registry import is_convolution
 
 if TYPE_CHECKING:
     from simpletune.adapters.methods.layers import FactorLayer

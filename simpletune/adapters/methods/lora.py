@@ -12,7 +12,7 @@ from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.targets import RankedLayers, StartName, TargetedMethod, Targets, spread
-from simpletune.models.lora_names import is_convolution, result_layout
+from simpletune.models.lora_registry import is_convolution, result_layout
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:

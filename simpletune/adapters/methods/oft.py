@@ -10,7 +10,7 @@ from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes
 from simpletune.adapters.methods.targets import LayerMethod, LayerSettings, StartName, Targets
-from simpletune.models.lora_names import result_layout
+from simpletune.models.lora_registry import result_layout
 from simpletune.system.options import Problem
 
 if TYPE_CHECKING:

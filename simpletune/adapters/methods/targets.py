@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
-from simpletune.models.lora_names import (
+from simpletune.models.lora_registry import (
     SHORT,
     TARGETS,
     is_convolution,
@@ -22,7 +22,7 @@ from simpletune.models.lora_names import (
     matches_layer,
     result_layout,
 )
-from simpletune.models.shared.lora_names import ALPHA
+from simpletune.models.shared.lora_layout import ALPHA
 from simpletune.system.options import Option, Problem, join_names, plural
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from simpletune.adapters.text.files import SINGLE, EmbeddingFile
 from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
 from simpletune.adapters.text.side import PLAIN, AppliedText, TextSide, embedding_digest
 from simpletune.models.families import Model
-from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.prompts import BATCH, Prompts, clip_outputs, pack, unpack
-from simpletune.models.shared.t5_layers import EMBEDDINGS, LayeredT5, PartTensors, Tensors
-from simpletune.models.shared.text_layers import T5, encoder_of
+from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.text.encoder import BATCH, EncoderChanges, LayerChange, TextEncoder
+from simpletune.models.text.prompts import Prompts, unpack
+from simpletune.models.text_layers import T5, encoder_of
 from simpletune.system.options import UserError, join_names
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = ("a", "the", "x", "one", "of")
 """Words that are a single token in CLIP and T5, for embeddings whose words are unknown; their meaning is replaced."""
-Embeddings = tuple[Tensor, Tensor]
-"""(prompt_embeds [t, e], pooled [p])."""
 
 
 class TextEncoding:
@@ -52,14 +50,14 @@ class TextEncoding:
 
     def __init__(self, model: Model, dtype: torch.dtype, side: TextSide = PLAIN):
         self.model, self.dtype, self.side = model, dtype, side
-        self.prompts: Prompts = model.prompts(dtype)
+        self.prompts: Prompts = Prompts(model.text, dtype)
         widths = {}
         for encoder in self.prompts.encoders if side.embeddings else ():
             config = self.prompts.part(encoder.model).config()
-            widths[encoder.name] = int(config["d_model" if encoder.is_t5 else "hidden_size"])
+            widths[encoder.name] = encoder.width(config)
         self.embeddings = tuple(_fitted(each, widths, model.title) for each in side.embeddings)
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
-        parts = {encoder.model for encoder in model.encoders()}
+        parts = {encoder.model for encoder in model.text.encoders}
         for lora in side.loras:
             lost = [layer for layer in lora.updates if encoder_of(layer)[0] not in parts]
             own = [layer for layer in lost if encoder_of(layer)[0] != T5]
@@ -151,52 +149,17 @@ class TextEncoding:
         if not updates and not any(inputs):
             yield from self.prompts.encode(encoder, texts, device, batch_size)
             return
-        counts = [len(each) for each in self.tokenizer(encoder)(texts).input_ids]
-        ids = self.prompts.token_ids(encoder, texts)
         rows = [
             {row: each.vectors[encoder.name][n] for each in called for row, n in self.rows(encoder, prompt, each)}
             for prompt, called in zip(prompts, inputs, strict=True)
         ]
-        run = self._run_t5 if encoder.is_t5 else self._run_clip
-        for output, count in zip(run(encoder, ids, rows, device), counts, strict=True):
-            parts = {name: tensor.to("cpu", self.dtype) for name, tensor in output.items()}
-            yield {**(pack(parts) if encoder.packed else parts), "tokens": torch.tensor([count])}
+        layers = {
+            name: LayerChange(each[0][1].name, partial(_changed, f"{name} of {encoder.name}", updates=each))
+            for name, each in updates.items()
+        }
+        yield from self.prompts.encode(encoder, texts, device, changes=EncoderChanges(layers, rows))
 
-    def _run_clip(
-        self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
-    ) -> Iterator[dict[str, Tensor]]:
-        clip = self.prompts.load_clip(encoder)
-        layers = dict(clip.named_modules())
-        for name, each in self._updates(encoder).items():  # added in fp32, rounded once to the weights' type
-            layer = layers.get(name) or layers.get(name.removeprefix("text_model."))
-            if not isinstance(layer, nn.Linear):
-                lora = each[0][1].name
-                raise UserError(f"{lora}: {encoder.name} has no layer {name}. The LoRA belongs to another model")
-            with torch.no_grad():
-                layer.weight.copy_(_changed(f"{name} of {encoder.name}", layer.weight, each))
-        clip = clip.to(device)
-        for prompt, own in zip(ids.split(1), rows, strict=True):
-            hook = clip.get_input_embeddings().register_forward_hook(partial(_with_rows, own))
-            try:
-                yield from clip_outputs(encoder, clip, prompt, device, 1)
-            finally:
-                hook.remove()
-
-    def _run_t5(
-        self, encoder: TextEncoder, ids: Tensor, rows: Sequence[Mapping[int, Tensor]], device: torch.device
-    ) -> Iterator[dict[str, Tensor]]:
-        part = self.prompts.part(encoder.model)
-        table, ids = list[Tensor](), ids.clone()
-        size = int(part.config()["vocab_size"])
-        for number, own in enumerate(rows):
-            for row, vector in own.items():
-                ids[number, row] = size + len(table)
-                table.append(vector)
-        tensors = _UpdatedT5Tensors(PartTensors(part), self._updates(encoder), table)
-        layered = LayeredT5(part, self.dtype, device, tensors)
-        return ({"hidden": hidden} for hidden in layered.encode(ids, BATCH))
-
-    def assemble(self, prompt: str, parts: Mapping[str, Mapping[str, Tensor]]) -> Embeddings:
+    def assemble(self, prompt: str, parts: Mapping[str, Mapping[str, Tensor]]) -> Conditioning:
         """Assemble one prompt's embeddings from ``encode``'s outputs by encoder name, and insert output embeddings."""
         by_name, outputs = {encoder.name: encoder for encoder in self.prompts.encoders}, {}
         for name, each in parts.items():
@@ -216,12 +179,12 @@ def encode_prompts(
     dtype: torch.dtype,
     side: TextSide = PLAIN,
     done: Callable[[], None] = lambda: None,
-) -> dict[str, Embeddings]:
+) -> dict[str, Conditioning]:
     """Encode prompts, each alone, without a cache, with one encoder in memory at a time. Calls ``done`` after each
     encoder, to free memory.
 
     Returns:
-        (prompt_embeds, pooled) by prompt, on the CPU.
+        The conditioning by prompt, on the CPU.
     """
     encoding, wanted = TextEncoding(model, dtype, side), list(dict.fromkeys(prompts))
     parts: dict[str, dict[str, dict[str, Tensor]]] = {prompt: {} for prompt in wanted}
@@ -252,32 +215,6 @@ def _fitted(embedding: EmbeddingFile, widths: Mapping[str, int], title: str) -> 
     if not vectors:
         raise UserError(f"{embedding.token} has vectors only for encoders that are not in use. Use T5, or another file")
     return replace(embedding, vectors=vectors)
-
-
-class _UpdatedT5Tensors:
-    """A T5 encoder's tensors with updates by layer, and with additional rows, [d] each, at the end of its token
-    table."""
-
-    def __init__(self, tensors: Tensors, updates: LayerUpdates, rows: Sequence[Tensor]):
-        self.tensors, self.updates, self.rows, self.shapes = tensors, updates, rows, tensors.shapes
-        if lost := [layer for layer in updates if f"{layer}.weight" not in tensors.shapes]:
-            raise UserError(f"T5 has no layer {join_names(lost, 3)}, which {updates[lost[0]][0][1].name} updates")
-
-    def get(self, name: str) -> Tensor:
-        """Read one tensor on the host."""
-        tensor = self.tensors.get(name)
-        if name in EMBEDDINGS and self.rows:
-            return torch.cat([tensor, torch.stack(list(self.rows)).to(tensor.dtype)])
-        layer = name.removesuffix(".weight")
-        return _changed(layer, tensor, self.updates[layer]) if layer in self.updates else tensor
-
-
-def _with_rows(rows: Mapping[int, Tensor], table: nn.Module, inputs: object, output: Tensor) -> Tensor:  # [1, L, d]
-    """Forward hook of a token table that replaces rows of its output for one prompt."""
-    changed = output.clone()
-    for row, vector in rows.items():
-        changed[0, row] = vector.to(changed.device, changed.dtype)
-    return changed
 
 
 def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[Update, AppliedText]]) -> Tensor:

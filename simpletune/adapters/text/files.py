@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.models.families import FAMILIES
-from simpletune.models.shared.text_layers import BUNDLED
+from simpletune.models.text_layers import BUNDLED
 from simpletune.system.options import UserError, join_names
 from simpletune.system.safetensors_file import read_header, require_safetensors, write_safetensors
 
@@ -241,7 +241,7 @@ def read_cosines(metadata: Mapping[str, str]) -> dict[str, list[float]]:
 def how_to_use(name: str, token: str, place: str, family: str) -> Iterator[str]:
     """Sentences on how tools use an embedding file of this name for a model of a family, such as ``sd3``."""
     model = next((each for each in FAMILIES if each.family == family), None)
-    encoders = () if model is None else model.clip
+    encoders = () if model is None else model.text.encoders
     stem = name.removesuffix(".safetensors")
     yield f"simpletune: write {token} into the prompt, with --embedding {name}."
     if place == "output":

@@ -16,8 +16,8 @@ from torch import Tensor
 from simpletune.adapters.text.option import Text
 from simpletune.adapters.text.placeholders import expand, positions, tokens_of
 from simpletune.models.families import Model
-from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.prompts import Prompts
+from simpletune.models.text.encoder import TextEncoder
+from simpletune.models.text.prompts import Prompts
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
@@ -50,10 +50,11 @@ class TextInputs:
 
 
 def encoders_with_vectors(text: Text, model: Model) -> tuple[str, ...]:
-    """The names of the text encoders with vectors of the token: all for place output, CLIP's for place input."""
+    """The names of the text encoders with vectors of the token: all for place output, those that may train for place
+    input."""
     if text.embeddings is None:
         return ()
-    return tuple(e.name for e in model.encoders() if text.embeddings.place == "output" or not e.is_t5)
+    return tuple(e.name for e in model.text.encoders if text.embeddings.place == "output" or e.may_train)
 
 
 class PromptTokenizer:
@@ -62,7 +63,7 @@ class PromptTokenizer:
     def __init__(self, text: Text, model: Model, prompts: Prompts):
         self.text, self.prompts = text, prompts
         self.encoders: dict[str, TextEncoder] = {encoder.name: encoder for encoder in prompts.encoders}
-        self.with_vectors, self.resident = encoders_with_vectors(text, model), text.resident(model.clip_encoders)
+        self.with_vectors, self.resident = encoders_with_vectors(text, model), text.resident(model.text.trainable)
         self._known: dict[str, TextInputs] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
 
@@ -77,7 +78,7 @@ class PromptTokenizer:
             if prompt not in self._known:
                 ids = {}
                 for name in self.resident:
-                    ids[name] = self.prompts.token_ids(self.encoders[name], [self.expanded(prompt)])[0]
+                    ids[name] = self.prompts.tokens(self.encoders[name], [self.expanded(prompt)]).ids[0]
                 slots = {name: self._slots(name, prompt) for name in self.with_vectors}
                 self._known[prompt] = TextInputs(slots, ids)
         found = [self._known[prompt] for prompt in prompts]
@@ -101,7 +102,8 @@ class PromptTokenizer:
 
     def count(self, prompt: str) -> int:
         """Tokens of a prompt in the first encoder, before truncation."""
-        return len(self._tokenizer(next(iter(self.encoders)))(self.expanded(prompt)).input_ids)
+        first = next(iter(self.encoders.values()))
+        return first.counts(self._tokenizer(first.name), [self.expanded(prompt)])[0]
 
     @cached_property
     def vectors(self) -> dict[str, int]:
@@ -117,12 +119,13 @@ class PromptTokenizer:
         option = self.text.embeddings
         assert option is not None
         tokenizer, words = self._tokenizer(name), option.words()
-        for word in dict.fromkeys(words) if not self.encoders[name].is_t5 else ():
+        for word in dict.fromkeys(words) if self.encoders[name].one_piece else ():
             pieces = tokens_of(tokenizer, [word])
             if len(pieces) != 1:
                 listed = ", ".join(map(str, tokenizer.convert_ids_to_tokens(pieces)))
+                kind = self.encoders[name].kind
                 raise UserError(
-                    f"text.embeddings.initial: {word!r} is {len(pieces)} tokens of CLIP ({listed}), and each vector "
+                    f"text.embeddings.initial: {word!r} is {len(pieces)} tokens of {kind} ({listed}), and each vector "
                     "starts from one. Use a common word, such as the class of the subject"
                 )
         return tokens_of(tokenizer, words)

@@ -88,27 +88,27 @@ class Text(Option):
         """Whether anything trains here."""
         return self.embeddings is not None or self.lora is not None
 
-    def resident(self, clip_encoders: Sequence[str]) -> tuple[str, ...]:
-        """Those of the family's CLIP encoders that run in every training step, and therefore stay on the device."""
+    def resident(self, encoders: Sequence[str]) -> tuple[str, ...]:
+        """Those of the encoders that may train which run in every step, and therefore stay on the device."""
         if self.embeddings is not None and self.embeddings.place == "input":
-            return tuple(clip_encoders)
-        return self.with_lora(clip_encoders)
+            return tuple(encoders)
+        return self.with_lora(encoders)
 
-    def with_lora(self, clip_encoders: Sequence[str]) -> tuple[str, ...]:
-        """The CLIP encoders that get a LoRA."""
+    def with_lora(self, encoders: Sequence[str]) -> tuple[str, ...]:
+        """Those of the encoders that may train which get a LoRA."""
         if self.lora is None:
             return ()
-        return tuple(name for name in clip_encoders if self.lora.encoders is None or name in self.lora.encoders)
+        return tuple(name for name in encoders if self.lora.encoders is None or name in self.lora.encoders)
 
     def trainable(self, model: Family) -> int:
         """Count the trained parameters, assuming one T5 piece per word. The family's encoders ship or are in local
         folders."""
-        count, regions = 0, model.text_regions() if self.trains else {}
+        count, regions = 0, model.text.regions() if self.trains else {}
         if self.embeddings is not None:
-            names = model.clip_encoders if self.embeddings.place == "input" else list(regions)
+            names = model.text.trainable if self.embeddings.place == "input" else list(regions)
             count += self.embeddings.vectors * sum(regions[name].width for name in names)
         if self.lora is not None:
-            for name in self.with_lora(model.clip_encoders):  # rank x (inputs + outputs) of every layer
+            for name in self.with_lora(model.text.trainable):  # rank x (inputs + outputs) of every layer
                 config = model.known_part(regions[name].part).config()
                 width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
                 sides = 4 * 2 * width

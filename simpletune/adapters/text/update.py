@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +24,10 @@ from simpletune.adapters.text.files import COSINES, EmbeddingFile, write_embeddi
 from simpletune.adapters.text.inputs import TextInputs
 from simpletune.adapters.text.option import Text, embedding_name
 from simpletune.models.families import Model
-from simpletune.models.shared.family_facts import TextRegion
-from simpletune.models.shared.lora_names import ALPHA, DOWN, UP
-from simpletune.models.shared.prompts import clip_output
-from simpletune.models.shared.text_layers import text_key
+from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.shared.lora_layout import ALPHA, DOWN, UP
+from simpletune.models.text.family_text import TextRegion
+from simpletune.models.text_layers import text_key
 from simpletune.system.safetensors_file import WeightReader, read_header, write_safetensors
 
 NAME = "text"
@@ -50,8 +51,8 @@ class TextUpdate(nn.Module):
     def __init__(self, text: Text, model: Model, vectors: Mapping[str, Tensor], encoders: Mapping[str, nn.Module]):
         super().__init__()
         self.option, self.family = text, model
-        self._clip = {encoder.name: encoder for encoder in model.clip}
-        self.regions: Mapping[str, TextRegion] = model.text_regions()
+        self._kinds = {encoder.name: encoder for encoder in model.text.encoders}
+        self.regions: Mapping[str, TextRegion] = model.text.regions()
         self.embeddings = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in vectors.items()})
         self.encoders = nn.ModuleDict(dict(encoders))
         self.enabled, self.frozen = True, False
@@ -82,7 +83,7 @@ class TextUpdate(nn.Module):
         if option is None:
             return
         reseed_global(seed, NAME)
-        for name in self.option.with_lora(self.family.clip_encoders):
+        for name in self.option.with_lora(self.family.text.trainable):
             names = [each for each, _ in self.encoders[name].named_modules() if each.endswith(TARGETS[option.targets])]
             config = LoraConfig(r=option.rank, lora_alpha=option.scale * option.rank, target_modules=names)
             inject_adapter_in_model(config, self.encoders[name])
@@ -95,24 +96,19 @@ class TextUpdate(nn.Module):
 
     def forward(
         self,
-        prompt_embeds: Tensor,  # [b, t, e]
-        pooled: Tensor,  # [b, p]; with a modulation plan its rows, which no encoder in the step changes
+        conditioning: Conditioning,  # of b prompts
         inputs: TextInputs,
-    ) -> tuple[Tensor, Tensor]:
-        """Insert what trains into a micro-batch's cached embeddings.
-
-        Returns:
-            prompt_embeds and pooled, in the type of the cached ones.
-        """
+    ) -> Conditioning:
+        """Insert what trains into a micro-batch's cached embeddings, in their type."""
         if not self.encoders and not self.enabled:
-            return prompt_embeds, pooled
-        embeds = prompt_embeds.clone()
+            return conditioning
+        embeds, pooled = conditioning.embeds.clone(), conditioning.pooled
         poolings: dict[int, Tensor] = {}  # the encoders' new parts, by their first columns
         for name in self.encoders:
             region = self.regions[name]
             self._slots = inputs.slots if self.enabled and self.at_input else {}  # for ``_inserted``
             try:
-                found = clip_output(self._clip[name], self.encoders[name], inputs.ids[name])
+                found = self._kinds[name].outputs(self.encoders[name], inputs.ids[name])
             finally:
                 self._slots = {}
             self._place(embeds, region, found["hidden"].shape[1])[:] = found["hidden"]
@@ -123,10 +119,11 @@ class TextUpdate(nn.Module):
                 place = self._place(embeds, self.regions[name], slots.shape[1])
                 place[:] = self._replaced(name, slots, place)
         if poolings:
+            assert pooled is not None
             pooled = pooled.clone()
             for column, own in poolings.items():
                 pooled[:, column : column + own.shape[1]] = own
-        return embeds, pooled
+        return replace(conditioning, embeds=embeds, pooled=pooled)
 
     def _place(self, embeds: Tensor, region: TextRegion, length: int) -> Tensor:  # [b, L, width], a view
         """A view of an encoder's output in the embeddings."""
@@ -177,9 +174,9 @@ class TextUpdate(nn.Module):
         option, layout = self.option.lora, self.family.lora[0]
         if option is None:
             return
-        parts = {encoder.name: encoder.model for encoder in self.family.encoders()}
+        parts = {encoder.name: encoder.model for encoder in self.family.text.encoders}
         state: dict[str, Tensor] = {}
-        for name in self.option.with_lora(self.family.clip_encoders):
+        for name in self.option.with_lora(self.family.text.trainable):
             for layer, a, b in lora_factors(self.encoders[name]):
                 module = "text_model." + layer.removeprefix("text_model.")  # transformers names it with or without
                 key_of = partial(text_key, f"{parts[name]}.{module}", layout=layout.name, single=len(parts) == 1)

@@ -19,10 +19,12 @@ from simpletune.apps.serve.requests import BASE, ImageRequest
 from simpletune.commands.generate.generate import base_loras
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import Model
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import load_autoencoder
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Embeddings, Sampler, generate_pictures
+from simpletune.stages.sample import Sampler, generate_pictures
 from simpletune.system.stage_timer import GIB, peak_rss_gib
 
 MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
@@ -36,7 +38,7 @@ class PromptCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, device: torch.device):
         self.model, self.dtype, self.device = model, dtype, device
-        self._cached: OrderedDict[tuple[str, str], Embeddings] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str], Conditioning] = OrderedDict()
 
     def fill(self, prompts: Iterable[str], side: TextSide) -> None:
         """Encode the prompts that are not cached; load each encoder once for all of them."""
@@ -52,8 +54,8 @@ class PromptCache:
         while len(self._cached) > MAX_PROMPTS:
             self._cached.popitem(last=False)
 
-    def load(self, prompt: str, side: TextSide) -> Embeddings:
-        """Return (prompt_embeds [t, e], pooled [p]) of a prompt that ``fill`` has encoded."""
+    def load(self, prompt: str, side: TextSide) -> Conditioning:
+        """Return the conditioning of a prompt that ``fill`` has encoded."""
         return self._cached[side.key, prompt]
 
 
@@ -66,9 +68,7 @@ class ImageGenerator:
         dtype = config.precision.encoder_dtype()
         self._check_cancelled: Callable[[], None] = lambda: None
         self.models = Models(config, served, device, side, lambda: self._check_cancelled())
-        self.vae = config.model.load_vae(
-            device, config.model.autoencoder_dtype(config.precision), config.memory.vae_tile
-        )
+        self.vae = load_autoencoder(config, device)
         self.text = PromptCache(config.model, dtype, device)
         self._stand_ins = stand_ins_of([served.weights_of(name) for name in served.names], config.text)
         self._sides: dict[tuple[str, float], TextSide] = {}

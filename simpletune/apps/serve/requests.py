@@ -61,6 +61,7 @@ class Capabilities:
     loras: tuple[str, ...]  # all names, ``base`` first, then the tuned model's
     defaults: PictureRequest  # values for settings that a request leaves out
     limits: Limits
+    place: int  # pixels a side of a latent's place
     tuned: str | None = None  # name of the run's full model, if one is served; draws requests that name no model
     inpaints: bool = False  # whether the model reads a mask, so that the page asks for one
 
@@ -221,7 +222,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         if unusable:
             continue
         try:
-            request = fitted(replace(capabilities.defaults, **values))
+            request = fitted(replace(capabilities.defaults, **values), capabilities.place)
         except UserError as error:
             without.append(Problem(f"instances.{number}.mask_image", str(error).removeprefix("--mask: ")))
             continue

@@ -123,10 +123,11 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
     width, height = (min(each, side) for each in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
-    negative = session.config.model.steered_from(option.negative_prompt)
+    negative = session.config.model.text.steered_from(option.negative_prompt)
     defaults = PictureRequest("", option.seed, negative, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
-    capabilities = Capabilities(served.names, defaults, limits, tuned, session.config.model.inpaints)
+    model = session.config.model
+    capabilities = Capabilities(served.names, defaults, limits, model.autoencoder.downsampling, tuned, model.inpaints)
 
     def load() -> ImageGenerator:
         generator = ImageGenerator(session.config, served, session.device, side)

@@ -60,7 +60,7 @@ def estimate_memory(about: CaptionerInfo, precision: WeightPrecision, batch: int
     for name in quantised_layers(model, precision):
         layer = model.get_submodule(name)
         largest = max(largest, sum(each.nbytes for each in all_tensors(layer)))
-        put_module(model, name, precision.convert(name, layer))
+        put_module(model, name, precision.convert(layer))
     weights = sum({id(each): each.nbytes for each in all_tensors(model)}.values())
     # The widest layer of either tower, the language model's cache, the scores of the next token, and the largest layer
     # while it is read or dequantised.
@@ -83,7 +83,7 @@ def load_captioner(
     for name in quantised_layers(model, precision):
         layer = model.get_submodule(name)
         move_own_tensors(layer, device)
-        put_module(model, name, precision.convert(name, layer))
+        put_module(model, name, precision.convert(layer))
     model.to(device)
     return captioner
 

@@ -90,7 +90,7 @@ def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
     def step() -> Tensor:
         batches = synthetic.step(next(count))
         for batch in batches:
-            for tensor in (batch.z_0, batch.noise, batch.prompt_embeds):
+            for tensor in (batch.z_0, batch.noise, batch.conditioning.embeds):
                 tensor.normal_()
         return core.step(batches)[0]
 

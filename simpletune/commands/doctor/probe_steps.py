@@ -62,7 +62,7 @@ def _losses(core: TrainStep, synthetic: SyntheticBatches, count: int) -> tuple[l
         began = time.perf_counter()
         batches = synthetic.step(step)
         for batch in batches:
-            for tensor in (batch.z_0, batch.noise, batch.prompt_embeds, batch.pooled):
+            for tensor in (batch.z_0, batch.noise, *batch.conditioning.tensors().values()):
                 tensor.normal_()
         loss, _ = core.step(batches)
         losses.append(loss.item())  # waits for the device

@@ -27,7 +27,7 @@ from simpletune.estimate.timing.constants import constants_file, read_constants
 from simpletune.estimate.timing.probes import forget_values
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.estimate.timing.speeds import CalibratedSpeeds, Speeds
-from simpletune.models.shared.parts import BATCH
+from simpletune.models.text.encoder import BATCH
 from simpletune.runs.weights import precision_of
 from simpletune.system.console import duration, say, silent
 from simpletune.system.environment import cpu_name

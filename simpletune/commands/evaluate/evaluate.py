@@ -102,7 +102,7 @@ def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationP
     words = subject_words(written, args.token, args.kind)
     prompts = find_prompts(args.prompts, written, words, [picture.caption for picture in real])
     width, height = picture_size(config, args)
-    asked, negative = given_arguments(args, "steps", "guidance"), config.model.steered_from(option.negative_prompt)
+    asked, negative = given_arguments(args, "steps", "guidance"), config.model.text.steered_from(option.negative_prompt)
     first = PictureRequest(
         "", FIRST_SEED if args.seed is None else args.seed, negative, width, height,
         asked.get("steps", option.steps), asked.get("guidance", option.guidance),

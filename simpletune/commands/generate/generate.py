@@ -47,12 +47,13 @@ def build_requests(
     )
     if "mask" in changed:
         changed.setdefault("strength", 1.0)  # as diffusers' inpainting pipelines for UNets
-    requests, negative = [], session.config.model.steered_from(option.negative_prompt)
+    requests, negative = [], session.config.model.text.steered_from(option.negative_prompt)
     for prompt in args.prompt or default:
         prompt = default_prompt(session) if prompt is None else prompt
         first = PictureRequest(prompt, option.seed, negative, width, height, option.steps, option.guidance)
         first = replace(first, **changed)
-        require_inputs(first, "strength" in given_arguments(args, "strength"))
+        place = session.config.model.autoencoder.downsampling
+        require_inputs(first, "strength" in given_arguments(args, "strength"), place)
         requests += [replace(first, seed=first.seed + number) for number in range(args.seeds)]
     return requests
 
@@ -65,7 +66,7 @@ def picture_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, in
     return width, height
 
 
-def require_inputs(request: PictureRequest, strength: bool) -> None:
+def require_inputs(request: PictureRequest, strength: bool, place: int) -> None:
     """Check that a request's arguments have the picture and the mask that they need, and that these can be used.
 
     Raises:
@@ -76,7 +77,7 @@ def require_inputs(request: PictureRequest, strength: bool) -> None:
     if request.mask is None and request.paste:
         raise UserError("--paste: without a mask there is nothing outside it. Give one: --mask FILE")
     if request.mask is not None:
-        mask_pixels(request)
+        mask_pixels(request, place)
 
 
 def default_prompt(session: GenerationSession) -> str:

@@ -32,6 +32,7 @@ from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.runs.weights import BASE, Weights, load_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_run, run_config
 from simpletune.stages.latent_cache import free_memory
+from simpletune.stages.load import load_autoencoder
 from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.sample import (
     EncodedPicture,
@@ -125,10 +126,11 @@ class SharedBase:
         shared = weights.lora is not None and not weights.merged
         if shared and self.config.memory.modulation == "plan":
             # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
-            is_conditioning = self.config.model.is_conditioning
+            detached = self.config.model.modulation
+            assert detached is not None, "Memory.model_rules refuses it"
             # A hypernetwork changes no layer.
             files = [file for file, _ in weights.loras if not holds_hypernetwork(file)]
-            shared = not any(is_conditioning(layer) for file in files for layer in read_lora(file))
+            shared = not any(detached.serves(layer) for file in files for layer in read_lora(file))
         return replace(BASE, label="") if shared else replace(weights, label="", short="", embeddings=())
 
     def free(self) -> None:
@@ -237,10 +239,7 @@ class GenerationSession:
         return found
 
     def autoencoder(self) -> torch.nn.Module:
-        config = self.config
-        return config.model.load_vae(
-            self.device, config.model.autoencoder_dtype(config.precision), config.memory.vae_tile
-        )
+        return load_autoencoder(self.config, self.device)
 
     def memory(self) -> str:
         peak = self.stages.peak("peak_allocated_gib")
@@ -320,7 +319,7 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
         compute = {} if args.precision in ("bf16", "fp32") else {"compute": config.precision.compute}
         changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision, **compute})
     memory = given_arguments(args, *MEMORY)
-    if memory.get("modulation") == "plan" and not config.model.has_modulation:
+    if memory.get("modulation") == "plan" and config.model.modulation is None:
         raise UserError(f"--modulation: plan, but {config.model.title} has no adaLN modulations. Leave it out")
     if memory:
         changes["memory"] = config.memory.model_copy(update=memory)

@@ -63,7 +63,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
         found.settings["process"] = f"{len(settings['config']['process'])} processes"
         found.leave("process", "only the first is translated")
     _family(found, folder)
-    is_flow = found.family.objective == "flow"
+    is_flow = found.objective == "flow"
     method = _adapter(found)
     take_start(found, "network.pretrained_lora_path")
     found.by_table(tables["options"])

@@ -64,7 +64,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     _precision(found, method)
     _optimizer(found)
     _length(found)
-    if found.family.objective == "flow":
+    if found.objective == "flow":
         _noise_levels(found)
     _places(found)
     source = _data(found, method)

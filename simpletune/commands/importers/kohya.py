@@ -49,7 +49,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
-from simpletune.models.lora_names import NUMBERS
+from simpletune.models.lora_registry import NUMBERS
 from simpletune.system.options import Json, UserError
 from simpletune.system.regular_files import read_regular
 
@@ -180,7 +180,7 @@ def _options(settings: Json, folder: Path, family: str | None) -> Translation:
     tables = trainer_tables(NAME)
     found = Translation(settings, tables["defaults"])
     _family(found, folder, family)
-    is_flow = found.family.objective == "flow"
+    is_flow = found.objective == "flow"
     method = _adapter(found)
     take_start(found, "network_weights")
     _stack(found)
@@ -241,7 +241,7 @@ def _family(found: Translation, folder: Path, of_script: str | None) -> None:
         known = take_family_of_base(found, base, folder, *otherwise)
         if not known and re.search(tables["other_bases"], name := str(found.settings.get(base))):
             refuse(base, name, "another model")
-    if found.family.objective != "flow":
+    if found.objective != "flow":
         for key in ("weighting_scheme", "training_shift"):
             found.defaults.pop(key)
 
@@ -449,7 +449,7 @@ def numbers(value: object) -> list[float]:
 def _text_encoders(found: Translation) -> None:
     """Translate text encoders that train beside a network, as they do unless an option prevents it."""
     rates = found.read("text_encoder_lr", numbers) or []
-    clip, differ = found.family.clip_encoders, len(set(rates)) > 1
+    clip, differ = found.family.text.trainable, len(set(rates)) > 1
     if found.settings.get("network_module") not in trainer_tables(NAME)["own_rates"]:
         rates = rates[:1]
     of_clip = (rates * len(clip) if len(rates) == 1 else rates)[: len(clip)]

@@ -31,7 +31,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
-from simpletune.models.lora_names import is_convolution
+from simpletune.models.lora_registry import is_convolution
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "OneTrainer", "onetrainer"
@@ -248,7 +248,7 @@ def _text(found: Translation, method: str) -> None:
         _merge(found.config, part.config)
     if training:
         found.leave("additional_embeddings", f"{len(training)} more: one embedding trains, beside a LoRA or alone")
-    clip = dict(zip(("text_encoder", "text_encoder_2"), found.family.clip_encoders, strict=False))
+    clip = dict(zip(("text_encoder", "text_encoder_2"), found.family.text.trainable, strict=False))
     trained = [name for key, name in clip.items() if boolean((found.read(key, as_object) or {}).get("train", False))]
     for key in ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4"):
         part = Translation(found.read(key, as_object) or {}, {}, f"{key}.")
@@ -308,7 +308,7 @@ def _optimizer(found: Translation) -> None:
 
 
 def _objective(found: Translation) -> None:
-    if found.family.objective != "flow":
+    if found.objective != "flow":
         found.seen("text_encoder_3_sequence_length")
         title = found.family.title
         if found.read("timestep_distribution", as_text) not in (None, "UNIFORM"):

@@ -196,7 +196,7 @@ def _memory(found: Translation) -> None:
 
 
 def _objective(found: Translation) -> None:
-    if found.family.objective == "flow":
+    if found.objective == "flow":
         auto, shift = found.read("flow_schedule_auto_shift", boolean), found.read("flow_schedule_shift", number)
         if auto:
             found.take("flow_schedule_auto_shift", "objective.shift", "auto")

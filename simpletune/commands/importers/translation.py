@@ -169,6 +169,11 @@ class Translation:
         base = self.get("model.pretrained")
         return family if base is None else family.model_copy(update={"pretrained": base})
 
+    @property
+    def objective(self) -> str:
+        """The ``name`` of the run's objective, as set so far; by default the family's."""
+        return str(self.get("objective.name", self.family.objectives[0]))
+
     def by_table(self, rows: Iterable[KeyRule]) -> None:
         """Translate those keys of a table that the file or the trainer's defaults set."""
         for row in rows:
@@ -191,12 +196,12 @@ class Translation:
                 self.leave(row.key, f"simpletune has nothing like it, only {', '.join(row.values)}")
 
     def _lacks(self, path: str) -> str | None:
-        """Why the chosen adapter, or the family's objective, has no such field; None if it has."""
+        """Why the chosen adapter or objective has no such field; None if it has."""
         section, _, leaf = path.partition(".")
         union = None if section not in ("adapter", "objective") else union_of(TrainConfig.model_fields[section])
         if union is None or self.place:
             return None
-        chosen = self.get("adapter.method", union.default) if section == "adapter" else self.family.objective
+        chosen = self.get("adapter.method", union.default) if section == "adapter" else self.objective
         known = leaf.partition(".")[0] in union.members[str(chosen)].model_fields
         return None if known else f"{section}.{union.tag} {chosen} has no such option"
 

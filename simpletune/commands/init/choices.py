@@ -17,6 +17,7 @@ from simpletune.commands.init.inspect_folder import (
     inspect_folder,
     source_of,
 )
+from simpletune.commands.inspect_data.text import limit_in_words
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.clip_words import is_clip_word
@@ -257,19 +258,19 @@ class Choices:
             side = TINY_SIDE
             self.set("data.resolution", side, "the tiny model's own size")
         else:
-            lower = self.family.resolution >= SIDES[0] and not self.family.reads_framing
+            lower = self.family.resolution >= SIDES[0] and not self.family.text.reads_framing
             known = SIDES if lower else (self.family.resolution,)
             large = {side: sum(each >= NEAR * side for each in sides) for side in known}
             side = next((side for side in known if large[side] >= ENOUGH * len(sides)), known[-1])
             why = f"{large[side]} of {plural(len(sides), 'picture')} reach it, nearly or in full"
-            if self.family.reads_framing and large[side] < len(sides):
+            if self.family.text.reads_framing and large[side] < len(sides):
                 why += ", and the model is told the others' own sizes"
             self.set("data.resolution", side, why)
         small = 0 if self.tiny else sum(2 * each < side for each in sides)
         if small and small > len(sides) * (1 - ENOUGH):
             told = ", which the model is told: larger ones would teach more detail"
             blurred = " and become blurred: larger ones would teach more"
-            so = told if self.family.reads_framing else blurred
+            so = told if self.family.text.reads_framing else blurred
             self.set("data.max_upscale", None, f"{plural(small, 'picture')} would be scaled up more than twice{so}")
             small = 0
         names = [printable_name(each.name) for each in seen.report.rejected]
@@ -304,9 +305,8 @@ class Choices:
                     f"{count} of {what}, such as {join_names(names, LISTED)}: each copy counts. Keep one of each"
                 )
         if report.long:
-            self.notes.append(
-                f"{plural(len(report.long), 'caption')} longer than CLIP's 77 tokens. simpletune data lists them"
-            )
+            many = plural(len(report.long), "caption")
+            self.notes.append(f"{many} longer than {limit_in_words(report)}. simpletune data lists them")
         if not self.seen.kohya and not self.seen.masks.aside:
             self.notes.extend(report.hints)
 

@@ -15,13 +15,13 @@ from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import MODELS
 from simpletune.models.shared.sources import is_single_file, provider
+from simpletune.models.text.clip import ClipEncoder
 from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LIMIT = 77  # tokens that CLIP sees, including the start and end tokens
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 """CLIP's pattern for words, from the code of arXiv:2103.00020."""
@@ -30,7 +30,7 @@ FolderState = tuple[tuple[str, int, int], ...]  # name, time of the last change 
 
 def token_counts(config: TrainConfig, captions: Sequence[str]) -> list[int] | None:
     """Return the number of tokens of each caption; None if no tokenizer is available. UserError: it is damaged."""
-    folder = tokenizer_folder(config, "tokenizer")
+    folder = tokenizer_folder(config, config.model.text.encoders[0].tokenizer)
     if folder is None or not captions:
         return None
     tokenizer = read_fast_tokenizer(folder, _state(folder))
@@ -60,7 +60,7 @@ def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
 class Cut:
     """Where one encoder truncates a caption."""
 
-    encoder: str  # ``CLIP`` or ``T5``
+    encoder: str  # its kind, ``CLIP`` or ``T5``
     tokens: int  # number of tokens of the caption, including those that the tokenizer adds
     limit: int  # number of tokens that the encoder sees
     place: int  # index of the first character that it does not see
@@ -72,14 +72,13 @@ class Cutter:
     def __init__(self, config: TrainConfig):
         self.known: list[tuple[str, int, Tokenizer]] = []
         self.problems: list[str] = []  # messages about tokenizers that are available but damaged
-        length = getattr(config.model, "t5_length", None)
-        parts = [("CLIP", LIMIT, "tokenizer"), *([("T5", length, "tokenizer_3")] if length is not None else [])]
-        for name, limit, part in parts:
-            folder = tokenizer_folder(config, part)
-            if folder is None or (part == "tokenizer_3" and not (folder / "tokenizer.json").is_file()):
+        kinds = {encoder.kind: encoder for encoder in reversed(config.model.text.encoders)}  # the first of each
+        for encoder in reversed(kinds.values()):
+            folder = tokenizer_folder(config, encoder.tokenizer)
+            if folder is None or not (encoder.kind == ClipEncoder.kind or (folder / "tokenizer.json").is_file()):
                 continue
             try:
-                self.known.append((name, limit, read_fast_tokenizer(folder, _state(folder))))
+                self.known.append((encoder.kind, encoder.limit, read_fast_tokenizer(folder, _state(folder))))
             except UserError as reason:
                 self.problems.append(str(reason))
         self.names = [name for name, _, _ in self.known]

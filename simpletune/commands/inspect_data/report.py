@@ -175,7 +175,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
         ("Captions shared by several pictures", "", ("caption", "pictures"), same),
         (
             "Captions that are too long",
-            f"longer than {limit_in_words(found)}; the CLIP encoders see only the beginning",
+            f"longer than {limit_in_words(found)}; the text encoders see only the beginning",
             ("picture", "length"),
             [(printable_name(name), f"{length:,}") for name, length in found.long],
         ),

@@ -6,13 +6,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
-from simpletune.commands.inspect_data.prompt_cuts import LIMIT, token_counts
+from simpletune.commands.inspect_data.prompt_cuts import token_counts
 from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
 from simpletune.config.resolve import known_to_inpaint
 from simpletune.config.schema import TrainConfig
@@ -25,6 +26,7 @@ from simpletune.data.sources.multi_source import scan_sources, source_notes, sto
 from simpletune.data.sources.pictures import decode, has_more_frames
 from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
+from simpletune.models.text.encoder import TextEncoder
 from simpletune.stages.plan_data import make_plan
 from simpletune.system.console import progress
 
@@ -86,8 +88,9 @@ class DatasetReport:
     near: list[list[str]] = field(default_factory=list)  # groups of names of nearly identical pictures
     # names by caption, for captions shared by several pictures; empty with data.prompt
     same_caption: dict[str, list[str]] = field(default_factory=dict)
-    long: list[tuple[str, int]] = field(default_factory=list)  # (name, length) of captions that CLIP truncates
+    long: list[tuple[str, int]] = field(default_factory=list)  # (name, length) of captions that it truncates
     tokens: bool = False  # whether lengths count tokens rather than characters
+    reader: TextEncoder | None = None  # the first text encoder, whose tokens are counted
     buckets: list[BucketRow] = field(default_factory=list)  # largest first
     steps: int = 0  # steps in an epoch
     batch: int = 1  # pictures in a step
@@ -167,8 +170,9 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
         for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))
     }
     firsts_by_name = {view.picture.name for view in firsts.values()}
+    place = config.model.autoencoder.downsampling
     with progress("look", len(firsts), "pictures") as advance:
-        for result in _scan_pictures(firsts.values(), chosen, variants, advance):
+        for result in _scan_pictures(firsts.values(), chosen, variants, place, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
     seen = {seen.picture.name for seen in found.usable}
     broken = [each for each in found.rejected if each.name in firsts_by_name - seen]
@@ -206,13 +210,15 @@ def _scan_pictures(
     views: Iterable[Crop],
     tiles: Collection[tuple[int, str]],
     variants: Mapping[tuple[int, str], Sequence[Crop]],
+    place: int,
     advance: Callable[[], None],
 ) -> Iterator[ScannedImage | RejectedEntry]:
     """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
+    scan = partial(_scan_picture, place=place, advance=advance)
     with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
         futures = deque(
             (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
-                _scan_picture, view, _place(view.picture) in tiles, variants.get(_place(view.picture), ()), advance
+                scan, view, _place(view.picture) in tiles, variants.get(_place(view.picture), ())
             )
             for view in views
         )
@@ -221,13 +227,13 @@ def _scan_pictures(
 
 
 def _scan_picture(
-    view: Crop, with_tile: bool, variants: Sequence[Crop], advance: Callable[[], None]
+    view: Crop, with_tile: bool, variants: Sequence[Crop], place: int, advance: Callable[[], None]
 ) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
 
     def thumbnail(each: Crop) -> Image.Image:
         small = tile(image, each.bucket, (each.offset, each.flip, each.augmentation), TILE)
-        return small if each.hole is None else grey_hole(small, each)
+        return small if each.hole is None else grey_hole(small, each, place)
 
     try:
         data = view.picture.read_same()
@@ -264,7 +270,8 @@ def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     }
     counts = token_counts(config, list(names))
     found.tokens = counts is not None
-    limit = LIMIT if found.tokens else LONG
+    found.reader = config.model.text.encoders[0]
+    limit = found.reader.limit if found.tokens else LONG
     lengths = dict(zip(names, counts or map(len, names), strict=True))
     longest = {seen.picture.name: max(map(lengths.__getitem__, seen.picture.captions)) for seen in found.usable}
     found.long = [(name, length) for name, length in longest.items() if length > limit]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from simpletune.commands.inspect_data.prompt_cuts import LIMIT
 from simpletune.commands.inspect_data.scan import LONG, DatasetReport
 from simpletune.data.source_mix import source_lines
 from simpletune.data.sources.accounts import sentences
@@ -52,7 +51,9 @@ def describe_unusable(found: DatasetReport) -> str:
 
 
 def limit_in_words(found: DatasetReport) -> str:
-    return f"{LIMIT} CLIP tokens" if found.tokens else f"{LONG} characters (no tokenizer is available)"
+    if not found.tokens or found.reader is None:
+        return f"{LONG} characters (no tokenizer is available)"
+    return f"{found.reader.limit} {found.reader.kind} tokens"
 
 
 def format_report(found: DatasetReport) -> str:

@@ -37,9 +37,10 @@ def tile(
     return Image.fromarray(((pixels.transpose(1, 2, 0) + 1) * 127.5).round().astype(np.uint8))
 
 
-def grey_hole(small: Image.Image, view: Crop) -> Image.Image:
-    """A crop's thumbnail with its hole in grey, as the autoencoder sees it. UnusablePicture: its mask is unusable."""
-    hole = Image.fromarray(hole_pixels(view)).resize(small.size, Image.Resampling.NEAREST)
+def grey_hole(small: Image.Image, view: Crop, place: int) -> Image.Image:
+    """A crop's thumbnail with its hole in grey, as the autoencoder sees it; ``place`` as for ``hole_pixels``, which
+    raises."""
+    hole = Image.fromarray(hole_pixels(view, place)).resize(small.size, Image.Resampling.NEAREST)
     return Image.composite(Image.new("RGB", small.size, (128, 128, 128)), small, hole)
 
 

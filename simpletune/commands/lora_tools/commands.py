@@ -14,11 +14,11 @@ from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import denoiser_in
-from simpletune.models.lora_names import family_of_names, is_convolution
+from simpletune.models.lora_registry import family_of_names, is_convolution
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.lora_names import Layout, LoraNames
+from simpletune.models.shared.lora_layout import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.text_layers import encoders_in, split_text
+from simpletune.models.text_layers import encoders_in, split_text
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.outputs import require_new
 from simpletune.runs.weights_names import find_lora, is_run, run_config
@@ -352,7 +352,7 @@ def write_lora_file(
     usual = "kohya" if is_single_encoder(updates, metadata, names) else "diffusers"
     layout = args.format or (default.name if default is not None else usual)
     kohya = next((each for each in layouts if each.name == "kohya"), None)
-    if layout == "comfy" and (usual == "kohya" if kohya is None else not kohya.original):
+    if layout == "comfy" and (usual == "kohya" if names is None else kohya is not None and not kohya.original):
         layout = "kohya"  # kohya's scripts train diffusers' model, and ComfyUI loads those names
     if layout == "onetrainer" and kohya is not None and layout not in (each.name for each in layouts):
         layout = "kohya"  # the same names

@@ -16,9 +16,9 @@ from simpletune import __version__
 from simpletune.adapters.files.detect_model import ARCHITECTURE_FIELDS, family_of_lora
 from simpletune.adapters.files.keys import DORA, LORA
 from simpletune.config.schema import TrainConfig
-from simpletune.models.lora_names import Layers
-from simpletune.models.shared.lora_names import LoraNames
-from simpletune.models.shared.text_layers import split_text
+from simpletune.models.lora_registry import Layers
+from simpletune.models.shared.lora_layout import LoraNames
+from simpletune.models.text_layers import split_text
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
 from simpletune.runs.model_card import licence, public_name, shareable

@@ -21,9 +21,10 @@ from simpletune.data.sources.multi_source import MultiSource, scan_sources, subj
 from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import model_device, model_units
+from simpletune.models.text.prompts import Prompts
 from simpletune.runs.stack import read_stack
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.load import load_base, modulation_of
+from simpletune.stages.load import load_autoencoder, load_base, modulation_of
 from simpletune.stages.png import save_png
 from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
 from simpletune.stages.step.attention import attention_by
@@ -92,7 +93,7 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
     prompts are those of the class for the subject's captions, in turn."""
     data = config.data
     side = max(source.resolution for source in subjects(data))
-    negative = config.model.steered_from(config.validation.negative_prompt)
+    negative = config.model.text.steered_from(config.validation.negative_prompt)
     prompts = [prior.prompt]
     if prior.trigger is not None:
         pictures = [each for each in scan_sources(data).pictures if not data.members[each.source].regularization]
@@ -115,7 +116,7 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
 def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
     """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
     model, precision, first, sums = config.model, config.precision, requests[0], config.output.cache_folder
-    prompts = model.prompts(precision.encoder_dtype())
+    prompts = Prompts(model.text, precision.encoder_dtype())
     depends = {
         "base": [
             model.part(model.denoiser).fingerprint(sums),
@@ -174,7 +175,7 @@ def generate_missing(
                 continue
             if sampler is None:
                 sampler = sampler_of(config, device, {(request.width, request.height) for request in requests})
-                vae = model.load_vae(device, model.autoencoder_dtype(config.precision), config.memory.vae_tile)
+                vae = load_autoencoder(config, device)
             for picture, request in zip(generate_pictures(sampler, vae, model, some, text.load), some, strict=True):
                 place = folder.file(str(request.seed))
                 write_text(place.with_suffix(".txt"), request.prompt, shared=True)
@@ -193,7 +194,7 @@ def sampler_of(config: TrainConfig, device: torch.device, sizes: set[Size]) -> S
     if config.memory.checkpointing == "auto":  # there is no backward pass
         config = config.model_copy(update={"memory": config.memory.model_copy(update={"checkpointing": "none"})})
     denoiser = load_base(config, device, sizes, cache_of_bases(config), read_stack(config))
-    modulation = modulation_of(denoiser, config.memory, config.precision, device)
+    modulation = modulation_of(denoiser, config, device)
     config.memory.attach(model_units(denoiser), model_device(denoiser))
     kernel = partial(attention_by, config.speed.attention)
     return Sampler(

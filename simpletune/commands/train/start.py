@@ -10,7 +10,7 @@ from simpletune.adapters.files.start import require_startable, start_from
 from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.schema import TrainConfig
-from simpletune.models.shared.text_layers import encoders_in
+from simpletune.models.text_layers import encoders_in
 from simpletune.runs.stack import given_lora, require_elsewhere
 from simpletune.system.console import say
 from simpletune.system.options import Json, UserError, plural

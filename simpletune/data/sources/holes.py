@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.data.sources.masks import mask_pixels
 from simpletune.data.sources.source import Hole
-from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.models.shared.buckets import Size
 from simpletune.system.rng import stream
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def draw_hole(source: Source, seed: int, digest: str, variant: int) -> Hole:
     return Hole("rectangles" if share < (1 + WHOLE) / 2 else "strokes", number)
 
 
-def hole_pixels(view: Crop) -> np.ndarray:
-    """The hole of a crop that has one, in its pixels: bool [h, w], True inside. UnusablePicture: its mask is
-    unusable."""
+def hole_pixels(view: Crop, place: int) -> np.ndarray:
+    """The hole of a crop that has one, in its pixels: bool [h, w], True inside. One that is drawn covers a latent's
+    place of ``place`` pixels a side. UnusablePicture: its mask is unusable."""
     import numpy as np
 
     assert view.hole is not None
@@ -51,18 +51,18 @@ def hole_pixels(view: Crop) -> np.ndarray:
         case "own":
             return mask_pixels(view) >= 127.5  # diffusers' threshold, 0.5
         case "rectangles":
-            return _rectangles(view.bucket, stream(view.hole.draw, "rectangles"))
+            return _rectangles(view.bucket, place, stream(view.hole.draw, "rectangles"))
         case "strokes":
-            return _strokes(view.bucket, stream(view.hole.draw, "strokes"))
+            return _strokes(view.bucket, place, stream(view.hole.draw, "strokes"))
 
 
-def latent_hole(pixels: np.ndarray) -> np.ndarray:
-    """A hole [h, w] at the latents' resolution: [h/8, w/8], the first of 8 x 8 pixels, as diffusers' training scripts
-    and pipelines take it (``interpolate``, nearest)."""
-    return pixels[::DOWNSAMPLING, ::DOWNSAMPLING]
+def latent_hole(pixels: np.ndarray, place: int) -> np.ndarray:
+    """A hole [h, w] at the latents' resolution: [h / place, w / place], the first of place x place pixels, as
+    diffusers' training scripts and pipelines take it (``interpolate``, nearest)."""
+    return pixels[::place, ::place]
 
 
-def _rectangles(bucket: Size, draw: np.random.Generator) -> np.ndarray:
+def _rectangles(bucket: Size, place: int, draw: np.random.Generator) -> np.ndarray:
     import numpy as np
 
     (width, height), scale = bucket, math.sqrt(math.prod(bucket)) / SIDE
@@ -70,14 +70,14 @@ def _rectangles(bucket: Size, draw: np.random.Generator) -> np.ndarray:
     for _ in range(draw.integers(1, RECTANGLES, endpoint=True)):
         spans = []
         for side in (width, height):
-            length = min(max(DOWNSAMPLING, round(draw.uniform(*RECTANGLE) * scale)), side - 2 * margin)
+            length = min(max(place, round(draw.uniform(*RECTANGLE) * scale)), side - 2 * margin)
             start = int(draw.integers(margin, side - margin - length, endpoint=True))
             spans.append(slice(start, start + length))
         hole[spans[1], spans[0]] = True
     return hole
 
 
-def _strokes(bucket: Size, draw: np.random.Generator) -> np.ndarray:
+def _strokes(bucket: Size, place: int, draw: np.random.Generator) -> np.ndarray:
     """Connected lines with round ends, drawn until they cover a latent: short ones can lie between them."""
     import numpy as np
     from PIL import Image, ImageDraw
@@ -85,12 +85,12 @@ def _strokes(bucket: Size, draw: np.random.Generator) -> np.ndarray:
     (width, height), scale = bucket, math.sqrt(math.prod(bucket)) / SIDE
     image = Image.new("1", bucket)
     pen = ImageDraw.Draw(image)
-    while not latent_hole(np.array(image)).any():
+    while not latent_hole(np.array(image), place).any():
         for _ in range(draw.integers(1, STROKES, endpoint=True)):
             x, y = draw.uniform(0, width), draw.uniform(0, height)
             for _ in range(draw.integers(1, LINES, endpoint=True)):
                 angle, length = draw.uniform(0, 2 * math.pi), draw.uniform(*LINE) * scale
-                across = max(DOWNSAMPLING, round(draw.uniform(*WIDTH) * scale))
+                across = max(place, round(draw.uniform(*WIDTH) * scale))
                 end_x = min(max(x + length * math.cos(angle), 0), width)
                 end_y = min(max(y + length * math.sin(angle), 0), height)
                 pen.line([(x, y), (end_x, end_y)], fill=1, width=across)

@@ -15,7 +15,7 @@ from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, pictur
 from simpletune.data.sources.sidecars import folded
 from simpletune.data.sources.source import Mask, UnusablePicture
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
-from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.models.shared.buckets import Size
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
@@ -226,14 +226,14 @@ def mask_pixels(view: Crop) -> np.ndarray:
     return (pixels + 1) * 127.5
 
 
-def latent_mask(view: Crop) -> np.ndarray:
-    """The mask of a crop at the latents' resolution: uint8 [1, h/8, w/8], the mean of each place. UnusablePicture: as
-    ``mask_pixels``."""
+def latent_mask(view: Crop, place: int) -> np.ndarray:
+    """The mask of a crop at the latents' resolution: uint8 [1, h / place, w / place], the mean of each square of
+    ``place`` pixels a side. UnusablePicture: as ``mask_pixels``."""
     import numpy as np
 
     pixels = mask_pixels(view)
     height, width = pixels.shape
-    places = pixels.reshape(height // DOWNSAMPLING, DOWNSAMPLING, width // DOWNSAMPLING, DOWNSAMPLING).mean((1, 3))
+    places = pixels.reshape(height // place, place, width // place, place).mean((1, 3))
     return np.asarray(places.round()[None], dtype=np.uint8)
 
 

@@ -112,7 +112,7 @@ def inpainting_rules(data: Source | MultiSource, model: Family) -> Iterator[Prob
     for index, source in enumerate(data.members):
         for name, value in (("inpainting_mask", source.inpainting_mask), ("inpainting_loss", source.inpainting_loss)):
             if value in ("own", "inside") and not model.inpaints:
-                channels = model.latent_channels
+                channels = model.autoencoder.channels
                 yield Problem(
                     field_of(data, index, name),
                     f"{value} is for inpainting models, whose input has {2 * channels + 1} channels; this model's has "

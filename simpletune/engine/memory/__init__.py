@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from simpletune.engine.memory.profiles import Name
-from simpletune.system.options import Option, Problem, plural
+from simpletune.system.options import Option, Problem, UserError, plural
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +102,13 @@ class Memory(Option):
 
         Returns:
             The block offload; None if all blocks are resident.
+
+        Raises:
+            UserError: a lever for feed-forward networks finds none.
         """
         from simpletune.engine.memory.block_offload import BlockOffload
         from simpletune.engine.memory.checkpointing import Parts, set_passes
+        from simpletune.engine.memory.feed_forward import feed_forwards
         from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 
         offloaded = self.offloaded(len(blocks))
@@ -115,6 +119,13 @@ class Memory(Option):
             alone = "all"
         elif self.feed_forward not in ("auto", "block"):
             alone = "checkpointed"
+        if alone != "none" and not any(map(feed_forwards, blocks)):
+            field = "memory.checkpointing" if alone == "all" else "memory.feed_forward"
+            raise UserError(
+                f"{field}: {self.checkpointing if alone == 'all' else self.feed_forward} recomputes feed-forward "
+                "networks by themselves, but the model's blocks have none of diffusers' class FeedForward. Use "
+                + ("checkpointing all" if alone == "all" else "feed_forward block")
+            )
         tile = self.feed_forward if isinstance(self.feed_forward, int) else None
         parts = Parts(self.keeping_attention(len(blocks)), alone, tile, last)
         set_passes(blocks, self.checkpointed(len(blocks)), inputs, offloading, parts)

@@ -7,18 +7,18 @@ from simpletune.system.gpus import CARDS
 MIB = 2**20
 
 
-def attention_kernel(capability: tuple[int, int], dtype: str, asked: str = "auto") -> str:
-    """Name the kernel that computes SD3's attention, which has no mask and no dropout.
+def attention_kernel(capability: tuple[int, int], dtype: str, asked: str = "auto", masked: bool = False) -> str:
+    """Name the kernel that computes a model's attention, which has no dropout.
 
     Source: the order of torch 2.13's ``_fused_sdp_choice_cuda`` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
-    without cuDNN, which ``choose_device`` leaves out: flash from Ampere on, which takes 16-bit types only.
+    without cuDNN, which ``choose_device`` leaves out: flash from Ampere on, which takes 16-bit types only, and no mask.
 
     Returns:
         ``flash``, ``cudnn``, ``efficient`` or ``math``; with ``asked``, ``speed.attention``, other than auto that one.
     """
     if asked != "auto":
         return asked
-    return "efficient" if dtype == "fp32" or capability < (8, 0) else "flash"
+    return "efficient" if masked or dtype == "fp32" or capability < (8, 0) else "flash"
 
 
 def most_multiprocessors(capability: tuple[int, int]) -> int:

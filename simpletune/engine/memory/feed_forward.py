@@ -45,10 +45,8 @@ class FeedForwards:
     """
 
     def __init__(self, block: nn.Module, rows: int | None, last: bool, random: bool):
-        from diffusers.models.attention import FeedForward
-
         self._rows, self._random, self._omits = rows, random, False
-        networks = [module for module in block.modules() if isinstance(module, FeedForward)]
+        networks = feed_forwards(block)
         self._may_omit = last and not random and not _trains_modulation(block, networks)
         for network in networks:
             network.forward = self._alone(network, network.forward)
@@ -83,6 +81,14 @@ class FeedForwards:
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1).view(x.shape)
 
         return forward
+
+
+def feed_forwards(block: nn.Module) -> list[nn.Module]:
+    """The feed-forward networks of a block: those of diffusers' class. A network of another class stays part of its
+    block's recomputation."""
+    from diffusers.models.attention import FeedForward
+
+    return [module for module in block.modules() if isinstance(module, FeedForward)]
 
 
 @contextmanager

@@ -122,14 +122,15 @@ class WeightPrecision(Option):
         """Whether to quantise layers of this kind inside the model's units."""
         return False
 
-    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+    def convert(self, layer: nn.Module, per_sample: bool = False) -> nn.Module:
         """Quantise a layer, for which ``quantises`` is true, on its device.
 
         On the meta device, creates the quantised layer's tensors for a cached base to fill.
 
         Args:
-            name: its name inside the model.
             layer: the layer, in its type on disk.
+            per_sample: whether it sees one row for each sample, as modulations do: its error is the same for all of the
+                sample's tokens or pixels, so it does not average out.
         """
         raise TypeError(f"{type(self).__name__} does not quantise")
 
@@ -199,12 +200,6 @@ def describe_rotation(rotation: str) -> str:
     return "" if rotation == "none" else f"; linear layers' weights and inputs rotated ({rotation})"
 
 
-def is_block_modulation(name: str) -> bool:
-    """Whether a layer inside a unit computes its modulation from the noise level, one row for each sample."""
-    # adaLN's shifts, scales and gates (arXiv:2212.09748, section 3.2); the shift of each channel in a UNet's resnet
-    return name.endswith((".norm1.linear", ".norm1_context.linear", ".time_emb_proj"))
-
-
 # Stock int8 layers save their input, or a dequantised copy of their weight, for the backward pass. Ours save only
 # references to the int8 weight and the scale: a frozen weight needs no gradient, and the gradient of the input
 # dequantises the weight again.
@@ -229,7 +224,7 @@ class Int8(QuantisedPrecision):
     bytes_per_weight: ClassVar[float] = 1
     arithmetic: ClassVar[frozenset[str]] = frozenset({"products", "input_gradient"})
 
-    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+    def convert(self, layer: nn.Module, per_sample: bool = False) -> nn.Module:
         from torch import nn
 
         from simpletune.engine.quant.int8_conv import Int8Conv2d
@@ -239,9 +234,8 @@ class Int8(QuantisedPrecision):
             return Int8Conv2d.from_conv(layer, self.compute_dtype())
         assert isinstance(layer, nn.Linear)
         twin = Int8Linear.from_linear(layer, self.compute_dtype(), self.rotation)
-        twin.rotates_weight = not is_block_modulation(name)
-        # not modulation, which has one row per sample: all of its tokens would share the error
-        twin.int8_products = self.products == "int8" and not is_block_modulation(name)
+        twin.rotates_weight = not per_sample
+        twin.int8_products = self.products == "int8" and not per_sample
         twin.int8_gradient = self.input_gradient == "int8"
         return twin
 
@@ -289,7 +283,7 @@ class Int8Quanto(QuantisedPrecision):
 
         return isinstance(layer, nn.Linear) and layer.in_features % 16 == 0
 
-    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+    def convert(self, layer: nn.Module, per_sample: bool = False) -> nn.Module:
         try:
             from optimum.quanto import QLinear, qint8
         except Exception as error:  # also those of a library that torch has outgrown
@@ -330,7 +324,7 @@ class Nf4(QuantisedPrecision):
     def describe_matmul(self) -> str:
         return super().describe_matmul() + describe_rotation(self.rotation)
 
-    def convert(self, name: str, layer: nn.Module) -> nn.Module:
+    def convert(self, layer: nn.Module, per_sample: bool = False) -> nn.Module:
         from torch import nn
 
         from simpletune.engine.quant.int8_conv import Int8Conv2d
@@ -340,11 +334,10 @@ class Nf4(QuantisedPrecision):
         if isinstance(layer, nn.Conv2d):
             return Int8Conv2d.from_conv(layer, self.compute_dtype())
         assert isinstance(layer, nn.Linear)
-        is_modulation = is_block_modulation(name)
         twin: Int8Linear | Nf4Linear
-        if self.modulation == "int8" and is_modulation:
+        if self.modulation == "int8" and per_sample:
             twin = Int8Linear.from_linear(layer, self.compute_dtype(), self.rotation)
         else:
             twin = Nf4Linear.from_linear(layer, self.compute_dtype(), self.double_quantisation, self.rotation)
-        twin.rotates_weight = not is_modulation
+        twin.rotates_weight = not per_sample
         return twin

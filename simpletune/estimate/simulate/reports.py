@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from simpletune.config.schema import TrainConfig
-from simpletune.engine.memory.cuda_libraries import cublas_workspace
+from simpletune.engine.memory.cuda_libraries import attention_kernel, cublas_workspace
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.estimate.timing.sections import StreamWork
 from simpletune.models.shared.buckets import Size
@@ -16,6 +16,12 @@ from simpletune.system.options import Json
 L4 = (8, 9)  # whose kernels are counted if no device is named
 STAGE_THREADS = {"text": 1, "class": 1, "latents": 1, "train": 2, "validate": 2}  # that multiply matrices on the device
 SIMULATED = 3  # sampling steps: by the third, everything that earlier steps leave behind is allocated
+
+
+def kernel_of(config: TrainConfig, capability: tuple[int, int]) -> str:
+    """The kernel of a run's attention on a card; see ``attention_kernel``."""
+    masked = config.model.text.masked and config.train.micro_batch > 1
+    return attention_kernel(capability, config.precision.settled, config.speed.attention, masked)
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,8 @@ def square(config: TrainConfig) -> Size:
 
 def parts_in_steps(config: TrainConfig) -> set[str]:
     """The parts of the text encoders that run in every training step, instead of once before."""
-    resident = config.text.resident(config.model.clip_encoders)
-    return {config.model.text_regions()[name].part for name in resident} if resident else set()
+    resident = config.text.resident(config.model.text.trainable)
+    return {config.model.text.regions()[name].part for name in resident} if resident else set()
 
 
 def with_workspace(snapshot: MemorySnapshot, extra: int) -> MemorySnapshot:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from simpletune.config.schema import Kernel, TrainConfig
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
-from simpletune.engine.memory.cuda_libraries import attention_kernel, cublas_workspace, most_multiprocessors
+from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
 from simpletune.engine.memory.fake import Fake, autocast_like_cuda, fake_tensors
 from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
@@ -25,7 +25,7 @@ from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.tensors import all_tensors, trained_parameters
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
-from simpletune.estimate.simulate.reports import L4, StepReport, square, with_workspace
+from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, square, with_workspace
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.denoiser import Denoiser
@@ -130,7 +130,7 @@ def accounting_like_cuda(
 ) -> Iterator[Accounting]:
     """Count bytes as a CUDA device would use them, with its attention, autocast and kernels' temporaries; None:
     an L4."""
-    kernel = attention_kernel(capability or L4, config.precision.settled, config.speed.attention)
+    kernel = kernel_of(config, capability or L4)
     autocast = autocast_like_cuda() if config.precision.autocast else nullcontext()
     multiprocessors = most_multiprocessors(capability or L4) if config.speed.deterministic else None
     if config.optimizer.name.endswith("8bit"):

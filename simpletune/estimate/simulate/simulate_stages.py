@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +41,10 @@ from simpletune.models.families import Model
 from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
-from simpletune.models.shared.parts import TextEncoder, use_tiles
-from simpletune.models.shared.prompts import BATCH, clip_outputs, empty_clip
-from simpletune.models.shared.t5_layers import EMBEDDINGS, EmptyT5, LayeredT5
-from simpletune.stages.load import empty_base, modulation_of
+from simpletune.models.text.encoder import BATCH, OpenEncoder, Tokens
+from simpletune.stages.load import empty_autoencoder, empty_base, modulation_of
 from simpletune.stages.modulation_plan import ModulationSource
 from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.attention import attention_by
@@ -131,9 +129,9 @@ def recording(accounting: Accounting, recorders: Recorders | None, name: str) ->
     return nullcontext() if recorders is None else recorders[name].watching(accounting)
 
 
-def bytes_in_16_bit(model: nn.Module, without: str = "") -> int:
-    """Return the size of a model's parameters at 2 bytes each, ``without`` a tied one that files do not repeat."""
-    return 2 * sum(parameter.numel() for name, parameter in model.named_parameters() if name != without)
+def bytes_in_16_bit(model: nn.Module) -> int:
+    """Return the size of a model's parameters at 2 bytes each."""
+    return 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
 _TEXTS: dict[str, tuple[list[TextReport], dict[str, list[StreamWork]]]] = {}
@@ -142,7 +140,7 @@ _TEXTS: dict[str, tuple[list[TextReport], dict[str, list[StreamWork]]]] = {}
 def texts_of(config: TrainConfig) -> tuple[list[TextReport], dict[str, list[StreamWork]]]:
     """The text encoders' ``text_snapshots`` and their work, cached for runs with the same encoders."""
     model = config.model
-    encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.encoders()]
+    encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.text.encoders]
     about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
     key = json.dumps(about, sort_keys=True, default=str)
     if key not in _TEXTS:
@@ -155,34 +153,22 @@ def texts_of(config: TrainConfig) -> tuple[list[TextReport], dict[str, list[Stre
 def text_snapshots(config: TrainConfig, recorders: Recorders | None = None) -> Iterator[TextReport]:
     """Run every text encoder over two batches of prompts."""
     dtype = config.precision.encoder_dtype()
-    for encoder in config.model.encoders():
+    for encoder in config.model.text.encoders:
         recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
         part = config.model.known_part(encoder.model)
-        if encoder.is_t5:
-            t5 = LayeredT5(part, dtype, CPU, EmptyT5(part, dtype))
-            t5.model.to("meta")  # accelerate creates its empty weights on the CPU under fake tensors
-            size, snapshot = bytes_in_16_bit(t5.model, EMBEDDINGS[1]), of_t5(t5, encoder.length or 0, recorder)
-        else:
-            clip = empty_clip(encoder, part.config()).eval().to(dtype)
-            size, snapshot = bytes_in_16_bit(clip), of_clip(encoder, clip, recorder)
-        yield encoder.model, size, replace(snapshot, phase="text", module=encoder.name)
+        opened, length = encoder.open_empty(part, dtype, CPU), encoder.length or encoder.positions(part.config())
+        snapshot = of_encoder(opened, length or 0, recorder)
+        yield encoder.model, 2 * opened.parameter_count(), replace(snapshot, phase="text", module=encoder.name)
 
 
-def of_clip(encoder: TextEncoder, clip: Any, recorder: Recorder | None = None) -> MemorySnapshot:
-    """Run a CLIP encoder over two batches of prompts; the first batch's outputs live until the second's exist."""
-    with accounting_of(all_tensors(clip), recorder) as accounting:
-        ids = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-        for _ in clip_outputs(encoder, clip, ids, CPU, BATCH):
-            pass
-    return accounting.peak
-
-
-def of_t5(t5: LayeredT5, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
-    """Run a T5 encoder layer by layer over two batches of prompts of ``length`` tokens."""
-    with accounting_of((), recorder) as accounting:
+def of_encoder(opened: OpenEncoder, length: int, recorder: Recorder | None = None) -> MemorySnapshot:
+    """Run a text encoder over two batches of prompts of ``length`` tokens; the first batch's outputs live until the
+    second's exist."""
+    with accounting_of(opened.resident(), recorder) as accounting:
         ids = torch.zeros((2 * BATCH, length), dtype=torch.int64)
-        accounting.register([ids], HOST)
-        for _ in t5.encode(ids, BATCH):
+        if opened.layered:  # whose inputs stay on the host
+            accounting.register([ids], HOST)
+        for _ in opened.encode(Tokens(ids), BATCH):
             pass
     return accounting.peak
 
@@ -193,19 +179,6 @@ def largest(texts: Iterable[TextReport]) -> MemorySnapshot:
     return max((snapshot for _, _, snapshot in texts), key=lambda snapshot: snapshot.bytes, default=nothing)
 
 
-def empty_autoencoder(config: TrainConfig) -> nn.Module:
-    """Build the run's autoencoder like ``load_vae``, without values."""
-    import diffusers
-
-    part = config.model.known_part("vae").config()
-    vae = getattr(diffusers, part["_class_name"]).from_config(part)
-    # diffusers' own .to() prints a warning that does not apply
-    nn.Module.to(vae, config.model.autoencoder_dtype(config.precision))
-    if config.memory.vae_tile is not None:
-        use_tiles(vae, config.memory.vae_tile)
-    return vae.eval().requires_grad_(False)
-
-
 def simulate_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recorders | None = None) -> MemorySnapshot:
     """Encode one picture with a loaded autoencoder."""
     with (
@@ -213,7 +186,7 @@ def simulate_encoding(model: Model, vae: nn.Module, size: Size, recorders: Recor
         torch.no_grad(),
         phase("encode"),
     ):
-        model.encode_pictures(vae, torch.zeros(1, 3, size[1], size[0]))
+        model.autoencoder.encode(vae, torch.zeros(1, 3, size[1], size[0]))
     return accounting.peak
 
 
@@ -240,7 +213,7 @@ def validation(
             option, (width, height) = config.validation, config.picture_size()
             request = PictureRequest("", 0, "", width, height, option.steps, option.guidance)
             batch = trained.batches.batch(1)
-            text = batch.prompt_embeds[0], torch.zeros(config.model.pooled_width, dtype=batch.prompt_embeds.dtype)
+            text = config.model.text.blank(batch.conditioning.embeds.dtype)
             with recording(accounting, recorders, "draw"):
                 drawn = simulate_generation(accounting, config, request, denoiser, vae, core.modulation, text)
                 snapshots.append(drawn)
@@ -261,11 +234,10 @@ def simulate_class_pictures(
     vae = empty_autoencoder(config)
     with accounting_like_cuda(config, capability) as accounting:
         accounting.register(all_tensors(denoiser), "weights")
-        modulation = modulation_of(denoiser, memory, config.precision, CPU)
+        modulation = modulation_of(denoiser, config, CPU)
         memory.attach(model_units(denoiser), model_device(denoiser))
         request = PictureRequest("", 0, "", side, side, prior.steps, prior.guidance)
-        embeds = torch.zeros(config.model.text_tokens, config.model.text_width, dtype=dtype)
-        text = embeds, torch.zeros(config.model.pooled_width, dtype=dtype)
+        text = config.model.text.blank(dtype)
         with recording(accounting, recorders, "class"):
             return simulate_generation(accounting, config, request, denoiser.eval(), vae, modulation, text, pictures)
 
@@ -277,7 +249,7 @@ def simulate_generation(
     denoiser: Denoiser,
     vae: nn.Module,
     modulation: ModulationSource | None,
-    text: tuple[Tensor, Tensor],  # prompt_embeds, pooled
+    text: Conditioning,  # of one prompt
     pictures: int = 1,
 ) -> MemorySnapshot:
     """Draw pictures in one batch; load the autoencoder before sampling begins, and decode one by one."""
@@ -289,18 +261,25 @@ def simulate_generation(
     with accounting.allocating("activations"), torch.no_grad():
         with phase("sample"):
             kernel = partial(attention_by, simulated_attention(config))
-            sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel)
+            sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel, objective=config.objective)
             read = inpainting_input(config.model, (request.width, request.height), pictures)
-            z = sampler.denoise([request] * pictures, [text] * pictures, [text] * pictures, inpainting=read)
+            away = shortened(config.model, text)
+            z = sampler.denoise([request] * pictures, [text] * pictures, [away] * pictures, inpainting=read)
         with phase("decode"):
             for one in z.split(1):
-                config.model.decode_latents(vae, one)
+                config.model.autoencoder.decode(vae, one)
     return accounting.peak
+
+
+def shortened(model: Model, text: Conditioning) -> Conditioning:
+    """A prompt's conditioning of another length, if a family's prompts have lengths of their own: guidance away from it
+    then takes a mask."""
+    return text if model.text.one_length else replace(text, embeds=text.embeds[:-1])
 
 
 def inpainting_input(model: Model, size: Size, pictures: int) -> Tensor | None:
     """What a model that inpaints reads beside z_t [b, 1 + c, h, w], without values; None for another."""
-    c, h, w = model.latent_shape(*size)
+    c, h, w = model.autoencoder.shape(*size)
     return torch.zeros(pictures, 1 + c, h, w) if model.inpaints else None
 
 
@@ -308,13 +287,13 @@ class ShapesOnlyModel:
     """A family for sampling whose noise levels have no values."""
 
     def __init__(self, family: Model):
-        self.latent_shape, self.predict, self.objective = family.latent_shape, family.predict, family.objective
+        self.autoencoder, self.predict, self.flow = family.autoencoder, family.predict, family.flow
         self.skipped_steps = family.skipped_steps
-        self.framed, self.inpaints = family.framed, family.inpaints
+        self.text, self.inpaints = family.text, family.inpaints
 
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int = 0) -> Euler:
+    def solver(self, objective: TrainingObjective, size: Size, steps: int, skipped: int) -> Euler:
         """Return a solver whose levels have no values; a real one keeps at most two more latents."""
-        return Euler(torch.zeros(steps + 1 - skipped))
+        return Euler(torch.zeros(steps + 1 - skipped), self.flow)
 
 
 class WholeWindowModulation:
@@ -322,9 +301,10 @@ class WholeWindowModulation:
     few simulated ones."""
 
     def __init__(self, modulation: ModulationSource, steps: int, simulated: int):
-        self.modulation, self.window = modulation, modulation.window
+        self.modulation, self.window, self.fact = modulation, modulation.window, modulation.fact
         self.ratio = min(self.window, steps) / min(self.window, simulated)
 
-    def __call__(self, sigma: Tensor, pooled: Tensor) -> Tensor:  # [n], [n, p] -> [n, m]
-        rows = round(len(sigma) * self.ratio)
-        return self.modulation(sigma[:1].expand(rows), pooled[:1].expand(rows, -1))[: len(sigma)]
+    def __call__(self, time: Tensor, pooled: Tensor | None) -> Tensor:  # [n], [n, p] -> [n, m]
+        rows = round(len(time) * self.ratio)
+        prompts = None if pooled is None else pooled[:1].expand(rows, -1)
+        return self.modulation(time[:1].expand(rows), prompts)[: len(time)]

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.objectives.flow import Flow
 
 Objective = Annotated[Flow | Ddpm, Field(discriminator="name")]
 """The type of ``objective``."""
-
-
-def default_objective(name: str) -> Flow | Ddpm:
-    """Return an objective with its defaults by name; a family's ``objective`` is such a name."""
-    return TypeAdapter[Flow | Ddpm](Objective).validate_python({"name": name})

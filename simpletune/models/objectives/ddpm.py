@@ -17,7 +17,7 @@ from pydantic import Field
 from simpletune.models.objectives.huber import Huber, errors
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.system.options import ConfigError, Problem
+from simpletune.system.options import Problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,17 +140,19 @@ class Ddpm(TrainingObjective):
         zero = ZERO_SNR if self.zero_terminal_snr or scheduler.get("rescale_betas_zero_snr") else {}
         return {**scheduler, "prediction_type": DIFFUSERS[self.prediction_of(scheduler)], **zero}
 
-    def process(self, scheduler: Callable[[], ModelConfig]) -> DdpmProcess:
+    def process(self, scheduler: Callable[[], ModelConfig], conventions: object = None) -> DdpmProcess:
         config = scheduler()
-        self._require(config)
+        self.require(config)
         trained = self.scheduler_config(config)
         alphas_bar = schedule_of(trained)
         if trained.get("rescale_betas_zero_snr"):
             alphas_bar = rescale_to_zero_snr(alphas_bar)
         return DdpmProcess(alphas_bar, trained["prediction_type"] == DIFFUSERS["v"], self.min_snr_gamma, self.huber)
 
-    def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> DpmSolver:
-        self._require(scheduler)
+    def solver(
+        self, scheduler: ModelConfig, steps: int, skipped: int = 0, conventions: object = None, tokens: object = None
+    ) -> DpmSolver:
+        self.require(scheduler)
         return DpmSolver(self.scheduler_config(scheduler), steps, skipped)
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]]:
@@ -160,11 +162,6 @@ class Ddpm(TrainingObjective):
         if self.zero_terminal_snr:
             changes |= ZERO_SNR
         return "DPMSolverMultistepScheduler", changes
-
-    def _require(self, scheduler: ModelConfig) -> None:
-        problems = [*self.rules(), *self.problems(lambda: scheduler)]
-        if problems:
-            raise ConfigError(problems)
 
 
 def schedule_of(scheduler: ModelConfig) -> list[float]:  # [T]

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.objectives.conventions import USUAL, FlowConventions
 from simpletune.models.objectives.densities import STEEPEST, Beta, CosMap, Density, LogitNormal, Mode, Uniform, between
 from simpletune.models.objectives.huber import Huber, errors
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.system.options import Problem
+from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 
 RAREST = 1e-6
 """Least share of the density that may lie between min_sigma and max_sigma."""
+
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+"""diffusers' scheduler of flows, whose noise levels a drawing has."""
+SCHEDULE = frozenset(
+    "num_train_timesteps shift use_dynamic_shifting base_shift max_shift base_image_seq_len max_image_seq_len "
+    "invert_sigmas shift_terminal use_karras_sigmas use_exponential_sigmas use_beta_sigmas time_shift_type "
+    "stochastic_sampling".split()
+)
+"""The keys of its configuration."""
 
 Shape = Annotated[float, Field(ge=0.05, le=20)]
 
@@ -85,6 +95,22 @@ class Flow(TrainingObjective):
                     f"{self.max_sigma:g}. Widen the range, or use sigma uniform",
                 )
 
+    def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
+        config = scheduler()
+        known = (*SCHEDULE, "auto_map")  # the latter names code for transformers, which is never run
+        unknown = [key for key, value in config.items() if key not in known and value not in (None, False)]
+        unknown = [key for key in unknown if not key.startswith("_")]
+        # What other schedulers than those of flows are told does not concern a flow, unless they were made to draw one.
+        if not str(config.get("_class_name", SCHEDULER)).startswith("FlowMatch"):
+            unknown = [key for key in unknown if key == "use_flow_sigmas"]
+        if unknown:
+            named = ", ".join(f"{key} {config[key]!r}" for key in unknown)
+            yield Problem(
+                "objective.name",
+                f"flow cannot use the model's scheduler config: {named} may change the noise levels of pictures, but "
+                f"is no option of diffusers' {SCHEDULER}. Remove it there, or use a model with that scheduler",
+            )
+
     def draw(self, stream: np.random.Generator, shift: float) -> float:
         """Draw one shifted noise level in (0, 1), computed in float64."""
         if self.sigma == "logit_normal" and (self.min_sigma, self.max_sigma) == (0, 1):
@@ -106,25 +132,40 @@ class Flow(TrainingObjective):
         }
         return densities[self.sigma]
 
-    def process(self, scheduler: Callable[[], ModelConfig]) -> FlowProcess:
+    def process(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions) -> FlowProcess:
         """A flow needs no scheduler's configuration."""
-        return FlowProcess(self.huber)
+        return FlowProcess(self.huber, conventions)
 
-    def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> Euler:
+    def solver(
+        self,
+        scheduler: ModelConfig,
+        steps: int,
+        skipped: int,
+        conventions: FlowConventions,
+        tokens: Callable[[], int],
+    ) -> Euler:
         """Build Euler's method at the noise levels of diffusers' FlowMatchEulerDiscreteScheduler."""
         import torch
         from diffusers import FlowMatchEulerDiscreteScheduler
 
+        self.require(scheduler)
         levels = FlowMatchEulerDiscreteScheduler.from_config(dict(scheduler))
-        levels.set_timesteps(steps)
-        return Euler(levels.sigmas.to(torch.float32)[skipped:])
+        if steps == 1 and levels.config.shift_terminal:  # diffusers divides 0 by 0
+            raise UserError(
+                f"the model's scheduler ends its steps at the noise level {levels.config.shift_terminal:g} "
+                "(shift_terminal), for which 1 step is too few. Use at least 2"
+            )
+        shift = conventions.mu(levels.config, tokens(), steps) if levels.config.use_dynamic_shifting else None
+        first = [1.0 - step / steps for step in range(steps)] if conventions.from_one else None
+        levels.set_timesteps(steps, sigmas=first, mu=shift)
+        return Euler(levels.sigmas.to(torch.float32)[skipped:], conventions)
 
 
 class FlowProcess:
     """Rectified flow on tensors, a ``NoisingProcess``; a noise level is sigma in (0, 1)."""
 
-    def __init__(self, huber: Huber | None = None):
-        self.huber = huber
+    def __init__(self, huber: Huber | None = None, conventions: FlowConventions = USUAL):
+        self.huber, self.sign, self.time = huber, conventions.sign, conventions.time
 
     def noised(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """z_t = (1 - sigma) z_0 + sigma noise (arXiv:2403.03206, eq. 13)."""
@@ -132,17 +173,13 @@ class FlowProcess:
         return (1 - sigma) * z_0 + sigma * noise
 
     def target(self, z_0: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """The velocity dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2)."""
-        return noise - z_0
+        """The velocity dz_t / dsigma = noise - z_0 (arXiv:2403.03206, section 2), with the network's sign."""
+        return noise - z_0 if self.sign > 0 else z_0 - noise
 
     def loss(self, prediction: Tensor, target: Tensor, level: Tensor, weight: Tensor | None = None) -> Tensor:
         """The mean over all elements of ``weight`` times the error."""
         found = errors(prediction, target, None if self.huber is None else self.huber.c_at(level, 1 - level))
         return (found if weight is None else weight * found).mean()
-
-    def time(self, level: Tensor) -> Tensor:
-        """1000 sigma."""
-        return 1000.0 * level
 
 
 class Euler:
@@ -150,11 +187,12 @@ class Euler:
 
     Args:
         sigmas: [s + 1], fp32, on the CPU: the noise levels of the steps, followed by 0.
+        conventions: the network's.
     """
 
-    def __init__(self, sigmas: Tensor):
+    def __init__(self, sigmas: Tensor, conventions: FlowConventions = USUAL):
         self.sigmas, self.levels = sigmas, sigmas[:-1]
-        self._process = FlowProcess()
+        self._process = FlowProcess(conventions=conventions)
         self.times = self._process.time(self.levels)
 
     def start(self, noise: Tensor, z_0: Tensor | None) -> Tensor:
@@ -165,7 +203,8 @@ class Euler:
 
     def step(self, prediction: Tensor, index: int, z: Tensor) -> Tensor:
         """z + (sigma_next - sigma) velocity."""
-        return z + (self.sigmas[index + 1] - self.sigmas[index]).to(z.device) * prediction
+        now, then = self.sigmas[index], self.sigmas[index + 1]
+        return z + (then - now if self._process.sign > 0 else now - then).to(z.device) * prediction
 
 
 def shift_sigma(sigma: float, shift: float) -> float:

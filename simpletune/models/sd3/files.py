@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.sd3.shapes import TABLE, parameter_shapes
+from simpletune.models.shared.fused import Fused
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin
 
@@ -54,13 +55,9 @@ IN_BLOCK = {
     "ff_context.net.2": "context_block.mlp.fc2",
 }
 FUSED = {
-    f"{attention}.{projection}": (f"{stream}.{attention}.qkv", third)
-    for attention, stream, projections in (
-        ("attn", "x_block", ("to_q", "to_k", "to_v")),
-        ("attn", "context_block", ("add_q_proj", "add_k_proj", "add_v_proj")),
-        ("attn2", "x_block", ("to_q", "to_k", "to_v")),
-    )
-    for third, projection in enumerate(projections)
+    **Fused("x_block.attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v")).rows(),
+    **Fused("context_block.attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")).rows(),
+    **Fused("x_block.attn2.qkv", ("attn2.to_q", "attn2.to_k", "attn2.to_v")).rows(),
 }
 
 
@@ -114,8 +111,8 @@ def origin_of(name: str, layers: int) -> Origin:
     _, number, inner = layer.split(".", 2)
     block = f"joint_blocks.{number}"
     if inner in FUSED:
-        fused, third = FUSED[inner]
-        return Origin(f"{block}.{fused}.{leaf}", third)
+        fused, rows = FUSED[inner]
+        return Origin(f"{block}.{fused}.{leaf}", rows)
     last = int(number) == layers - 1
     return Origin(f"{block}.{IN_BLOCK[inner]}.{leaf}", swapped=last and inner == "norm1_context.linear")
 

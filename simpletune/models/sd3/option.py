@@ -1,7 +1,7 @@
 """Stable Diffusion 3: its option, facts about its shapes and parts, and its prediction.
 
 Shapes: b samples, c = 16 latent channels, h and w an eighth of the picture's, t text tokens (77 + T5's), e = 4096 text
-width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes).
+width, p = 2048 pooled width (for SD3 Medium; the configs give other sizes), m modulations of all layers.
 """
 
 from __future__ import annotations
@@ -9,34 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from simpletune.models.sd3 import files, shapes
 from simpletune.models.sd3.files import HUB_NAMES, LAYOUT, SD3_MEDIUM
-from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.lora_names import LAYOUTS
 from simpletune.models.sd3.shapes import TABLE, parameter_shapes
-from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.models.sd3.text import SD3Text
+from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
+from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, LoraNames, TextRegion
-from simpletune.models.shared.flops import Flops, TrainedParameters
-from simpletune.models.shared.lora_names import Layout
+from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, LoraNames
+from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.model_config import ModelConfig, Shape
-from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.shared.modulation import Modulation
 from simpletune.models.shared.single_file import FileLayout
-from simpletune.system.options import plural
+from simpletune.models.text.family_text import FamilyText
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from simpletune.models.sd3.text import SD3Prompts
+    from simpletune.models.shared.conditioning import Conditioning
     from simpletune.models.shared.denoiser import Denoiser
     from simpletune.models.shared.weights import TensorSource
 
-CLIP_TOKENS = 77
 STABILITY_LICENCE = "stabilityai-ai-community"
 MEDIUM_LICENCE = "https://huggingface.co/stabilityai/stable-diffusion-3-medium/blob/main/LICENSE.md"
 
@@ -76,11 +75,12 @@ class SD3(Family):
     denoiser: ClassVar[str] = "transformer"
     layout: ClassVar[FileLayout] = LAYOUT
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
+    latents: ClassVar[Latents] = STABLE_DIFFUSION
     multiple: ClassVar[int] = 16
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 4.5
     published_as: ClassVar[str] = r"(?i)(sd|stable.?diffusion)[-_ .]?v?3"
-    objective: ClassVar[str] = "flow"
+    objectives: ClassVar[tuple[str, ...]] = ("flow",)
     no_hypernetwork: ClassVar[str | None] = (
         "in SD3 one attention reads prompt and picture together. Use adapter.method lora with "
         'adapter.targets ["attn.add_k_proj", "attn.add_v_proj"], which changes the same keys and values'
@@ -88,21 +88,22 @@ class SD3(Family):
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
     )
-    clip: ClassVar[Sequence[TextEncoder]] = (
-        TextEncoder("clip_l", "tokenizer", "text_encoder", "CLIP-L", projected=True, penultimate=True),
-        TextEncoder("clip_g", "tokenizer_2", "text_encoder_2", "CLIP-G", projected=True, penultimate=True),
-    )
+    text_side: ClassVar[type[FamilyText[Any]]] = SD3Text
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     after_units: ClassVar[str] = "norm_out"
     starts_small: ClassVar[str] = r"norm.*\.linear\.|^proj_out\."  # as DiT does (arXiv:2212.09748, section 3.2)
-    has_modulation: ClassVar[bool] = True
+    modulation: ClassVar[Modulation | None] = Modulation(
+        embed="time_text_embed",
+        layers={r"\.norm1(_context)?\.linear$": "silu", r"^norm_out\.linear$": "silu"},
+        inputs=lambda time, pooled, dtype: (time, pooled),
+        reads_pooled=True,
+    )
     ends_with_feed_forward: ClassVar[bool] = True
     supports_fsdp: ClassVar[bool] = True
 
     bundled_configs: ClassVar = staticmethod(files.bundled_configs)
     shapes_of: ClassVar = staticmethod(parameter_shapes)
     units_among: ClassVar = staticmethod(shapes.unit_names)
-    is_conditioning: ClassVar = staticmethod(shapes.is_conditioning)
 
     def file_version(self) -> str:
         return "sd3_medium"  # whose parts other than the transformer SD3.5 shares
@@ -111,39 +112,23 @@ class SD3(Family):
     def largest_side(self) -> int:
         """That the transformer has positions for."""
         config = self.known_config()
-        return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * DOWNSAMPLING
-
-    @property
-    def text_tokens(self) -> int:
-        """CLIP's, then T5's."""
-        return CLIP_TOKENS + self.t5_length
-
-    @property
-    def text_width(self) -> int:
-        return int(self.known_config()["joint_attention_dim"])
-
-    @property
-    def pooled_width(self) -> int:
-        return int(self.known_config()["pooled_projection_dim"])
+        return int(config["pos_embed_max_size"]) * int(config["patch_size"]) * self.latents.downsampling
 
     def image_tokens(self, size: Size) -> int:
         """The number of image tokens of a picture of this size."""
-        pixels = DOWNSAMPLING * int(self.known_config()["patch_size"])
+        pixels = self.latents.downsampling * int(self.known_config()["patch_size"])
         return math.prod(side // pixels for side in size)
 
     def layer_rows(self, size: Size) -> Callable[[str], int]:
-        image, text = self.image_tokens(size), self.text_tokens
+        image, text = self.image_tokens(size), self.text.tokens
         return lambda layer: text if any(part in layer for part in shapes.OF_TEXT) else image
 
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """Joint attention, and image-only attention for blocks that have it (SD3.5 Medium)."""
         config, image = self.known_config(), self.image_tokens(size)
-        heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text_tokens + image
+        heads, width, joint = config["num_attention_heads"], config["attention_head_dim"], self.text.tokens + image
         both = (joint, image) if config.get("dual_attention_layers") else (joint,)
         return [AttentionShape(heads, tokens, tokens, width) for tokens in both]
-
-    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
-        return sd3_flops(self.known_config(), trained, size, batch, self.text_tokens, checkpointed)
 
     def skipped_steps(self, steps: int, strength: float) -> int:
         return int(max(steps - steps * strength, 0))
@@ -194,50 +179,25 @@ class SD3(Family):
 
         crop_positions(model.pos_embed, sizes, lambda: whole().get(TABLE).to(dtype))  # type: ignore[arg-type]
 
-    def describe_text(self) -> str:
-        return f"T5 with {plural(self.t5_length, 'token')}" if self.t5 else "no T5"
-
     def whole_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The position table [1, S * S, e], read again from the model's source; empty if it was not cropped."""
         read = getattr(getattr(model, "pos_embed", None), "whole_table", None)
         return {} if read is None else {TABLE: read()}
-
-    def encoders(self) -> Sequence[TextEncoder]:
-        packed = self.t5_cached == "int8"
-        t5 = TextEncoder("t5", "tokenizer_3", "text_encoder_3", "T5", self.t5_length, is_t5=True, packed=packed)
-        return (*self.clip, t5) if self.t5 else self.clip
-
-    def text_regions(self) -> dict[str, TextRegion]:
-        """CLIP-L and CLIP-G side by side, T5 after them."""
-        clip_l, clip_g = (self.known_part(part).config() for part in ("text_encoder", "text_encoder_2"))
-        width, pooled = int(clip_l["hidden_size"]), int(clip_l["projection_dim"])
-        found = {
-            "clip_l": TextRegion("text_encoder", width, 0, (0, pooled)),
-            "clip_g": TextRegion(
-                "text_encoder_2", int(clip_g["hidden_size"]), width, (pooled, int(clip_g["projection_dim"]))
-            ),
-        }
-        return found | ({"t5": TextRegion("text_encoder_3", self.text_width, last=True)} if self.t5 else {})
-
-    def prompts(self, dtype: torch.dtype) -> SD3Prompts:
-        from simpletune.models.sd3.text import SD3Prompts
-
-        return SD3Prompts(self.part, self.encoders(), dtype, self.t5_length, self.text_width)
 
     def predict(
         self,
         model: nn.Module,
         z_t: Tensor,  # [b, c, h, w]
         time: Tensor,  # [b], fp32: 1000 sigma
-        prompt_embeds: Tensor,  # [b, t, e]
-        pooled: Tensor,  # [b, p]; with a modulation plan, its rows [b, m]
+        conditioning: Conditioning,  # embeds [b, t, e], pooled [b, p] or modulation [b, m]
         dtype: torch.dtype,
     ) -> Tensor:  # [b, c, h, w]
         """Predict the velocity at z_t."""
+        pooled = conditioning.pooled  # None under a modulation plan, where nothing reads it
         return model(
             hidden_states=z_t.to(dtype),
             timestep=time,
-            encoder_hidden_states=prompt_embeds.to(dtype),
-            pooled_projections=pooled.to(dtype),
+            encoder_hidden_states=conditioning.embeds.to(dtype),
+            pooled_projections=None if pooled is None else pooled.to(dtype),
             return_dict=False,
         )[0]

@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 
 from simpletune.models.sdxl.config import bundled_configs
-from simpletune.models.shared.lora_names import Layout
-from simpletune.models.unet.lora_names import UNetNames
+from simpletune.models.shared.lora_encoders import LoraEncoder, clip_layer
+from simpletune.models.shared.lora_layout import Layout
+from simpletune.models.unet.lora_names import CLIP_READERS, UNetNames
 
 TITLE = "Stable Diffusion XL"
 
@@ -18,6 +19,10 @@ class SDXLNames(UNetNames):
     title = TITLE
     by_text_width = {2048: TITLE}
     kohya_blocks = (1, 9, 3, 9, 1)
+    encoders = (
+        LoraEncoder("text_encoder", "CLIP-L", "1", ("clip_l",), clip_layer, CLIP_READERS),
+        LoraEncoder("text_encoder_2", "CLIP-G", "2", ("clip_g",), clip_layer, CLIP_READERS),
+    )
     header = {
         TITLE: {
             "modelspec.architecture": "stable-diffusion-xl-v1-base/lora",

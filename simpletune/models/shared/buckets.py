@@ -6,8 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-DOWNSAMPLING = 8  # of every family's autoencoder, in each direction
-STEP = 16  # pixels: the autoencoder's 8 times at least 2; some families need more
+STEP = 16  # pixels; the least ``multiple`` of a family
 
 Size = tuple[int, int]
 """(width, height) in pixels."""

@@ -22,6 +22,8 @@ class Denoiser(nn.Module):
     pass. Each runs once in a forward pass."""
     after_units: str
     """The name of the module that takes the last unit's output: a norm."""
+    per_sample: frozenset[str]
+    """The names of the layers that see one row for each sample (``FamilyFacts.per_sample``)."""
 
 
 def model_units(model: nn.Module) -> list[nn.Module]:
@@ -60,6 +62,11 @@ def quantised_layers(model: nn.Module, precision: WeightPrecision) -> frozenset[
     them is."""
     trunk = in_trunk(model.units)  # type: ignore[arg-type]
     return frozenset(name for name, layer in model.named_modules() if trunk(name) and precision.quantises(layer))
+
+
+def quantised_layer(model: nn.Module, name: str, precision: WeightPrecision) -> nn.Module:
+    """The quantised twin of a model's layer; see ``WeightPrecision.convert``."""
+    return precision.convert(model.get_submodule(name), name in model.per_sample)  # type: ignore[operator]
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -3,7 +3,7 @@
 A family is an option (a member of the union ``model``) that answers questions with data and pure functions. Levers ask
 it for units, shapes and capabilities, never for its name.
 
-Shapes: b samples, c latent channels, h and w an eighth of the picture's.
+Shapes: b samples, c latent channels, h and w the latents' height and width.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from simpletune.models.shared import sources
-from simpletune.models.shared.buckets import DOWNSAMPLING, Size
+from simpletune.models.shared.autoencoder import Autoencoder
+from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.family_facts import FamilyFacts
 from simpletune.models.shared.model_config import ModelConfig, Shape, Shapes
-from simpletune.models.shared.parts import Part, explain_load_errors, load_autoencoder, use_tiles
+from simpletune.models.shared.parameter_shapes import empty_model
+from simpletune.models.shared.parts import Part, explain_load_errors
 from simpletune.system.hub import fetch, is_hub_name
 from simpletune.system.options import Problem, UserError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from simpletune.engine.quant.precision import WeightPrecision
     from simpletune.models.objectives.objective import Solver, TrainingObjective
     from simpletune.models.shared.denoiser import Denoiser
+    from simpletune.models.shared.flops import Flops, TrainedParameters
     from simpletune.models.shared.weights import TensorSource
 
 OnHost = Callable[[str], bool]
@@ -53,7 +56,32 @@ class Family(FamilyFacts):
 
     def problems(self) -> Iterator[Problem]:
         """Find missing parts and unreadable files without building or downloading anything."""
-        yield from sources.problems(self)
+        found = list(sources.problems(self, self._channels_on_disk))
+        yield from found or self._other_encoders()
+
+    def _other_encoders(self) -> Iterator[Problem]:
+        """Report text encoders of another model than the denoiser's, as far as both are known without a download."""
+        try:
+            known = self.denoiser_config(fetch=False) is not None
+        except (UserError, KeyError, TypeError):
+            return  # reported where the shapes are read
+        given = [] if not known else [sources.provider(self, encoder.model)[1] or "" for encoder in self.text.encoders]
+        if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
+            return
+        texts = [(encoder, self.known_part(encoder.model).config()) for encoder in self.text.encoders]
+        widths = [encoder.width(text) for encoder, text in texts]
+        pooled = sum(encoder.pooled_width(text) for encoder, text in texts)
+        named = "a text encoder of width" if len(texts) == 1 else "text encoders of widths"
+        field, source = ("text_encoders", self.text_encoders) if self.text_encoders else ("pretrained", self.pretrained)
+        title = {"unet": "UNet"}.get(self.denoiser, self.denoiser)
+        for has, fits, reads in (
+            (f"{named} {' + '.join(map(str, widths))}", self.text.fits(widths), self.text.width),
+            (f"a pooled prompt of width {pooled}", pooled == self.text.pooled_width, self.text.pooled_width),
+        ):
+            if not fits:
+                remedy = f"Use the pipeline of the {title}'s own version"
+                yield Problem(f"model.{field}", f"{source} has {has}, and the {title} reads {reads}. {remedy}")
+                return
 
     def part(self, name: str) -> Part:
         """Locate a part (``transformer``, ``vae``, ``scheduler``, ``tokenizer_2``), downloading it if necessary.
@@ -94,7 +122,7 @@ class Family(FamilyFacts):
 
     def fetch(self) -> None:
         """Download every part that comes from the Hub. UserError: they do not fit on the disk, or it fails."""
-        fetch(sources.hub_parts(self))
+        fetch(sources.hub_parts(self), self.text.optional)
 
     @property
     def weights_from(self) -> str:
@@ -131,12 +159,12 @@ class Family(FamilyFacts):
         """What ``scheduler_config`` comes from, for messages, if it needs no download."""
         return sources.schedule_source(self)
 
-    def solver(self, objective: TrainingObjective, steps: int, skipped: int) -> Solver:
-        """See ``TrainingObjective.solver``, of the objective that the weights were trained with. UserError: the
-        scheduler's configuration is damaged, or does not fit it."""
+    def solver(self, objective: TrainingObjective, size: Size, steps: int, skipped: int) -> Solver:
+        """See ``TrainingObjective.solver``, of the objective that the weights were trained with, for pictures of a size
+        in pixels. UserError: the scheduler's configuration is damaged, or does not fit it."""
         part = self.part("scheduler")
         with explain_load_errors(part):
-            return objective.solver(part.config(), steps, skipped)
+            return objective.solver(part.config(), steps, skipped, self.flow, partial(self.image_tokens, size))
 
     def shapes(self, fetch: bool = True) -> Shapes | None:
         """The shapes of the trained model's parameters, without torch; None if that needs a download."""
@@ -162,21 +190,59 @@ class Family(FamilyFacts):
         """The number of the trained model's parameters before quantisation."""
         return sum(math.prod(shape) for shape in self.known_shapes().values())
 
+    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
+        """Count the operations of one micro-batch, by a step on the meta device: 1 s for SD3 Medium, 3 s for SDXL.
+
+        Args:
+            trained: the trained parameters.
+            size: (width, height) of the pictures in pixels.
+            batch: b.
+            checkpointed: how many units, from the first, are recomputed in the backward pass.
+        """
+        import torch
+
+        from simpletune.models.shared.flops import count_flops
+
+        config = self.known_config()
+        model, (_, h, w) = empty_model(self.diffusers.model, config).eval(), self.autoencoder.shape(*size)
+        units = self.units_among([name for name, _ in model.named_parameters()])
+        with torch.device("meta"):
+            z_t, time = torch.zeros(batch, int(self.complete(config)["in_channels"]), h, w), torch.zeros(batch)
+            text = self.text.framed(self.text.blank(torch.float32, batch), [Framing.whole(size)] * batch)
+
+            def predict() -> Tensor:
+                return self.predict(model, z_t, time, text, torch.float32)
+
+            return count_flops(model, predict, trained, units[:checkpointed])
+
     @staticmethod
     def complete(config: ModelConfig) -> ModelConfig:
         """A configuration with the defaults that it leaves out, of those that channels depend on."""
         return config
 
     @property
-    def latent_channels(self) -> int:
-        """c, the channels of a latent."""
+    def autoencoder(self) -> Autoencoder:
+        """Between pictures and the latents that the trained model reads."""
+        usual = next(iter(self.bundled_configs().values()), {}).get("vae", {})
+        part, known_part = partial(self.part, "vae"), partial(self.known_part, "vae")
+        return Autoencoder(self.latents, part, known_part, self._latent_channels, usual)
+
+    def _latent_channels(self) -> int:
+        """c, the channels of a latent, by the trained model's configuration."""
         config = self.complete(self.known_config())
         return int(config.get("out_channels") or config["in_channels"])
+
+    def _channels_on_disk(self) -> int | None:
+        """The same; None if the configuration has to be downloaded, or is damaged, which is reported elsewhere."""
+        try:
+            return None if self.denoiser_config(fetch=False) is None else self._latent_channels()
+        except (UserError, OSError, KeyError, TypeError, ValueError):
+            return None
 
     @property
     def inpaints(self) -> bool:
         """Whether the model reads a mask and the latents of the masked picture, 1 + c channels, after z_t."""
-        return int(self.complete(self.known_config())["in_channels"]) == 2 * self.latent_channels + 1
+        return int(self.complete(self.known_config())["in_channels"]) == 2 * self.autoencoder.channels + 1
 
     @property
     def pipeline(self) -> str:
@@ -189,18 +255,12 @@ class Family(FamilyFacts):
         except UserError:  # a model card is written without its base, too
             return usual
 
-    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
-        """(c, h, w) of the latents of a picture whose size is given in pixels."""
-        return self.latent_channels, height // DOWNSAMPLING, width // DOWNSAMPLING
-
     def empty_model(self, config: ModelConfig) -> Denoiser:
         """Build the trained model with all tensors on the meta device, its units set."""
-        import diffusers
-        from accelerate import init_empty_weights
-
-        with init_empty_weights(include_buffers=True):
-            model: Denoiser = getattr(diffusers, self.diffusers.model).from_config(config)
-        model.units, model.after_units = self.units_among(self.shapes_of(config)), self.after_units
+        model: Denoiser = empty_model(self.diffusers.model, config)  # type: ignore[assignment]
+        names = [name for name, _ in model.named_parameters()]
+        model.units, model.after_units = self.units_among(names), self.after_units
+        model.per_sample = frozenset(filter(self.per_sample, {name.rpartition(".")[0] for name in names}))
         return model
 
     def random_tensors(self, config: ModelConfig, seed: int, folder: Path | None = None) -> TensorSource:
@@ -294,42 +354,3 @@ class Family(FamilyFacts):
         if sizes is not None:
             self.fit_to(model, sizes, partial(self.empty_tensors, config), precision.compute_dtype())
         return watch_fp16(model, precision.product_dtype())
-
-    def autoencoder_dtype(self, precision: WeightPrecision) -> torch.dtype:
-        """The type in which the autoencoder runs: that of the products, but fp32 instead of fp16 unless its own
-        configuration says that it needs no upcast."""
-        # SD3's and SD 1.5's say so, too, though SD3's overflows in fp16. So this counts only in a family whose own
-        # autoencoder says the opposite: one that says no was then made for fp16.
-        usual = next(iter(self.bundled_configs().values()))["vae"].get("force_upcast")
-        part = self.known_part("vae")  # a single file's weights may have come with another configuration
-        made_for_fp16 = usual and part.file is None and part.config().get("force_upcast") is False
-        return precision.product_dtype() if made_for_fp16 else precision.encoder_dtype()
-
-    def load_vae(self, device: torch.device, dtype: torch.dtype, tile: int | None = None) -> nn.Module:
-        """Load the frozen autoencoder (AutoencoderKL or AutoencoderTiny). ``tile``: side in pixels of the tiles for
-        larger pictures (AutoencoderKL only); None disables tiling."""
-        vae = load_autoencoder(self.part("vae"), dtype).to(device).eval().requires_grad_(False)
-        if tile is not None:
-            use_tiles(vae, tile)
-        return vae
-
-    def encode_pictures(self, vae: Any, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Encode pictures [b, 3, 8h, 8w] in -1..1 to fp32 latents [b, c, h, w]: the posterior's mode, shifted, scaled.
-
-        Args:
-            noise: normal noise [b, c, h, w]; if given, samples the posterior instead of taking its mode.
-        """
-        output = vae.encode(pixels.to(vae.dtype))
-        if not hasattr(output, "latent_dist"):
-            raw = output.latents
-        elif noise is None:
-            raw = output.latent_dist.mode()
-        else:
-            raw = output.latent_dist.mean + output.latent_dist.std * noise.to(vae.dtype)
-        return (raw.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-
-    def decode_latents(self, vae: Any, z: Tensor) -> Tensor:
-        """Decode latents [b, c, h, w] to fp32 pictures [b, 3, 8h, 8w] in 0..1."""
-        raw = z.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
-        pixels = vae.decode(raw.to(vae.dtype), return_dict=False)[0]
-        return (pixels.float() / 2 + 0.5).clamp(0, 1)

@@ -1,19 +1,26 @@
-"""Count the floating-point operations of a training step from shapes alone.
+"""Count the floating-point operations of a training step on the meta device, where nothing is computed.
 
 Counts only matrix products and convolutions, which are nearly all of the arithmetic; a multiply-add is two operations.
-Covers the trained model's forward pass, including attention, and the part of its backward pass that training needs: one
-product for each trained weight, and one for each input that carries a gradient. Recomputation by checkpointing is
-counted separately, because model FLOPs utilisation excludes it (arXiv:2204.02311, appendix B). Excludes the
-recomputation of scores in fused attention.
+torch counts those of the trained model's forward and backward pass, and autograd decides which the backward pass needs;
+the products of an adapter's updates, which that model does not have, are added by the shapes of their factors.
+Recomputation by checkpointing is counted separately, because model FLOPs utilisation excludes it (arXiv:2204.02311,
+appendix B). Excludes the recomputation of scores in fused attention.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from simpletune.models.shared.model_config import Shape
 
@@ -102,55 +109,95 @@ def _update(factors: Mapping[str, Shape]) -> UpdateProducts:
     return UpdateProducts(products, sum(products[:-1]))
 
 
-class Count:
-    """Accumulates operations. A boolean stands for a tensor: whether it carries a gradient."""
+def count_flops(
+    model: nn.Module, predict: Callable[[], Tensor], trained: TrainedParameters, recomputed: Collection[str] = ()
+) -> Flops:
+    """Count one micro-batch. Changes the model: it gets hooks, and its trained parameters carry gradients.
 
-    def __init__(self, shapes: Mapping[str, Shape], trained: TrainedParameters):
-        self.shapes, self.trained, self.flops = shapes, trained, Flops()
+    Args:
+        model: on the meta device, without adapter.
+        predict: runs it.
+        trained: the trained parameters.
+        recomputed: the modules that checkpointing recomputes, if the backward pass reaches them.
+    """
+    count, modules = _Count(), dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained.names)
+    for name, layer in modules.items():
+        if name.endswith((".to_k", ".to_v")) and trained.networks:
+            products = trained.networks.get((name[-1], layer.weight.shape[1]), ())
+            layer.register_forward_pre_hook(count.network(products))
+    for name in trained.updates.keys() & modules.keys():
+        modules[name].register_forward_hook(count.update(trained.updates[name]))
+    for name in recomputed:
+        count.watch(modules[name])
+    flops = count.flops
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), count:  # fused attention would repeat its scores
+        prediction, forward = predict(), count.products
+        if prediction.requires_grad:
+            prediction.sum().backward()
+    flops.forward += forward
+    flops.backward += count.products - forward
+    return flops
 
-    def linear(self, name: str, rows: int, grad: bool) -> bool:
-        """y = x W^T + bias, and the products of its update, such as LoRA's y += (x A^T) B^T."""
-        shape = self.shapes[f"{name}.weight"]
-        outputs, inputs = shape[0], math.prod(shape[1:])
-        product = 2 * rows * outputs * inputs
-        trains = self.trains(f"{name}.weight")
-        network = self.trained.networks.get((name[-1], inputs), ()) if name.endswith((".to_k", ".to_v")) else ()
-        grad = self._trained_products(network, rows, grad)
-        self.flops.forward += product
-        self.flops.backward += product * (grad + trains)
-        update = self.trained.updates.get(name, UpdateProducts(()))
-        self.flops.recomputed += 2 * rows * update.recomputed
-        self.flops.forward += 2 * update.constant[0]
-        self.flops.backward += 2 * update.constant[1]
-        updated = self._trained_products(update.products, rows, grad)
-        return updated or trains or self.trains(f"{name}.bias")
 
-    def _trained_products(self, products: Sequence[int], rows: int, grad: bool) -> bool:
-        """The products of an update, or of a hypernetwork before a projection to keys or values."""
+class _Count(TorchDispatchMode):
+    """Sees every operation. ``products``: of the model; ``flops``: of what it does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.flops = 0, Flops()
+
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(op._overloadpacket)) is not None:
+            self.products += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def network(self, products: Sequence[int]) -> Callable[..., Any]:
+        """A hook before a projection to keys or values, for a hypernetwork's network."""
+
+        def before(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, *others = given
+            self._add(products, x.numel() // x.shape[-1], x.requires_grad)
+            return (_with_gradient(x) if products else x), *others
+
+        return before
+
+    def update(self, update: UpdateProducts) -> Callable[..., Any]:
+        """A hook after a layer, for its update."""
+
+        def after(module: Any, given: tuple[Any, ...], y: Tensor) -> Tensor:
+            rows = y.numel() // module.weight.shape[0]
+            self._add(update.products, rows, given[0].requires_grad)
+            self.flops.recomputed += 2 * rows * update.recomputed
+            self.flops.forward += 2 * update.constant[0]
+            self.flops.backward += 2 * update.constant[1]
+            return _with_gradient(y)
+
+        return after
+
+    def watch(self, unit: nn.Module) -> None:
+        """Count a unit's forward pass a second time if its output carries a gradient."""
+        begun: list[int] = []
+
+        def so_far() -> int:
+            return self.products + self.flops.forward
+
+        def after(module: nn.Module, given: Any, output: Any) -> None:
+            results, before = output if isinstance(output, tuple) else (output,), begun.pop()
+            if any(isinstance(result, Tensor) and result.requires_grad for result in results):
+                self.flops.recomputed += so_far() - before
+
+        unit.register_forward_pre_hook(lambda *_: begun.append(so_far()))
+        unit.register_forward_hook(after)
+
+    def _add(self, products: Sequence[int], rows: int, grad: bool) -> None:
+        """A chain of products, as multiply-adds a row. ``grad``: whether what it reads carries a gradient."""
         for number, product in enumerate(products):
             self.flops.forward += 2 * rows * product
             self.flops.backward += 2 * rows * product * (2 if number else 1 + grad)
-        return grad or bool(products)
 
-    def chain(self, names: list[str], rows: int, grad: bool) -> bool:
-        """A sequence of linear layers."""
-        for name in names:
-            grad = self.linear(name, rows, grad)
-        return grad
 
-    def attention(self, batch: int, tokens: tuple[int, int], width: int, grads: tuple[bool, bool, bool]) -> bool:
-        """softmax(q k^T) v of this many queries, and keys and values; ``grads``: whether q, k and v carry gradients."""
-        product = 2 * batch * tokens[0] * tokens[1] * width
-        query, key, value = grads
-        self.flops.forward += 2 * product
-        # v, q and k take one product each, and the scores that q and k share take another.
-        self.flops.backward += product * (query + key + value + (query or key))
-        return any(grads)
-
-    def norm(self, name: str, grad: bool) -> bool:
-        """A norm with weight and bias, which adds no products, but may be trained."""
-        return grad or self.trains(f"{name}.weight") or self.trains(f"{name}.bias")
-
-    def trains(self, name: str) -> bool:
-        """Whether a base parameter is trained."""
-        return name in self.trained.names
+def _with_gradient(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().requires_grad_().clone()

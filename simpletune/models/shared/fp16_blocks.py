@@ -76,10 +76,10 @@ class Fp16Blocks:
         plain = norm_out.forward
 
         # The output norm accepts fp32 from a last block in fp32; normalised activations fit into fp16 again.
-        def forward(x: Tensor, *condition: Tensor) -> Tensor:  # [b, n, d] and [b, m], or [b, c, h, w]
-            if x.dtype != torch.float32:
-                return plain(x, *condition)
-            result: Tensor = in_fp32(norm_out, plain, (x, *condition), {})
+        def forward(*args: object, **kwargs: object) -> Tensor:  # [b, n, d] and perhaps [b, m], or [b, c, h, w]
+            if next(_floating((*args, *kwargs.values()))).dtype != torch.float32:
+                return plain(*args, **kwargs)
+            result: Tensor = in_fp32(norm_out, plain, args, kwargs)
             return result.half()
 
         norm_out.forward = forward

@@ -18,15 +18,11 @@ from simpletune.system.safetensors_file import read_header
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
-LDM_VAE = "first_stage_model."  # the prefix that diffusers' converter expects
 OLD_ATTENTION = re.compile(r"(?<=\.attentions\.\d\.)(query|key|value|proj_attn)(?=\.)")
 NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-BATCH = 1  # prompts encoded together; with more, the last bits of a prompt's embedding would depend on its neighbours
-CHUNK_BYTES = 2**30  # of T5's hidden states in host memory; beyond it, layers are loaded once for each chunk of prompts
-GROUP = 64  # numbers of a packed token with one scale
 
 
 @dataclass(frozen=True)
@@ -78,126 +74,6 @@ class Part:
         return hashlib.sha256((config + weights).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """A text encoder with the names of its parts in a pipeline's folder."""
-
-    name: str  # names its cache
-    tokenizer: str  # the part with its tokenizer
-    model: str  # the part with its weights
-    title: str  # its name in messages
-    length: int | None = None  # tokens of a padded prompt; None: the tokenizer's maximum
-    is_t5: bool = False  # whether it is a T5 encoder rather than a CLIP one
-    packed: bool = False  # whether its hidden states are cached in int8
-    projected: bool = False  # whether it is CLIP with a projection, whose pooled output is used
-    penultimate: bool = False
-    """Whether CLIP's penultimate hidden state is used, rather than the last one after the final norm."""
-
-
-def autoencoder_config(part: Part) -> ModelConfig:
-    """The autoencoder's configuration. UserError: it has another class, or latents with other statistics."""
-    config = part.config()
-    name = config.get("_class_name")
-    if name not in ("AutoencoderKL", "AutoencoderTiny"):
-        raise UserError(f"model.vae: {part.place} is a {name}; the model needs an AutoencoderKL or AutoencoderTiny")
-    if config.get("latents_mean") is not None or config.get("latents_std") is not None:
-        raise UserError(
-            f"model.vae: {part.place} has latents_mean and latents_std, as Playground 2.5 has; latents are only "
-            "shifted and scaled here. Use a model without them"
-        )
-    return config
-
-
-def load_autoencoder(part: Part, dtype: torch.dtype) -> nn.Module:
-    """Load the autoencoder (AutoencoderKL or AutoencoderTiny) on the CPU.
-
-    Raises:
-        UserError: it is unsupported (``autoencoder_config``), or its weights do not match its configuration.
-    """
-    import diffusers
-
-    config = autoencoder_config(part)
-    name = config["_class_name"]
-    from accelerate import init_empty_weights
-
-    if part.file is None:
-        kind = getattr(diffusers, name)
-        with explain_load_errors(part):
-            with init_empty_weights():
-                expected = _shapes(kind.from_config(config).state_dict())
-            _require_weights(part, expected)
-            return kind.from_pretrained(part.folder, dtype=dtype, **_only_local(part))
-    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
-    original = {LDM_VAE + key: tensor for key, tensor in part.single_file().read("vae").items()}
-    with init_empty_weights():
-        vae = diffusers.AutoencoderKL.from_config(config)
-    tensors = {key: tensor.to(dtype, copy=True) for key, tensor in convert_ldm_vae_checkpoint(original, config).items()}
-    require_tensor_shapes(part, _shapes(vae.state_dict()), _shapes(tensors))
-    vae.load_state_dict(tensors, assign=True)
-    return vae
-
-
-def use_tiles(vae: Any, pixels: int) -> None:
-    """Process pictures larger than a tile of this side in tiles that overlap by a quarter (diffusers' tiling)."""
-    from diffusers import AutoencoderTiny
-
-    if isinstance(vae, AutoencoderTiny):  # whose tiled encoder assumes 4 latent channels, and SD3 has 16
-        return
-    vae.enable_tiling()
-    vae.tile_sample_min_size = pixels
-    vae.tile_latent_min_size = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
-
-
-def load_text_model(part: Part, dtype: torch.dtype, projected: bool = True) -> Any:
-    """Load a CLIP text encoder, with its projection or without, on the CPU. (t5_layers.py loads T5 layer by layer.)
-
-    Raises:
-        UserError: the weights do not match the configuration.
-    """
-    from accelerate import init_empty_weights
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
-    with explain_load_errors(part), init_empty_weights():
-        config = CLIPTextConfig.from_dict(part.config())
-        expected = _shapes(kind(config).state_dict())
-    if part.file is None:
-        with explain_load_errors(part):
-            _require_weights(part, expected, "" if projected else "text_model.")
-            model = kind.from_pretrained(part.folder, dtype=dtype, **_only_local(part))
-    else:
-        tensors = _clip_tensors(part)
-        require_tensor_shapes(part, expected, _shapes(tensors))
-        model = kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-        del tensors
-    # Out of the memory-mapped file, one at a time, into aligned memory that torch allocates: a matrix-vector product
-    # selects its kernel by the weight's alignment, so otherwise the last bits of an embedding would depend on the
-    # weight's offset in the file.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model
-
-
-def _clip_tensors(part: Part) -> dict[str, Tensor]:
-    """Read a CLIP encoder's tensors under transformers' names, in the types they have on disk."""
-    import torch
-
-    file = part.single_file()
-    read = file.read(part.name)
-    if file.layout.text is not None:
-        return file.layout.text(read, part.config())
-    unused = ("position_ids", "logit_scale")
-    tensors = {key: tensor for key, tensor in read.items() if not key.endswith(unused)}
-    # The original CLIP-L has no projection; diffusers and ComfyUI use the identity, too.
-    if part.name == "text_encoder" and "text_projection.weight" not in tensors:
-        width = tensors["text_model.embeddings.token_embedding.weight"].shape[1]
-        tensors["text_projection.weight"] = torch.eye(width)
-    return tensors
-
-
 @contextmanager
 def explain_load_errors(part: Part) -> Iterator[None]:
     """Turn exceptions raised while a part is built or read into a UserError: its files are damaged, or do not match."""
@@ -214,13 +90,13 @@ def explain_load_errors(part: Part) -> Iterator[None]:
         ) from error
 
 
-def _only_local(part: Part) -> dict[str, Any]:
+def only_local(part: Part) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` to read the safetensors of a part's folder."""
     assert part.folder is not None
     return {"local_files_only": True, "use_safetensors": True, "variant": variant_of(part.folder)}
 
 
-def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:
+def require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str = "") -> None:
     """Compare the names and shapes in a folder's headers with its configuration's before allocating anything. Names may
     have the prefix in the file, but not in the model: transformers 5 no longer writes it. diffusers renames attention
     layers that its older versions wrote, as in the published autoencoders of SD 1.5 and 2."""
@@ -235,7 +111,7 @@ def _require_weights(part: Part, expected: Mapping[str, torch.Size], prefix: str
     require_tensor_shapes(part, expected, found)
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def tensor_shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
@@ -251,8 +127,3 @@ def require_tensor_shapes(part: Part, expected: Mapping[str, torch.Size], found:
         raise UserError(
             f"{part.place} does not match its configuration ({part.folder or 'bundled'}). {'; '.join(listed)}. {remedy}"
         )
-
-
-def groups_of(width: int) -> int:
-    """The number of scales for a packed token of this width."""
-    return width // GROUP if width % GROUP == 0 else 1

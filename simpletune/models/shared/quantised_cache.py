@@ -21,7 +21,7 @@ from torch import nn
 from simpletune.engine.memory.machine_weights import host_copy
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import to_device
-from simpletune.models.shared.denoiser import Denoiser, quantised_layers
+from simpletune.models.shared.denoiser import Denoiser, quantised_layer, quantised_layers
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.weights import put_module
@@ -170,7 +170,7 @@ class QuantisedBase:
         model = self._empty()
         names = {name for name, _ in model.named_modules()}
         for name in quantised_layers(model, self._precision):
-            put_module(model, name, self._precision.convert(name, model.get_submodule(name)))
+            put_module(model, name, quantised_layer(model, name, self._precision))
         reader = WeightReader([self.folder / FILE])
         expected = model.state_dict()
         if odd := sorted(reader.names ^ set(expected)):

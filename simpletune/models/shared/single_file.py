@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune.engine.tensors import exchanged_halves
+from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.model_config import ModelConfig, require_sizes
+from simpletune.models.shared.recognise import A_LORA, OF_DIFFUSERS, kind_of
 from simpletune.system.checksums import fingerprint_of_spans
 from simpletune.system.options import UserError, join_names
 from simpletune.system.portable import join_words
@@ -25,28 +27,6 @@ if TYPE_CHECKING:
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
-A_LORA = "a LoRA"
-# Kinds of files by the names of their tensors, most specific first.
-FOREIGN = (
-    (r"\.lora_(A|B|up|down)\b|^lora_(unet_|te)|^lycoris_", A_LORA),
-    (r"^(model\.diffusion_model\.)?double_blocks\.\d+\.img_attn", "Flux"),
-    (r"^conditioner\.embedders\.0\.model\.", "a refiner of Stable Diffusion XL, which cannot be trained"),
-    (r"^conditioner\.embedders\.|diffusion_model\.label_emb\.", "Stable Diffusion XL: set model.family to sdxl"),
-    (r"^cond_stage_model\.model\.", "Stable Diffusion 2: set model.family to sd15"),
-    (
-        r"^cond_stage_model\.transformer\.|diffusion_model\.input_blocks\.",
-        "Stable Diffusion 1.5: set model.family to sd15",
-    ),
-    (r"joint_blocks\.\d+\.x_block\.", "Stable Diffusion 3: set model.family to sd3"),
-    (r"^double_layers\.\d+\.attn", "AuraFlow"),
-    (
-        r"^transformer_blocks\.\d+\.attn\.add_q_proj",
-        "SD3's transformer in diffusers' layout: give the folder that contains it",
-    ),
-    (r"^(encoder|decoder)\.(conv_in|down|up|mid)", "an autoencoder alone"),
-    (r"^text_model\.|^encoder\.block\.\d+\.layer", "a text encoder alone"),
-)
-
 
 def a_lora(file: Path) -> str:
     """What to do with a LoRA that was given in place of something else."""
@@ -57,13 +37,24 @@ def a_lora(file: Path) -> str:
     )
 
 
+def _what_else(file: Path, shapes: Mapping[str, list[int]]) -> str | None:
+    """What a file is that has no model of a family, and what to do with it; None if it is unknown."""
+    if any(map(A_LORA.search, shapes)):
+        return a_lora(file)
+    kind = kind_of(shapes)
+    if kind is None or not kind.family:
+        return kind and str(kind)
+    if kind.form == OF_DIFFUSERS:
+        return f"{kind}: give the folder that contains it"
+    return f"{kind.title}: set model.family to {kind.family}"
+
+
 @dataclass(frozen=True)
 class Origin:
     """The source of one of diffusers' tensors in the original layout."""
 
     name: str  # the original tensor's name, without the prefix
-    third: int | None = None
-    """Which of three equal parts along the first axis to take (q, k, v); None takes the whole tensor."""
+    rows: Rows | None = None  # which part of it, if it is fused
     swapped: bool = False  # whether to swap the two halves along the first axis
     pointwise: bool = False  # whether the original is a 1x1 convolution's weight, and this one a matrix
     transposed: bool = False  # whether the original is this matrix's transpose
@@ -122,10 +113,8 @@ class SingleFile:
             if tell := next((name for name in self.header if re.search(pattern, name)), None):
                 raise UserError(f"{path} (by its tensor {tell}) is {similar}")
         if not self.has(layout.denoiser) and not any(self.has(part) for part in layout.prefixes if part != "vae"):
-            kinds = (kind for pattern, kind in FOREIGN if any(re.search(pattern, name) for name in self.header))
             first = ", ".join(list(self.header)[:3]) or "nothing"
-            kind = next(kinds, None)
-            kind = a_lora(path) if kind == A_LORA else kind
+            kind = _what_else(path, {name: entry["shape"] for name, entry in self.header.items()})
             seems = f"It seems to be {kind}" if kind else f"Its first tensors: {first}"
             block = layout.marker.partition(".")[0]
             raise UserError(f"{path} contains no {layout.family} model in the original layout ({block}...). {seems}")
@@ -238,8 +227,8 @@ class OriginalReader:
 
         origin = self._origins[name]
         tensor = self._file.get_tensor(self._prefix + origin.name)
-        if origin.third is not None:
-            tensor = tensor.chunk(3)[origin.third]
+        if origin.rows is not None:
+            tensor = tensor[origin.rows.within(len(tensor))]
         if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             tensor = tensor.to(torch.bfloat16)
         return exchanged_halves(tensor) if origin.swapped else tensor

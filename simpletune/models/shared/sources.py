@@ -7,12 +7,13 @@ tokenizers) come from ``model.text_encoders``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from simpletune.models.shared.autoencoder import autoencoder_config
 from simpletune.models.shared.model_config import ModelConfig, read_config
-from simpletune.models.shared.parts import Part, autoencoder_config
+from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import open_file
 from simpletune.system.hub import HubPart, Repository, files_folder, is_hub_name, part_folder
 from simpletune.system.options import Problem, UserError
@@ -137,7 +138,7 @@ def _lacks(model: FamilyFacts, file: str, *parts: str) -> str:
         else "Set model.text_encoders to a folder in diffusers' layout or to a Hub name "
         f"(such as {model.text_example}; only missing parts are downloaded)"
     )
-    titles = {encoder.model: encoder.title for encoder in model.encoders()} | {"vae": "autoencoder (VAE)"}
+    titles = {encoder.model: encoder.title for encoder in model.text.encoders} | {"vae": "autoencoder (VAE)"}
     return f"{file} contains no {', '.join(titles.get(part, part) for part in parts)}. {remedy}"
 
 
@@ -157,8 +158,9 @@ def hub_parts(model: FamilyFacts) -> list[HubPart]:
     return [_hub_part(model, part, f, value) for part, f, value in provided if value is not None and is_hub_name(value)]
 
 
-def problems(model: FamilyFacts) -> Iterator[Problem]:
-    """Report invalid paths, files of another family, and parts that no option provides."""
+def problems(model: FamilyFacts, channels: Callable[[], int | None]) -> Iterator[Problem]:
+    """Report invalid paths, files of another family, and parts that no option provides; ``channels`` returns those of
+    the latents that the denoiser reads, or None if they are unknown."""
     unusable = list(unusable_names(model))
     yield from unusable
     if any(problem.path == "model.pretrained" for problem in unusable):
@@ -187,7 +189,7 @@ def problems(model: FamilyFacts) -> Iterator[Problem]:
             if located.file is not None:
                 located.single_file().check(part)
             elif part == "vae":
-                autoencoder_config(located)
+                autoencoder_config(located, model.latents, channels())
             elif part != model.denoiser and not part.startswith("tokenizer"):  # the denoiser's is read elsewhere
                 located.config()
         except UserError as error:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from simpletune.engine.memory.machine_weights import keep_on_host
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor, to_device
-from simpletune.models.shared.denoiser import quantised_layers
+from simpletune.models.shared.denoiser import quantised_layer, quantised_layers
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import OriginalReader
@@ -89,13 +89,14 @@ def fill_model(
         module = model.get_submodule(name)
         dtype = None if name in quantised else precision.compute_dtype()
         for own, expected in own_tensors(module):
-            tensor = tensors.get(f"{name}.{own}")
+            full = f"{name}.{own}".removeprefix(".")  # a parameter of the model itself
+            tensor = tensors.get(full)
             if tensor.shape != expected.shape:
                 shapes = f"{list(tensor.shape)}; its config.json requires {list(expected.shape)}"
-                raise UserError(f"{place}: {name}.{own} has shape {shapes}. Download the model again")
+                raise UserError(f"{place}: {full} has shape {shapes}. Download the model again")
             set_tensor(module, own, to_device(tensor, device, dtype))
         if name in quantised:
-            module = precision.convert(name, module)
+            module = quantised_layer(model, name, precision)
             put_module(model, name, module)
         if on_host(name):
             keep_on_host(module)

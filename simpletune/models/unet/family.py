@@ -5,29 +5,23 @@ Shapes: b samples, c latent channels, h and w an eighth of the picture's, t = 77
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_facts import AttentionShape, LoraNames
-from simpletune.models.shared.flops import Flops, TrainedParameters
 from simpletune.models.shared.model_config import ModelConfig, Shape
-from simpletune.models.shared.sources import provider
-from simpletune.models.unet.config import DEFAULTS, INPUT, inpainting_channels, inpainting_config, levels_of
-from simpletune.models.unet.flops import unet_flops
-from simpletune.models.unet.shapes import ATTENTION, parameter_shapes, pixels, unet_units
-from simpletune.system.hub import is_hub_name
-from simpletune.system.options import Problem, UserError
+from simpletune.models.unet.config import DEFAULTS, INPUT, inpainting_channels, inpainting_config
+from simpletune.models.unet.shapes import ATTENTION, pixels, unet_units
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from simpletune.models.shared.weights import TensorSource
-
-CLIP_WIDTH = 512  # transformers' default, which its files may leave out
 
 
 class UNetFamily(Family):
@@ -56,41 +50,14 @@ class UNetFamily(Family):
 
     denoiser: ClassVar[str] = "unet"
     pipeline_reads_embeddings: ClassVar[bool] = True
+    latents: ClassVar[Latents] = STABLE_DIFFUSION
     multiple: ClassVar[int] = 64
     largest_side: ClassVar[int] = 4096
     """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
-    text_tokens: ClassVar[int] = 77
-    objective: ClassVar[str] = "ddpm"
+    objectives: ClassVar[tuple[str, ...]] = ("ddpm",)
     hub_bytes: ClassVar[int] = 4  # SDXL's unet/diffusion_pytorch_model.safetensors has 10,270,077,736 bytes
     after_units: ClassVar[str] = "conv_norm_out"
     starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
-
-    shapes_of: ClassVar = staticmethod(parameter_shapes)
-
-    def problems(self) -> Iterator[Problem]:
-        """Also report text encoders of another model than the UNet's, as far as both are known without a download."""
-        found = list(super().problems())
-        yield from found
-        try:
-            known = not found and self.denoiser_config(fetch=False) is not None
-        except (UserError, KeyError, TypeError):
-            return  # reported where the shapes are read
-        given = [] if not known else [provider(self, encoder.model)[1] or "" for encoder in self.encoders()]
-        if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
-            return
-        texts = [(encoder, self.known_part(encoder.model).config()) for encoder in self.encoders()]
-        widths = [int(text.get("hidden_size", CLIP_WIDTH)) for _, text in texts]
-        pooled = sum(int(text.get("projection_dim", CLIP_WIDTH)) for encoder, text in texts if encoder.projected)
-        named = "a text encoder of width" if len(texts) == 1 else "text encoders of widths"
-        field, source = ("text_encoders", self.text_encoders) if self.text_encoders else ("pretrained", self.pretrained)
-        for has, width, reads in (
-            (f"{named} {' + '.join(map(str, widths))}", sum(widths), self.text_width),
-            (f"a pooled prompt of width {pooled}", pooled, self.pooled_width),
-        ):
-            if width != reads:
-                remedy = "Use the pipeline of the UNet's own version"
-                yield Problem(f"model.{field}", f"{source} has {has}, and the UNet reads {reads}. {remedy}")
-                return
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
         """As for ``Family``. UserError: the UNet is of another family."""
@@ -116,9 +83,9 @@ class UNetFamily(Family):
     def widened(self, tensors: TensorSource) -> TensorSource:
         return WidenedTensors(tensors, inpainting_channels(self.known_config())) if self.inpainting else tensors
 
-    @property
-    def text_width(self) -> int:
-        return levels_of(self.known_config())[0].text
+    def per_sample(self, layer: str) -> bool:
+        """Also the time's layer in each resnet, which shifts its channels."""
+        return layer.endswith(".time_emb_proj")
 
     def layer_rows(self, size: Size) -> Callable[[str], int]:
         """By level; the text's layers have its tokens, and the time's a single row."""
@@ -128,7 +95,7 @@ class UNetFamily(Family):
             if ".time_emb_proj" in layer:
                 return 1
             if ".attn2.to_k" in layer or ".attn2.to_v" in layer:
-                return self.text_tokens
+                return self.text.tokens
             return next(rows for name, rows in levels if layer.startswith(name))
 
         return rows
@@ -139,17 +106,12 @@ class UNetFamily(Family):
         for unit in unet_units(self.known_config()):
             if unit.kind == ATTENTION:
                 heads, queries = unit.level.heads, pixels(size, unit.halvings)
-                for keys in (queries, self.text_tokens):
+                for keys in (queries, self.text.tokens):
                     found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
 
     def skipped_steps(self, steps: int, strength: float) -> int:
         return steps - min(int(steps * strength), steps)
-
-    def flops(self, trained: TrainedParameters, size: Size, batch: int, checkpointed: int = 0) -> Flops:
-        config = self.known_config()
-        recomputed = frozenset(self.units_among(self.shapes_of(config))[:checkpointed])
-        return unet_flops(config, trained, size, batch, self.text_tokens, recomputed)
 
 
 class WidenedTensors:

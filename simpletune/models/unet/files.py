@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from simpletune.models.shared.fused import THIRDS
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import Origin
 from simpletune.models.unet.shapes import ATTENTION, DOWNSAMPLER, RESNET, parameter_shapes, unet_units
@@ -207,5 +208,5 @@ def open_clip_origin(name: str) -> Origin:
     if not fused and layer not in IN_CLIP:
         raise KeyError(name)
     if fused:
-        return Origin(f"{block}.attn.in_proj_{leaf}", third="qkv".index(fused[1]))
+        return Origin(f"{block}.attn.in_proj_{leaf}", THIRDS["qkv".index(fused[1])])
     return Origin(f"{block}.{IN_CLIP[layer]}.{leaf}")

@@ -11,7 +11,20 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar
 
-from simpletune.models.shared.lora_names import Layout, LoraNames
+from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_layout import Layout, LoraNames
+from simpletune.models.shared.lora_verdicts import (
+    COMFYUI,
+    DEPENDENT,
+    DIFFUSERS,
+    FORGE,
+    ONLY_LORA,
+    UNMATCHED,
+    UNTESTED,
+    Fact,
+    Note,
+    Verdict,
+)
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.unet.config import INPUT
 from simpletune.models.unet.files import original_modules, origins
@@ -30,6 +43,38 @@ PLACE = re.compile(
     r"(?:(down|up)_blocks_(\d+)_(attentions|resnets|downsamplers|upsamplers)|mid_block_(attentions|resnets))_(\d+)_(.+)"
 )
 READS_TEXT = re.compile(r"attn2[._](processor[._])?to_[kv](_lora)?($|[._])")
+CLIP_READERS = {
+    DIFFUSERS: ("kohya", "diffusers"), COMFYUI: ("kohya", "diffusers", "comfy"), FORGE: ("kohya", "diffusers")
+}  # fmt: skip
+PROJECTIONS = r"^(?!.*\.processor\.).*\.to_"
+"""Modules under diffusers' names that ComfyUI and Forge know only as those of a processor."""
+DROPPED = Note("drops {}: export to kohya", Fact.DROPPED, partly=True)
+
+VERDICTS = (
+    Verdict((COMFYUI, FORGE), "partly", (Note("drops the projections under these names: export to kohya"),),
+            layouts=("diffusers", "peft"), facts=(Fact.OF_WEIGHT,)),
+    *DEPENDENT,
+    ONLY_LORA,
+    Verdict((DIFFUSERS,), "refuses", (Note("reads no lora_mid (Tucker form): export to kohya, without it"),),
+            facts=(Fact.TUCKER,)),
+    Verdict((DIFFUSERS,), "refuses", (Note("original names with lora_unet_ name no module: export to kohya"),),
+            layouts=("original",)),
+    Verdict((DIFFUSERS,), "yes",
+            (Note("modules have different alphas: the most common one is applied to all attention layers",
+                  Fact.ALPHAS), UNMATCHED),
+            layouts=("kohya", "onetrainer")),
+    Verdict((DIFFUSERS,), "refuses", (Note("rejects alpha tensors outside kohya's layout: export to kohya"),),
+            facts=(Fact.ALPHA,)),
+    Verdict((DIFFUSERS,), "yes", (UNMATCHED,), layouts=("diffusers",)),
+    Verdict((DIFFUSERS,), "silently nothing", (Note("no key starts with unet. or lora_unet_: export to kohya"),)),
+    # Forge uses ComfyUI's names for a U-Net's layers
+    *(row for tool, notes in ((COMFYUI, ()), (FORGE, (UNTESTED,))) for row in (
+        Verdict((tool,), "yes", (*notes, DROPPED, UNMATCHED), layouts=("peft",), drops=""),
+        Verdict((tool,), "yes", (*notes, DROPPED, UNMATCHED), layouts=("diffusers", "bare"), drops=PROJECTIONS),
+        Verdict((tool,), "partly", (*notes, UNMATCHED), layouts=(None,)),
+        Verdict((tool,), "yes", (*notes, UNMATCHED)),
+    )),
+)  # fmt: skip
 _BLOCK = r"\.attentions\.\d+\.transformer_blocks\.\d+\."
 
 
@@ -50,6 +95,7 @@ class UNetNames(LoraNames):
     contexts = re.compile(rf"{_BLOCK}attn(?:(?P<picture>1)|2)\.to_[kv]$")
     input = INPUT.removesuffix(".weight")
     one_alpha = True
+    verdicts = VERDICTS
     own: ClassVar[re.Pattern[str]]
     """Occurs only in names that no other family with a UNet has: layers, modules in files, and text encoders' keys."""
 
@@ -91,7 +137,7 @@ class UNetNames(LoraNames):
         layer = self._from_original.get(flat) if layout.original else _layer(flat)
         return (layer,) if layer and (layout.original or layout.spelt(layer) == module) else ()
 
-    def original(self, layer: str) -> tuple[str, int | None]:
+    def original(self, layer: str) -> tuple[str, Rows | None]:
         return self.originals[layer], None
 
     def block_numbers(self, config: ModelConfig) -> dict[str, int]:

@@ -1,9 +1,7 @@
-"""Derive a UNet's modules and parameters from its configuration, without torch or weights.
+"""A UNet's modules, derived from its configuration without torch, and its parameters.
 
-Names and shapes are diffusers' (``UNet2DConditionModel``); tests compare them with diffusers, for the configurations
-of Stable Diffusion 1.5, 2.1 and XL.
-
-Legend: c channels of a level, d = c the width of its attention, e the width of the text.
+Names are diffusers'; tests compare the modules with diffusers, for the configurations of Stable Diffusion 1.5, 2.1 and
+XL.
 """
 
 from __future__ import annotations
@@ -14,9 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from simpletune.models.shared.buckets import DOWNSAMPLING, Size
-from simpletune.models.shared.model_config import ModelConfig, Shape, linear
-from simpletune.models.unet.config import DEFAULTS, Level, levels_of
+from simpletune.models.shared.autoencoder import STABLE_DIFFUSION
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.models.shared.parameter_shapes import shapes_of_class
+from simpletune.models.unet.config import CLASS, Level, levels_of
 
 Kind = Literal["resnet", "attention", "downsampler", "upsampler"]
 RESNET: Kind = "resnet"
@@ -85,27 +85,12 @@ def unet_units(config: ModelConfig) -> list[Unit]:
 def pixels(size: Size, halvings: int) -> int:
     """The pixels of a picture's latent whose sides have been halved this often."""
     # A downsampler rounds up.
-    return math.prod(-(-side // DOWNSAMPLING // 2**halvings) for side in size)
+    return math.prod(-(-side // STABLE_DIFFUSION.downsampling // 2**halvings) for side in size)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The shape of every parameter, by name, in the order of the forward pass."""
-    known = {**DEFAULTS, **config}
-    first = levels_of(config)[0].channels
-    time = 4 * first
-    shapes = convolution("conv_in", known["in_channels"], first)
-    shapes |= linear("time_embedding.linear_1", first, time) | linear("time_embedding.linear_2", time, time)
-    if (added := known.get("projection_class_embeddings_input_dim")) is not None:
-        shapes |= linear("add_embedding.linear_1", added, time) | linear("add_embedding.linear_2", time, time)
-    for unit in unet_units(config):
-        if unit.kind == RESNET:
-            own = _resnet(unit.inputs, unit.outputs, time)
-        elif unit.kind == ATTENTION:
-            own = _attention(unit, known["use_linear_projection"])
-        else:
-            own = convolution("conv", unit.inputs, unit.outputs)
-        shapes |= {f"{unit.name}.{name}": shape for name, shape in own.items()}
-    return shapes | _norm("conv_norm_out", first) | convolution("conv_out", first, known["out_channels"])
+    """The shape of every parameter, by name."""
+    return shapes_of_class(CLASS, config)
 
 
 _LAYER = re.compile(r"((down|mid|up)_blocks?)(\.\d+)?\.(resnets|attentions|downsamplers|upsamplers)\.\d+(?=\.)")
@@ -139,36 +124,3 @@ def _place(unit: str) -> tuple[int, int, bool, int, bool, int]:
     ways = ("down_blocks", "mid_block", "up_blocks")
     attends = kind == "attentions"
     return ways.index(way), int(level[0]) if level else 0, resizes, int(number), attends, int(block or 0)
-
-
-def _resnet(inputs: int, outputs: int, time: int) -> dict[str, Shape]:
-    """Two convolutions with the time embedding between them; a third, 1x1, if channels change."""
-    shapes = _norm("norm1", inputs) | convolution("conv1", inputs, outputs) | linear("time_emb_proj", time, outputs)
-    shapes |= _norm("norm2", outputs) | convolution("conv2", outputs, outputs)
-    return shapes if inputs == outputs else shapes | convolution("conv_shortcut", inputs, outputs, kernel=1)
-
-
-def _attention(unit: Unit, linear_projection: bool) -> dict[str, Shape]:
-    """Blocks of self-attention, attention to the text and a GEGLU, between two projections."""
-    d, e = unit.outputs, unit.level.text
-    project = linear if linear_projection else lambda name, inputs, outputs: convolution(name, inputs, outputs, 1)
-    shapes = _norm("norm", d) | project("proj_in", d, d)
-    for number in range(unit.level.depth):
-        parts: dict[str, Shape] = {}
-        for attention, inputs in (("attn1", d), ("attn2", e)):
-            parts |= {f"{attention}.to_q.weight": (d, d)}
-            parts |= {f"{attention}.{name}.weight": (d, inputs) for name in ("to_k", "to_v")}
-            parts |= linear(f"{attention}.to_out.0", d, d)
-        parts |= linear("ff.net.0.proj", d, 8 * d) | linear("ff.net.2", 4 * d, d)
-        parts |= _norm("norm1", d) | _norm("norm2", d) | _norm("norm3", d)
-        shapes |= {f"transformer_blocks.{number}.{name}": shape for name, shape in parts.items()}
-    return shapes | project("proj_out", d, d)
-
-
-def convolution(name: str, inputs: int, outputs: int, kernel: int = 3) -> dict[str, Shape]:
-    """A square convolution's weight and bias."""
-    return {f"{name}.weight": (outputs, inputs, kernel, kernel), f"{name}.bias": (outputs,)}
-
-
-def _norm(name: str, width: int) -> dict[str, Shape]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}

@@ -38,7 +38,7 @@ def attention_by(kernel: Kernel) -> Iterator[None]:
 
 
 class AttentionCall(NamedTuple):
-    """One shape of attention in a run, which has no mask and no dropout: queries [batch, heads, tokens, width].
+    """One shape of attention in a run, which has no dropout: queries [batch, heads, tokens, width].
 
     Args:
         batch: the number of samples.
@@ -48,6 +48,7 @@ class AttentionCall(NamedTuple):
         width: the width of a head.
         trained: whether it has a backward pass.
         what: what needs it, in words.
+        masked: whether it has a mask.
     """
 
     batch: int
@@ -57,6 +58,7 @@ class AttentionCall(NamedTuple):
     width: int
     trained: bool
     what: str
+    masked: bool = False
 
 
 def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[AttentionCall]:
@@ -71,8 +73,9 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
         passes.append((config.picture_size(), rows, False, "validation pictures"))
     found: dict[AttentionCall, None] = {}
     for size, batch, trained, what in passes:
+        masked = config.model.text.masked and batch > 1
         for shape in config.model.attentions(size):
-            found[AttentionCall(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px")] = None
+            found[AttentionCall(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px", masked)] = None
     return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
 
 
@@ -88,10 +91,11 @@ def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: to
     size = (shape.batch, shape.heads, shape.tokens, shape.width)
     q = torch.zeros(size, device=device, dtype=dtype, requires_grad=shape.trained)
     k = torch.zeros((shape.batch, shape.heads, shape.keys, shape.width), device=device, dtype=dtype)
+    mask = torch.ones(shape.batch, 1, 1, shape.keys, device=device, dtype=torch.bool) if shape.masked else None
     if kernel != "auto":
         try:
             with attention_by(kernel):
-                y = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+                y = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask)
                 if shape.trained:
                     y.backward(torch.zeros_like(y))
         except RuntimeError as error:
@@ -102,7 +106,7 @@ def usable(kernel: Kernel, shape: AttentionCall, device: torch.device, dtype: to
             ) from None
         return kernel
     by_number = {int(backend.value): name for name, backend in BACKENDS.items()}
-    return by_number.get(int(torch._fused_sdp_choice(q, k, k)), "math")
+    return by_number.get(int(torch._fused_sdp_choice(q, k, k, mask)), "math")
 
 
 def settle_attention(config: TrainConfig, sizes: Iterable[Size], device: torch.device) -> str:

@@ -25,6 +25,7 @@ from simpletune.data.plan import Plan
 from simpletune.data.samples import SampleDraw
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.engine.memory.copy_stream import pinned
+from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.assignment import RankMicroBatches
@@ -101,8 +102,7 @@ class Batch:
     z_0: Tensor  # [b, c, h, w]
     noise: Tensor  # [b, c, h, w]
     level: Tensor  # [b]
-    prompt_embeds: Tensor  # [b, t, e]
-    pooled: Tensor  # [b, p]; with a modulation plan, its rows [b, m]
+    conditioning: Conditioning
     names: tuple[str, ...]
     """The pictures' names, for messages."""
     fillers: int = 0
@@ -122,13 +122,17 @@ class Batch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply a function to every tensor of the batch."""
-        tensors = (self.z_0, self.noise, self.level, self.prompt_embeds, self.pooled)
-        z_0, noise, level, prompt_embeds, pooled = map(change, tensors)
+        z_0, noise, level = map(change, (self.z_0, self.noise, self.level))
+        conditioning = self.conditioning.map(change)
         optional = (self.weight, self.prior, self.inpainting)
         weight, prior, inpainting = (None if each is None else change(each) for each in optional)
-        moved = replace(self, z_0=z_0, noise=noise, level=level, prompt_embeds=prompt_embeds, pooled=pooled)
+        moved = replace(self, z_0=z_0, noise=noise, level=level, conditioning=conditioning)
         text = None if self.text is None else self.text.map(change)
         return replace(moved, weight=weight, prior=prior, inpainting=inpainting, text=text)
+
+    def modulated(self, rows: Tensor) -> Batch:
+        """The same with a modulation plan's rows [b, m]."""
+        return replace(self, conditioning=self.conditioning.modulated(rows))
 
 
 class BatchLoader:
@@ -159,7 +163,8 @@ class BatchLoader:
         self._to_device = methodcaller("to", device, non_blocking=True)
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
-            self.modulations = ModulationPlan(modulation, self.passes, self.text.pooled, apart=share.exact)
+            time = self.plan.objective.process(self.model.scheduler_config, self.model.flow).time
+            self.modulations = ModulationPlan(modulation, self.passes, time, self.text.pooled, apart=share.exact)
         self._named: range | None = None  # the last window that ``needs`` has listed
 
     def step(self, step: int) -> list[Batch]:
@@ -188,7 +193,8 @@ class BatchLoader:
         draws = [draw for passes in self.passes.of_step(step) for each in passes for draw in each.draws]
         views = dict.fromkeys(crop for draw in draws for crop in draw.view.cached)
         yield from dict.fromkeys((self.latents.cache, crop_key(crop)) for crop in views)
-        if self.modulations is not None and (window := self.modulations.steps_with(step)) != self._named:
+        window = None if self.modulations is None else self.modulations.prompts_with(step)
+        if window is not None and window != self._named:
             self._named = window
             for later, number in product(window, range(self.passes.accumulation)):
                 draws += self.passes.micro_batch(later, number)
@@ -201,13 +207,13 @@ class BatchLoader:
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
-        return [replace(batch, pooled=own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
+        return [batch.modulated(own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
     def trial(self, draws: list[SampleDraw]) -> Batch:
         """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
         (fetched,) = self._read([Pass(draws, self.passes.prior.second_pass)])
         batch = fetched.map(self._to_device)
-        return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_step(0)[0])
+        return batch if self.modulations is None else batch.modulated(self.modulations.of_step(0)[0])
 
     def one_by_one(self, draws: Sequence[SampleDraw]) -> Iterator[Batch]:
         """Yield a batch of one for each draw, without the base's predictions as targets."""
@@ -219,7 +225,7 @@ class BatchLoader:
             portion = draws[start : start + window]
             rows = self.modulations.of_draws(portion)  # [n, m]
             for draw, row in zip(portion, rows, strict=True):
-                yield replace(self.load([draw]), pooled=row[None], prior=None)
+                yield replace(self.load([draw]).modulated(row[None]), prior=None)
 
     def load(self, draws: list[SampleDraw]) -> Batch:
         """Load one micro-batch."""
@@ -241,8 +247,7 @@ class BatchLoader:
             z_0=z_0,
             noise=torch.stack(noise),
             level=torch.tensor([draw.level for draw in draws], dtype=torch.float32),
-            prompt_embeds=torch.empty(0),
-            pooled=torch.empty(0),
+            conditioning=Conditioning(torch.empty(0)),
             names=tuple(draw.view.picture.name for draw in draws),
         )
         holes = None
@@ -259,8 +264,7 @@ class BatchLoader:
             weight, prior = self._weights(each, masks, holes)
             batch = replace(
                 first,
-                prompt_embeds=torch.stack([prompts[caption][0] for caption in own]),
-                pooled=self.model.framed(torch.stack([prompts[caption][1] for caption in own]), framings),
+                conditioning=self.model.text.framed(stack([prompts[caption] for caption in own]), framings),
                 weight=weight,
                 prior=prior,
                 text=self.text.inputs(own),

@@ -39,8 +39,13 @@ class SyntheticBatches:
         self.batch_size, self.accumulation = config.train.micro_batch, config.train.accumulation * passes
         self.modulations: ModulationPlan | None = None
         if core.modulation is not None:
+            width = config.model.text.pooled_width
             self.modulations = ModulationPlan(
-                core.modulation, self, lambda caption: self._pooled(), apart=config.train.reduce == "exact"
+                core.modulation,
+                self,
+                core.process.time,
+                lambda caption: torch.zeros(width, dtype=self.text) if width else None,
+                apart=config.train.reduce == "exact",
             )
 
     def step(self, step: int) -> list[Batch]:
@@ -52,19 +57,16 @@ class SyntheticBatches:
         if self.modulations is None:
             return batches
         rows = self.modulations.of_step(step)
-        return [replace(batch, pooled=own) for batch, own in zip(batches, rows, strict=True)]
+        return [batch.modulated(own) for batch, own in zip(batches, rows, strict=True)]
 
     def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
         return [DRAW] * self.batch_size
 
-    def _pooled(self) -> Tensor:
-        return torch.zeros(self.config.model.pooled_width, dtype=self.text)
-
     def one_by_one(self) -> Batch:
         """Make a batch of one, like those of an evaluation."""
         batch = self.batch(1)
-        return batch if self.modulations is None else replace(batch, pooled=self.modulations.of_draws([DRAW]))
+        return batch if self.modulations is None else batch.modulated(self.modulations.of_draws([DRAW]))
 
     def batch(self, size: int | None = None) -> Batch:
         """Make one micro-batch.
@@ -74,7 +76,8 @@ class SyntheticBatches:
         """
         b, (width, height) = size or self.batch_size, self.size
         model, sources, weight = self.config.model, self.config.data.members, None
-        latents, text = (b, *model.latent_shape(width, height)), (b, model.text_tokens, model.text_width)
+        latents = (b, *model.autoencoder.shape(width, height))
+        text = model.text.framed(model.text.blank(self.text, b), [Framing.whole(self.size)] * b)
         if any(source.weighs_places for source in sources):
             weight = torch.ones((b, 1, *latents[2:]), device=self.device)
         elif any(source.weight != 1 for source in sources):
@@ -83,8 +86,7 @@ class SyntheticBatches:
             z_0=torch.zeros(latents, device=self.device),
             noise=torch.zeros(latents, device=self.device),
             level=torch.full((b,), 0.5, device=self.device),
-            prompt_embeds=torch.zeros(text, dtype=self.text, device=self.device),
-            pooled=model.framed(self._pooled().expand(b, -1).clone(), [Framing.whole(self.size)] * b).to(self.device),
+            conditioning=text.map(lambda tensor: tensor.to(self.device)),
             names=tuple(str(number) for number in range(b)),
             weight=weight,
             text=empty_text_inputs(self.config, b, self.device),
@@ -96,7 +98,7 @@ def batch_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a micro-batch."""
     weights = (each for each in (batch.weight, batch.prior, batch.inpainting) if each is not None)
     text = () if batch.text is None else batch.text.tensors()
-    return batch.z_0, batch.noise, batch.level, batch.prompt_embeds, batch.pooled, *weights, *text
+    return batch.z_0, batch.noise, batch.level, *batch.conditioning.tensors().values(), *weights, *text
 
 
 class SingleProcess:

@@ -161,7 +161,7 @@ def assemble(
         sizes: how many picture sizes the run has.
         text: what trains on the text side, on the device; None: nothing.
     """
-    modulation = modulation_of(denoiser, config.memory, config.precision, accelerator.device)
+    modulation = modulation_of(denoiser, config, accelerator.device)
     blocks = fp16_blocks_of(denoiser)
     scale = None if blocks is None else LossScale(accelerator.device)
     divided = config.train.uses_fsdp(accelerator.num_processes)

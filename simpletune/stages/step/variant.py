@@ -21,6 +21,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, held_parameters
 from simpletune.engine.optim.in_backward import clip_each
 from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.stages.modulation_plan import replay
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.system.phases import phase
@@ -115,7 +116,7 @@ class PlainStep(StepVariant):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.denoiser: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.parameters = list(held_parameters(model).values())
-        self.process = config.objective.process(config.model.scheduler_config)
+        self.process = config.objective.process(config.model.scheduler_config, config.model.flow)
         self.dtype = config.precision.compute_dtype()
 
     def at_step(self, step: int, steps: int) -> None:
@@ -135,7 +136,9 @@ class PlainStep(StepVariant):
             time = self.process.time(batch.level)
             if batch.inpainting is not None:
                 z_t = torch.cat([z_t, batch.inpainting], 1)
-            return self.config.model.predict(model, z_t, time, batch.prompt_embeds, batch.pooled, self.dtype)
+            if batch.conditioning.modulation is not None:
+                replay(model, batch.conditioning.modulation)
+            return self.config.model.predict(model, z_t, time, batch.conditioning, self.dtype)
 
     def loss(self, prediction: Tensor, batch: Batch) -> Tensor:
         target = self.process.target(batch.z_0, batch.noise, batch.level)
@@ -231,8 +234,7 @@ class TrainedText(StepVariant):
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         if batch.text is not None:
             with phase("text"):
-                prompt_embeds, pooled = self.text(batch.prompt_embeds, batch.pooled, batch.text)
-            batch = replace(batch, prompt_embeds=prompt_embeds, pooled=pooled)
+                batch = replace(batch, conditioning=self.text(batch.conditioning, batch.text))
         return super().predict(model, batch)
 
     def constrain(self) -> None:

@@ -37,7 +37,7 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.engine.quant.precision import Int8
 from simpletune.models.families import FAMILIES
-from simpletune.models.lora_names import is_convolution
+from simpletune.models.lora_registry import is_convolution
 from simpletune.models.unet.files import origins
 from simpletune.system.options import UserError
 
@@ -346,12 +346,12 @@ def test_updates_go_into_quantised_bases_and_their_own_types(tmp_path: Path) -> 
     assert torch.equal(merger.get(f"{layer}.weight"), expected)
     model = tiny("sd15").bfloat16()
     model.get_submodule(layer).weight.copy_(expected)  # type: ignore[operator]
-    quantised = Int8().convert(layer, model.get_submodule(layer))
+    quantised = Int8().convert(model.get_submodule(layer))
     assert (quantised.dequantise() - expected.float()).norm() < 0.01 * expected.float().norm()  # type: ignore[operator]
     model = tiny("sd15")
     for name in updates:
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, Int8(compute="fp32").convert(name, model.get_submodule(name)))
+        setattr(model.get_submodule(parent), leaf, Int8(compute="fp32").convert(model.get_submodule(name)))
     before = predict(model)
     file = write_lora(updates, tmp_path / "a.safetensors", "kohya")
     load_loras(model, [(file, 1.0)])  # over the frozen layers

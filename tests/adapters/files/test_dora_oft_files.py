@@ -29,7 +29,7 @@ from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.oft_layer import OftLayer
 from simpletune.apps.cli.main import main
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.shared.lora_names import DORA_MARK
+from simpletune.models.shared.lora_layout import DORA_MARK
 from simpletune.system.options import UserError
 
 FILE = "pytorch_lora_weights.safetensors"

@@ -21,12 +21,13 @@ from simpletune.adapters.files.describe import describe, find_weight_file, forma
 from simpletune.adapters.files.header import ADAPTER_METADATA, open_lora
 from simpletune.adapters.files.keys import layout_of
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.updates import LoraUpdate, fuse
+from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, fuse
 from simpletune.adapters.files.write import file_tensors, in_original_names, write_lora
 from simpletune.apps.cli.main import main
 from simpletune.models.sd3.lora_names import LAYOUTS, NAMES
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.shared.fused import THIRDS, stacked
 from simpletune.system.options import UserError
 
 WRITTEN = {layout.name: layout for layout in LAYOUTS if layout.name in ("diffusers", "kohya", "comfy")}
@@ -116,10 +117,10 @@ def test_the_alpha_of_a_fused_module_is_that_of_its_parts_together() -> None:
 def test_a_fused_update_that_shares_its_first_factor_stays_whole() -> None:
     torch.manual_seed(0)
     whole = LoraUpdate(torch.randn(4, 8), torch.randn(30, 4), 0.5)
-    parts = whole.parts(3)
+    parts = whole.parts(THIRDS)
     assert [part.rank for part in parts if part] == [4, 4, 4]
     torch.testing.assert_close(torch.cat([part.delta() for part in parts if part]), whole.delta(), rtol=0, atol=1e-6)
-    again = fuse(parts)
+    again = fuse({rows: part for rows, part in reversed([*zip(THIRDS, parts, strict=True)]) if part})
     assert torch.equal(again.down, whole.down) and torch.equal(again.up, whole.up) and again.scale == 0.5
 
 
@@ -143,23 +144,64 @@ def test_an_untrained_part_and_an_untrained_whole_are_kept(rank: int) -> None:
     torch.manual_seed(0)
     parts = [LoraUpdate(torch.randn(rank, 8), torch.randn(10, rank)) for _ in range(3)]
     parts[0] = LoraUpdate(parts[0].down, torch.zeros(10, rank))
-    back = fuse(parts).parts(3)
+    back = fuse(dict(zip(THIRDS, parts, strict=True))).parts(THIRDS)
     assert all(b is not None and torch.equal(b.down, p.down) for b, p in zip(back, parts, strict=True))
     empty = [LoraUpdate(part.down, torch.zeros_like(part.up)) for part in parts]
-    assert None not in fuse(empty).parts(3)
+    assert None not in fuse(dict(zip(THIRDS, empty, strict=True))).parts(THIRDS)
 
 
-@pytest.mark.parametrize("scales", [(1.0, 2.0, 0.5), (0.7, None, 0.7), (None, None, 2.0)])
-def test_parts_of_different_scales_and_ranks(scales: tuple) -> None:
+@pytest.mark.parametrize("heights", [(1, 1, 1), (1, 1, 1, 4), (4, 1, 1), (2, 3)])
+@pytest.mark.parametrize("scales", [(1.0, 2.0, 0.5, 3.0), (0.7, None, 0.7, 0.7), (None, 2.0, None, None)])
+def test_parts_of_different_heights_scales_and_ranks(heights: tuple, scales: tuple) -> None:
     torch.manual_seed(0)
-    parts = [s and LoraUpdate(torch.randn(n + 1, 8), torch.randn(6, n + 1), s) for n, s in enumerate(scales)]
-    fused = fuse(parts)
-    expected = [part.delta() if part else torch.zeros(6, 8) for part in parts]
-    torch.testing.assert_close(fused.delta(), torch.cat(expected), rtol=1e-5, atol=1e-6)
-    for back, part in zip(fused.parts(3), parts, strict=True):
+    spans = stacked(*heights)
+    parts = [s and LoraUpdate(torch.randn(n + 1, 8), torch.randn(6 * h, n + 1), s) for n, (h, s) in
+             enumerate(zip(heights, scales, strict=False))]  # fmt: skip
+    fused = fuse({rows: part for rows, part in reversed([*zip(spans, parts, strict=True)]) if part})
+    expected = [
+        part.delta() if part else torch.zeros(6 * height, 8) for part, height in zip(parts, heights, strict=True)
+    ]
+    torch.testing.assert_close(fused.delta(), torch.cat(expected), rtol=1e-6, atol=1e-6)
+    assert fused.rank == sum(part.rank for part in parts if part)
+    for back, part in zip(fused.parts(spans), parts, strict=True):
         assert (back is None) == (part is None)
         if part is not None and back is not None:
-            torch.testing.assert_close(back.delta(), part.delta(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(back.delta(), part.delta(), rtol=1e-6, atol=1e-6)
+            assert back.rank == part.rank
+
+
+def test_alpha_grows_with_the_rank_of_what_is_fused() -> None:
+    """As musubi's and sd-scripts' converters have it: three ranks stacked, three times alpha."""
+    parts = {rows: LoraUpdate(torch.randn(4, 8), torch.randn(6, 4), 2.0 / 4) for rows in THIRDS}
+    factors, alpha = fuse(parts).saved()
+    assert alpha == 6.0 and [tuple(factor.shape) for factor in factors.values()] == [(12, 8), (18, 12)]
+
+
+def test_every_kind_of_update_of_a_fused_layer_is_split_exactly() -> None:
+    torch.manual_seed(0)
+    spans = stacked(1, 1, 4)
+    lora = LoraUpdate(torch.randn(3, 8), torch.randn(12, 3), 0.5)
+    lokr = LokrUpdate({"lokr_w1": torch.randn(4, 2), "lokr_w2": torch.randn(3, 4)}, 12, 0.5)
+    loha = LohaUpdate(
+        {f"hada_w{n}_{s}": torch.randn(*shape) for n in "12" for s, shape in (("a", (12, 2)), ("b", (2, 8)))}
+    )
+    dora, oft = DoraUpdate(lora, torch.rand(12) + 1), OftUpdate(torch.randn(6, 2, 2))
+    weight = torch.randn(12, 8)
+    for update in (lora, lokr, loha, dora, oft):
+        pieces = [weight[rows.within(12)] for rows in spans]
+        found = [part.difference(piece) for part, piece in zip(update.parts(spans), pieces, strict=True) if part]
+        assert [len(each) for each in found] == [2, 2, 8]
+        torch.testing.assert_close(torch.cat(found), update.difference(weight), rtol=1e-6, atol=1e-6)
+
+
+def test_parts_that_cannot_be_of_one_layer_are_refused() -> None:
+    parts = [LoraUpdate(torch.randn(2, 8), torch.randn(height, 2)) for height in (6, 6, 5)]
+    with pytest.raises(UserError, match="are one in the original layout have updates of sizes 6 x 8, 6 x 8, 5 x 8"):
+        fuse(dict(zip(THIRDS, parts, strict=True)))
+    with pytest.raises(
+        UserError, match=r"attn.to_q is a part of joint_blocks.0.x_block.attn.qkv in the layout kohya.*--rank"
+    ):
+        KOHYA.module("transformer_blocks.0.attn.to_q")
 
 
 @pytest.mark.parametrize("layout", WRITTEN)
@@ -268,8 +310,29 @@ FOREIGN = {
     "Stable Diffusion 1.5": pair("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k", 768, 320),
     "Stable Diffusion 2": pair("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k", 1024, 320),
     "Stable Diffusion XL": pair("lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k", 2048, 640),
-    "Flux": pair("lora_unet_double_blocks_0_img_attn_qkv", 3072, 9216),
-    "Flux or Qwen-Image": pair("transformer.transformer_blocks.0.attn.to_q", 3072, 3072, "lora_A lora_B"),
+    "Flux.1 or FLUX.2 klein 4B": pair("lora_unet_double_blocks_0_img_attn_qkv", 3072, 9216),
+    "Flux.1": pair("lora_unet_double_blocks_0_img_attn_qkv", 3072, 9216)
+    | pair("lora_unet_single_blocks_0_linear2", 15360, 3072),
+    "Flux.1 ": pair("transformer.single_transformer_blocks.0.proj_mlp", 3072, 12288, "lora_A lora_B"),
+    "FLUX.2 klein 4B": pair("diffusion_model.double_blocks.0.img_attn.qkv", 3072, 9216, "lora_A lora_B")
+    | pair("diffusion_model.single_blocks.0.linear2", 12288, 3072, "lora_A lora_B"),
+    "FLUX.2 klein 4B ": pair(
+        "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", 3072, 27648, "lora_A lora_B"
+    )
+    | pair("transformer.transformer_blocks.0.attn.to_q", 3072, 3072, "lora_A lora_B"),
+    "FLUX.2 klein 9B": pair("transformer.single_transformer_blocks.0.attn.to_out", 16384, 4096, "lora_A lora_B"),
+    "FLUX.2 dev": pair("lora_unet_double_blocks_0_img_attn_qkv", 6144, 18432),
+    "Qwen-Image": pair("diffusion_model.transformer_blocks.0.img_mlp.net.0.proj", 3072, 12288, "lora_A lora_B"),
+    "Qwen-Image-2.1": pair("transformer.transformer_blocks.0.img_mlp.gate_layer", 3072, 8192, "lora_A lora_B"),
+    "Flux.1, FLUX.2 klein 4B or Qwen-Image": pair(
+        "transformer.transformer_blocks.0.attn.to_q", 3072, 3072, "lora_A lora_B"
+    ),
+    "Z-Image": pair("diffusion_model.layers.3.attention.to_q", 3840, 3840, "lora_A lora_B")
+    | pair("diffusion_model.noise_refiner.0.attention.to_q", 3840, 3840, "lora_A lora_B"),
+    "Z-Image ": pair("lora_unet_layers_0_attention_qkv", 3840, 11520),
+    "Lumina 2": pair("lora_unet_layers_0_attention_qkv", 2304, 3840),
+    "Z-Image or Lumina 2": pair("lora_unet_layers_0_feed_forward_w2", 10240, 3840),
+    "AuraFlow": pair("lora_unet_double_layers_0_attn_w1q", 3072, 3072),
     "Stable Diffusion XL ": pair("lora_te2_text_model_encoder_layers_0_mlp_fc1", 1280, 5120)
     | pair("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640),
     "a U-Net": pair("lora_unet_down_blocks_1_attentions_0_proj_in", 640, 640),
@@ -302,7 +365,7 @@ def test_a_lora_of_a_u_net_is_read_and_one_of_another_model_refused_by_its_name(
         assert {tool["tool"]: tool["loads"] for tool in about["tools"]} == dict.fromkeys(tools, "yes")
     else:
         with pytest.raises(
-            UserError, match=f"is a LoRA for {family.strip()} .*Give one for Stable Diffusion 3, Stable"
+            UserError, match=f"is a LoRA for {re.escape(family.strip())} .*Give one for Stable Diffusion 3, Stable"
         ):
             read_lora(file)
     assert main(["inspect", str(file)]) == (0 if family.strip() in UNETS else 2)

@@ -34,6 +34,7 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.models.families import Model
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.shared.fused import stacked
 from simpletune.runs import checkpoint
 from simpletune.stages.step.train_step import attach
 from simpletune.system.options import UserError
@@ -303,7 +304,7 @@ def test_what_files_of_lokr_cannot_be(tmp_path: Path) -> None:
         write_lora(update, tmp_path / "y.safetensors", "kohya")
     with pytest.raises(UserError, match="to_q is LoRA; lycoris files hold LoKr or LoHa"):
         write_lora({layer: u.plain() for layer, u in update.items()}, tmp_path / "y.safetensors", "lycoris")
-    part = update["transformer_blocks.0.attn.to_q"].parts(8)[1]  # 3 of the 6 rows of W2
+    part = update["transformer_blocks.0.attn.to_q"].parts(stacked(*[1] * 8))[1]  # 3 of the 6 rows of W2
     with pytest.raises(UserError, match="only some rows of a fused layer's LoKr"):
         write_lora({"transformer_blocks.0.attn.to_q": part}, tmp_path / "y.safetensors", "lycoris")
 

@@ -34,13 +34,13 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import add_pointwise_update, lora_layers
 from simpletune.apps.cli.main import main
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.lora_names import LAYOUTS
+from simpletune.models.lora_registry import LAYOUTS
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.sd15.files import origins_beside
 from simpletune.models.sd15.lora_names import NAMES
 from simpletune.models.sd15.option import SD15
-from simpletune.models.shared.parts import load_text_model
+from simpletune.models.text.clip import load_text_model
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 
@@ -468,7 +468,7 @@ def test_a_pipeline_becomes_a_whole_file_and_from_there_a_folder(version: Any, t
     theirs = StableDiffusionPipeline.from_single_file(file, config=str(pipeline), local_files_only=True)
     for part, model in (
         ("unet", ours.load_denoiser(FP32(), torch.device("cpu"))),
-        ("vae", ours.load_vae(torch.device("cpu"), torch.float32)),
+        ("vae", ours.autoencoder.load(torch.device("cpu"), torch.float32)),
         ("text_encoder", load_text_model(ours.part("text_encoder"), torch.float32, projected=False)),
         *((part, getattr(theirs, part)) for part in expected),
     ):

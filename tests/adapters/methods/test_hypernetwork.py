@@ -38,8 +38,8 @@ from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.shared.flops import trained_of
-from simpletune.models.unet.flops import unet_flops
+from simpletune.models.shared.flops import Flops, count_flops, trained_of
+from simpletune.models.shared.parameter_shapes import empty_model
 from simpletune.models.unet.shapes import parameter_shapes, unet_units
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import attach
@@ -188,16 +188,22 @@ def test_levers_give_the_same_bits_with_dropout(setting: Setting) -> None:
 
 
 def test_operations_are_those_that_torch_counts() -> None:
-    adapter, model, config = Hypernetwork(widths="all", layer_norm=True), unet("sd15", FP32()), UNETS["sd15"]
+    adapter, model = Hypernetwork(widths="all", layer_norm=True), unet("sd15", FP32())
     adapter.attach(model, 0)
-    shapes = {name: tuple(p.shape) for name, p in trained_parameters(model).items()}
-    expected = unet_flops(config, trained_of(shapes), (64, 64), 2, 6)
+
+    def counted(shapes: dict) -> Flops:
+        empty = empty_model("UNet2DConditionModel", UNETS["sd15"])
+        with torch.device("meta"):
+            draws = torch.zeros(2, 4, 8, 8), torch.zeros(2), torch.zeros(2, 6, UNETS["sd15"]["cross_attention_dim"])
+            return count_flops(empty, lambda: empty(*draws)[0], trained_of(shapes))
+
+    expected = counted({name: tuple(p.shape) for name, p in trained_parameters(model).items()})
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:
         value = loss(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as backward:
         value.backward()
     assert (forward.get_total_flops(), backward.get_total_flops()) == (expected.forward, expected.backward)
-    assert expected.forward > unet_flops(config, trained_of({}), (64, 64), 2, 6).forward
+    assert expected.forward > counted({}).forward
 
 
 def test_half_precision_keeps_no_copy_of_a_weight_for_each_attention() -> None:

@@ -31,7 +31,7 @@ from simpletune.config.load import validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.lora_names import matches_layer
+from simpletune.models.lora_registry import matches_layer
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.runs import checkpoint

@@ -183,7 +183,7 @@ def test_an_update_begins_at_zero_and_every_factor_then_moves(method: str) -> No
 def test_over_frozen_precisions_it_adds_the_same_update(method: str, precision: Any) -> None:
     """The frozen layer's own output differs by precision; what is added to it does not."""
     plain = nn.Linear(128, 64)
-    frozen = plain.bfloat16() if precision.weights == "bf16" else precision.convert("to_q", plain)
+    frozen = plain.bfloat16() if precision.weights == "bf16" else precision.convert(plain)
     model = nn.ModuleDict({"to_q": frozen})
     METHODS[method].model_copy(update={"targets": ["to_q"]}).attach(model, seed=0)
     ((_, layer),) = updated(model)

@@ -22,7 +22,7 @@ from simpletune.adapters.files.updates import LokrUpdate, LoraUpdate, OftUpdate
 from simpletune.adapters.files.write import text_tensors_of, write_lora
 from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
 from simpletune.apps.cli.main import main
-from simpletune.models.shared.text_layers import text_layer
+from simpletune.models.text_layers import text_layer
 from simpletune.system.options import UserError
 
 pipeline = drawn_text.pipeline

@@ -21,7 +21,8 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
-from simpletune.models.shared.parts import TextEncoder
+from simpletune.models.text.encoder import TextEncoder
+from simpletune.models.text.prompts import Prompts
 from simpletune.stages.plan_data import plan_data
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.options import ConfigError, UserError
@@ -153,7 +154,7 @@ def test_words_are_used_in_turn() -> None:
 def test_a_word_of_several_tokens_is_refused() -> None:
     model = SD3(pretrained=str(SHIPPED), t5_length=8)
     text = Text.model_validate({"embeddings": {"token": "<d>", "initial": "red zwxq", "vectors": 2}})
-    tokens = PromptTokenizer(text, model, model.prompts(torch.float32))
+    tokens = PromptTokenizer(text, model, Prompts(model.text, torch.float32))
     with pytest.raises(UserError, match="text.embeddings.initial: 'zwxq' is [234] tokens of CLIP .*Use a common word"):
         tokens.vectors  # noqa: B018
 
@@ -210,7 +211,7 @@ def test_real_sizes() -> None:
 
 def test_names_of_encoders_are_those_of_the_family() -> None:
     for model in (SD3(), SD15()):
-        encoders: list[TextEncoder] = list(model.encoders())
-        assert list(model.clip_encoders) == [encoder.name for encoder in encoders if not encoder.is_t5]
-        regions = {name: region.part for name, region in model.text_regions().items()}
+        encoders: list[TextEncoder] = list(model.text.encoders)
+        assert list(model.text.trainable) == [encoder.name for encoder in encoders if encoder.kind == "CLIP"]
+        regions = {name: region.part for name, region in model.text.regions().items()}
         assert {e.name: e.model for e in encoders} == regions

@@ -22,7 +22,7 @@ from simpletune.stages.sample import PictureRequest, shown_inputs
 from simpletune.system.options import Problem
 
 DEFAULTS = PictureRequest("", 7, "blurry", 64, 64, 3, 3.0)
-CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits())
+CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits(), 8)
 NAMES = [
     "prompt", "text", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "seed", "lora",
     "lora_id", "model", "lora_scale", "image", "mask_image", "strength",

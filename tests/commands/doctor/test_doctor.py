@@ -556,12 +556,16 @@ def test_the_trial_steps_draw_new_values_and_the_same_in_every_trial() -> None:
     import torch
 
     from simpletune.commands.doctor import probe_steps
+    from simpletune.models.shared.conditioning import Conditioning
     from simpletune.stages.step.batch_loader import Batch
 
     class Core:
         def step(self, batches: list[Batch]) -> tuple[torch.Tensor, None]:
-            names = ("z_0", "noise", "prompt_embeds", "pooled")
-            tensors = [getattr(batch, name) for batch in batches for name in names]
+            tensors = [
+                tensor
+                for batch in batches
+                for tensor in (batch.z_0, batch.noise, *batch.conditioning.tensors().values())
+            ]
             assert len(tensors) == 8 and all(tensor.std() > 0.5 for tensor in tensors)
             assert all(batch.level.eq(7).all() for batch in batches), "the level is not drawn"
             return sum(tensor.sum() for tensor in tensors), None  # type: ignore[return-value]
@@ -570,7 +574,7 @@ def test_the_trial_steps_draw_new_values_and_the_same_in_every_trial() -> None:
         def step(self, step: int) -> list[Batch]:
             def batch() -> Batch:
                 z_0, noise, embeds, pooled = (torch.zeros(4, 64) for _ in range(4))
-                return Batch(z_0, noise, torch.full((4,), 7.0), embeds, pooled, names=())
+                return Batch(z_0, noise, torch.full((4,), 7.0), Conditioning(embeds, pooled=pooled), names=())
 
             return [batch(), batch()]
 

@@ -31,7 +31,9 @@ from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.estimate import job_estimate
+from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.autoencoder import Autoencoder
 from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale
@@ -45,6 +47,7 @@ from simpletune.system.stage_timer import StageTimer
 CPU = torch.device("cpu")
 PROMPTS = ("a red disc", "a blue star", "")
 SIZE = (32, 32)
+flow_sampler = partial(Sampler, objective=Flow())
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def test_a_picture_does_not_depend_on_its_batch(guidance: float, config, text) -
     some = requests(5, guidance=guidance)
     some[2] = replace(some[2], width=64)  # another size: it goes alone
     assert batches(some, 3) == [[0, 1, 3], [4], [2]]
-    samplers = (Sampler(transformer, config.model, FP32(), batch_size=size) for size in (1, 3))
+    samplers = (flow_sampler(transformer, config.model, FP32(), batch_size=size) for size in (1, 3))
     alone, batched = (sampler.latents(some, text.load) for sampler in samplers)
     assert batched[2].shape == (1, 16, 4, 8)
     for a, b in zip(alone, batched, strict=True):
@@ -114,7 +117,7 @@ def test_a_starting_picture_gives_what_diffusers_gives(config, text, tiny_pipeli
     for strength in (0.3, 0.75, 1.0):
         request = PictureRequest(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
         start = encode_inputs(pipeline.vae, config.model, [request])[0].z_0
-        sampler = Sampler(transformer, config.model, FP32())
+        sampler = flow_sampler(transformer, config.model, FP32())
         ours = sampler.denoise([request], [text.load(PROMPTS[0])], [text.load("blurry")], start)
         theirs = pipeline(
             prompt=PROMPTS[0], negative_prompt="blurry", image=Image.open(tmp_path / "start.png"), strength=strength,
@@ -128,7 +131,7 @@ def test_one_guidance_difference_for_all_steps_saves_passes_and_changes_little(c
     transformer, _ = load_weights(config, BASE, CPU, {SIZE})
     rows: list[int] = []
     transformer.register_forward_pre_hook(lambda _, a, k: rows.append(len(k["hidden_states"])), with_kwargs=True)
-    samplers = (Sampler(transformer, config.model, FP32(), reuse_guidance=steps) for steps in (1, 2))
+    samplers = (flow_sampler(transformer, config.model, FP32(), reuse_guidance=steps) for steps in (1, 2))
     exact, lossy = (sampler.latents(requests(1), text.load)[0] for sampler in samplers)
     assert rows == [2, 2, 2, 2, 2, 1, 2, 1]
     assert 0 < latent_distance(exact, lossy) < 0.3 * float(exact.std())
@@ -158,11 +161,13 @@ def test_loras_share_one_base(memory, precision, config, text, loras, monkeypatc
     expected = {}
     for name, weights in models.items():  # freshly loaded
         transformer, modulation = load_weights(config, weights, CPU, {SIZE})
-        sampler = Sampler(transformer, config.model, precision, modulation)
+        sampler = flow_sampler(transformer, config.model, precision, modulation)
         expected[name] = sampler.latents(requests(1, steps=1), text.load)[0]
     for name in order:
         transformer, modulation = shared.use(models[name])
-        drawn = Sampler(transformer, config.model, precision, modulation).latents(requests(1, steps=1), text.load)[0]
+        drawn = flow_sampler(transformer, config.model, precision, modulation).latents(requests(1, steps=1), text.load)[
+            0
+        ]
         torch.testing.assert_close(drawn, expected[name], rtol=0, atol=0 if name == "base" else 1e-6)
         assert name == "base" or latent_distance(drawn, expected["base"]) > 1e-3
         assert any(lora_layers(transformer)) == (name not in ("base",)) or modulation is not None
@@ -198,20 +203,20 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     import weakref
 
     alive: list[weakref.ref] = []
-    uses, loads = SharedBase.use, SD3.load_vae
+    uses, loads = SharedBase.use, Autoencoder.load
 
     def use(self: SharedBase, weights: Weights):
         transformer, modulation = uses(self, weights)
         alive.append(weakref.ref(transformer))
         return transformer, modulation
 
-    def load_vae(self: SD3, *args):
+    def load_vae(self: Autoencoder, *args):
         gc.collect()
         assert alive and all(each() is None for each in alive)
         return loads(self, *args)
 
     monkeypatch.setattr(SharedBase, "use", use)
-    monkeypatch.setattr(SD3, "load_vae", load_vae)
+    monkeypatch.setattr(Autoencoder, "load", load_vae)
     session = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False), GenerationSpeed(batch_size=2))
     models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
     base, live, fused = session.draw_all(models, requests())
@@ -232,7 +237,7 @@ def test_several_models_start_from_a_picture_that_is_encoded_once(config, loras,
 
 def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> None:
     transformer, _ = load_weights(config, BASE, CPU, {SIZE})
-    expected = Sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]
+    expected = flow_sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]
 
     def broken(*args: object, **kwargs: object):
         raise RuntimeError("no C compiler\nmore")
@@ -245,7 +250,7 @@ def test_compiled_blocks_draw_the_same(config, text, capsys, monkeypatch) -> Non
     monkeypatch.setattr(torch, "compile", eager)
     assert compile_blocks(transformer, CPU)
     assert all(block._compiled_call_impl is not None for block in transformer.transformer_blocks)
-    drawn = Sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]
+    drawn = flow_sampler(transformer, config.model, FP32()).latents(requests(1), text.load)[0]
     torch.testing.assert_close(drawn, expected, rtol=0, atol=1e-6)
 
 

@@ -24,7 +24,7 @@ from simpletune.commands.importers.translation import Translation, trainer_table
 from simpletune.config.load import read_json, validate
 from simpletune.config.schema import run_name
 from simpletune.models.families import FAMILIES
-from simpletune.models.lora_names import matches_layer
+from simpletune.models.lora_registry import matches_layer
 from simpletune.models.sd3.lora_names import NAMES
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15

@@ -26,8 +26,9 @@ from simpletune.config.resolve import resolve_folders
 from simpletune.data.sources.pictures import crop_to_bucket, decode
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import FileCache, crop_key
-from simpletune.models.sd3.option import SD3
-from simpletune.models.shared import parts, prompts
+from simpletune.models.shared.autoencoder import Autoencoder
+from simpletune.models.text import prompts
+from simpletune.models.text.prompts import Prompts
 from simpletune.stages.encode import prepare
 from simpletune.stages.prepared import PreparedData
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -57,7 +58,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Counts what the real encoders do."""
-    found, encode, encode_pictures, load_vae = Calls(), prompts.Prompts.encode, SD3.encode_pictures, SD3.load_vae
+    found, encode, encode_pictures, load_vae = Calls(), prompts.Prompts.encode, Autoencoder.encode, Autoencoder.load
 
     def count_prompts(
         self: prompts.Prompts, encoder: prompts.TextEncoder, prompts: list[str], *rest: Any, **more: Any
@@ -65,17 +66,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         found.prompts += [(encoder.name, prompt) for prompt in prompts]
         return encode(self, encoder, prompts, *rest, **more)
 
-    def count_pictures(self: SD3, vae: object, pixels: torch.Tensor) -> torch.Tensor:
+    def count_pictures(self: Autoencoder, vae: object, pixels: torch.Tensor) -> torch.Tensor:
         found.pictures += len(pixels)
         return encode_pictures(self, vae, pixels)
 
-    def count_autoencoders(self: SD3, *rest: object) -> object:
+    def count_autoencoders(self: Autoencoder, *rest: object) -> object:
         found.autoencoders += 1
         return load_vae(self, *rest)
 
-    monkeypatch.setattr(SD3, "load_vae", count_autoencoders)
+    monkeypatch.setattr(Autoencoder, "load", count_autoencoders)
     monkeypatch.setattr(prompts.Prompts, "encode", count_prompts)
-    monkeypatch.setattr(SD3, "encode_pictures", count_pictures)
+    monkeypatch.setattr(Autoencoder, "encode", count_pictures)
     return found
 
 
@@ -111,17 +112,17 @@ def files(data: dict) -> list[Path]:
 def assert_as_encoded_afresh(data: dict, prepared: PreparedData) -> None:
     """Every sample's tensors are those of its own file and its own caption, encoded here without the cache."""
     config, folder = resolve_folders(validate(data, "test")), Path(data["data"]["path"])
-    vae, prompts = config.model.load_vae(CPU, torch.float32), config.model.prompts(torch.float32)
+    vae, prompts = config.model.autoencoder.load(CPU, torch.float32), Prompts(config.model.text, torch.float32)
     captions = [sample.picture.caption for sample in prepared.plan.samples]
     parts = {encoder.name: list(prompts.encode(encoder, captions, CPU)) for encoder in prompts.encoders}
     assert captions == [file.read_text() for file in sorted(folder.glob("*.txt"))]
     for index, sample in enumerate(prepared.plan.samples):
         view = prepared.plan.view(sample, 0)
         pixels = torch.from_numpy(crop_to_bucket(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
-        z_0 = config.model.encode_pictures(vae, pixels[None])[0]
+        z_0 = config.model.autoencoder.encode(vae, pixels[None])[0]
         torch.testing.assert_close(prepared.latents.load(view)[0], z_0)
         expected = prompts.assemble({name: each[index] for name, each in parts.items()})
-        torch.testing.assert_close(prepared.text.load(captions[index]), expected)
+        torch.testing.assert_close(prepared.text.load(captions[index]).tensors(), expected.tensors())
 
 
 def test_each_prompt_and_picture_is_encoded_once(data: dict, calls: Calls) -> None:
@@ -213,15 +214,15 @@ def test_killed_among_the_prompts_it_continues_where_it_was(data: dict, calls: C
 
 
 def test_killed_among_the_pictures_it_continues_where_it_was(data: dict, calls: Calls, monkeypatch) -> None:
-    encode_pictures = SD3.encode_pictures
+    encode_pictures = Autoencoder.encode
 
-    def second_fails(self: SD3, vae: object, pixels: torch.Tensor) -> torch.Tensor:
+    def second_fails(self: Autoencoder, vae: object, pixels: torch.Tensor) -> torch.Tensor:
         if calls.pictures == 2:
             raise RuntimeError("out of memory")
         return encode_pictures(self, vae, pixels)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SD3, "encode_pictures", second_fails)
+        patch.setattr(Autoencoder, "encode", second_fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             run(data)
     calls.clear()
@@ -248,13 +249,15 @@ def test_killed_while_writing_leaves_no_file_that_counts(data: dict, monkeypatch
 
 def test_t5_is_encoded_alone_where_it_is_added_or_made_longer(data: dict, calls: Calls) -> None:
     """Without it, its part is zeros; what another combination of encoders has is not encoded again."""
-    embeds, pooled = run(data).text.load("a red circle")
+    without = run(data).text.load("a red circle")
+    embeds, pooled = without.embeds, without.pooled
     assert embeds.shape == (CLIP + 8, 32)  # t5_length 8, width 32
     assert pooled.shape == (32,)
     assert torch.count_nonzero(embeds[CLIP:]) == 0 < torch.count_nonzero(embeds[:CLIP])
     calls.clear()
     data["model"]["t5"] = True
-    with_t5, same = run(data).text.load("a red circle")
+    found = run(data).text.load("a red circle")
+    with_t5, same = found.embeds, found.pooled
     assert {encoder for encoder, _ in calls.prompts} == {"t5"} and len(calls.prompts) == 3
     assert torch.count_nonzero(with_t5[CLIP:]) > 0
     torch.testing.assert_close((with_t5[:CLIP], same), (embeds[:CLIP], pooled))
@@ -262,7 +265,7 @@ def test_t5_is_encoded_alone_where_it_is_added_or_made_longer(data: dict, calls:
     run(data)
     assert calls.prompts == []
     data["model"]["t5_length"] = 12
-    longer, _ = run(data).text.load("a red circle")
+    longer = run(data).text.load("a red circle").embeds
     assert {encoder for encoder, _ in calls.prompts} == {"t5"} and longer.shape == (CLIP + 12, 32)
 
 
@@ -292,7 +295,7 @@ def test_what_changes_the_tensors_makes_other_files(
 def test_encoders_are_loaded_one_at_a_time_and_freed(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """When one is loaded, none of those before is alive; nor is any when all is done. T5: test_text_layers.py."""
     for module, name in READ.items():
-        monkeypatch.setattr(module, name, getattr(parts, name))
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
     data["model"]["t5"] = True
     alive: list[weakref.ref] = []
     at_load: list[int] = []
@@ -369,7 +372,6 @@ def test_validation_prompts_are_prepared_too_and_long_ones_are_told(data: dict, 
     prepared = run(data)
     assert {long, "blurry"} < set(calls.of("clip_l")) and prepared.requests[0].prompt == long
     assert prepared.text.too_long([long, "blurry"]) == [long]
-    assert prepared.text.too_long([long], limit=200) == []
     data["validation"]["prompts"] = None
     assert [request.prompt for request in run(data).requests] == ["a red circle"]
 
@@ -406,15 +408,15 @@ def test_a_batch_reads_each_picture_and_each_distinct_prompt_once(data: dict, mo
     assert len(opened) == len(set(opened)) == 3 + 2
     assert first.fillers == 1 and torch.equal(first.z_0, second.z_0) and torch.equal(first.noise, second.noise)
     for batch, prompt in ((first, "a circle"), (second, "a thing")):
-        embeds, pooled = prepared.text.load(prompt)
-        assert all(torch.equal(row, embeds) for row in batch.prompt_embeds)
-        assert all(torch.equal(row, pooled) for row in batch.pooled)
+        own = prepared.text.load(prompt)
+        assert all(torch.equal(row, own.embeds) for row in batch.conditioning.embeds)
+        assert all(torch.equal(row, own.pooled) for row in batch.conditioning.pooled)
 
 
 def test_the_pooled_embedding_is_read_without_the_rest(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     data["model"]["t5"] = True
     text = run(data).text
-    _, pooled = text.load("a red circle")
+    pooled = text.load("a red circle").pooled
     sizes, read = [], storage._read
 
     def watched(handle: Any, start: int, end: int) -> bytearray:
@@ -431,7 +433,7 @@ def test_the_pooled_embedding_is_read_without_the_rest(data: dict, monkeypatch: 
 def test_a_folder_of_an_earlier_version_is_joined_without_encoding(data: dict, calls: Calls) -> None:
     """Versions before joined entries stored each encoder's outputs in a folder of its own."""
     prompts, older = ["a red circle", "a green circle", "a blue circle"], {}
-    side = resolve_folders(validate(data, "test")).model.prompts(torch.float32)
+    side = Prompts(resolve_folders(validate(data, "test")).model.text, torch.float32)
     for encoder in side.encoders:
         older[encoder.name] = FileCache(Path(data["output"]["cache"]) / "text" / side.fingerprint(encoder))
         for prompt, entry in zip(prompts, side.encode(encoder, prompts, CPU), strict=True):

@@ -9,6 +9,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -284,7 +285,12 @@ def test_only_what_is_decoded_differently_is_so_marked(data: bytes, changes: str
 class Autoencoder:
     """A model whose latents are the means of squares of 8 x 8 pixels."""
 
-    reads_framing = False
+    downsampling = 8
+    text = SimpleNamespace(reads_framing=False)
+
+    @property
+    def autoencoder(self) -> Autoencoder:
+        return self
 
     def part(self, name: str) -> Autoencoder:
         return self
@@ -292,10 +298,10 @@ class Autoencoder:
     def fingerprint(self, sums: Path) -> str:
         return "means"
 
-    def load_vae(self, *rest: object) -> None:
+    def load(self, *rest: object) -> None:
         return None
 
-    def encode_pictures(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.avg_pool2d(pixels, 8)
 
 

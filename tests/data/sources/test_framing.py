@@ -6,6 +6,7 @@ import hashlib
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from simpletune.data.storage.cache import crop_key
 from simpletune.data.storage.place import CachePlace
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.buckets import Framing, covering_size, framing_of
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.latent_cache import LatentCache
 
 CPU = torch.device("cpu")
@@ -30,8 +32,14 @@ class Autoencoder:
     """A model with an autoencoder that other families use too; ``framing`` says whether it reads how pictures are
     cut."""
 
+    downsampling = 8
+
     def __init__(self, framing: bool):
-        self.reads_framing, self.encoded = framing, 0
+        self.text, self.encoded = SimpleNamespace(reads_framing=framing), 0
+
+    @property
+    def autoencoder(self) -> Autoencoder:
+        return self
 
     def part(self, name: str) -> Autoencoder:
         return self
@@ -39,10 +47,10 @@ class Autoencoder:
     def fingerprint(self, sums: Path) -> str:
         return "shared"
 
-    def load_vae(self, *rest: object) -> None:
+    def load(self, *rest: object) -> None:
         return None
 
-    def encode_pictures(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
         self.encoded += 1
         return pixels[:, :, ::8, ::8]
 
@@ -84,9 +92,10 @@ def test_the_numbers_name_the_pixels_that_were_kept(
 def test_diffusers_numbers_for_a_centred_crop() -> None:
     """``original + crop + target``, height first (train_text_to_image_lora_sdxl.py, compute_time_ids)."""
     framing = framing_of((2000, 1200), (1024, 1024), (0.5, 0.5), False)
-    pooled = SDXL.framed(SDXL.model_construct(), torch.zeros(1, 3, dtype=torch.bfloat16), [framing])
-    assert pooled.tolist() == [[0, 0, 0, 1200, 2000, 0, (1707 - 1024) // 2, 1024, 1024]]
-    assert pooled.dtype == torch.float32, "bf16 has no 341"
+    text = Conditioning(torch.zeros(1, 3, 2, dtype=torch.bfloat16))
+    numbers = SDXL().text.framed(text, [framing]).extra["time_ids"]
+    assert numbers.tolist() == [[1200, 2000, 0, (1707 - 1024) // 2, 1024, 1024]]
+    assert numbers.dtype == torch.float32, "bf16 has no 341"
 
 
 @pytest.mark.parametrize("form", ["files", "shards"])

@@ -32,6 +32,9 @@ from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import crop_key
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.objectives.flow import Flow, FlowProcess
+from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.text import SD3Text
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -44,6 +47,11 @@ class Autoencoder:
     """A model whose latents are the means of squares of 8 x 8 pixels."""
 
     reads_framing = False
+    downsampling = 8
+
+    @property
+    def autoencoder(self) -> Autoencoder:
+        return self
 
     def part(self, name: str) -> Autoencoder:
         return self
@@ -51,14 +59,12 @@ class Autoencoder:
     def fingerprint(self, sums: Path) -> str:
         return "means"
 
-    def load_vae(self, *rest: object) -> None:
+    def load(self, *rest: object) -> None:
         return None
 
-    def framed(self, pooled: torch.Tensor, framings: list) -> torch.Tensor:
-        assert not framings
-        return pooled
+    text = SD3Text(SD3())
 
-    def encode_pictures(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, vae: None, pixels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.avg_pool2d(pixels, 8).mean(1, keepdim=True).repeat(1, 16, 1, 1)
 
 
@@ -109,7 +115,7 @@ def test_a_mask_is_cropped_mirrored_and_rotated_as_its_picture_but_not_recoloure
     turned = Augmentation(rotation=rotation)
     recoloured = replace(turned, brightness=-0.5, hue=90.0)
     for offset in ((0.5, 0.5), (0.0, 0.1), (0.9, 1.0)):
-        found = latent_mask(Crop(picture_of(blob(*size), alpha), bucket, offset, flip, recoloured))
+        found = latent_mask(Crop(picture_of(blob(*size), alpha), bucket, offset, flip, recoloured), 8)
         assert found.shape == (1, bucket[1] // 8, bucket[0] // 8) and found.dtype == np.uint8
         red = Image.fromarray(np.repeat(blob(*size)[..., None], 3, axis=2))
         pixels = (crop_to_bucket(red, bucket, offset, flip, turned)[0] + 1) / 2  # [h, w]
@@ -123,7 +129,7 @@ def test_a_smaller_mask_is_scaled_to_its_picture_and_16_bits_are_read() -> None:
 
     def read(mask: np.ndarray) -> np.ndarray:
         picture = picture_of(big, mask_bytes=encoded(Image.fromarray(mask)))
-        return latent_mask(Crop(picture, (80, 48), (0.5, 0.5), False))
+        return latent_mask(Crop(picture, (80, 48), (0.5, 0.5), False), 8)
 
     exact, small = read(big), read(blob(80, 48))
     assert np.abs(small.astype(int) - exact).max() < 60 and small.max() > 200
@@ -150,8 +156,8 @@ def test_orientation_of_a_photo_turns_its_mask(kind: Literal["alpha", "file"]) -
     content = encoded(Image.fromarray(np.stack([turned] * (4 if kind == "alpha" else 3), axis=2)), exif=exif)
     mask = Mask(kind, hashlib.sha256(content).hexdigest(), lambda: content)
     picture = Picture("a", "a", (64, 96), "0", bytes, mask=mask)
-    expected = latent_mask(centred(picture_of(upright), (64, 96)))
-    assert np.array_equal(latent_mask(centred(picture, (64, 96))), expected)
+    expected = latent_mask(centred(picture_of(upright), (64, 96)), 8)
+    assert np.array_equal(latent_mask(centred(picture, (64, 96)), 8), expected)
 
 
 def centred(picture: Picture, bucket: tuple[int, int] = (64, 64)) -> Crop:
@@ -221,7 +227,7 @@ def test_a_mask_outside_by_a_link_is_refused(tmp_path: Path) -> None:
 def test_masks_that_fail_later_are_left_out_with_their_reason(tmp_path: Path) -> None:
     view = centred(picture_of(blob(64, 64), mask_bytes=encoded(grey(level=0))))
     with pytest.raises(UnusablePicture, match="black everywhere"):
-        latent_mask(view)
+        latent_mask(view, 8)
     changed = Picture("b.png", "b", (64, 64), "1", bytes, mask=Mask("file", "0", lambda: b"x"), source=1)
     _, rejected = latents_in(tmp_path).fill([view, centred(changed)], CPU)
     assert [(each.name, each.source) for each in rejected] == [("a.png", 0), ("b.png", 1)]
@@ -238,11 +244,11 @@ def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
     for view in views:
         z_0, mask, framing, inpainting = cache.load(view)
         assert framing is None and inpainting is None
-        torch.testing.assert_close(mask, torch.from_numpy(latent_mask(view)).float() / 255, rtol=0, atol=0)
+        torch.testing.assert_close(mask, torch.from_numpy(latent_mask(view, 8)).float() / 255, rtol=0, atol=0)
         pixels = crop_to_bucket(
             decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
         )
-        assert torch.equal(z_0, Autoencoder().encode_pictures(None, torch.from_numpy(pixels)[None])[0])
+        assert torch.equal(z_0, Autoencoder().encode(None, torch.from_numpy(pixels)[None])[0])
 
 
 def test_one_read_brings_latents_and_mask_and_a_changed_mask_is_another_sample(
@@ -269,7 +275,7 @@ def test_one_read_brings_latents_and_mask_and_a_changed_mask_is_another_sample(
     assert cache.load(second)[1].unique().tolist() == pytest.approx([100 / 255])
     assert cache.load(bare)[1].tolist() == [[[1.0]]] and cache.load(first)[1].unique().tolist() == [1.0]
     # Latents without a mask are not encoded again for one.
-    monkeypatch.setattr(Autoencoder, "encode_pictures", lambda *rest: pytest.fail("it encodes"))
+    monkeypatch.setattr(Autoencoder, "encode", lambda *rest: pytest.fail("it encodes"))
     assert cache.fill([third], CPU) == (1, [])
     assert torch.equal(cache.load(third)[0], cache.load(first)[0])
     assert cache.load(third)[1].unique().tolist() == pytest.approx([50 / 255])
@@ -289,8 +295,8 @@ class Recorded:
     def places(self, prompt: str) -> list[tuple[object, str]]:
         return []
 
-    def load(self, prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(2, 3), torch.zeros(4)
+    def load(self, prompt: str) -> Conditioning:
+        return Conditioning(torch.zeros(2, 3), pooled=torch.zeros(4))
 
 
 def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> BatchLoader:
@@ -306,7 +312,7 @@ def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path)
     batches = batches_of(tmp_path, [with_mask, without], unmasked_weight=0.25, weight=2.0)
     (batch,) = batches.step(0)
     assert batch.fillers == 2 and batch.weight is not None and batch.weight.shape == (4, 1, 8, 8)
-    mask = torch.from_numpy(latent_mask(centred(with_mask))).float() / 255  # [1, 8, 8]
+    mask = torch.from_numpy(latent_mask(centred(with_mask), 8)).float() / 255  # [1, 8, 8]
     expected = {"a.png": 2 * (0.25 + 0.75 * mask), "z.png": torch.full((1, 8, 8), 2.0)}
     for name, weight in zip(batch.names, batch.weight, strict=True):
         torch.testing.assert_close(weight, expected[name])
@@ -357,7 +363,7 @@ def test_a_table_takes_masks_from_alpha(tmp_path: Path) -> None:
     assert "has no transparency" in found.rejected[0].reason
     (picture,) = found.pictures
     assert decode(picture.read_same()).size == (64, 64)
-    assert np.array_equal(latent_mask(centred(picture)), latent_mask(centred(picture_of(blob(64, 64)))))
+    assert np.array_equal(latent_mask(centred(picture), 8), latent_mask(centred(picture_of(blob(64, 64))), 8))
 
 
 def test_the_options_of_masks_are_checked(tiny_config: dict, tmp_path: Path) -> None:

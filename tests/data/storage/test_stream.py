@@ -373,7 +373,7 @@ def test_masks_by_transparency(tiny_config: dict, tmp_path: Path) -> None:
     config = validate({**tiny_config, "data": table}, "table")
     listed = make_plan(config, config.data.scan(place).pictures)
     for number in range(3):  # the last one is three times as wide as high
-        masks = [latent_mask(each.view(each.samples[number], 0)) for each in (plan, listed)]
+        masks = [latent_mask(each.view(each.samples[number], 0), 8) for each in (plan, listed)]
         assert (masks[0] == masks[1]).all() and 0 < masks[0].mean() < 255
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from blocks import (
     transformer,
     unit_names,
 )
+from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from pydantic import TypeAdapter
 from slow_cases import slow_but
@@ -36,7 +38,7 @@ from simpletune.adapters.methods.adapter import TrainingMethod
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
 from simpletune.config.load import validate
-from simpletune.engine.memory import feed_forward
+from simpletune.engine.memory import Memory, feed_forward
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.checkpointing import Parts, set_passes
 from simpletune.engine.memory.feed_forward import tiles
@@ -44,7 +46,7 @@ from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, Offl
 from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant.precision import FP32
-from simpletune.system.options import ConfigError
+from simpletune.system.options import ConfigError, UserError
 
 ALONE = Parts(feed_forward="checkpointed", last=True)
 BOTH = Parts(2, "checkpointed", last=True)
@@ -317,3 +319,19 @@ def test_what_cannot_work_is_refused_with_the_reason(case: str, tiny_config: dic
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         validate(tiny_config | changes, "refused")
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ({"feed_forward": "alone"}, "memory.feed_forward: alone .*Use feed_forward block"),
+        ({"feed_forward": 64}, "memory.feed_forward: 64 .*Use feed_forward block"),
+        ({"checkpointing": "feed_forward"}, "memory.checkpointing: feed_forward .*Use checkpointing all"),
+    ],
+)
+def test_a_lever_that_finds_no_feed_forward_network_says_so(memory: dict[str, Any], message: str) -> None:
+    """Z-Image and FLUX.2 have classes of their own; a unit without one beside units with one is no mistake."""
+    lever, other = Memory.model_validate(memory), nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UserError, match=message):
+        lever.attach([other, copy.deepcopy(other)], torch.device("cpu"))
+    lever.attach([other, FeedForward(4)], torch.device("cpu"))

@@ -28,7 +28,8 @@ from simpletune.engine.optim.loss_scale import LossScale
 from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.state import begin_step
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.models.shared.fp16_blocks import fp16_blocks_of
+from simpletune.models.shared.conditioning import Conditioning
+from simpletune.models.shared.fp16_blocks import Fp16Blocks, fp16_blocks_of
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.runs.report import report_at_end
@@ -402,14 +403,45 @@ def test_velocities_with_such_blocks_are_those_of_fp32(
         width = model.config.joint_attention_dim
         text = torch.randn(20, width, generator=torch.Generator().manual_seed(1))
         pooled = torch.randn(model.config.pooled_projection_dim, generator=torch.Generator().manual_seed(2))
-        given = (text.to(config.precision.encoder_dtype()), pooled.to(config.precision.encoder_dtype()))
-        found[compute] = Sampler(model, config.model, config.precision).denoise([wanted], [given], [given])
+        dtype = config.precision.encoder_dtype()
+        given = Conditioning(text.to(dtype), pooled=pooled.to(dtype))
+        found[compute] = Sampler(model, config.model, config.precision, objective=config.objective).denoise(
+            [wanted], [given], [given]
+        )
         blocks = fp16_blocks_of(model)
         if compute == "fp16":
             assert blocks is not None and blocks.wide == frozenset()
             assert blocks.drawn_wide == ({1} if change == "inside_blocks" else {1, 2})
     assert found["fp16"].isfinite().all()
     torch.testing.assert_close(found["fp16"], found["fp32"], rtol=0.02, atol=0.02)
+
+
+class Named(nn.Module):
+    """A block, and an output norm that is called by keyword, as Z-Image's is."""
+
+    units, after_units = ("blocks.0",), "final"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.final = nn.ModuleList([nn.Linear(4, 4)]), nn.Bilinear(4, 4, 4)
+        self.half().requires_grad_(False)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # [b, n, d] each
+        result: Tensor = self.final(input1=self.blocks[0](x), input2=c)
+        return result
+
+
+def test_an_output_norm_may_be_called_by_keyword() -> None:
+    model = Named()
+    blocks = Fp16Blocks(model)  # type: ignore[arg-type]
+    x, c = torch.full((1, 3, 4), 6e4, dtype=torch.float16), torch.full((1, 3, 4), 1e-4, dtype=torch.float16)
+    model.blocks[0].weight.fill_(1.0)
+    assert not model(x, c).isfinite().all() and blocks.flags(CPU).tolist() == [True]
+    blocks.wide = frozenset({0})
+    wide = copy.deepcopy(model).float()
+    assert model(x, c).dtype == torch.float16
+    del wide.blocks[0].forward, wide.final.forward
+    torch.testing.assert_close(model(x, c).float(), wide(x.float(), c.float()), rtol=1e-3, atol=1e-3)
 
 
 # --- the embedded model -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.optim import loss_scale
 from simpletune.models.shared.buckets import Framing
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.fp16_blocks import finite_passes, fp16_blocks_of
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 
@@ -123,12 +124,13 @@ def test_predictions_with_such_units_are_those_of_fp32(
         unet, dtype = config.model.load_denoiser(config.precision, CPU), config.precision.compute_dtype()
         if compute == "fp16":
             z_t, text = (
-                torch.randn(shape, generator=generator) for shape in ((1, 4, 8, 8), (1, 77, config.model.text_width))
+                torch.randn(shape, generator=generator) for shape in ((1, 4, 8, 8), (1, 77, config.model.text.width))
             )
-            pooled = torch.randn(1, config.model.pooled_width, generator=generator)
-            pooled = config.model.framed(pooled, [Framing((64, 64), (0, 0), (64, 64))])
+            pooled = torch.randn(1, config.model.text.pooled_width, generator=generator)
+            text = Conditioning(text, pooled=pooled if config.model.text.pooled_width else None)
+            text = config.model.text.framed(text, [Framing((64, 64), (0, 0), (64, 64))])
         with torch.no_grad():
-            predict = partial(config.model.predict, unet, z_t, torch.tensor([500.0]), text, pooled, dtype)
+            predict = partial(config.model.predict, unet, z_t, torch.tensor([500.0]), text, dtype)
             found[compute] = finite_passes(unet, predict).float()
         if compute == "fp16":
             blocks = fp16_blocks_of(unet)

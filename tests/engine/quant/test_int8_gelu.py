@@ -33,8 +33,8 @@ def network(gradient: str = "int8", compute: str = "fp32", rotation: str = "none
     torch.manual_seed(3)
     plain = FeedForward(WIDTH, activation_fn="gelu-approximate", dropout=dropout)
     option = Int8(products="int8", input_gradient=gradient, compute=compute, rotation=rotation)
-    plain.net[0].proj = option.convert("ff.net.0.proj", plain.net[0].proj)
-    plain.net[2] = option.convert("ff.net.2", plain.net[2])
+    plain.net[0].proj = option.convert(plain.net[0].proj)
+    plain.net[2] = option.convert(plain.net[2])
     return plain
 
 

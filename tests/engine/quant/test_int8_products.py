@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ def layer(
     inputs: int, outputs: int, bias: bool = True, gradient: str = "int8", dtype: torch.dtype = torch.float32
 ) -> Int8Linear:
     option = Int8(products="int8", input_gradient=gradient, compute="fp32" if dtype == torch.float32 else "bf16")
-    return option.convert(LAYER, nn.Linear(inputs, outputs, bias=bias))
+    return option.convert(nn.Linear(inputs, outputs, bias=bias))
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (33, 64)])
@@ -160,7 +161,7 @@ def test_few_rows_and_a_device_that_cannot_take_the_dequantised_weight(
     exact = torch.nn.functional.linear(x, int8.dequantise(), int8.bias)
     assert torch.allclose(y, exact, atol=1e-5) == (not products)
     # A plan's window, which has many rows, would give other modulations than the model itself.
-    assert not Int8(products="int8").convert("transformer_blocks.0.norm1.linear", nn.Linear(4, 4)).int8_products
+    assert not Int8(products="int8").convert(nn.Linear(4, 4), per_sample=True).int8_products
 
 
 def test_a_device_that_cannot_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,10 +262,9 @@ def test_the_rows_of_a_u_nets_layers_are_known(
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Int8Linear)}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda _, args, name=name: note(name, args))
-    pooled = torch.zeros(1, config.model.pooled_width)
-    pooled = config.model.framed(pooled, [Framing.whole((64, 128))])
-    noise, text = torch.randn(1, 4, 16, 8), torch.randn(1, 77, config.model.text_width)
-    config.model.predict(model, noise, torch.tensor([5.0]), text, pooled, config.precision.compute_dtype())
+    text = config.model.text.framed(config.model.text.blank(torch.float32, 1), [Framing.whole((64, 128))])
+    noise, text = torch.randn(1, 4, 16, 8), replace(text, embeds=torch.randn_like(text.embeds))
+    config.model.predict(model, noise, torch.tensor([5.0]), text, config.precision.compute_dtype())
     rows = config.model.layer_rows((64, 128))
     assert seen == {name: rows(name) for name in layers} and set(seen.values()) >= {1, 32, 77}
 

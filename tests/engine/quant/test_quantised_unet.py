@@ -41,6 +41,7 @@ def empty(config: dict[str, Any]) -> Any:
     with init_empty_weights(include_buffers=True):
         model = UNet2DConditionModel(**config)
     model.units = tuple(name for name, module in model.named_modules() if isinstance(module, UNITS))
+    model.per_sample = frozenset(name for name, _ in model.named_modules() if name.endswith(".time_emb_proj"))
     return model
 
 

@@ -37,7 +37,6 @@ from simpletune.estimate.timing.sections import KernelWork
 from simpletune.estimate.timing.work import works_of
 from simpletune.system.options import ConfigError
 
-LAYER, MODULATION = "transformer_blocks.0.attn.to_q", "transformer_blocks.0.norm1.linear"
 ROTATED = {
     "int8": Int8(compute="fp32", rotation="hadamard"),
     "products": Int8(compute="fp32", products="int8", rotation="hadamard"),
@@ -106,7 +105,7 @@ def test_outputs_and_input_gradients_are_the_references(name: str, dtype: torch.
     """With 20 rows the inputs are rotated and with 90, more than outputs, the weight is rotated back. No activation
     and no copy of the weight is kept, and what reads the weight gets it unrotated."""
     plain = linear(192, 80)
-    layer, kept = ROTATED[name].convert(LAYER, plain), []
+    layer, kept = ROTATED[name].convert(plain), []
     x = torch.randn(2, rows // 2, 192, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     assert layer.block == 64 and rotates_weight(x, 80) == (rows == 90)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -141,13 +140,13 @@ def test_outliers_lose_three_quarters_of_the_error_and_heavy_tails_a_seventh() -
     x[:, torch.randperm(1536, generator=generator)[:8]] *= 30
     exact = x.double() @ plain.weight.detach().double().t()
     outliers = [
-        error(Int8(compute="fp32", products="int8", rotation=rotation).convert(LAYER, plain)(x).detach(), exact)
+        error(Int8(compute="fp32", products="int8", rotation=rotation).convert(plain)(x).detach(), exact)
         for rotation in ("none", "hadamard")
     ]
     assert 0.045 < outliers[0] < 0.065 and outliers[1] < outliers[0] / 4
     plain.weight.data = heavy_tailed(256, 1536)
     tails = [
-        error(Nf4(rotation=rotation).convert(LAYER, plain).dequantise(), plain.weight.detach())
+        error(Nf4(rotation=rotation).convert(plain).dequantise(), plain.weight.detach())
         for rotation in ("none", "hadamard")
     ]
     assert 0.105 < tails[0] < 0.12 and tails[1] < tails[0] * 6 / 7
@@ -171,7 +170,7 @@ def test_rows_shared_by_layers_are_rotated_once() -> None:
 def test_modulation_is_rotated_whatever_its_rows() -> None:
     """Else a plan's window, which has many rows, would round otherwise than the model itself."""
     for precision in (*ROTATED.values(), Nf4(modulation="nf4", rotation="hadamard")):
-        layer = precision.convert(MODULATION, linear(32, 24))
+        layer = precision.convert(linear(32, 24), per_sample=True)
         assert layer.block == 16 and not layer.rotates_weight
         with Counted() as counted:
             layer(torch.randn(100, 32))
@@ -272,7 +271,7 @@ def test_other_precisions_have_no_rotation(weights: str, tiny_config: dict) -> N
 
 def test_a_kernel_that_rotates_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer then rotates by torch and multiplies with the dequantised weight."""
-    layer, x = ROTATED["products"].convert(LAYER, linear(32, 64)), torch.randn(40, 32)
+    layer, x = ROTATED["products"].convert(linear(32, 64)), torch.randn(40, 32)
     monkeypatch.setattr(int8_linear, "why_not_rotated", lambda device: "it errs")
     with Counted() as counted:
         y = layer(x)

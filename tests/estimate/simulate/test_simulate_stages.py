@@ -16,15 +16,14 @@ from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
     WholeWindowModulation,
     accounting_of,
-    of_clip,
-    of_t5,
+    of_encoder,
     simulate_encoding,
     simulate_parts,
     text_snapshots,
 )
-from simpletune.models.shared.parts import load_text_model
-from simpletune.models.shared.prompts import BATCH, clip_outputs
-from simpletune.models.shared.t5_layers import LayeredT5
+from simpletune.models.sd3.option import SD3
+from simpletune.models.text.layered_t5 import LayeredT5
+from simpletune.models.text.prompts import Prompts
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.startup import without_collection
 
@@ -38,7 +37,7 @@ def with_options(tiny_config: dict, weights: str = "fp32", **memory: object) -> 
 
 
 def load_vae(config: TrainConfig) -> torch.nn.Module:
-    return config.model.load_vae(CPU, config.precision.encoder_dtype(), config.memory.vae_tile)
+    return config.model.autoencoder.load(CPU, config.precision.encoder_dtype(), config.memory.vae_tile)
 
 
 def bytes_of(snapshot: MemorySnapshot) -> dict[str, int]:
@@ -51,16 +50,11 @@ def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_conf
     dtype, part = config.precision.encoder_dtype(), config.model.part
     with fake_tensors(), without_collection():
         clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
-    first, second = config.model.clip
-    assert clip_l == bytes_of(of_clip(first, load_text_model(part("text_encoder"), dtype).eval()))
-    clip = load_text_model(part("text_encoder"), dtype).eval()
-    with accounting_of(all_tensors(clip)) as accounting:
-        prompts = torch.zeros((2 * BATCH, clip.config.max_position_embeddings), dtype=torch.int64)
-        for _ in clip_outputs(first, clip, prompts, CPU, BATCH):  # as encoding does, more than one batch
-            pass
-    assert clip_l == bytes_of(accounting.peak)
-    assert clip_g == bytes_of(of_clip(second, load_text_model(part("text_encoder_2"), dtype).eval()))
-    assert t5 == bytes_of(of_t5(LayeredT5(part("text_encoder_3"), dtype, CPU), config.model.t5_length))
+    prompts = Prompts(config.model.text, dtype)
+    for encoder, found in zip(prompts.encoders, (clip_l, clip_g, t5), strict=True):
+        tokenizer = prompts.tokenizer(encoder)
+        opened = encoder.open(part(encoder.model), dtype, CPU, tokenizer)
+        assert found == bytes_of(of_encoder(opened, encoder.length or tokenizer.model_max_length)), encoder.name
 
 
 @pytest.mark.parametrize("tile", [None, 128])
@@ -75,7 +69,7 @@ def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, ti
     assert stages["validate"].by_kind["weights"] == steady.by_kind["weights"] + weights
     assert stages["validate"].bytes > steady.bytes + weights
     with accounting_of(all_tensors(vae)) as accounting, torch.no_grad():
-        config.model.decode_latents(vae, torch.zeros(1, 16, SIZE[1] // 8, SIZE[0] // 8))
+        config.model.autoencoder.decode(vae, torch.zeros(1, 16, SIZE[1] // 8, SIZE[0] // 8))
     assert stages["validate"].bytes >= steady.bytes + accounting.peak.bytes  # and the prompt's tokens
 
 
@@ -98,14 +92,14 @@ def test_a_run_without_pictures_has_no_validation(tiny_config: dict) -> None:
 def test_sampling_with_a_plan_holds_a_whole_window() -> None:
     seen: list[int] = []
 
-    def modulation(sigma: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        seen.append(len(sigma))
-        return torch.zeros(len(sigma), 5)
+    def modulation(time: torch.Tensor, pooled: torch.Tensor | None) -> torch.Tensor:
+        seen.append(len(time))
+        return torch.zeros(len(time), 5)
 
-    modulation.window = 16  # type: ignore[attr-defined]
+    modulation.window, modulation.fact = 16, SD3.modulation  # type: ignore[attr-defined]
     whole = WholeWindowModulation(modulation, steps=20, simulated=3)  # type: ignore[arg-type]
     assert whole(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)  # three steps with guidance
     assert seen == [2 * 16]
     fewer = WholeWindowModulation(modulation, steps=10, simulated=3)  # type: ignore[arg-type]
-    assert fewer(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)
+    assert fewer(torch.zeros(6), None).shape == (6, 5)
     assert seen[1:] == [2 * 10]

@@ -165,7 +165,7 @@ def operations(total: Counter[KernelWork]) -> int:
 def test_recorded_products_are_the_counted_operations(
     checkpointing: object, tiny_config: dict, three_blocks: Path, simulate_once: Callable
 ) -> None:
-    """Counted from shapes by another way (models/sd3/flops.py), without the recomputation inside fused attention."""
+    """Counted in another way (models/shared/flops.py), without the recomputation inside fused attention."""
     config = with_blocks(tiny_config, three_blocks, memory={"checkpointing": checkpointing})
     report = simulate_once(config)
     total, blocks = work_of(report), config.memory.checkpointed(config.model.blocks())

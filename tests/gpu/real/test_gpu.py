@@ -40,10 +40,9 @@ from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, WeightPrecision
 from simpletune.engine.tensors import own_tensors
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import is_conditioning
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.modulation_plan import detach_modulation
+from simpletune.stages.modulation_plan import detach_modulation, replay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -207,32 +206,34 @@ def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPr
     config = SD3(pretrained=str(tiny_pipeline)).denoiser_config() | {"num_layers": 2, "num_attention_heads": 8}
     config |= {"caption_projection_dim": 512}
     allocated, parts = [], []
-    for on_host in (lambda name: False, is_conditioning):
+    for on_host in (lambda name: False, SD3.modulation.serves):
         before = torch.cuda.memory_allocated()
         model = load(config, SD3().random_tensors(config, 0), precision, device, on_host=on_host)
         allocated.append(torch.cuda.memory_allocated() - before)
         parts.append(model)
     resident, planned = parts
-    expected = sum(t.untyped_storage().nbytes() for name, module in resident.named_modules() if is_conditioning(name)
-                   for _, t in own_tensors(module) if type(t.data) is torch.Tensor)  # fmt: skip
+    detached = (module for name, module in resident.named_modules() if SD3.modulation.serves(name))
+    own = [tensor for module in detached for _, tensor in own_tensors(module)]
+    expected = sum(t.untyped_storage().nbytes() for t in own if type(t.data) is torch.Tensor)
     if precision.weights != "int8-quanto":
         assert allocated[0] - allocated[1] == pytest.approx(expected, rel=0.02)
     assert allocated[1] < 0.8 * allocated[0]
 
-    modulation = detach_modulation(planned, precision, device, 4)
+    modulation = detach_modulation(planned, SD3.modulation, precision, device, 4)
     own = [tensor for layer in modulation.layers for _, tensor in own_tensors(layer)]
     assert all(t.device.type == "cpu" and t.is_pinned() for t in own if type(t.data) is torch.Tensor)
     sigma, pooled = torch.rand(8), torch.randn(8, config["pooled_projection_dim"])
-    modulation(sigma, pooled)  # the first product makes cuBLAS's workspace
+    modulation(1000 * sigma, pooled)  # the first product makes cuBLAS's workspace
     before = torch.cuda.memory_allocated()
-    rows = modulation(sigma, pooled)
+    rows = modulation(1000 * sigma, pooled)
     assert torch.cuda.memory_allocated() - before == pytest.approx(rows.nbytes, abs=4096)
     given = {"z_t": torch.randn(8, 16, 4, 4, device=device), "sigma": sigma.to(device),
              "prompt_embeds": torch.randn(8, 5, config["joint_attention_dim"], device=device)}  # fmt: skip
     dtype = precision.compute_dtype()
     with torch.no_grad():
         theirs = predict_velocity(resident, **given, pooled=pooled.to(device), dtype=dtype)
-        ours = predict_velocity(planned, **given, pooled=rows, dtype=dtype)
+        replay(planned, rows)
+        ours = predict_velocity(planned, **given, pooled=None, dtype=dtype)
     assert torch.equal(ours, theirs)
 
 
@@ -378,7 +379,8 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
     from transformers import T5Config, T5EncoderModel
 
     from simpletune.models.shared.parts import Part
-    from simpletune.models.shared.t5_layers import LayeredT5
+    from simpletune.models.text.encoder import Tokens
+    from simpletune.models.text.layered_t5 import LayeredT5
 
     torch.manual_seed(0)
     config = T5Config(vocab_size=4000, d_model=512, d_kv=64, d_ff=8192, num_layers=6, num_heads=8,
@@ -394,7 +396,8 @@ def test_t5_layer_by_layer_gives_the_whole_encoders_states_and_holds_one_layer(t
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     part, device = Part("text_encoder_3", tmp_path / "text_encoder_3"), torch.device("cuda")
-    rows = torch.stack(list(LayeredT5(part, torch.bfloat16, device).encode(ids, 4)))
+    opened = LayeredT5(part, torch.bfloat16, device)
+    rows = torch.stack([output["hidden"] for output in opened.encode(Tokens(ids), 4)])
     torch.testing.assert_close(rows, expected, rtol=2e-2, atol=2e-2)
     assert torch.cuda.max_memory_allocated() - before < 3 * layer
 

@@ -28,7 +28,7 @@ from simpletune.engine.optim.state import state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import is_conditioning
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.latent_cache import CachedPicture
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
@@ -137,8 +137,8 @@ class _Text:
     def inputs(self, captions: list[str]) -> None:
         """Nothing trains on the text side."""
 
-    def load(self, caption: str) -> tuple[Tensor, Tensor]:
-        return _numbers(caption, 6, 24), self.pooled(caption)
+    def load(self, caption: str) -> Conditioning:
+        return Conditioning(_numbers(caption, 6, 24), pooled=self.pooled(caption))
 
     def pooled(self, caption: str) -> Tensor:
         return _numbers(caption, 16)
@@ -156,7 +156,7 @@ def assembled(levers: Levers, device: torch.device) -> TrainStep:
     streams = config.memory.on_host(UNITS)
     model = load(
         SHAPES, SD3().random_tensors(SHAPES, 3), config.precision, device,
-        on_host=lambda name: streams(name) or (levers.window is not None and is_conditioning(name)),
+        on_host=lambda name: streams(name) or (levers.window is not None and SD3.modulation.serves(name)),
     )  # fmt: skip
     core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]
     shake_updates(model)

@@ -22,8 +22,9 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.config import bundled_configs
 from simpletune.models.sd15.files import LAYOUT, origins
 from simpletune.models.sd15.option import SD15
-from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file
+from simpletune.models.text.clip import load_text_model
+from simpletune.models.text.prompts import Prompts
 from simpletune.models.unet.shapes import parameter_shapes
 from simpletune.system.options import UserError
 
@@ -76,7 +77,7 @@ def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file
 
 
 def test_autoencoder_text_encoder_and_prompts_equal_the_folders(family: SD15, pipeline: Path) -> None:
-    vae = dict(family.load_vae(CPU, torch.float32).state_dict())
+    vae = dict(family.autoencoder.load(CPU, torch.float32).state_dict())
     torch.testing.assert_close(vae, state_of(pipeline / "vae"), rtol=0, atol=0)
     text = dict(load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict())
     expected = {name.removeprefix("text_model."): t for name, t in state_of(pipeline / "text_encoder").items()}
@@ -84,10 +85,10 @@ def test_autoencoder_text_encoder_and_prompts_equal_the_folders(family: SD15, pi
     torch.testing.assert_close(text, expected, rtol=0, atol=0)
     encoded = []
     for option in (family, SD15(pretrained=str(pipeline))):
-        prompts = option.prompts(torch.float32)
+        prompts = Prompts(option.text, torch.float32)
         (encoder,) = prompts.encoders
         (parts,) = prompts.encode(encoder, ["a red disc"], CPU)
-        encoded.append(prompts.assemble({encoder.name: parts})[0])
+        encoded.append(prompts.assemble({encoder.name: parts}).embeds)
     torch.testing.assert_close(*encoded, rtol=0, atol=0)
 
 

@@ -18,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from simpletune.engine.quant.precision import BF16, FP32
 from simpletune.models.sd15.config import HUB_NAMES
 from simpletune.models.sd15.option import SD15
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.denoiser import Denoiser, model_units
 from simpletune.models.shared.flops import trained_of
-from simpletune.models.shared.parts import load_text_model
-from simpletune.models.shared.prompts import empty_clip
 from simpletune.models.shared.sources import hub_parts
+from simpletune.models.text.clip import load_text_model
+from simpletune.models.text.prompts import Prompts
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
@@ -65,10 +66,9 @@ def unet(family: SD15) -> Denoiser:
 def inputs(family: SD15) -> dict[str, Any]:
     torch.manual_seed(3)
     return {
-        "z_t": torch.randn(2, *family.latent_shape(*SIZE)),
+        "z_t": torch.randn(2, *family.autoencoder.shape(*SIZE)),
         "time": torch.tensor([0.0, 999.0]),
-        "prompt_embeds": torch.randn(2, family.text_tokens, family.text_width),
-        "pooled": torch.zeros(2, family.pooled_width),
+        "conditioning": Conditioning(torch.randn(2, family.text.tokens, family.text.width)),
     }
 
 
@@ -79,7 +79,7 @@ def test_the_loaded_unet_predicts_what_diffusers_does(
     given = inputs(family)
     with torch.no_grad():
         ours = family.predict(unet, **given, dtype=torch.float32)
-        theirs = pipeline.unet(given["z_t"], torch.tensor([0, 999]), given["prompt_embeds"]).sample
+        theirs = pipeline.unet(given["z_t"], torch.tensor([0, 999]), given["conditioning"].embeds).sample
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert ours.std() > 0.1
 
@@ -97,13 +97,13 @@ def test_times_stay_whole_numbers_in_bf16(small: SD15) -> None:
 
 
 def test_prompts_are_encoded_as_the_pipeline_does(family: SD15, pipeline: StableDiffusionPipeline) -> None:
-    prompts = family.prompts(torch.float32)
+    prompts = Prompts(family.text, torch.float32)
     (encoder,) = prompts.encoders
     for text, parts in zip(PROMPTS, prompts.encode(encoder, PROMPTS, CPU), strict=True):
-        embeds, pooled = prompts.assemble({encoder.name: parts})
+        found = prompts.assemble({encoder.name: parts})
         theirs = pipeline.encode_prompt(text, CPU, 1, False)[0][0]
-        torch.testing.assert_close(embeds, theirs, rtol=0, atol=1e-6)
-        assert embeds.shape == (family.text_tokens, family.text_width) and pooled.shape == (family.pooled_width,)
+        torch.testing.assert_close(found.embeds, theirs, rtol=0, atol=1e-6)
+        assert found.embeds.shape == (family.text.tokens, family.text.width) and found.pooled is None
         assert parts["tokens"] == len(pipeline.tokenizer(text).input_ids)
     assert encoder.name in prompts.fingerprint(encoder)
 
@@ -114,26 +114,26 @@ def test_weights_of_the_text_encoder_are_those_of_the_file(family: SD15, folder:
     expected = {name.removeprefix("text_model."): tensor for name, tensor in file.items() if "position_ids" not in name}
     ours = load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict()
     torch.testing.assert_close(dict(ours), expected, rtol=0, atol=0)
-    (encoder,) = family.encoders()
-    assert empty_clip(encoder, family.part("text_encoder").config()).state_dict().keys() == expected.keys()
+    (encoder,) = family.text.encoders
+    assert encoder.empty(family.part("text_encoder").config()).state_dict().keys() == expected.keys()
 
 
 def test_latents_are_those_of_the_pipeline(family: SD15, pipeline: StableDiffusionPipeline) -> None:
-    vae, pixels = family.load_vae(CPU, torch.float32), torch.rand(1, 3, 64, 128) * 2 - 1
+    vae, pixels = family.autoencoder.load(CPU, torch.float32), torch.rand(1, 3, 64, 128) * 2 - 1
     with torch.no_grad():
-        z_0 = family.encode_pictures(vae, pixels)
+        z_0 = family.autoencoder.encode(vae, pixels)
         expected = pipeline.vae.encode(pixels).latent_dist.mode() * 0.18215
         torch.testing.assert_close(z_0, expected, rtol=0, atol=1e-7)
         decoded = pipeline.vae.decode(z_0 / 0.18215).sample
-    assert z_0.shape == (1, *family.latent_shape(128, 64))
-    shown = family.decode_latents(vae, z_0).detach()
+    assert z_0.shape == (1, *family.autoencoder.shape(128, 64))
+    shown = family.autoencoder.decode(vae, z_0).detach()
     torch.testing.assert_close(shown, (decoded / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-6)
 
 
 def test_version_units_shapes_and_parameters_agree(family: SD15, version: str) -> None:
-    assert family.text_width == tiny_sd15.TEXT[version]
+    assert family.text.width == tiny_sd15.TEXT[version]
     assert family.scheduler_config().get("prediction_type", "epsilon") == ("epsilon", "v_prediction")[version == "sd2"]
-    assert (family.latent_channels, family.multiple, family.has_modulation) == (4, 64, False)
+    assert (family.autoencoder.channels, family.multiple, family.modulation) == (4, 64, None)
     model = family.empty_model(family.known_config())
     assert model.units == family.units() and family.blocks() == len(model_units(model)) > 20
     assert family.known_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -211,8 +211,8 @@ def test_operations_are_those_that_torch_counts(version: str, family: SD15, unet
 
 def test_recomputed_operations_are_those_of_the_first_units(family: SD15) -> None:
     first, units = trained_of({"conv_in.bias": family.known_shapes()["conv_in.bias"]}), family.blocks()
-    counts = [family.flops(first, SIZE, 1, checkpointed=number) for number in range(units + 1)]
-    assert counts[0].recomputed == 0 and [flops.forward for flops in counts] == [counts[0].forward] * (units + 1)
+    counts = [family.flops(first, SIZE, 1, checkpointed=number) for number in (0, 1, 2, units)]
+    assert counts[0].recomputed == 0 and [flops.forward for flops in counts] == [counts[0].forward] * 4
     steps = [later.recomputed - first.recomputed for first, later in zip(counts, counts[1:], strict=False)]
     assert min(steps) > 0 and counts[-1].recomputed < counts[0].forward
     shapes = family.known_shapes()
@@ -231,11 +231,11 @@ def test_known_hub_names_need_no_network() -> None:
     for name, version in HUB_NAMES.items():
         family = SD15(pretrained=name)
         assert list(family.problems()) == []
-        counts[version] = family.parameter_count(), family.text_width
+        counts[version] = family.parameter_count(), family.text.width
         predicts = family.scheduler_config()["prediction_type"]
         assert predicts == ("v_prediction" if version == "sd2" else "epsilon")
         assert family.known_part("vae").config()["scaling_factor"] == 0.18215
-        assert family.known_part("text_encoder").config()["hidden_size"] == family.text_width
+        assert family.known_part("text_encoder").config()["hidden_size"] == family.text.width
     assert counts == {
         "sd15": (859_520_964, 768), "sd2": (865_910_724, 1024), "sd2_base": (865_910_724, 1024),
         "sd15_inpainting": (859_535_364, 768), "sd2_inpainting": (865_925_124, 1024),  # 5 x 320 x 9 more
@@ -254,6 +254,10 @@ def test_a_unet_of_another_family_is_refused(folder: Path, tmp_path: Path) -> No
     config = json.loads((folder / "unet" / "config.json").read_text())
     for changes, words in (
         ({"addition_embed_type": "text_time"}, "addition_embed_type 'text_time'.*It seems to be Stable Diffusion XL"),
+        (
+            {"layers_per_block": 16, "transformer_layers_per_block": [1, 64, 1, 1]},
+            r"config.json: the UNet may have 8,448 transformer blocks; the limit is 4,096. Download the model again",
+        ),
         ({"block_out_channels": [32, 10**9]}, r"sizes outside the allowed range .*: block_out_channels \[32, 10"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))

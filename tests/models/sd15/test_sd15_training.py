@@ -25,6 +25,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import pictures
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.ddpm import Ddpm
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import Batch
@@ -119,7 +120,7 @@ def test_gradients_with_offset_noise_equal_diffusers(pipeline: Callable, data: P
     unet = config.model.load_denoiser(config.precision, torch.device("cpu"))
     step = assemble(config, unet, Accelerator(cpu=True))
     noise = torch.stack([torch.from_numpy(config.objective.noise(stream(3, n), (4, 16, 16))) for n in range(2)])
-    loss = step.compute(Batch(z_0, noise, level.float(), prompt_embeds, torch.zeros(2, 0), ("a", "b")))
+    loss = step.compute(Batch(z_0, noise, level.float(), Conditioning(prompt_embeds), ("a", "b")))
     ours = {name.replace(".default", ""): p.grad for name, p in trained_parameters(unet).items()}
 
     draws = [reference_stream(3, n) for n in range(2)]

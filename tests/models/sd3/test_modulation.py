@@ -35,12 +35,14 @@ from simpletune.config.prior import NoPrior
 from simpletune.config.resolve import require_model_rules
 from simpletune.data.demo import pictures
 from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, WeightPrecision
+from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import is_adaln, is_conditioning, parameter_shapes
+from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan, detach_modulation
+from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan, detach_modulation, replay
 from simpletune.stages.sample import PictureRequest, Sampler
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import TrainingPasses
@@ -121,7 +123,7 @@ def velocity_and_gradients(
 def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(name, checkpointing, inputs) -> None:
     precision, adapter = PRECISIONS[name], Lora(rank=2)
     resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
-    modulation = detach_modulation(planned, precision, CPU, 4)
+    modulation = detach_modulation(planned, SD3.modulation, precision, CPU, 4)
     for model in (resident, planned):
         adapter.attach(model, seed=1)
         for parameter_name, parameter in model.named_parameters():
@@ -131,8 +133,9 @@ def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(n
             model.train().enable_gradient_checkpointing()
     given = arguments(resident, rows=3)
     expected = velocity_and_gradients(resident, precision, given)
-    rows = modulation(given["sigma"], given["pooled"])
-    actual = velocity_and_gradients(planned, precision, given | {"pooled": rows})
+    rows = modulation(1000.0 * given["sigma"], given["pooled"])
+    replay(planned, rows)
+    actual = velocity_and_gradients(planned, precision, given | {"pooled": None})
     assert rows.dtype == precision.encoder_dtype()
     assert torch.equal(actual[0], expected[0])
     assert len(actual[1]) == len(expected[1]) > 10
@@ -156,8 +159,8 @@ def test_the_host_pins_no_more_than_the_weights(name: str, inputs, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(Tensor, "pin_memory", None)
     precision = PRECISIONS[name]
-    plain = detach_modulation(model_of(inputs[0], precision), precision, CPU, 4)
-    hosted = detach_modulation(model_of(inputs[0], precision), precision, torch.device("cuda"), 4)
+    plain = detach_modulation(model_of(inputs[0], precision), SD3.modulation, precision, CPU, 4)
+    hosted = detach_modulation(model_of(inputs[0], precision), SD3.modulation, precision, torch.device("cuda"), 4)
     known = {}
     for ours, theirs in zip((hosted.embed, *hosted.layers), (plain.embed, *plain.layers), strict=True):
         values = [(*module.named_parameters(), *module.named_buffers()) for module in (ours, theirs)]
@@ -176,12 +179,13 @@ def test_sd3_5_with_dual_attention() -> None:
         caption_projection_dim=16, pooled_projection_dim=14, pos_embed_max_size=8, dual_attention_layers=(0, 2),
         qk_norm="rms_norm",
     ).requires_grad_(False)  # fmt: skip
+    model.units = ("transformer_blocks.0", "transformer_blocks.1", "transformer_blocks.2")
     given = arguments(model, rows=2)
     expected = predict_velocity(model, **given, dtype=torch.float32)
-    modulation = detach_modulation(model, FP32(), CPU, 4)
+    modulation = detach_modulation(model, SD3.modulation, FP32(), CPU, 4)
     assert modulation.width == (9 + 6 + 6 + 6 + 9 + 2 + 2) * 16
-    rows = modulation(given["sigma"], given["pooled"])
-    assert torch.equal(predict_velocity(model, **given | {"pooled": rows}, dtype=torch.float32), expected)
+    replay(model, modulation(1000.0 * given["sigma"], given["pooled"]))
+    assert torch.equal(predict_velocity(model, **given | {"pooled": None}, dtype=torch.float32), expected)
 
 
 PLANNED = [("fp32", 1e-6), ("fp32-bf16", 5e-3), ("bf16", 5e-3), ("int8-fp32", 1e-6), ("int8-bf16", 5e-3),
@@ -237,12 +241,12 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
         def __init__(self) -> None:
             self.__dict__ |= planned.modulation.__dict__
 
-        def __call__(self, sigma: Tensor, pooled: Tensor, portions: int = 1) -> Tensor:
-            asked.append(len(sigma))
-            return super().__call__(sigma, pooled, portions)
+        def __call__(self, time: Tensor, pooled: Tensor | None, portions: int = 1) -> Tensor:
+            asked.append(len(time))
+            return super().__call__(time, pooled, portions)
 
     def rows_of(*steps: int) -> list[Tensor]:
-        counting = ModulationPlan(Counting(), run.prepared.plan, run.prepared.text.pooled)
+        counting = ModulationPlan(Counting(), run.prepared.plan, planned.time, run.prepared.text.pooled)
         return [counting.of_step(step) for step in steps]
 
     forward = rows_of(0, 1, 2, 3, 4, 5)
@@ -268,7 +272,7 @@ def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, 
     found: dict[tuple[int, int], Tensor] = {}
     for rank, processes in ((0, 1), (0, 2), (1, 2)):
         passes = TrainingPasses(plan, NoPrior(), RankMicroBatches(rank, processes, exact=True))
-        apart = ModulationPlan(planned.modulation, passes, run.prepared.text.pooled, apart=True)
+        apart = ModulationPlan(planned.modulation, passes, planned.time, run.prepared.text.pooled, apart=True)
         for step in range(6):
             rows = apart.of_step(step)
             for place, own in zip(passes.places(step), rows, strict=False):
@@ -288,24 +292,24 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name, size", [("fp32", 4), ("bf16", 2), ("int8-bf16", 1)])
 def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int, inputs: tuple[Path, Path]) -> None:
     resident, planned = (model_of(inputs[0], PRECISIONS[name]) for _ in range(2))
-    modulation = detach_modulation(planned, PRECISIONS[name], CPU, 4)
+    modulation = detach_modulation(planned, SD3.modulation, PRECISIONS[name], CPU, 4)
     shapes = parameter_shapes(resident.config)
     plain = PRECISIONS[name].compute_dtype().itemsize
     expected = 0
     for parameter, shape in shapes.items():
         module = parameter.rpartition(".")[0]
-        if is_conditioning(module):
+        if SD3.modulation.serves(module):
             quantised = size == 1 and module.startswith("transformer_blocks.") and len(shape) == 2
             expected += math.prod(shape) + 4 * shape[0] if quantised else math.prod(shape) * plain
     assert held_bytes(resident) - held_bytes(planned) == expected
     assert sum(held_bytes(module) for module in (modulation.embed, *modulation.layers)) == expected
-    assert not [name for name, _ in planned.named_parameters() if is_conditioning(name.rpartition(".")[0])]
+    assert not [name for name, _ in planned.named_parameters() if SD3.modulation.serves(name.rpartition(".")[0])]
 
 
 def test_the_share_of_sd3_medium() -> None:
     shapes = parameter_shapes(SD3().known_config())
-    modulations = sum(math.prod(s) for name, s in shapes.items() if is_adaln(name.rpartition(".")[0]))
-    width = sum(s[0] for name, s in shapes.items() if is_adaln(name.removesuffix(".bias")))
+    modulations = sum(math.prod(s) for name, s in shapes.items() if SD3.modulation.has(name.rpartition(".")[0]))
+    width = sum(s[0] for name, s in shapes.items() if SD3.modulation.has(name.removesuffix(".bias")))
     assert width == 286 * 1536 and 2 * width == pytest.approx(0.88e6, rel=1e-2)
     assert modulations / sum(math.prod(s) for s in shapes.values()) == pytest.approx(1 / 3, abs=2e-3)
 
@@ -315,7 +319,7 @@ def test_one_layer_at_a_time_is_on_the_device_and_nothing_stays(name: str, input
     """Host and device are both RAM here, so the only way between them is watched, and makes copies."""
     model = model_of(inputs[0], PRECISIONS[name])
     given = arguments(model, rows=3)
-    modulation = detach_modulation(model, PRECISIONS[name], CPU, 4)
+    modulation = detach_modulation(model, SD3.modulation, PRECISIONS[name], CPU, 4)
     expected = modulation(given["sigma"], given["pooled"])
     alive: dict[int, int] = {}
     peaks: list[int] = []
@@ -340,14 +344,17 @@ def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> N
     generator = torch.Generator().manual_seed(0)
     width, pooled = (parameter_shapes(family.denoiser_config())[f"{name}.weight"][1]
                      for name in ("context_embedder", "time_text_embed.text_embedder.linear_1"))  # fmt: skip
-    prompts = [(torch.randn(7, width, generator=generator), torch.randn(pooled, generator=generator)) for _ in "ab"]
+    prompts = [
+        Conditioning(torch.randn(7, width, generator=generator), pooled=torch.randn(pooled, generator=generator))
+        for _ in "ab"
+    ]
     resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
-    modulation = detach_modulation(planned, precision, CPU, window=4)
+    modulation = detach_modulation(planned, SD3.modulation, precision, CPU, window=4)
     for guidance, steps in ((1.0, 3), (4.5, 5)):
         request = PictureRequest("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
         rows = [request], [prompts[0]], [prompts[1]]
-        expected = Sampler(resident, family, precision).denoise(*rows)
-        actual = Sampler(planned, family, precision, modulation).denoise(*rows)
+        expected = Sampler(resident, family, precision, objective=Flow()).denoise(*rows)
+        actual = Sampler(planned, family, precision, modulation, objective=Flow()).denoise(*rows)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         assert (expected - expected.mean()).abs().max() > 0.1
 
@@ -435,7 +442,7 @@ def require_auto(config_json: dict, on_host: bool, kind: str, why: str, capsys: 
     assert settled.memory == config.memory.model_copy(update={"modulation": kind})
     said = capsys.readouterr().out
     assert f"modulation {kind} (auto: " in said and why in said
-    if config.model.has_modulation:  # a resumed run keeps what it chose, if that is a choice
+    if config.model.modulation is not None:  # a resumed run keeps what it chose, if that is a choice
         assert settle_modulation(config, on_host, "resident").memory.modulation == "resident"
         assert "modulation resident (auto: as before)" in capsys.readouterr().out
         assert settle_modulation(config, on_host, "unknown").memory == settled.memory
@@ -452,7 +459,7 @@ def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_
         require_model_rules(config)
     model = model_of(Path(config.model.pretrained), FP32()).requires_grad_(True)
     with pytest.raises(ValueError, match="needs frozen modulation weights; time_text_embed is trained"):
-        detach_modulation(model, FP32(), CPU, 4)
+        detach_modulation(model, SD3.modulation, FP32(), CPU, 4)
 
 
 def test_a_resumed_run_keeps_what_auto_has_chosen(

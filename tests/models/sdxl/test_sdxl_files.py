@@ -37,8 +37,9 @@ from simpletune.models.sdxl.config import bundled_configs
 from simpletune.models.sdxl.files import LAYOUT
 from simpletune.models.sdxl.lora_names import LAYOUTS
 from simpletune.models.sdxl.option import SDXL
-from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.sources import hub_parts, provider
+from simpletune.models.text.clip import load_text_model
+from simpletune.models.text.prompts import Prompts
 from simpletune.models.unet.files import origins
 from simpletune.models.unet.shapes import parameter_shapes
 from simpletune.system.options import UserError
@@ -94,8 +95,11 @@ def states(family: SDXL) -> dict[str, dict[str, torch.Tensor]]:
     """Every part as this package loads it, in fp32, under names without transformers' prefix."""
     loaded = {
         "unet": family.load_denoiser(FP32(), CPU),
-        "vae": family.load_vae(CPU, torch.float32),
-        **{each.model: load_text_model(family.part(each.model), torch.float32, each.projected) for each in family.clip},
+        "vae": family.autoencoder.load(CPU, torch.float32),
+        **{
+            each.model: load_text_model(family.part(each.model), torch.float32, each.projected)
+            for each in family.text.encoders
+        },
     }
     return {part: without_prefix(model.state_dict()) for part, model in loaded.items()}
 
@@ -122,9 +126,9 @@ def test_every_part_equals_the_folders(family: SDXL, file: Path, pipeline: Path)
 def test_prompts_equal_the_folders(family: SDXL, pipeline: Path) -> None:
     encoded = []
     for option in (family, SDXL(pretrained=str(pipeline))):
-        prompts = option.prompts(torch.float32)
+        prompts = Prompts(option.text, torch.float32)
         parts = {each.name: next(iter(prompts.encode(each, ["a red disc"], CPU))) for each in prompts.encoders}
-        encoded.append(prompts.assemble(parts))
+        encoded.append(prompts.assemble(parts).tensors())
     torch.testing.assert_close(*encoded, rtol=0, atol=0)
 
 
@@ -401,7 +405,7 @@ def test_playground_in_a_folder_is_refused(pipeline: Path, tmp_path: Path) -> No
     words = "has latents_mean and latents_std, as Playground 2.5 has; latents are only shifted and scaled here."
     assert problems(pretrained=vae) == f"model.pretrained: {vae}/vae {words} Use a model without them"
     with pytest.raises(UserError, match=r"^model.vae: .*latents_mean and latents_std"):
-        SDXL(pretrained=vae).load_vae(CPU, torch.float32)
+        SDXL(pretrained=vae).autoencoder.load(CPU, torch.float32)
     edm = changed(pipeline, tmp_path / "edm", "scheduler", _class_name="EDMDPMSolverMultistepScheduler")
     noise = SDXL(pretrained=edm)
     (problem,) = Ddpm().problems(noise.scheduler_config)

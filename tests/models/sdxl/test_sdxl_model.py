@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.buckets import Framing
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.flops import trained_of
 from simpletune.models.shared.sources import hub_parts
 from simpletune.models.unet.shapes import unet_units
@@ -39,11 +40,13 @@ def family(folder: Path) -> SDXL:
 def inputs(family: SDXL) -> dict[str, Any]:
     torch.manual_seed(3)
     framings = [Framing((96, 70), (4, 0), SIZE), Framing(SIZE, (0, 0), SIZE)]
+    z_t = torch.randn(2, *family.autoencoder.shape(*SIZE))
+    embeds = torch.randn(2, family.text.tokens, family.text.width)
+    text = Conditioning(embeds, pooled=torch.randn(2, family.text.pooled_width))
     return {
-        "z_t": torch.randn(2, *family.latent_shape(*SIZE)),
+        "z_t": z_t,
         "time": torch.tensor([0.0, 999.0]),
-        "prompt_embeds": torch.randn(2, family.text_tokens, family.text_width),
-        "pooled": family.framed(torch.randn(2, family.pooled_width), framings),
+        "conditioning": family.text.framed(text, framings),
     }
 
 
@@ -54,8 +57,9 @@ def test_prediction_and_gradients_equal_diffusers_to_the_bit(family: SDXL, folde
     ours.requires_grad_(True)
     # Height before width, size before scaling, then the crop's top and left, then the target's size.
     sizes = torch.tensor([[70.0, 96.0, 0.0, 4.0, 64.0, 128.0], [64.0, 128.0, 0.0, 0.0, 64.0, 128.0]])
-    added = {"text_embeds": given["pooled"][:, :-6], "time_ids": sizes}
-    expected = theirs(given["z_t"], torch.tensor([0, 999]), given["prompt_embeds"], added_cond_kwargs=added).sample
+    text = given["conditioning"]
+    added = {"text_embeds": text.pooled, "time_ids": sizes}
+    expected = theirs(given["z_t"], torch.tensor([0, 999]), text.embeds, added_cond_kwargs=added).sample
     found = family.predict(ours, **given, dtype=torch.float32)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     found.square().mean().backward()
@@ -63,8 +67,8 @@ def test_prediction_and_gradients_equal_diffusers_to_the_bit(family: SDXL, folde
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
     torch.testing.assert_close(gradients, {n: p.grad for n, p in theirs.named_parameters()}, rtol=0, atol=0)
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())  # type: ignore[union-attr]
-    other = family.framed(given["pooled"][:, :-6], [Framing((500, 400), (0, 9), SIZE)] * 2)
-    assert not torch.equal(family.predict(ours, **given | {"pooled": other}, dtype=torch.float32), found)
+    other = family.text.framed(text, [Framing((500, 400), (0, 9), SIZE)] * 2)
+    assert not torch.equal(family.predict(ours, **given | {"conditioning": other}, dtype=torch.float32), found)
 
 
 @pytest.mark.slow
@@ -129,11 +133,11 @@ def test_units_run_in_their_order(family: SDXL) -> None:
 
 def test_the_hub_name_needs_no_network() -> None:
     family = SDXL()
-    assert list(family.problems()) == [] and (family.text_width, family.pooled_width) == (2048, 1280)
+    assert list(family.problems()) == [] and (family.text.width, family.text.pooled_width) == (2048, 1280)
     assert family.scheduler_config()["prediction_type"] == "epsilon"
     vae = family.known_part("vae").config()
     assert (vae["scaling_factor"], vae["force_upcast"]) == (0.13025, True)
     with_weights = {"unet": True, "vae": True, "text_encoder": True, "text_encoder_2": True}
     parts = {part.part: part.weights for part in hub_parts(family)}
     assert parts == {"scheduler": False, "tokenizer": False, "tokenizer_2": False, **with_weights}
-    assert family.latent_shape(1216, 832) == (4, 104, 152) and family.multiple == 64
+    assert family.autoencoder.shape(1216, 832) == (4, 104, 152) and family.multiple == 64

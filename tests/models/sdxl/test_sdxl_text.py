@@ -30,8 +30,8 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared import sources
-from simpletune.models.shared.parts import TextEncoder
-from simpletune.models.shared.prompts import Prompts
+from simpletune.models.text.encoder import TextEncoder
+from simpletune.models.text.prompts import Prompts
 from simpletune.runs import checkpoint
 from simpletune.stages.text_cache import Parts, PromptEntries
 from simpletune.system.options import UserError
@@ -58,11 +58,12 @@ def text_pipeline(folder: Path) -> StableDiffusionXLPipeline:
 
 def encoded(prompts: Prompts, texts: list[str]) -> list[tuple[Tensor, Tensor]]:
     outputs = [[{each.name: parts} for parts in prompts.encode(each, texts, CPU)] for each in prompts.encoders]
-    return [prompts.assemble({**first, **second}) for first, second in zip(*outputs, strict=True)]
+    found = [prompts.assemble({**first, **second}) for first, second in zip(*outputs, strict=True)]
+    return [(each.embeds, each.pooled) for each in found]  # type: ignore[misc]
 
 
 def require_diffusers_states(family: SDXL, pipeline: StableDiffusionXLPipeline, texts: list[str]) -> None:
-    *found, (empty, pooled_empty) = encoded(family.prompts(torch.float32), [*texts, ""])
+    *found, (empty, pooled_empty) = encoded(Prompts(family.text, torch.float32), [*texts, ""])
     for text, (embeds, pooled) in zip(texts, found, strict=True):
         with torch.no_grad():
             theirs = pipeline.encode_prompt(text, device=CPU, negative_prompt="")
@@ -79,19 +80,19 @@ def test_states_are_the_pipelines(folder: Path, pipeline: StableDiffusionXLPipel
 def test_none_is_zeros_unless_the_folder_says_the_empty_text(folder: Path, tmp_path: Path) -> None:
     """As in diffusers' pipeline, whose own default is that of a folder without the setting, and of single files."""
     index = json.loads((folder / "model_index.json").read_text())
-    assert SDXL(pretrained=str(folder)).steered_from(None) is None and index["force_zeros_for_empty_prompt"]
+    assert SDXL(pretrained=str(folder)).text.steered_from(None) is None and index["force_zeros_for_empty_prompt"]
     for setting in (False, None):
         (tmp_path / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": setting}))
-        assert SDXL(pretrained=str(tmp_path)).steered_from(None) == ""
+        assert SDXL(pretrained=str(tmp_path)).text.steered_from(None) == ""
     del index["force_zeros_for_empty_prompt"]
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     (tmp_path / "bare").mkdir()
     for name in (str(tmp_path), str(tmp_path / "bare"), "illustrious.safetensors", SDXL_NAME):
-        assert SDXL(pretrained=name).steered_from(None) is None
-        assert [SDXL(pretrained=name).steered_from(each) for each in ("", "blurry")] == ["", "blurry"]
+        assert SDXL(pretrained=name).text.steered_from(None) is None
+        assert [SDXL(pretrained=name).text.steered_from(each) for each in ("", "blurry")] == ["", "blurry"]
     (tmp_path / "model_index.json").write_text("{")
     with pytest.raises(UserError, match="model_index.json cannot be read"):
-        SDXL(pretrained=str(tmp_path)).steered_from(None)
+        SDXL(pretrained=str(tmp_path)).text.steered_from(None)
 
 
 def test_a_name_on_the_hub_is_asked_for_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_a_name_on_the_hub_is_asked_for_its_setting(tmp_path: Path, monkeypatch:
     found: list[Path | None] = [tmp_path, None]  # None: it has no such file, or cannot be reached
     monkeypatch.setattr(sources, "files_folder", lambda *given: asked.append(given) or found.pop(0))
     family = SDXL(pretrained="owner/tuned", revision="v2")
-    assert [family.steered_from(None) for _ in range(2)] == ["", None]
+    assert [family.text.steered_from(None) for _ in range(2)] == ["", None]
     assert asked == [("owner/tuned", ("model_index.json",), "v2")] * 2
 
 
@@ -108,7 +109,7 @@ def test_a_name_on_the_hub_is_asked_for_its_setting(tmp_path: Path, monkeypatch:
 def test_a_configuration_without_a_negative_prompt_has_that_of_its_family(family: str, default: str | None) -> None:
     data = {"name": "x", "data": {"path": "demo:pictures"}, "model": {"family": family}}
     found = validate(data, "x", needs_data=False, needs_model=False)
-    assert found.validation.negative_prompt == default and found.model.steered_from("") == ""
+    assert found.validation.negative_prompt == default and found.model.text.steered_from("") == ""
     said = validate(data | {"validation": {"negative_prompt": ""}}, "x", needs_data=False, needs_model=False)
     assert said.validation.negative_prompt == ""
 
@@ -127,8 +128,8 @@ def test_real_tokenizers_pad_as_their_encoders_were_trained(real_data: Path, fol
     for part in ("unet", "vae", "scheduler", "model_index.json"):
         (tmp_path / part).symlink_to(folder / part)
     family = SDXL(pretrained=str(tmp_path))
-    prompts = family.prompts(torch.float32)
-    first, second = (prompts.token_ids(each, ["a photo of a dog"])[0].tolist() for each in prompts.encoders)
+    prompts = Prompts(family.text, torch.float32)
+    first, second = (prompts.tokens(each, ["a photo of a dog"]).ids[0].tolist() for each in prompts.encoders)
     assert first[:7] == second[:7] and first[6] == 49407, "start, five tokens, end"
     assert set(first[7:]) == {49407} and set(second[7:]) == {0}
     theirs = text_pipeline(tmp_path)
@@ -160,8 +161,8 @@ def test_the_end_of_a_text_is_not_moved_by_a_token_of_a_larger_id(folder: Path, 
         published = with_new_token(folder, tmp_path, number, own, 2)
     for part in ("unet", "vae", "scheduler", "model_index.json"):
         (tmp_path / part).symlink_to(folder / part)
-    prompts, text = SDXL(pretrained=str(tmp_path)).prompts(torch.float32), f"a {WORD} red circle"
-    ids = prompts.token_ids(prompts.encoders[1], [text])
+    prompts, text = Prompts(SDXL(pretrained=str(tmp_path)).text, torch.float32), f"a {WORD} red circle"
+    ids = prompts.tokens(prompts.encoders[1], [text]).ids
     end = ids[0].tolist().index(prompts.tokenizer(prompts.encoders[1]).eos_token_id)
     assert int(ids.argmax()) == 2 < end == 5
     with torch.no_grad():
@@ -180,7 +181,7 @@ def test_embeddings_in_both_encoders_keep_the_end_in_its_place(folder: Path, tmp
     family = SDXL(pretrained=str(folder))
     side = TextSide(embeddings=(EmbeddingFile(WORD, "input", vectors, ("blue",), {}),))
     encoding = TextEncoding(family, torch.float32, side)
-    for encoder, number in zip(family.encoders(), ("", "_2"), strict=True):
+    for encoder, number in zip(family.text.encoders, ("", "_2"), strict=True):
         grown = with_new_token(folder, tmp_path, number, vectors[encoder.name][0], None)
         tokenizer = CLIPTokenizer.from_pretrained(tmp_path / f"tokenizer{number}")
         ids = tokenizer(text, padding="max_length", max_length=77, return_tensors="pt").input_ids
@@ -197,8 +198,8 @@ def test_states_that_sd3_has_are_found_again_and_never_without_a_pooled_output(
 ) -> None:
     """Both read the same files; SD3 also needs CLIP-L's pooled output, which SDXL's entries do not have."""
     sd3 = SD3(pretrained=str(tiny_pipeline), t5=False)
-    source = {"sd3": sd3.prompts(torch.float32), "sdxl": SDXL().prompts(torch.float32)}
-    source["sdxl"].part = sd3.part
+    source = {"sd3": Prompts(sd3.text, torch.float32), "sdxl": Prompts(SDXL().text, torch.float32)}
+    source["sdxl"].part = sd3.part  # type: ignore[method-assign]
     encoded = list[str]()
 
     def fill(name: str, place: Path) -> dict[str, Parts]:
@@ -215,11 +216,11 @@ def test_states_that_sd3_has_are_found_again_and_never_without_a_pooled_output(
     for first, second, again in (("sd3", "sdxl", []), ("sdxl", "sd3", ["sd3: clip_l"])):
         encoded.clear()
         for name in (first, second):
-            embeds, pooled = source[name].assemble(fill(name, tmp_path / first))
-            assert embeds.isfinite().all() and len(pooled) == {"sd3": 32, "sdxl": 16}[name]
+            found = source[name].assemble(fill(name, tmp_path / first))
+            assert found.embeds.isfinite().all() and len(found.pooled) == {"sd3": 32, "sdxl": 16}[name]
         assert encoded == [f"{first}: clip_l", f"{first}: clip_g", *again]
     a, b = (source["sdxl"].assemble(fill("sdxl", tmp_path / first)) for first in ("sd3", "sdxl"))
-    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    torch.testing.assert_close(a.tensors(), b.tensors(), rtol=0, atol=0)
 
 
 def test_both_encoders_train(folder: Path, tiny_config: dict) -> None:

@@ -200,15 +200,16 @@ def test_masks_and_the_prior_weigh_the_loss_of_framed_pictures(folder: Path, tin
     draws = prepared.plan.micro_batch(0, 0)
     masks = torch.stack([prepared.latents.load(draw.view).mask for draw in draws])
     assert 0.3 < first.weight.min() < first.weight.max() < 1
-    assert first.pooled[0, -6:].tolist() != first.pooled[1, -6:].tolist() == second.pooled[1, -6:].tolist()
+    sizes = [batch.conditioning.extra["time_ids"].tolist() for batch in (first, second)]
+    assert sizes[0][0] != sizes[0][1] == sizes[1][1]
 
     schedule = DDPMScheduler.from_pretrained(folder, subfolder="scheduler")
 
     def predicted(network: nn.Module, batch: Any) -> Tensor:
         noisy = schedule.add_noise(batch.z_0, batch.noise, batch.level.long())
-        pooled, time_ids = batch.pooled[:, :-6], batch.pooled[:, -6:]
-        added = {"time_ids": time_ids, "text_embeds": pooled}
-        return network(noisy, batch.level, batch.prompt_embeds, added_cond_kwargs=added, return_dict=False)[0]
+        text = batch.conditioning
+        added = {"time_ids": text.extra["time_ids"], "text_embeds": text.pooled}
+        return network(noisy, batch.level, text.embeds, added_cond_kwargs=added, return_dict=False)[0]
 
     weight = 0.3 + 0.7 * masks
     learned = (weight * (predicted(model, first) - first.noise).square()).mean()

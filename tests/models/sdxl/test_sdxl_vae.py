@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import BF16, FP32, Int8, WeightPrecision
-from simpletune.estimate.simulate.simulate_stages import empty_autoencoder
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
 from simpletune.stages.latent_cache import LatentCache
+from simpletune.stages.load import empty_autoencoder
 from simpletune.stages.prepared import Caches
 
 CPU = torch.device("cpu")
@@ -56,10 +56,10 @@ def fixed(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def there_and_back(family: SDXL, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    vae, pixels = family.load_vae(CPU, dtype), torch.rand(1, 3, 32, 32) * 2 - 1
+    vae, pixels = family.autoencoder.load(CPU, dtype), torch.rand(1, 3, 32, 32) * 2 - 1
     with torch.no_grad():
-        z_0 = family.encode_pictures(vae, pixels)
-        return z_0, family.decode_latents(vae, z_0.nan_to_num())
+        z_0 = family.autoencoder.encode(vae, pixels)
+        return z_0, family.autoencoder.decode(vae, z_0.nan_to_num())
 
 
 @pytest.mark.parametrize("precision", [FP16, BF16(compute="fp16"), FP32(compute="fp16")])
@@ -68,16 +68,16 @@ def test_fp16_is_for_an_autoencoder_made_for_it(
 ) -> None:
     families = {name: SDXL(pretrained=str(pipeline), vae=str(vae)) for name, vae in
                 {"original": original, "fixed": fixed}.items()}  # fmt: skip
-    assert families["original"].autoencoder_dtype(precision) == torch.float32
-    assert families["fixed"].autoencoder_dtype(precision) == torch.float16
-    assert SDXL().autoencoder_dtype(precision) == torch.float32
+    assert families["original"].autoencoder.dtype(precision) == torch.float32
+    assert families["fixed"].autoencoder.dtype(precision) == torch.float16
+    assert SDXL().autoencoder.dtype(precision) == torch.float32
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [(Int8(), torch.bfloat16), (FP32(), torch.float32)])
 def test_other_types_follow_the_products(
     precision: WeightPrecision, dtype: torch.dtype, pipeline: Path, original: Path, fixed: Path
 ) -> None:
-    found = {SDXL(pretrained=str(pipeline), vae=str(vae)).autoencoder_dtype(precision) for vae in (original, fixed)}
+    found = {SDXL(pretrained=str(pipeline), vae=str(vae)).autoencoder.dtype(precision) for vae in (original, fixed)}
     assert found == {dtype}
 
 
@@ -85,7 +85,7 @@ def test_other_families_run_theirs_in_fp32_as_before(unet_pipeline: Callable[...
     """Their configurations deny an upcast too, and SD3's autoencoder overflows in fp16."""
     for family in (SD3(), SD15(), SD15(pretrained=str(unet_pipeline("sd15")))):
         assert family.known_part("vae").config().get("force_upcast") is False
-        assert family.autoencoder_dtype(FP16) == torch.float32
+        assert family.autoencoder.dtype(FP16) == torch.float32
 
 
 def test_what_is_chosen_does_not_overflow(pipeline: Path, original: Path, fixed: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_is_chosen_does_not_overflow(pipeline: Path, original: Path, fixed:
     for family in (overflowing, SDXL(pretrained=str(pipeline), vae=str(fixed))):
         exact = there_and_back(family, torch.float32)
         assert all(tensor.isfinite().all() for tensor in exact)
-        for dtype in {family.autoencoder_dtype(FP16), family.autoencoder_dtype(Int8())} - {torch.float32}:
+        for dtype in {family.autoencoder.dtype(FP16), family.autoencoder.dtype(Int8())} - {torch.float32}:
             found = there_and_back(family, dtype)
             assert all(tensor.isfinite().all() for tensor in found)
             torch.testing.assert_close(found[1], exact[1], rtol=0, atol=0.1)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.data.sources.pictures import crop_to_bucket
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared.parts import Part, load_autoencoder
+from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, load_autoencoder
+from simpletune.models.shared.parts import Part
 from simpletune.system.options import UserError
 
 SIZES = [((96, 48), (48, 32)), ((50, 130), (40, 64)), ((64, 64), (64, 64)), ((31, 31), (64, 64))]
@@ -46,12 +47,12 @@ def test_latents_are_those_of_diffusers(
         else:
             mode = vae.encode(pixels).latent_dist.mode()
             expected = (mode - 0.0609) * 1.5305 if kind == "sd3" else mode * 0.18215
-        torch.testing.assert_close(SD3().encode_pictures(vae, own), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(SD3().autoencoder.encode(vae, own), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_autoencoder_with_the_attention_names_of_older_diffusers_loads(tmp_path: Path) -> None:
-    vae = AutoencoderKL(block_out_channels=[32, 32], down_block_types=["DownEncoderBlock2D"] * 2,
-                        up_block_types=["UpDecoderBlock2D"] * 2, norm_num_groups=4)  # fmt: skip
+    vae = AutoencoderKL(block_out_channels=[32] * 4, down_block_types=["DownEncoderBlock2D"] * 4,
+                        up_block_types=["UpDecoderBlock2D"] * 4, norm_num_groups=4)  # fmt: skip
     vae.save_pretrained(tmp_path)
     file = tmp_path / "diffusion_pytorch_model.safetensors"
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
@@ -59,8 +60,8 @@ def test_an_autoencoder_with_the_attention_names_of_older_diffusers_loads(tmp_pa
     names = {name: renamed.sub(lambda found: f".{old[found[1]]}.", name) for name in load_file(file)}
     assert sum(name != other for name, other in names.items()) == 16
     save_file({names[name]: tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    loaded = load_autoencoder(Part("vae", tmp_path), torch.float32).state_dict()
+    loaded = load_autoencoder(Part("vae", tmp_path), torch.float32, STABLE_DIFFUSION).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in vae.state_dict().items())
     save_file({name: tensor for name, tensor in load_file(file).items() if ".key." not in name}, file)
     with pytest.raises(UserError, match="configuration .*missing: decoder.mid_block.attentions.0.to_k"):
-        load_autoencoder(Part("vae", tmp_path), torch.float32)
+        load_autoencoder(Part("vae", tmp_path), torch.float32, STABLE_DIFFUSION)

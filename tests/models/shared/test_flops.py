@@ -24,13 +24,11 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import BF16, Int8
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.sd3.flops import sd3_flops
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
 
-TEXT = 77 + 8
 # torch's counter knows only products that make a new tensor.
 IN_PLACE = {
     torch.ops.aten.addmm_: lambda y, a, b, **more: 2 * a[0] * a[1] * b[1],
@@ -81,7 +79,12 @@ def counted(config: TrainConfig, core: TrainStep, step: bool = True) -> int:
 
 def ours(core: TrainStep, shapes: dict, checkpointed: int = 0) -> Flops:
     parameters = {name: tuple(p.shape) for name, p in trained_parameters(core.model).items()}
-    return sd3_flops(shapes, trained_of(parameters), (32, 64), 2, TEXT, checkpointed)
+    return of_parameters(parameters, shapes, checkpointed)
+
+
+def of_parameters(trained: dict, shapes: dict, checkpointed: int = 0) -> Flops:
+    family = type("Sized", (SD3,), {"known_config": lambda self: shapes})(t5_length=8)
+    return family.flops(trained_of(trained), (32, 64), 2, checkpointed)
 
 
 FAST = [("sd3.5", case) for case in CASES] + [("sd3", case) for case in ("lora", "full")]
@@ -106,11 +109,20 @@ def test_recomputation_is_counted_apart(tiny_config: dict) -> None:
     assert counted(config, core) == expected.model + expected.recomputed
     assert 0 < expected.recomputed < expected.forward
     assert ours(core, shapes).model == expected.model
+    assert of_parameters({"proj_out.bias": (64,)}, shapes, 1).recomputed == 0, "the backward pass ends before it"
+
+
+def test_a_count_changes_no_random_numbers_and_no_kernel(tiny_config: dict) -> None:
+    """It runs between two steps of a training."""
+    before, shapes = torch.get_rng_state(), sd3(config_of(tiny_config))
+    assert of_parameters({"proj_out.bias": (64,)}, shapes).backward == 0, "a bias takes no product"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.zeros(1).device.type == "cpu"
 
 
 def test_sd3_medium_by_hand() -> None:
     """The products of the blocks at 1024 px dominate: 2 operations a weight and token, and attention."""
-    flops = sd3_flops(SD3().known_config(), trained_of({}), (1024, 1024), 1, 333)
+    flops = SD3().flops(trained_of({}), (1024, 1024), 1)
     image, text, width = 4096, 333, 1536
     blocks = (24 * 12 * (image + text) - 9 * text) * width**2  # the last one ends its text early
     attention = 24 * 2 * (image + text) ** 2 * width

@@ -21,14 +21,16 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from tiny_runs import TrainOnce
 
+from simpletune.adapters.files.describe import describe
+from simpletune.adapters.files.header import open_lora
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.files import LAYOUT, bundled_configs, origin_of
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
-from simpletune.models.shared.parts import load_text_model
 from simpletune.models.shared.single_file import OriginalReader, open_file
+from simpletune.models.text.clip import load_text_model
 from simpletune.runs.folder import read_metrics
 from simpletune.system import checksums
 from simpletune.system.options import ConfigError, UserError
@@ -142,7 +144,7 @@ def test_tensors_equal_those_of_diffusers_converter(version: str, pipeline, pipe
 
 def test_the_autoencoder_equals_diffusers(pipeline, whole_file, descriptions) -> None:
     model = SD3().model_copy(update={"pretrained": str(whole_file), "text_encoders": str(descriptions)})
-    ours = model.load_vae(CPU, torch.float32).state_dict()
+    ours = model.autoencoder.load(CPU, torch.float32).state_dict()
     theirs = AutoencoderKL.from_single_file(str(whole_file), config=str(pipeline / "vae"), local_files_only=True)
     torch.testing.assert_close(ours, dict(theirs.state_dict()), rtol=0, atol=0)
 
@@ -208,8 +210,8 @@ def header_only(file: Path, tensors: dict[str, torch.Tensor], dtype: str = "F16"
         (["cond_stage_model.transformer.text_model.final_layer_norm.bias"], "Stable Diffusion 1.5"),
         (["cond_stage_model.model.ln_final.bias"], "Stable Diffusion 2"),
         (["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"], "a LoRA"),
-        (["transformer_blocks.0.attn.add_q_proj.weight"], "SD3's transformer in diffusers' layout: give the folder"),
-        (["encoder.conv_in.weight"], "an autoencoder alone"),
+        (["transformer_blocks.0.attn.add_q_proj.weight"], "Stable Diffusion 3, in diffusers' names: give the folder"),
+        (["encoder.conv_in.weight"], "It seems to be an autoencoder"),
         (["something.else"], "first tensors: something.else"),
     ],
 )
@@ -326,3 +328,33 @@ def test_class_pictures_of_a_single_file_have_a_folder(whole_file: Path, descrip
     model = SD3(pretrained=str(whole_file), text_encoders=str(descriptions))
     config = model.denoiser_config()
     assert re.fullmatch("[0-9a-f]{16}", model.part("transformer").fingerprint()) and config["num_layers"] == 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind"),
+    [
+        ({"double_blocks.0.img_attn.qkv.weight": (9, 9), "txt_in.weight": (3072, 7680)}, "FLUX.2 klein 4B"),
+        ({"single_stream_modulation.linear.weight": (9, 9), "context_embedder.weight": (4, 12288)}, "FLUX.2 klein 9B"),
+        ({"model.diffusion_model.txt_in.weight": (6144, 15360)}, "FLUX.2 dev"),
+        ({"single_stream_modulation.lin.weight": (9, 9), "txt_in.weight": (3072, 5)}, "FLUX.2"),
+        ({"double_blocks.0.img_attn.qkv.weight": (9, 9), "txt_in.weight": (3072, 4096)}, "Flux.1"),
+        ({"early_stream_modulations.image.lin.weight": (9, 9), "double_blocks.0.img_attn.x": (9, 9)}, "Flux 3"),
+        ({"model.diffusion_model.transformer_blocks.0.img_mod.1.weight": (9, 9)}, "Qwen-Image"),
+        ({"transformer_blocks.0.attn.norm_added_q.weight": (9,), "transformer_blocks.0.img_mod.1.bias": (9,)},
+         "Qwen-Image"),
+        ({"txt_in.text_norm.weight": (9,), "transformer_blocks.0.attn.to_q.weight": (9, 9)}, "Qwen-Image-2.1"),
+        ({"layers.0.adaLN_modulation.0.weight": (9, 9), "cap_embedder.0.weight": (9,)}, "Z-Image"),
+        ({"layers.0.adaLN_modulation.0.weight": (9, 9), "siglip_embedder.0.weight": (9,)}, "Z-Image-Omni"),
+        ({"control_layers.14.adaLN_modulation.0.weight": (9, 9)}, "a ControlNet of Z-Image"),
+        ({"cap_embedder.0.weight": (9,), "layers.0.adaLN_modulation.1.weight": (9, 9)}, "Lumina 2"),
+        ({"model.layers.0.self_attn.q_proj.weight": (9, 9)}, "a language model, such as"),
+        ({"context_embedder.weight": (1536, 4096), "transformer_blocks.0.attn.add_q_proj.weight": (9, 9)},
+         "Stable Diffusion 3, in diffusers' names"),
+    ],
+)  # fmt: skip
+def test_a_model_of_another_family_has_one_name_everywhere(tensors, kind: str, tmp_path: Path) -> None:
+    file = header_only(tmp_path / "x.safetensors", {name: torch.empty(shape) for name, shape in tensors.items()})
+    assert describe(file)["family"].startswith(kind)
+    for refused in (lambda: open_lora(file), lambda: open_file(file, LAYOUT)):
+        with pytest.raises(UserError, match=f"(is|It seems to be) {re.escape(kind)}"):
+            refused()

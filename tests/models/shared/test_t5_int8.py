@@ -11,7 +11,7 @@ import torch
 from simpletune.adapters.text.encoding import encode_prompts
 from simpletune.config.load import validate
 from simpletune.estimate.disk_needs import DataCounts, disk_needs
-from simpletune.models.shared.prompts import groups_of, pack, unpack
+from simpletune.models.text.prompts import groups_of, pack, unpack
 from simpletune.stages.text_cache import PromptStore, TextCache
 
 CPU = torch.device("cpu")
@@ -71,12 +71,13 @@ def test_training_and_drawing_read_the_same_packed_embeddings(tiny_config: dict,
     assert store.fill(PROMPTS, CPU) == 0
     directly = encode_prompts(packed, PROMPTS, CPU, torch.float32)
     for prompt in PROMPTS:
-        (ours, pooled), (expected, same) = cache.load(prompt), exact.load(prompt)
-        assert torch.equal(pooled, same) and torch.equal(ours[:-8], expected[:-8])
+        read, whole = cache.load(prompt), exact.load(prompt)
+        ours, expected = read.embeds, whole.embeds
+        assert torch.equal(read.pooled, whole.pooled) and torch.equal(ours[:-8], expected[:-8])
         rounded = torch.from_numpy(reference(expected[-8:].double().numpy()))
         torch.testing.assert_close(ours[-8:].double(), rounded, atol=1e-5, rtol=1e-4)
         assert not torch.equal(ours, expected)
-        assert torch.equal(store.load(prompt)[0], ours) and torch.equal(directly[prompt][0], ours)
+        assert torch.equal(store.load(prompt).embeds, ours) and torch.equal(directly[prompt].embeds, ours)
 
 
 def test_packed_embeddings_need_less_disk(tiny_config: dict) -> None:
@@ -86,5 +87,5 @@ def test_packed_embeddings_need_less_disk(tiny_config: dict) -> None:
         {what: size for what, _, size in disk_needs(validate(config, "test"), counts=counts)}["cached prompts"]
         for config in (tiny_config, packed)
     ]
-    width = validate(packed, "test").model.text_width
+    width = validate(packed, "test").model.text.width
     assert needs[0] - needs[1] == 6 * 8 * (3 * width - 4 * groups_of(width))  # fp32 encoders on the CPU

@@ -16,7 +16,7 @@ from torch import Tensor
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared.parts import use_tiles
+from simpletune.models.shared.autoencoder import KINDS, Autoencoder
 from simpletune.stages.encode import prepare
 from simpletune.stages.prepared import PreparedData
 from simpletune.system.options import ConfigError
@@ -42,54 +42,54 @@ def seen(module: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def model(tiny_pipeline: Path) -> SD3:
-    return SD3(pretrained=str(tiny_pipeline))
+def autoencoder(tiny_pipeline: Path) -> Autoencoder:
+    return SD3(pretrained=str(tiny_pipeline)).autoencoder
 
 
-def test_larger_pictures_go_through_in_tiles(model: SD3) -> None:
+def test_larger_pictures_go_through_in_tiles(autoencoder: Autoencoder) -> None:
     pixels = smooth(192, 256)
-    whole, tiled = (model.load_vae(CPU, torch.float32, tile) for tile in (None, TILE))
+    whole, tiled = (autoencoder.load(CPU, torch.float32, tile) for tile in (None, TILE))
     encoded, decoded = seen(tiled.encoder), seen(tiled.decoder)
     with torch.no_grad():
-        expected, z = model.encode_pictures(whole, pixels), model.encode_pictures(tiled, pixels)
-        shown, shown_in_tiles = model.decode_latents(whole, expected), model.decode_latents(tiled, expected)
+        expected, z = autoencoder.encode(whole, pixels), autoencoder.encode(tiled, pixels)
+        shown, shown_in_tiles = autoencoder.decode(whole, expected), autoencoder.decode(tiled, expected)
     assert max(max(size) for size in encoded) == TILE and len(encoded) > 1
     assert max(max(size) for size in decoded) == TILE // 8 and len(decoded) > 1
     assert z.shape == expected.shape == (1, 16, 24, 32)
     assert shown_in_tiles.shape == shown.shape == pixels.shape
     assert not torch.equal(z, expected) and not torch.equal(shown_in_tiles, shown)  # not exact, and said to be so
     with torch.no_grad():  # three quarters of the first tile are blended with nothing: they are that tile alone
-        alone = model.encode_pictures(whole, pixels[..., :TILE, :TILE])[..., :12, :12]
-        shown_alone = model.decode_latents(whole, expected[..., :16, :16])[..., :96, :96]
+        alone = autoencoder.encode(whole, pixels[..., :TILE, :TILE])[..., :12, :12]
+        shown_alone = autoencoder.decode(whole, expected[..., :16, :16])[..., :96, :96]
     torch.testing.assert_close(z[..., :12, :12], alone, rtol=0, atol=0)
     torch.testing.assert_close(shown_in_tiles[..., :96, :96], shown_alone, rtol=0, atol=0)
 
 
-def test_pictures_no_larger_than_a_tile_go_through_whole(model: SD3) -> None:
+def test_pictures_no_larger_than_a_tile_go_through_whole(autoencoder: Autoencoder) -> None:
     pixels = smooth(TILE, TILE)
-    whole, tiled = (model.load_vae(CPU, torch.float32, tile) for tile in (None, TILE))
+    whole, tiled = (autoencoder.load(CPU, torch.float32, tile) for tile in (None, TILE))
     with torch.no_grad():
-        z = model.encode_pictures(tiled, pixels)
-        torch.testing.assert_close(z, model.encode_pictures(whole, pixels), rtol=0, atol=0)
-        torch.testing.assert_close(model.decode_latents(tiled, z), model.decode_latents(whole, z), rtol=0, atol=0)
+        z = autoencoder.encode(tiled, pixels)
+        torch.testing.assert_close(z, autoencoder.encode(whole, pixels), rtol=0, atol=0)
+        torch.testing.assert_close(autoencoder.decode(tiled, z), autoencoder.decode(whole, z), rtol=0, atol=0)
 
 
-def test_autoencoder_tiny_takes_pictures_whole(model: SD3) -> None:
+def test_autoencoder_tiny_takes_pictures_whole(autoencoder: Autoencoder) -> None:
     """diffusers' tiles of its encoder have room for 4 channels."""
     torch.manual_seed(1)
     vae = AutoencoderTiny(latent_channels=16, encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4)
     vae = vae.eval()
     pixels = smooth(TILE + 64, TILE)
     with torch.no_grad():
-        expected = model.encode_pictures(vae, pixels)
+        expected = autoencoder.encode(vae, pixels)
         vae.enable_tiling()
         vae.tile_sample_min_size, vae.tile_latent_min_size = TILE, TILE // 8
         with pytest.raises(RuntimeError, match="shape|size"):  # when this fails, diffusers can do it: use its tiles
-            model.encode_pictures(vae, pixels)
+            autoencoder.encode(vae, pixels)
         vae.disable_tiling()
-        use_tiles(vae, TILE)
-        torch.testing.assert_close(model.encode_pictures(vae, pixels), expected, rtol=0, atol=0)
-        assert model.decode_latents(vae, expected).shape == pixels.shape
+        KINDS["AutoencoderTiny"].use_tiles(vae, TILE)
+        torch.testing.assert_close(autoencoder.encode(vae, pixels), expected, rtol=0, atol=0)
+        assert autoencoder.decode(vae, expected).shape == pixels.shape
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ def test_latents_in_tiles_never_stand_in_for_whole_ones(data: dict) -> None:
 
 
 def test_validation_pictures_are_decoded_in_the_same_tiles(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles, load_vae = [], SD3.load_vae
+    tiles, load = [], Autoencoder.load
 
-    def watch(self: SD3, *rest: object) -> object:
-        vae = load_vae(self, *rest)
+    def watch(self: Autoencoder, *rest: object) -> object:
+        vae = load(self, *rest)
         tiles.append(vae.use_tiling and vae.tile_sample_min_size)
         return vae
 
-    monkeypatch.setattr(SD3, "load_vae", watch)
+    monkeypatch.setattr(Autoencoder, "load", watch)
     data["memory"]["vae_tile"] = TILE
     data["validation"] = {"prompts": ["a red circle"], "steps": 1, "loss_samples": 0}
     config, run = resolve_folders(validate(data, "test")), prepared(data)

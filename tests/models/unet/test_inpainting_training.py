@@ -102,7 +102,7 @@ def test_loss_and_gradients_equal_those_of_diffusers_training_script(
     image = torch.stack([
         torch.from_numpy(crop_to_bucket(decode(view.picture.read_same()), view.bucket)) for view in views
     ])  # fmt: skip
-    mask = torch.from_numpy(np.stack([hole_pixels(view) for view in views])).float()[:, None]
+    mask = torch.from_numpy(np.stack([hole_pixels(view, 8) for view in views])).float()[:, None]
     with torch.no_grad():
         latents, masked_latents = (
             vae.encode(each).latent_dist.mode() * vae.config.scaling_factor for each in (image, image * (mask < 0.5))

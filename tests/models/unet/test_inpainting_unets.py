@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,9 @@ from simpletune.estimate.generate_memory import generation_bytes
 from simpletune.models.families import family_of
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.parts import load_text_model
+from simpletune.models.text.clip import load_text_model
 from simpletune.runs import stack
 from simpletune.runs.stack import Stack, read_stack
 from simpletune.stages.sample import PictureRequest
@@ -63,10 +64,13 @@ def pipeline(unet_pipeline: Callable[..., Path]) -> Callable[..., Path]:
 def predicted(family: Family, model: Any, z_t: Tensor) -> Tensor:
     """What a model predicts for seeded prompts."""
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randn(2, 77, family.text_width, generator=generator)
-    pooled = torch.randn(2, family.pooled_width + 6 * family.reads_framing, generator=generator)
+    prompts = torch.randn(2, 77, family.text.width, generator=generator)
+    pooled = torch.randn(2, family.text.pooled_width, generator=generator) if family.text.pooled_width else None
+    text = Conditioning(prompts, pooled=pooled)
+    if family.text.reads_framing:
+        text = replace(text, extra={"time_ids": torch.randn(2, 6, generator=generator)})
     with torch.no_grad():
-        return family.predict(model, z_t, torch.tensor([40.0, 700.0]), prompts, pooled, torch.float32)
+        return family.predict(model, z_t, torch.tensor([40.0, 700.0]), text, torch.float32)
 
 
 def input_of(*, channels: int = 9) -> Tensor:
@@ -79,7 +83,7 @@ def test_a_single_file_is_recognised_and_written_back(version: str, pipeline: Ca
     file = WRITERS[version].write(folder, tmp_path / "model.safetensors")
     text = original_layout.without_weights(folder, tmp_path / "text")
     single = OPTIONS[version](pretrained=str(file), text_encoders=str(text))
-    assert list(single.problems()) == [] and single.inpaints and single.latent_channels == 4
+    assert list(single.problems()) == [] and single.inpaints and single.autoencoder.channels == 4
     assert family_of(str(file)) == family_of(str(folder)) == type(single)()
     expected = state_of(folder / "unet")
     torch.testing.assert_close(dict(single.load_denoiser(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
@@ -125,7 +129,7 @@ def test_known_names_and_their_pipelines(option: Family, pipeline_class: str) ->
     inpaints = "Inpaint" in pipeline_class
     assert option.inpaints is inpaints and option.pipeline == pipeline_class
     assert option.known_shapes()[WEIGHT] == (320, 9 if inpaints else 4, 3, 3)
-    assert option.latent_shape(64, 128) == (4, 16, 8)
+    assert option.autoencoder.shape(64, 128) == (4, 16, 8)
 
 
 @pytest.mark.parametrize("version", ["sd15", pytest.param("sdxl", marks=pytest.mark.slow)])
@@ -202,7 +206,7 @@ def test_loss_and_gradients_equal_diffusers(memory: dict, tiny_config: dict, pip
     level = torch.tensor([40, 700])
     unet = config.model.load_denoiser(config.precision, CPU, on_host=config.memory.on_host(config.model.units()))
     step = assemble(config, unet, Accelerator(cpu=True))
-    batch = Batch(z_0, noise, level.float(), text, torch.zeros(2, 0), ("a", "b"), inpainting=painted)
+    batch = Batch(z_0, noise, level.float(), Conditioning(text), ("a", "b"), inpainting=painted)
     loss = step.compute(batch)
     ours = {name: p.grad for name, p in unet.named_parameters() if p.requires_grad}
 
@@ -245,7 +249,7 @@ def test_a_folder_whose_only_safetensors_are_in_half_precision(pipeline: Callabl
     assert list(option.problems()) == []
     for part, loaded in {
         "unet": option.load_denoiser(FP32(), CPU),
-        "vae": option.load_vae(CPU, torch.float32),
+        "vae": option.autoencoder.load(CPU, torch.float32),
         "text_encoder": load_text_model(option.part("text_encoder"), torch.float32, projected=False),
     }.items():
         expected = {name.removeprefix("text_model."): tensor for name, tensor in state_of(folder / part).items()}

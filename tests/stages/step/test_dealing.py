@@ -16,6 +16,7 @@ from launching import Launcher, free_port
 
 from simpletune.config.batches import require_processes
 from simpletune.config.load import validate
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.step import exact_sums
 from simpletune.stages.step.assignment import RankMicroBatches, leaves
 from simpletune.stages.step.batch_loader import Batch
@@ -69,7 +70,7 @@ class Computed:
 
 def batch_of(place: int, parts: float = 1.0) -> Batch:
     nothing = torch.zeros(1)
-    return Batch(nothing, nothing, nothing, nothing, nothing, names=(str(place),), parts=parts)
+    return Batch(nothing, nothing, nothing, Conditioning(nothing), names=(str(place),), parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ rank, port = sys.argv[1:]
 os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 import torch
 from torch import distributed
+from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.exact_sums import TreeSum
 distributed.init_process_group("gloo")
@@ -173,7 +175,8 @@ def compute(batch):
     for name, parameter in parameters.items():
         parameter.grad = None if name in frozen else torch.ones(3)
     return torch.ones(())
-tree, batches = TreeSum(parameters, 2), [Batch(*[torch.zeros(1)] * 5, names=("x",), parts=1.0)]
+one = torch.zeros(1)
+tree, batches = TreeSum(parameters, 2), [Batch(one, one, one, Conditioning(one), names=("x",), parts=1.0)]
 for frozen in ([], ["second"]):  # in both processes alike
     tree.over(batches, compute)
     assert parameters["first"].grad.tolist() == [2, 2, 2]

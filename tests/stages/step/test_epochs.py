@@ -68,9 +68,8 @@ def plain_mean(run: Job, step: int) -> tuple[float, dict[str, Tensor]]:
                 one = run.batches.load([draw])
                 sigma = one.level.view(-1, 1, 1, 1)
                 z_t = (1 - sigma) * one.z_0 + sigma * one.noise
-                velocity = predict_velocity(
-                    run.core.denoiser, z_t, one.level, one.prompt_embeds, one.pooled, torch.float32
-                )
+                text = one.conditioning
+                velocity = predict_velocity(run.core.denoiser, z_t, one.level, text.embeds, text.pooled, torch.float32)
                 losses.append((velocity - (one.noise - one.z_0)).square().mean())
     mean = torch.stack(losses).mean()
     parameters = trained_parameters(run.core.denoiser)

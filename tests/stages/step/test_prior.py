@@ -51,7 +51,7 @@ def assembled(config: TrainConfig) -> tuple[TrainStep, BatchLoader]:
 
 def predicted(config: TrainConfig, model: torch.nn.Module, batch: Batch) -> Tensor:
     z_t = torch.lerp(batch.z_0, batch.noise, batch.level.view(-1, 1, 1, 1))
-    return config.model.predict(model, z_t, 1000 * batch.level, batch.prompt_embeds, batch.pooled, torch.float32)
+    return config.model.predict(model, z_t, 1000 * batch.level, batch.conditioning, torch.float32)
 
 
 def test_the_loss_is_that_of_a_base_loaded_again(tiny_config: dict) -> None:
@@ -63,8 +63,9 @@ def test_the_loss_is_that_of_a_base_loaded_again(tiny_config: dict) -> None:
     assert second.prior.flatten().tolist() == pytest.approx([0.7, 0.7]) and not second.weight.any()
     for name in ("z_0", "noise", "level"):
         torch.testing.assert_close(getattr(second, name), getattr(first, name), rtol=0, atol=0)
-    of_class = batches.text.load(CLASS)[0]
-    assert all((row == of_class).all() for row in second.prompt_embeds) and (first.prompt_embeds[0] != of_class).any()
+    of_class = batches.text.load(CLASS).embeds
+    assert all((row == of_class).all() for row in second.conditioning.embeds)
+    assert (first.conditioning.embeds[0] != of_class).any()
 
     base = config.model.load_denoiser(config.precision, CPU, 0)
     learned = (predicted(config, core.model, first) - (first.noise - first.z_0)).square().mean()

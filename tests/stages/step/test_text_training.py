@@ -26,6 +26,7 @@ from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
+from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.encode import prepare
 from simpletune.stages.step.batch_loader import Batch, BatchLoader
@@ -79,13 +80,12 @@ class Assembled:
                 parameter.add_(torch.randn_like(parameter) * noise)
         self.batches = BatchLoader(self.prepared, config.train.seed, CPU, modulation=self.core.modulation)
 
-    def reference(self, batch: Batch, prompt_embeds: Tensor, pooled: Tensor) -> Tensor:
+    def reference(self, batch: Batch, embeds: Tensor, pooled: Tensor | None) -> Tensor:
         """The loss by the family's own prediction."""
         process = self.core.process
         z_t = process.noised(batch.z_0, batch.noise, batch.level)
-        found = self.config.model.predict(
-            self.core.model, z_t, process.time(batch.level), prompt_embeds, pooled, torch.float32
-        )
+        text = Conditioning(embeds, pooled=pooled)
+        found = self.config.model.predict(self.core.model, z_t, process.time(batch.level), text, torch.float32)
         return (found - process.target(batch.z_0, batch.noise, batch.level)).square().mean()
 
     def gradients(self, batch: Batch) -> dict[str, Tensor]:
@@ -111,15 +111,14 @@ def place_of(run: Assembled, name: str, rows: slice, caption: str) -> int:
     return rows.start + written.index("striped") + (name != "t5")
 
 
-def plainly_encoded(run: Assembled) -> tuple[Tensor, Tensor]:
+def plainly_encoded(run: Assembled) -> Conditioning:
     """The batch's prompts with the words in place of the token, if it has embeddings, by the base's encoders."""
     written = captions(run)
     if run.config.text.embeddings is not None:
         written = [each.replace("flat", "striped striped") for each in written]
     plain = TextCache(run.config.model, torch.float32, Path(run.config.output.cache))
     plain.fill(written, CPU)
-    embeds, pooled = zip(*map(plain.load, written), strict=True)
-    return torch.stack(embeds), torch.stack(pooled)
+    return stack([plain.load(each) for each in written])
 
 
 def columns(run: Assembled) -> dict[str, tuple[slice, slice]]:
@@ -150,19 +149,19 @@ def test_gradients_of_outputs_are_those_of_rows_put_in_by_hand(family: str, of_f
     run = assembled(of_family(family), OUTPUT)
     (batch,) = run.batches.step(0)
     leaves = {n: v.detach().clone().requires_grad_() for n, v in run.text.embeddings.items()}
-    embeds = batch.prompt_embeds.clone()
+    embeds = batch.conditioning.embeds.clone()
     for name, (rows, wide) in columns(run).items():
         assert embeds[0, rows, wide].shape[1] == leaves[name].shape[1]
         for sample, caption in enumerate(captions(run)):
             for number, row in enumerate(range(place_of(run, name, rows, caption), rows.stop)[:2]):
                 embeds[sample, row, wide] = leaves[name][number]
-    assert (embeds != batch.prompt_embeds).any()
-    require_gradients(run, batch, run.reference(batch, embeds, batch.pooled), leaves, 1e-6, 1e-4)
+    assert (embeds != batch.conditioning.embeds).any()
+    require_gradients(run, batch, run.reference(batch, embeds, batch.conditioning.pooled), leaves, 1e-6, 1e-4)
 
 
 def plain_clip(run: Assembled, name: str, **changes: Any) -> CLIPTextModel:
     """A text encoder by transformers alone."""
-    folder = Path(run.config.model.pretrained) / run.config.model.text_regions()[name].part
+    folder = Path(run.config.model.pretrained) / run.config.model.text.regions()[name].part
     kind = CLIPTextModel if run.config.model.family == "sd15" else CLIPTextModelWithProjection
     config = CLIPTextConfig.from_pretrained(folder, **changes)
     return kind.from_pretrained(folder, config=config, dtype=torch.float32).eval()
@@ -179,12 +178,12 @@ def extended(clip: nn.Module, rows: Tensor, ids: Tensor, word: int) -> tuple[dic
     return {name: torch.cat([table, rows])}, new
 
 
-def outputs_of(run: Assembled, found: dict[str, Any], batch: Batch) -> tuple[Tensor, Tensor]:
+def outputs_of(run: Assembled, found: dict[str, Any], batch: Batch) -> tuple[Tensor, Tensor | None]:
     """A prompt's embeddings of the outputs of transformers' encoders: SD3's by hand, SD 1.5's last hidden state."""
     if run.config.model.family == "sd15":
-        return found["clip"].last_hidden_state, batch.pooled
+        return found["clip"].last_hidden_state, None
     clip = torch.cat([found[n].hidden_states[-2] for n in ("clip_l", "clip_g")], dim=-1)
-    embeds = batch.prompt_embeds.clone()
+    embeds = batch.conditioning.embeds.clone()
     embeds[:, : clip.shape[1], : clip.shape[2]] = clip
     return embeds, torch.cat([found[n].text_embeds for n in ("clip_l", "clip_g")], dim=-1)
 
@@ -245,7 +244,7 @@ def test_the_pooled_embedding_stays_at_the_end_of_the_text(tiny_config: dict) ->
         if hasattr(module, "eos_token_id"):
             module.eos_token_id = 2
     word, ids = run.prepared.text.tokens.word_ids("clip_l")[0], batch.text.ids["clip_l"]
-    _, pooled = run.text(batch.prompt_embeds, batch.pooled.float(), batch.text)
+    pooled = run.text(batch.conditioning, batch.text).pooled
     with torch.no_grad():
         clip.get_input_embeddings().weight[word] = run.text.embeddings["clip_l"][0]
         theirs = clip(ids)
@@ -267,8 +266,8 @@ def test_before_the_first_update_it_is_the_base_with_the_words(name: str, family
         fresh.attach_lora(0)
         run.text.load_state_dict(fresh.state_dict())
         (batch,) = run.batches.step(0)
-        found = run.text(batch.prompt_embeds, batch.pooled, batch.text)
-    torch.testing.assert_close(found, plainly_encoded(run), rtol=1e-4, atol=1e-5)
+        found = run.text(batch.conditioning, batch.text)
+    torch.testing.assert_close(found.tensors(), plainly_encoded(run).tensors(), rtol=1e-4, atol=1e-5)
 
 
 def test_output_vectors_start_from_the_mean_row(tiny_config: dict) -> None:
@@ -278,7 +277,7 @@ def test_output_vectors_start_from_the_mean_row(tiny_config: dict) -> None:
         found: list[list[Tensor]] = [[], []]
         for caption in run.prepared.plan.captions():
             for number, row in enumerate(range(place_of(run, name, rows, caption), rows.stop)[:2]):
-                found[number].append(run.prepared.text.load(caption)[0][row, wide])
+                found[number].append(run.prepared.text.load(caption).embeds[row, wide])
         for number, own in enumerate(found):
             torch.testing.assert_close(start.embeddings[name][number].detach(), torch.stack(own).mean(0))
 
@@ -296,7 +295,7 @@ def test_disabled_it_is_the_base(name: str, tiny_config: dict) -> None:
         model = run.config.model.load_denoiser(run.config.precision, CPU, 0)
         z_t = run.core.process.noised(batch.z_0, batch.noise, batch.level)
         time = run.core.process.time(batch.level)
-        theirs = run.config.model.predict(model, z_t, time, *plainly_encoded(run), torch.float32)
+        theirs = run.config.model.predict(model, z_t, time, plainly_encoded(run), torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(changed, theirs, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(again, changed, rtol=0, atol=0)
@@ -431,12 +430,12 @@ def test_pictures_are_drawn_with_the_trained_text(tiny_config: dict, tmp_path: P
         run = assembled(tiny_config, text)
         previews = Previews(run.config, [], run.prepared.text, tmp_path, run.core)
         (batch,), caption = run.batches.step(0), captions(run)[0]
-        embeds, pooled = previews.load(caption)
+        drawn = previews.load(caption)
         with torch.no_grad():
-            found = run.text(batch.prompt_embeds, batch.pooled, batch.text)
-        torch.testing.assert_close((embeds, pooled), (found[0][0], found[1][0]), rtol=1e-4, atol=1e-5)
+            found = run.text(batch.conditioning, batch.text).map(lambda tensor: tensor[0])
+        torch.testing.assert_close(drawn.tensors(), found.tensors(), rtol=1e-4, atol=1e-5)
         with untrained(run.config.adapter, run.core.model):
-            assert (previews.load(caption)[0] != embeds).any()
+            assert (previews.load(caption).embeds != drawn.embeds).any()
 
 
 def test_the_result_has_what_was_trained(tiny_config: dict) -> None:
@@ -488,4 +487,4 @@ def test_the_text_stage_skips_encoders_that_run_in_every_step(tiny_config: dict,
         cache.fill(["a flat picture", "flat " * 40], CPU)
         (folder,) = (tmp_path / name / "prompts").iterdir()
         assert {each.partition("-")[0] for each in folder.name.split("+")} == expected
-        assert cache.lacking(["a flat picture"]) == set() and cache.too_long(["flat " * 40], 24) == ["flat " * 40]
+        assert cache.lacking(["a flat picture"]) == set() and cache.too_long(["flat " * 40]) == ["flat " * 40]

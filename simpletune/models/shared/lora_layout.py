@@ -7,11 +7,15 @@ ones, with dots or underscores; ``lora_A`` or ``lora_down``; alpha in a tensor, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_encoders import LoraEncoder
+from simpletune.models.shared.lora_verdicts import Verdict
+from simpletune.models.shared.model_config import ModelConfig, Shape
+from simpletune.system.options import UserError
 
 DOWN, MID, UP, ALPHA = "down", "mid", "up", "alpha"
 MAGNITUDE, DORA_SCALE = "lora_magnitude_vector", "dora_scale"  # DoRA's: by diffusers and PEFT, and by others
@@ -41,9 +45,15 @@ class LoraNames:
     """The layer that reads the latents, and more in inpainting models; None: the family has no such models."""
     by_text_width: ClassVar[Mapping[int, str]] = {}
     """The published models by the width of the text that an attention reads, where that tells them apart."""
+    layers_of: ClassVar[Mapping[str, re.Pattern[str]]] = {}
+    """Layers that only one of the published models has, by its title."""
     header: ClassVar[Mapping[str, Mapping[str, str]]]
     """What kohya's scripts and the model spec call each published model in a file's header; under the empty name, what
     is true of all of them."""
+    verdicts: ClassVar[Sequence[Verdict]] = ()
+    """How other tools read its files; empty: untested."""
+    encoders: ClassVar[Sequence[LoraEncoder]] = ()
+    """Its text encoders whose layers LoRA files may update."""
     one_alpha: ClassVar[bool] = False
     """Whether diffusers applies the most common alpha of a file in kohya's layout to all attention (0.42.1)."""
     reorders: ClassVar[bool] = False
@@ -62,6 +72,16 @@ class LoraNames:
         """
         return 0
 
+    def published(self, shapes: Mapping[str, Shape], roles: Mapping[str, str]) -> tuple[str, str] | None:
+        """The published model that a LoRA with names of this family is for, and what shows it, for messages; None: its
+        shapes are another family's.
+
+        Args:
+            shapes: of the file's tensors, by key.
+            roles: the role of each key that has one, such as ``DOWN``.
+        """
+        return self.title, "the names of its layers"
+
     def has_model(self, model: str) -> bool:
         """Whether a title is the family's or that of one of its published models."""
         return bool(model) and (model == self.title or model in self.header)
@@ -76,7 +96,7 @@ class LoraNames:
         return True
 
     def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
-        """Diffusers' names of the layers that a file's module updates: one, three for a fused q, k, v, or none.
+        """Diffusers' names of the layers that a file's module updates: one, those that it fuses, or none.
 
         Args:
             module: the name in the file, without the layout's prefix.
@@ -84,8 +104,8 @@ class LoraNames:
         """
         raise NotImplementedError
 
-    def original(self, layer: str) -> tuple[str, int | None]:
-        """The original module of one of diffusers' layers, and which third of it the layer is; None for all of it.
+    def original(self, layer: str) -> tuple[str, Rows | None]:
+        """The original module of one of diffusers' layers, and which rows of it the layer is; None for all of it.
 
         Raises:
             KeyError: the family has no such layer.
@@ -130,8 +150,26 @@ class Layout:
         return f"{self.prefix}{self.spelt(module)}.{ending}"
 
     def module(self, layer: str) -> str:
-        """The module, with dots, of a layer that shares it with no other. KeyError: the family has no such layer."""
-        return self.names.original(layer)[0] if self.original else layer
+        """The module, with dots, of a layer that has one of its own. KeyError: the family has no such layer.
+
+        Raises:
+            UserError: the module fuses the layer with others, so no factors but LoRA's can be its own.
+        """
+        module, rows = self.place(layer)
+        if rows is not None:
+            raise UserError(
+                f"{layer} is a part of {module} in the layout {self.name}, so this update has no tensors there. "
+                "Approximate it by a LoRA: --format kohya --rank 32"
+            )
+        return module
+
+    def place(self, layer: str) -> tuple[str, Rows | None]:
+        """The module, with dots, and which rows of it the layer is; None for all of it. KeyError: as for ``module``."""
+        return self.names.original(layer) if self.original else (layer, None)
+
+    def rows(self, layers: Sequence[str]) -> tuple[Rows, ...]:
+        """Which rows of their module each of the layers is that it fuses."""
+        return tuple(rows for layer in layers if (rows := self.place(layer)[1]) is not None)
 
     def spelt(self, module: str) -> str:
         """A module's name with this layout's separators; ``module`` contains dots."""

@@ -10,7 +10,8 @@ import torch
 
 from simpletune.models.families import Model
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared import prompts
+from simpletune.models.text import prompts
+from simpletune.models.text.prompts import Prompts
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def opened(folder: Path) -> prompts.Prompts:
     model: Model = SD3(pretrained=str(folder), t5_length=8)
-    return model.prompts(torch.float32)
+    return Prompts(model.text, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from simpletune.models.sd3.files import LAYOUT
 from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.text import SD3Prompts
-from simpletune.models.shared import t5_layers
+from simpletune.models.sd3.text import SD3Text
 from simpletune.models.shared.parts import Part
-from simpletune.models.shared.t5_layers import LayeredT5
+from simpletune.models.text import layered
+from simpletune.models.text.encoder import Tokens
+from simpletune.models.text.layered_t5 import LayeredT5
+from simpletune.models.text.prompts import Prompts
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")
@@ -52,6 +54,10 @@ def token_ids(n: int = 5) -> torch.Tensor:
     return torch.randint(0, CONFIG["vocab_size"], (n, 20), generator=torch.Generator().manual_seed(2))
 
 
+def rows_of(t5: LayeredT5, batch_size: int) -> list[torch.Tensor]:
+    return [output["hidden"] for output in t5.encode(Tokens(token_ids()), batch_size)]
+
+
 def whole(folder: Path, ids: torch.Tensor, dtype: torch.dtype, batch_size: int) -> torch.Tensor:
     """transformers' own encoder over the same batches."""
     model = T5EncoderModel.from_pretrained(folder, dtype=dtype).eval()
@@ -67,7 +73,7 @@ def test_results_are_the_whole_encoders_bit_for_bit(
     part = Part("text_encoder_3", folder)
     if layout == "single file":
         part = single_file(folder, tmp_path / "sd3.safetensors")
-    rows = list(LayeredT5(part, dtype, CPU).encode(token_ids(), batch_size=2))
+    rows = rows_of(LayeredT5(part, dtype, CPU), 2)
     assert rows[0].shape == (20, 48) and rows[0].dtype == dtype
     torch.testing.assert_close(torch.stack(rows), whole(folder, token_ids(), dtype, 2), rtol=0, atol=0)
 
@@ -91,8 +97,8 @@ def test_one_layer_at_a_time_has_weights_and_each_is_loaded_once_a_chunk(
 
     monkeypatch.setattr(T5Block, "load_state_dict", count_loads)
     monkeypatch.setattr(T5Block, "forward", watch)
-    monkeypatch.setattr(t5_layers, "CHUNK_BYTES", 3 * 20 * 48 * 4)
-    rows = torch.stack(list(t5.encode(token_ids(), batch_size=3)))
+    monkeypatch.setattr(layered, "CHUNK_BYTES", 3 * 20 * 48 * 4)
+    rows = torch.stack(rows_of(t5, 3))
     blocks = list(t5.model.encoder.block)
     assert loads == [*blocks, *blocks]
     assert alive == [{f"encoder.block.{number}"} for number in range(4)] * 2
@@ -124,7 +130,7 @@ def test_a_t5_with_its_decoder_serves(folder: Path, tmp_path: Path) -> None:
     for shard in sorted(copy.glob("*.safetensors"))[:1]:
         state = load_file(shard) | {"decoder.final_layer_norm.weight": torch.ones(48), "lm_head.weight": torch.ones(2)}
         save_file(state, shard, {"format": "pt"})
-    rows = list(LayeredT5(Part("text_encoder_3", copy), torch.float32, CPU).encode(token_ids(), 8))
+    rows = rows_of(LayeredT5(Part("text_encoder_3", copy), torch.float32, CPU), 8)
     torch.testing.assert_close(torch.stack(rows), whole(folder, token_ids(), torch.float32, 8), rtol=0, atol=0)
 
 
@@ -137,12 +143,12 @@ def test_fp8_is_widened_exactly(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", wide)
     names = {name.removeprefix(original_layout.T5): tensor.float() for name, tensor in state.items()}
     save_file(names, wide / "model.safetensors", {"format": "pt"})
-    rows = [list(LayeredT5(p, torch.float32, CPU).encode(token_ids(), 8)) for p in (part, Part("text_encoder_3", wide))]
+    rows = [rows_of(LayeredT5(p, torch.float32, CPU), 8) for p in (part, Part("text_encoder_3", wide))]
     torch.testing.assert_close(torch.stack(rows[0]), torch.stack(rows[1]), rtol=0, atol=0)
 
 
 def test_a_prompts_embeddings_do_not_depend_on_what_is_encoded_with_it(tiny_pipeline: Path) -> None:
-    prompts = SD3(pretrained=str(tiny_pipeline), t5_length=8).prompts(torch.float32)
+    prompts = Prompts(SD3(pretrained=str(tiny_pipeline), t5_length=8).text, torch.float32)
     texts = [f"a red disc, number {number}" for number in range(3)]
     for encoder in prompts.encoders:
         together = list(prompts.encode(encoder, texts, CPU))
@@ -152,15 +158,15 @@ def test_a_prompts_embeddings_do_not_depend_on_what_is_encoded_with_it(tiny_pipe
 
 
 @pytest.mark.parametrize("t5", [False, True])
-def test_a_prompts_embeddings_by_hand(t5: bool) -> None:
+def test_a_prompts_embeddings_by_hand(t5: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """CLIP-L and CLIP-G side by side, then zeros up to T5's width; T5's tokens behind them."""
     parts = {
         "clip_l": {"hidden": torch.full((2, 1), 1.0), "pooled": torch.full((1,), 4.0)},
         "clip_g": {"hidden": torch.full((2, 2), 2.0), "pooled": torch.full((2,), 5.0)},
         "t5": {"hidden": torch.full((3, 5), 3.0)},
     }
-    encoders = SD3(t5=t5).encoders()
-    text = SD3Prompts(lambda name: pytest.fail(name), encoders, torch.float32, t5_length=3, width=5)
-    embeds, pooled = text.assemble(parts)
-    assert embeds.tolist() == [[1, 2, 2, 0, 0]] * 2 + [[3.0 * t5] * 5] * 3
-    assert pooled.tolist() == [4, 5, 5]
+    text = SD3Text(SD3(t5=t5, t5_length=3))
+    monkeypatch.setattr(SD3Text, "width", 5)
+    found = text.assemble(parts)
+    assert found.embeds.tolist() == [[1, 2, 2, 0, 0]] * 2 + [[3.0 * t5] * 5] * 3
+    assert found.pooled.tolist() == [4, 5, 5]

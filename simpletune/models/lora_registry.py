@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from simpletune.models.families import FAMILIES, family_of_config
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.lora_names import Layout, LoraNames
+from simpletune.models.shared.lora_layout import Layout, LoraNames
 from simpletune.models.shared.model_config import Shape
 from simpletune.system.options import UserError
 

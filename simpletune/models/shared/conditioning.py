@@ -1,0 +1,85 @@
+"""What a denoiser reads besides z_t and its time, as named tensors.
+
+Shapes: b samples, t text tokens, e text width, p pooled width, m modulations of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from simpletune.system.options import UserError
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """The conditioning of b samples, or of one prompt, whose tensors then lack the dimension b."""
+
+    embeds: Tensor  # [b, t, e]
+    mask: Tensor | None = None  # [b, t], bool
+    """Whether a row of ``embeds`` is a token, rather than padding. None: all are."""
+    pooled: Tensor | None = None  # [b, p]
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [b, ...]
+    """What else a family reads, such as the sizes of pictures."""
+    modulation: Tensor | None = None  # [b, m]
+    """A modulation plan's rows; the pooled prompt, from which they were computed, is then absent."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        """Apply a function to every tensor."""
+        mask, pooled, modulation = (
+            None if each is None else change(each) for each in (self.mask, self.pooled, self.modulation)
+        )
+        extra = {name: change(tensor) for name, tensor in self.extra.items()}
+        return Conditioning(change(self.embeds), mask, pooled, extra, modulation)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        named = {"embeds": self.embeds, "mask": self.mask, "pooled": self.pooled, "modulation": self.modulation}
+        return {name: each for name, each in {**named, **self.extra}.items() if each is not None}
+
+    def modulated(self, rows: Tensor) -> Conditioning:
+        """The same with a modulation plan's rows [b, m] instead of what they were computed from."""
+        return replace(self, pooled=None, modulation=rows)
+
+    def zeros(self) -> Conditioning:
+        """Zeros in place of all values, for guidance away from nothing."""
+        return replace(self.map(torch.zeros_like), mask=self.mask)
+
+
+def stack(prompts: Sequence[Conditioning]) -> Conditioning:
+    """Put the conditioning of single prompts into one batch. Shorter ones are padded with zeros at the end and get a
+    mask; prompts of one length get none, so that attention takes its quickest kernel.
+
+    Raises:
+        UserError: some of them have a mask, a pooled prompt or an extra that others lack.
+    """
+    names = [set(each.tensors()) for each in prompts]
+    if odd := next((each ^ names[0] for each in names if each != names[0]), None):
+        raise UserError(
+            f"some prompts of a batch have {' and '.join(sorted(odd))} and others do not. Their cache entries are of "
+            "different models. Delete the cache folder's prompts, and start again"
+        )
+    longest = max(len(each.embeds) for each in prompts)
+    if any(len(each.embeds) < longest for each in prompts):
+        prompts = [_padded(each, longest) for each in prompts]
+    first = prompts[0]
+
+    def rows(of: Callable[[Conditioning], Tensor | None]) -> Tensor | None:
+        return None if of(first) is None else torch.stack([each for each in map(of, prompts) if each is not None])
+
+    extra = {name: torch.stack([each.extra[name] for each in prompts]) for name in first.extra}
+    embeds = torch.stack([each.embeds for each in prompts])
+    return Conditioning(
+        embeds, rows(lambda each: each.mask), rows(lambda each: each.pooled), extra, rows(lambda each: each.modulation)
+    )
+
+
+def _padded(prompt: Conditioning, length: int) -> Conditioning:
+    """One prompt's conditioning, padded to a number of tokens."""
+    missing = length - len(prompt.embeds)
+    mask = torch.ones(len(prompt.embeds), dtype=torch.bool) if prompt.mask is None else prompt.mask
+    return replace(prompt, embeds=pad(prompt.embeds, (0, 0, 0, missing)), mask=pad(mask, (0, missing)))

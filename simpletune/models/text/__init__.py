@@ -1,0 +1,1 @@
+"""Text encoders, and what the denoisers read of them."""

@@ -1,0 +1,91 @@
+"""The layers of every family's text encoders in LoRA files of every layout, without torch.
+
+An update with a name of ``shared.lora_encoders`` changes a text encoder; every other one changes the denoiser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from simpletune.models.lora_registry import LAYOUTS
+from simpletune.models.shared.lora_encoders import LoraEncoder
+from simpletune.models.shared.lora_layout import DOWN, UP
+
+ENCODERS: tuple[LoraEncoder, ...] = tuple(encoder for names in LAYOUTS for encoder in names.encoders)
+"""Of all families; the first with a folder stands for the others where the family is unknown."""
+FIRST, T5 = "text_encoder", "text_encoder_3"
+"""The folders of a model's first or only text encoder, and of SD3's T5."""
+TITLES: dict[str, str] = {}
+"""The title of each text encoder for messages, by its folder."""
+for _encoder in ENCODERS:
+    TITLES.setdefault(_encoder.folder, _encoder.title)
+TEXT_KEY = re.compile(
+    rf"^(({'|'.join(TITLES)})\.|lora_te\d?_|(text_encoders\.)?({'|'.join(n for e in ENCODERS for n in e.comfy)})\.)"
+)
+BUNDLED = "bundle_emb."
+"""The prefix of the keys of embeddings inside a LoRA file: ``bundle_emb.NAME.clip_l``."""
+
+
+def is_text(layer: str) -> bool:
+    """Whether a layer is a text encoder's, by its name in this package."""
+    return layer.partition(".")[0] in TITLES
+
+
+def encoder_of(layer: str) -> tuple[str, str]:
+    """A text layer's encoder, and its name in it."""
+    encoder, _, name = layer.partition(".")
+    return encoder, name
+
+
+def encoder_named(folder: str, encoders: Iterable[LoraEncoder] = ()) -> LoraEncoder:
+    """The text encoder in a folder of a pipeline: of these, a family's, or else the first known one."""
+    return next(each for each in (*encoders, *ENCODERS) if each.folder == folder)
+
+
+def text_layer(module: str) -> str | None:
+    """This package's name for a module (a key without its role) in a file of any layout; None if no text encoder has
+    such a layer."""
+    for encoder in ENCODERS:
+        if (match := encoder.prefix.match(module)) and (inner := encoder.layer(module[match.end() :])):
+            return f"{encoder.folder}.{inner}"
+    return None
+
+
+def text_key(layer: str, role: str, layout: str, single: bool = False) -> str:
+    """The key of a text layer's tensor in a file; ``role`` is as for ``Layout.key``. ``single``: the model has
+    one text encoder, whose keys kohya's scripts do not number."""
+    folder, name = encoder_of(layer)
+    encoder = encoder_named(folder, (each for each in ENCODERS if single and not each.kohya))
+    peft = layout in ("diffusers", "comfy")
+    ending = {DOWN: "lora_A.weight" if peft else "lora_down.weight", UP: "lora_B.weight" if peft else "lora_up.weight"}
+    if layout == "diffusers":
+        module = layer
+    elif layout == "comfy":
+        module = f"text_encoders.{encoder.comfy[0]}.transformer.{name}"
+    else:  # kohya's, and lycoris
+        module = f"lora_te{encoder.kohya}_{name.replace('.', '_')}"
+    return f"{module}.{ending.get(role, role)}"
+
+
+Value = TypeVar("Value")
+
+
+def style_of(key: str) -> str:
+    """The layout of a text encoder's key: ``diffusers``, ``kohya`` or ``comfy``."""
+    if key.startswith("lora_te"):
+        return "kohya"
+    return "diffusers" if key.startswith("text_encoder") and not key.startswith("text_encoders.") else "comfy"
+
+
+def split_text(updates: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Split values by layer into those of the denoiser and those of the text encoders."""
+    text = {layer: update for layer, update in updates.items() if is_text(layer)}
+    return {layer: update for layer, update in updates.items() if layer not in text}, text
+
+
+def encoders_in(layers: Iterable[str]) -> str:
+    """The text encoders that have these layers, in words: ``CLIP-L and CLIP-G``."""
+    found = {encoder_of(layer)[0] for layer in layers}
+    return " and ".join(title for encoder, title in TITLES.items() if encoder in found)

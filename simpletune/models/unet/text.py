@@ -1,0 +1,19 @@
+"""What the text sides of families with a UNet share: 77 tokens, which one or several CLIP encoders read."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar
+
+from simpletune.models.text.family_text import FamilyText, ModelParts
+from simpletune.models.unet.config import levels_of
+
+
+class UNetText(FamilyText[ModelParts]):
+    """The text side of a family with a UNet."""
+
+    tokens: ClassVar[int] = 77
+
+    @cached_property
+    def width(self) -> int:
+        return levels_of(self.family.known_config())[0].text

@@ -1,0 +1,271 @@
+"""A family that the package does not know runs on all of it (``support/made_up.py``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import made_up
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from simulated import assert_same_bytes
+from tiny_runs import merged, resumed_from, run_with, saved_weights
+
+from simpletune.adapters.files.read import read_lora
+from simpletune.apps.cli.main import main
+from simpletune.config.load import validate
+from simpletune.engine.quant.precision import FP32
+from simpletune.estimate.simulate.reports import kernel_of
+from simpletune.estimate.simulate.simulate_stages import of_encoder, simulate_encoding, simulate_parts
+from simpletune.models.shared.conditioning import Conditioning, stack
+from simpletune.models.text.prompts import Prompts
+from simpletune.runs.folder import read_metrics
+from simpletune.stages.sample import PictureRequest, Sampler, noises
+from simpletune.stages.step.attention import attention_calls
+from simpletune.stages.step.synthetic import CPU
+from simpletune.system.options import ConfigError, UserError
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora", "rank": 2}, "lokr": {"method": "lokr"}, "full": {"method": "full"},
+}  # fmt: skip
+STREAMED, PLAN = {"resident_blocks": 1, "checkpointing": "all"}, {"modulation": "plan", "modulation_window": 3}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("lora", {"train": {"batch_size": 3}, "validation": {"prompts": ["a dot"], "every": 4, "steps": 2}}),
+    "lokr": ("lokr", {}),
+    "full": ("full", {}),
+    "int8-streamed": ("lora", {"precision": {"weights": "int8"}, "memory": STREAMED, "train": {"batch_size": 3}}),
+    "nf4-plan": ("lora", {"precision": {"weights": "nf4"}, "memory": PLAN}),
+    "int8-streamed-plan": ("lokr", {"precision": {"weights": "int8"}, "memory": STREAMED | PLAN}),
+    "full-streamed": (
+        "full",
+        {"memory": STREAMED | {"optimizer_in_backward": True}, "train": {"clip": "per_parameter"}},
+    ),
+}
+"""The method, and what else differs."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    with made_up.registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up.build(tmp_path_factory.mktemp("made-up") / "pipeline")
+
+
+@pytest.fixture
+def config(tiny_config: dict, pipeline: Path) -> dict[str, Any]:
+    return tiny_config | {
+        "model": {"family": "made_up", "pretrained": str(pipeline)},
+        "data": tiny_config["data"] | {"resolution": 64},
+        "checkpoint": {"every": 2},
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_and_resumes_to_the_bit(case: str, config: dict[str, Any]) -> None:
+    data = of_case(config, CASES[case])
+    whole = run_with(data)
+    assert all(math.isfinite(row["loss"]) for row in read_metrics(whole))
+    before, after = saved_weights(whole, 2), saved_weights(whole, 4)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert any((before[name] != tensor).any() for name, tensor in after.items())
+    torch.testing.assert_close(saved_weights(resumed_from(whole, data, 2), 4), after, rtol=0, atol=0)
+    if data["validation"]["prompts"]:
+        assert len(list((whole / "samples").rglob("*.png"))) >= 1
+
+
+ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("lora", {}),
+    "two": ("lora", {"train": {"batch_size": 2}}),
+    "full": ("full", {}),
+    "nf4": ("lora", {"precision": {"weights": "nf4"}, "memory": {"checkpointing": "all"}}),
+    "int8-streamed-plan": CASES["int8-streamed-plan"],
+    "boundaries": ("lora", {"memory": {"offload_checkpoint_inputs": True, "checkpointing": "all"}}),
+}
+
+
+def of_case(config: dict[str, Any], case: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    method, changes = case
+    return merged(config | {"adapter": METHODS[method]}, **changes)
+
+
+@pytest.mark.parametrize("case", ESTIMATED)
+def test_its_step_takes_the_same_bytes_real_and_fake(case: str, config: dict[str, Any]) -> None:
+    assert_same_bytes(validate(of_case(config, ESTIMATED[case]), case))
+
+
+def test_its_other_stages_take_the_same_bytes_real_and_fake(config: dict[str, Any]) -> None:
+    drawn = {"prompts": ["a dot"], "steps": 4, "width": 96, "height": 64, "loss_samples": 1}
+    read = validate(merged(config, validation=drawn), "stages")
+    stages, model = simulate_parts(read, (96, 64)).stages, read.model
+    assert {name for name, found in stages.items() if found.bytes > 0} == {"text", "latents", "train", "validate"}
+    (encoder,), vae = model.text.encoders, model.autoencoder.load(CPU, torch.float32)
+    opened = encoder.open(model.part("text_encoder"), torch.float32, CPU, None)  # type: ignore[arg-type]
+    assert stages["text"].by_kind == of_encoder(opened, model.text.tokens).by_kind
+    assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
+
+
+def test_a_masked_batch_predicts_what_each_sample_does_alone(config: dict[str, Any]) -> None:
+    model, draw = validate(config, "masked").model, torch.Generator().manual_seed(1)
+    denoiser = model.load_denoiser(FP32(), CPU).eval()
+    z, time = torch.randn(3, 128, 4, 4, generator=draw), torch.tensor([0.1, 0.5, 0.9])
+    prompts = [Conditioning(torch.randn(length, 64, generator=draw)) for length in (7, 3, 7)]
+    with torch.no_grad():
+        whole = model.predict(denoiser, z, time, stack(prompts), torch.float32)
+        for number, prompt in enumerate(prompts):
+            alone = model.predict(denoiser, z[[number]], time[[number]], stack([prompt]), torch.float32)
+            torch.testing.assert_close(whole[[number]], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_of_a_batch_with_a_mask_is_predicted_and_tried(config: dict[str, Any]) -> None:
+    """Flash attention takes no mask; a batch of one, whose prompt has no padding, needs none."""
+    bf16 = config | {"precision": {"weights": "bf16"}}
+    drawn = {"prompts": ["a dot"], "loss_samples": 1, "width": 64, "height": 64}
+    one = validate(merged(bf16, validation=drawn), "one")
+    two = validate(merged(bf16, train={"batch_size": 2}), "two")
+    assert [kernel_of(each, (8, 9)) for each in (one, two)] == ["flash", "efficient"]
+    masked = {(call.batch, call.masked) for read in (one, two) for call in attention_calls(read, [(64, 64)])}
+    assert masked == {(1, False), (2, True)}  # also of guidance, which has two prompts
+
+
+def test_a_picture_is_that_of_diffusers_pipeline(config: dict[str, Any], pipeline: Path) -> None:
+    """Template, tapped layers, noise levels, statistics of the latents: all but the network's time and sign."""
+    from diffusers import Flux2KleinPipeline
+
+    read = validate(config, "picture")
+    model, prompts, request = read.model, ("a red dot", ""), PictureRequest("", 0, "", 96, 64, 3, 4.0)
+    assert isinstance(model, made_up.MadeUp)
+    ours = Prompts(model.text, torch.float32)
+    (encoder,) = ours.encoders
+    positive, negative = (ours.assemble({"qwen3": found}) for found in ours.encode(encoder, prompts, CPU))
+    sampler = Sampler(model.load_denoiser(FP32(), CPU).eval(), model, FP32(), objective=read.objective)
+    with torch.no_grad():
+        z = sampler.denoise([request], [positive], [negative])
+        found = model.autoencoder.decode(model.autoencoder.load(CPU, torch.float32), z)
+
+    theirs = Flux2KleinPipeline.from_pretrained(pipeline, local_files_only=True)
+    theirs.set_progress_bar_config(disable=True)
+    embeds = [
+        theirs._get_qwen3_prompt_embeds(
+            theirs.text_encoder, theirs.tokenizer, each, max_sequence_length=96, hidden_states_layers=made_up.TAPS
+        )
+        for each in prompts
+    ]
+    for own, other in zip((positive.embeds, negative.embeds), embeds, strict=True):
+        torch.testing.assert_close(other[0, : len(own)], own, rtol=1e-4, atol=1e-5)
+    network = theirs.transformer.forward
+    theirs.transformer.forward = lambda timestep, **named: (-network(timestep=1 - timestep, **named)[0],)
+    wanted = theirs(
+        prompt_embeds=embeds[0][:, : len(positive.embeds)],
+        negative_prompt_embeds=embeds[1][:, : len(negative.embeds)],
+        latents=noises(request, model).start,
+        height=64, width=96, num_inference_steps=3, guidance_scale=4.0, output_type="pt",
+    ).images  # fmt: skip
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_its_lora_is_written_and_read_in_two_layouts(config: dict[str, Any], tmp_path: Path, pipeline: Path) -> None:
+    """Also by diffusers, and by the package's own drawing."""
+    from diffusers import Flux2Transformer2DModel
+
+    run = run_with(config | {"adapter": {"method": "lora", "rank": 2, "targets": "attention_mlp"}})
+    (own,) = run.glob("*.safetensors")
+    updates, native, back = read_lora(own), tmp_path / "native.safetensors", tmp_path / "back.safetensors"
+    assert {layer.split(".")[0] for layer in updates} == set(made_up.BLOCKS)
+    assert main(["export", str(own), "--format", "comfy", "--out", str(native)]) == 0
+    modules = {key.partition(".lora_")[0].removesuffix(".alpha") for key in load_file(native)}
+    assert {
+        f"diffusion_model.double_blocks.1.{name}" for name in ("img_attn.qkv", "txt_attn.qkv", "img_mlp.0")
+    } < modules
+    assert {f"diffusion_model.single_blocks.1.{name}" for name in ("linear1", "linear2")} < modules
+    assert main(["export", str(native), "--format", "diffusers", "--out", str(back)]) == 0
+    for file in (native, back):
+        found = read_lora(file)
+        assert found.keys() == updates.keys()
+        for layer, update in updates.items():
+            torch.testing.assert_close(found[layer].delta(), update.delta(), rtol=1e-4, atol=1e-6)
+
+    theirs = Flux2Transformer2DModel.from_pretrained(pipeline / "transformer", local_files_only=True)
+    theirs.load_lora_adapter(load_file(back), prefix="transformer")
+    layer = "single_transformer_blocks.1.attn.to_qkv_mlp_proj"
+    x, lora = torch.eye(32), theirs.get_submodule(layer)
+    torch.testing.assert_close((lora(x) - lora.base_layer(x)).T, updates[layer].delta(), rtol=1e-4, atol=1e-6)
+    drawn = []
+    for words in ([], ["--lora", str(native)], ["--base"]):
+        out = tmp_path / "drawn.png"
+        given = ["--model", str(pipeline), "--precision", "fp32"] if "--lora" in words else ["--run", str(run)]
+        given += ["--prompt", "a dot", "--seed", "3", "--steps", "2", "--size", "64x64"]
+        assert main(["generate", *given, *words, "--device", "cpu", "--out", str(out), "--overwrite"]) == 0
+        drawn.append(Image.open(out).tobytes())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_what_does_not_fit_together_is_refused(config: dict[str, Any], pipeline: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(pipeline, tmp_path / "copy")
+    data = config | {
+        "model": config["model"] | {"pretrained": str(copy)},
+        "output": config["output"] | {"cache": str(tmp_path)},
+    }
+
+    def changed(part: str, **settings: object) -> None:
+        file = copy / part / "config.json"
+        file.write_text(json.dumps(json.loads((pipeline / part / "config.json").read_bytes()) | settings))
+
+    changed("text_encoder", hidden_size=48)
+    with pytest.raises(
+        ConfigError, match=r"a text encoder of width 96, and the transformer reads 64\. Use the pipeline"
+    ):
+        validate(data, "width")
+    changed("text_encoder")
+    changed("vae", latent_channels=16)
+    with pytest.raises(ConfigError, match="makes latents of 64 channels, and the model reads 128. Use the autoencoder"):
+        validate(data, "channels")
+    changed("vae", block_out_channels=[8, 8, 8])
+    with pytest.raises(ConfigError, match="latents of 8 pixels a side for each place, and the model reads 16"):
+        validate(data, "downsampling")
+    changed("vae")
+    (copy / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="has no chat template .*Qwen3 reads prompts. Download the tokenizer again"):
+        run_with(data)
+
+
+def test_of_which_family_a_model_is_and_what_it_lacks_is_said(config: dict[str, Any], tiny_pipeline: Path) -> None:
+    with pytest.raises(ConfigError, match="is a model of SD3. Set model.family to sd3"):
+        validate(merged(config, model={"pretrained": str(tiny_pipeline)}), "SD3's")
+    with pytest.raises(ConfigError, match="is a model of Made-up. Set model.family to made_up"):
+        validate(merged(config, model={"family": "sd3"}), "not SD3's")
+    with pytest.raises(
+        UserError, match="the model's blocks have none of diffusers' class FeedForward. Use checkpointing"
+    ):
+        run_with(config, memory={"checkpointing": "feed_forward"})
+    mask = torch.ones(3, dtype=torch.bool)
+    prompts = [Conditioning(torch.zeros(3, 64), each) for each in (mask, None)]
+    with pytest.raises(UserError, match="some prompts of a batch have mask and others do not"):
+        stack(prompts)
+
+
+@pytest.mark.data
+def test_the_real_tokenizer_reads_prompts_as_the_tiny_one(real_data: Path, pipeline: Path) -> None:
+    encoder = made_up.QwenEncoder("qwen3", "tokenizer", "text_encoder", "Qwen3", 512)
+    folder = real_data / "families" / "flux2_klein_config" / "tokenizer"
+    real, tiny = encoder.read_tokenizer(folder), encoder.read_tokenizer(pipeline / "tokenizer")
+    for prompt in ("a red dot", "", " Zwei Zeilen\nund ein 🐕 "):
+        assert encoder.text(real, prompt) == encoder.text(tiny, prompt)
+    assert encoder.counts(real, ["a red dot"]) == [15]
+    for tokenizer, first in ((real, 151643), (tiny, 256)):
+        ids, mask = encoder.tokenize(tokenizer, ["a red dot", ""])
+        assert mask is not None and mask.sum(1).tolist() == encoder.counts(tokenizer, ["a red dot", ""])
+        special = [int(number) - first for number in ids[0] if number >= first]
+        assert special == [
+            made_up.SPECIAL.index(each)
+            for each in ("<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>")
+        ]

@@ -1,0 +1,425 @@
+"""A family that the package does not have: FLUX.2's transformer and autoencoder, tiny, and a Qwen3 as text encoder.
+
+It differs from every family of the package: a language model with a chat template and two tapped layers, prompts of
+their own lengths and no pooled one; latents of 16 x 16 pixels with a batch norm's statistics; modulations that all
+blocks share; one linear layer for q, k, v and the mlp; and a network that predicts z_0 - noise from time 1 - sigma.
+What stands here up to ``MadeUp`` is what such a family costs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
+
+from pydantic import BaseModel, Field
+from pydantic.fields import FieldInfo
+
+from simpletune.models.objectives.conventions import FlowConventions, empirical_mu
+from simpletune.models.shared.autoencoder import Latents
+from simpletune.models.shared.buckets import Size
+from simpletune.models.shared.family import Family
+from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, LoraNames
+from simpletune.models.shared.fused import Fused, Rows
+from simpletune.models.shared.lora_layout import Layout
+from simpletune.models.shared.lora_layout import LoraNames as Names
+from simpletune.models.shared.model_config import ModelConfig
+from simpletune.models.shared.modulation import Modulation
+from simpletune.models.shared.single_file import FileLayout
+from simpletune.models.text.encoder import EncoderChanges, OpenEncoder, TextEncoder, Tokens
+from simpletune.models.text.family_text import FamilyText, TextRegion
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from simpletune.models.shared.conditioning import Conditioning
+    from simpletune.models.shared.parts import Part
+
+TAPS = (1, 3)
+FUSED = {
+    **Fused("img_attn.qkv", ("attn.to_q", "attn.to_k", "attn.to_v")).rows(),
+    **Fused("txt_attn.qkv", ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")).rows(),
+}
+DOUBLE = {
+    "attn.to_out.0": "img_attn.proj", "attn.to_add_out": "txt_attn.proj",
+    "ff.linear_in": "img_mlp.0", "ff.linear_out": "img_mlp.2",
+    "ff_context.linear_in": "txt_mlp.0", "ff_context.linear_out": "txt_mlp.2",
+}  # fmt: skip
+SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
+
+
+@dataclass(frozen=True)
+class QwenEncoder(TextEncoder):
+    """A Qwen3, of which two layers' hidden states are read side by side, without its padding."""
+
+    kind: ClassVar[str] = "Qwen3"
+    templated: ClassVar[bool] = True
+
+    def width(self, config: ModelConfig) -> int:
+        return len(TAPS) * int(config["hidden_size"])
+
+    def positions(self, config: ModelConfig) -> int | None:
+        return int(config["max_position_embeddings"])
+
+    def tokenizer_class(self) -> type[PreTrainedTokenizerBase]:
+        from transformers import Qwen2Tokenizer
+
+        return Qwen2Tokenizer
+
+    def text(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+        said = [{"role": "user", "content": prompt}]
+        return str(
+            tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        )
+
+    def tokenize(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> Tokens:
+        found = tokenizer(
+            [self.text(tokenizer, prompt) for prompt in prompts],
+            padding=True, padding_side="right", max_length=self.length, truncation=True, return_tensors="pt",
+        )  # fmt: skip
+        return Tokens(found.input_ids, found.attention_mask.bool())
+
+    def open(
+        self,
+        part: Part,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokenizer: PreTrainedTokenizerBase,
+        changes: EncoderChanges | None = None,
+    ) -> OpenEncoder:
+        from layered_qwen3 import LayeredQwen3
+
+        return LayeredQwen3(part, dtype, device, changes=changes, taps=TAPS)
+
+    def open_empty(self, part: Part, dtype: torch.dtype, device: torch.device) -> OpenEncoder:
+        from layered_qwen3 import LayeredQwen3
+
+        from simpletune.models.text.layered import EmptyTensors
+
+        opened = LayeredQwen3(part, dtype, device, lambda model: EmptyTensors(model, dtype), taps=TAPS)
+        opened.model.to("meta")
+        return opened
+
+
+class MadeUpText(FamilyText["MadeUp"]):
+    """One Qwen3."""
+
+    one_length: ClassVar[bool] = False
+    masked: ClassVar[bool] = True
+
+    @property
+    def encoders(self) -> Sequence[TextEncoder]:
+        return (QwenEncoder("qwen3", "tokenizer", "text_encoder", "Qwen3", self.family.text_length),)
+
+    @property
+    def tokens(self) -> int:
+        return self.family.text_length
+
+    @property
+    def width(self) -> int:
+        return int(self.family.known_config()["joint_attention_dim"])
+
+    def regions(self) -> Mapping[str, TextRegion]:
+        return {"qwen3": TextRegion("text_encoder", self.width)}
+
+    def describe(self) -> str:
+        return f"Qwen3 with at most {self.tokens} tokens"
+
+    def assemble(self, parts: Mapping[str, Mapping[str, Tensor]]) -> Conditioning:
+        from simpletune.models.shared.conditioning import Conditioning
+
+        return Conditioning(parts["qwen3"]["hidden"])
+
+
+_DOUBLE, _SINGLE = r"^transformer_blocks\.\d+\.", r"^single_transformer_blocks\.\d+\."
+_ATTENTION = rf"{_DOUBLE}attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)$|{_SINGLE}"
+BLOCKS = {"transformer_blocks": ("double_blocks", DOUBLE), "single_transformer_blocks": ("single_blocks", SINGLE)}
+
+
+class MadeUpNames(Names):
+    """Names of its layers in LoRA files."""
+
+    title = "Made-up"
+    denoiser = "transformer"
+    short = {"blocks": "transformer_blocks", "single": "single_transformer_blocks"}
+    header = {"": {"modelspec.architecture": "made-up/lora"}}
+    targets = {
+        "attention": re.compile(_ATTENTION),
+        "attention_mlp": re.compile(rf"{_ATTENTION}|{_DOUBLE}ff(_context)?\.linear_(in|out)$"),
+        "all_linear": re.compile(rf"{_DOUBLE}|{_SINGLE}"),
+    }
+
+    def shows(self, name: str, inputs: int) -> int:
+        return int(bool(re.search(r"single_|linear_(in|out)|_attn[._]|_mlp[._]", name)))
+
+    def layers(self, module: str, layout: Layout) -> tuple[str, ...]:
+        for ours, (theirs, leaves) in BLOCKS.items():
+            known = leaves | ({name: own for name, (own, _) in FUSED.items()} if leaves is DOUBLE else {})
+            name = layout.spelt(theirs if layout.original else ours)
+            found = re.fullmatch(rf"{name}[._](\d+)[._](.+)", module)
+            if found is not None:
+                spelt = {ours: layout.spelt(own if layout.original else ours) for ours, own in known.items()}
+                return tuple(f"{ours}.{found[1]}.{leaf}" for leaf, own in spelt.items() if own == found[2])
+        return ()
+
+    def original(self, layer: str) -> tuple[str, Rows | None]:
+        start, number, inner = layer.split(".", 2)
+        block, leaves = BLOCKS[start]
+        fused, rows = FUSED[inner] if leaves is DOUBLE and inner in FUSED else (leaves[inner], None)
+        return f"{block}.{number}.{fused}", rows
+
+
+NAMES = MadeUpNames()
+LAYOUTS = (
+    Layout("diffusers", "transformer.", NAMES),
+    Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
+    Layout("bare", "", NAMES),
+)
+
+
+def _no_files(*_: object) -> Any:
+    raise KeyError("it has no single files")
+
+
+class MadeUp(Family):
+    """The family."""
+
+    family: Literal["made_up"] = "made_up"
+    """A family of tests."""
+    pretrained: Annotated[str, Field(min_length=1)] = "nobody/made-up"
+    """A folder in diffusers' layout."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Start from the pretrained transformer, or from random weights."""
+    loras: LoraNames = []
+    """LoRAs to train on top of."""
+    transformer: str | None = None
+    """Replaces the transformer."""
+    vae: str | None = None
+    """Replaces the autoencoder."""
+    text_encoders: str | None = None
+    """Folder of a pipeline with tokenizer and text encoder."""
+    text_length: Annotated[int, Field(ge=16, le=512)] = 96
+    """The most tokens of a prompt."""
+
+    title: ClassVar[str] = "Made-up"
+    denoiser: ClassVar[str] = "transformer"
+    layout: ClassVar[FileLayout] = FileLayout(
+        "Made-up", "transformer", "double_blocks.0.made_up", {}, _no_files, _no_files
+    )
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
+    latents: ClassVar[Latents] = Latents(("AutoencoderKLFlux2",), 16)
+    multiple: ClassVar[int] = 16
+    resolution: ClassVar[int] = 512
+    guidance: ClassVar[float] = 4.0
+    largest_side: ClassVar[int] = 2048
+    objectives: ClassVar[tuple[str, ...]] = ("flow",)
+    flow: ClassVar[FlowConventions] = FlowConventions(1.0, 0.0, -1, empirical_mu, from_one=True)
+    no_hypernetwork: ClassVar[str | None] = "its attention reads prompt and picture together. Use adapter.method lora"
+    diffusers: ClassVar[DiffusersNames] = DiffusersNames("Flux2Transformer2DModel", "Flux2KleinPipeline", "made-up")
+    text_side: ClassVar[type[FamilyText[Any]]] = MadeUpText
+    hub_names: ClassVar[Mapping[str, str]] = {}
+    after_units: ClassVar[str] = "norm_out"
+    starts_small: ClassVar[str] = r"modulation|norm_out\.linear|^proj_out\."
+    modulation: ClassVar[Modulation | None] = Modulation(
+        embed="time_guidance_embed",
+        layers={r"_modulation(_img|_txt)?\.linear$": "act_fn", r"^norm_out\.linear$": "silu"},
+        inputs=lambda time, pooled, dtype: (time.to(dtype) * 1000, None),
+        reads_pooled=False,
+    )
+
+    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
+        return {}
+
+    def file_version(self) -> str:
+        return ""
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        blocks = (name.split(".") for name in names if name.split(".")[0] in BLOCKS)
+        return tuple(dict.fromkeys(f"{block}.{number}" for block, number, *_ in blocks))
+
+    def image_tokens(self, size: Size) -> int:
+        return size[0] // 16 * (size[1] // 16)
+
+    def layer_rows(self, size: Size) -> Callable[[str], int]:
+        image, text = self.image_tokens(size), self.text.tokens
+
+        def rows(layer: str) -> int:
+            if layer.startswith("single_"):
+                return image + text
+            return text if re.search(r"\.(add_|to_add_out|ff_context)", layer) else image
+
+        return rows
+
+    def attentions(self, size: Size) -> Sequence[AttentionShape]:
+        config, tokens = self.known_config(), self.image_tokens(size) + self.text.tokens
+        return [AttentionShape(config["num_attention_heads"], tokens, tokens, config["attention_head_dim"])]
+
+    def predict(
+        self, model: nn.Module, z_t: Tensor, time: Tensor, conditioning: Conditioning, dtype: torch.dtype
+    ) -> Tensor:
+        import torch
+
+        b, c, h, w = z_t.shape
+        embeds, mask = conditioning.embeds.to(dtype), conditioning.mask
+
+        def places(rows: int, columns: int, tokens: int) -> Tensor:
+            return torch.cartesian_prod(*(torch.arange(n, device=z_t.device) for n in (1, rows, columns, tokens)))
+
+        seen = None if mask is None else torch.cat([mask, mask.new_ones(b, h * w)], 1)[:, None, None]
+        predicted = model(
+            hidden_states=z_t.to(dtype).flatten(2).transpose(1, 2),
+            encoder_hidden_states=embeds,
+            timestep=time,
+            img_ids=places(h, w, 1),
+            txt_ids=places(1, 1, embeds.shape[1]),
+            joint_attention_kwargs=None if seen is None else {"attention_mask": seen},
+            return_dict=False,
+        )[0]
+        return predicted.transpose(1, 2).reshape(b, c, h, w)
+
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        return int(max(steps - steps * strength, 0))
+
+    def licence_of(self, hub_name: str) -> Licence | None:
+        return None
+
+
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}"
+)
+"""What Qwen3's own template makes of one message, without thinking."""
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>",
+    "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
+    "<think>", "</think>",
+)  # fmt: skip
+"""Qwen3's special tokens, in the order of their ids, which follow the words'."""
+TRANSFORMER: dict[str, Any] = {
+    "patch_size": 1, "in_channels": 128, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 2, "joint_attention_dim": 64, "timestep_guidance_channels": 32, "mlp_ratio": 3.0,
+    "axes_dims_rope": (4, 4, 4, 4), "rope_theta": 2000, "guidance_embeds": False,
+}  # fmt: skip
+
+
+def build(folder: Path, dtype: str = "fp32", seed: int = 0, **changes: Any) -> Path:
+    """Write a pipeline of random weights in diffusers' layout; ``changes`` are of its transformer."""
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from benchmarks.tiny_models import tiny_sd3
+
+    write_tokenizer(folder / "tokenizer")
+    with tiny_sd3.seeded(seed, 0):
+        text = Qwen3ForCausalLM(Qwen3Config(**QWEN))
+    tiny_sd3.save_model(text, folder / "text_encoder", dtype)
+    with tiny_sd3.seeded(seed, 1):
+        transformer = Flux2Transformer2DModel(**{**TRANSFORMER, **changes})
+    tiny_sd3.save_model(transformer, folder / "transformer", dtype)
+    with tiny_sd3.seeded(seed, 2):
+        vae = AutoencoderKLFlux2(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+        vae.bn.running_mean.normal_()
+        vae.bn.running_var.uniform_(0.5, 2.0)
+    tiny_sd3.save_model(vae, folder / "vae", dtype)
+    FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
+    parts = {
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        "text_encoder": ("transformers", "Qwen3ForCausalLM"),
+        "tokenizer": ("transformers", "Qwen2TokenizerFast"),
+        "transformer": ("diffusers", "Flux2Transformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKLFlux2"),
+    }
+    index = {"_class_name": "Flux2KleinPipeline", "_diffusers_version": "0.37.0.dev0", **parts}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+QWEN: dict[str, Any] = {
+    "vocab_size": 256 + len(SPECIAL), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write Qwen3's tokenizer with the 256 bytes as its only words."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    folder.mkdir(parents=True)
+    alphabet = sorted(ByteLevel.alphabet())
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(alphabet)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    added = {
+        str(len(alphabet) + number): {
+            "content": word, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+            "special": word.startswith("<|") and "fim" not in word,
+        }
+        for number, word in enumerate(SPECIAL)
+    }  # fmt: skip
+    settings = {
+        "added_tokens_decoder": added, "model_max_length": 131072, "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None,
+        "add_prefix_space": False, "add_bos_token": False, "errors": "replace", "split_special_tokens": False,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(CHAT)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Add the family to the union and to what is computed from it; in a release it would stand in families.py."""
+    import simpletune.adapters.files.header  # noqa: F401  they keep what is changed here from their import on
+    import simpletune.adapters.files.start  # noqa: F401
+    import simpletune.adapters.files.updates  # noqa: F401
+    import simpletune.adapters.methods.targets  # noqa: F401
+    from simpletune.config.schema import TrainConfig
+    from simpletune.models import families, lora_registry
+
+    field, usual = TrainConfig.model_fields["model"], families.FAMILIES
+    union = Annotated[get_args(families.Model)[0] | MadeUp, Field(discriminator="family")]
+    changed = FieldInfo.from_annotated_attribute(union, field.default)
+    changed.description = field.description
+    layouts = cast(dict[Names, Sequence[Layout]], lora_registry.LAYOUTS)
+    new = {
+        "FAMILIES": (usual, (*usual, MadeUp())),
+        "TARGETS": (lora_registry.TARGETS, tuple(dict.fromkeys((*lora_registry.TARGETS, *NAMES.targets)))),
+        "SHORT": (lora_registry.SHORT, lora_registry.SHORT | dict(NAMES.short)),
+    }
+    exchange = partial(_exchange, new)
+    try:
+        layouts[NAMES] = LAYOUTS
+        exchange(0, 1)
+        _set_model(TrainConfig, changed)
+        yield
+    finally:
+        _set_model(TrainConfig, field)
+        exchange(1, 0)
+        del layouts[NAMES]
+
+
+def _exchange(values: Mapping[str, tuple[object, object]], old: int, new: int) -> None:
+    for name, pair in values.items():
+        for module in [each for key, each in sys.modules.items() if key.startswith("simpletune.")]:
+            if vars(module).get(name) is pair[old]:
+                setattr(module, name, pair[new])
+    from simpletune.models import lora_registry
+
+    lora_registry.matches_layer.cache_clear()
+    lora_registry.is_convolution.cache_clear()
+
+
+def _set_model(config: type[BaseModel], field: FieldInfo) -> None:
+    config.__pydantic_fields__["model"] = field
+    config.model_rebuild(force=True)
