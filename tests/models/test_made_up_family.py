@@ -83,6 +83,15 @@ def test_it_trains_and_resumes_to_the_bit(case: str, config: dict[str, Any]) -> 
         assert len(list((whole / "samples").rglob("*.png"))) >= 1
 
 
+@pytest.mark.parametrize("memory", [STREAMED, PLAN], ids=["streamed", "plan"])
+def test_levers_leave_its_losses(memory: dict[str, Any], config: dict[str, Any]) -> None:
+    def losses(**memory: object) -> list[float]:
+        run = run_with(config, memory=memory, train={"batch_size": 2}, checkpoint={"every": None})
+        return [row["loss"] for row in read_metrics(run)]
+
+    assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
+
+
 ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("lora", {}),
     "two": ("lora", {"train": {"batch_size": 2}}),

@@ -61,26 +61,28 @@ class Family(FamilyFacts):
 
     def _other_encoders(self) -> Iterator[Problem]:
         """Report text encoders of another model than the denoiser's, as far as both are known without a download."""
+        text = self.text
         try:
             known = self.denoiser_config(fetch=False) is not None
-        except (UserError, KeyError, TypeError):
-            return  # reported where the shapes are read
-        given = [] if not known else [sources.provider(self, encoder.model)[1] or "" for encoder in self.text.encoders]
-        if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
-            return
-        texts = [(encoder, self.known_part(encoder.model).config()) for encoder in self.text.encoders]
-        widths = [encoder.width(text) for encoder, text in texts]
-        pooled = sum(encoder.pooled_width(text) for encoder, text in texts)
-        named = "a text encoder of width" if len(texts) == 1 else "text encoders of widths"
+            given = [sources.provider(self, encoder.model)[1] or "" for encoder in text.encoders] if known else []
+            if not given or any(is_hub_name(each) and self.bundled_config(each) is None for each in given):
+                return
+            configs = [(encoder, self.known_part(encoder.model).config()) for encoder in text.encoders]
+            widths = [encoder.width(config) for encoder, config in configs]
+            pooled = sum(encoder.pooled_width(config) for encoder, config in configs)
+            reads, reads_pooled, fits = text.width, text.pooled_width, text.fits(widths)
+        except (UserError, KeyError, TypeError, ValueError):
+            return  # reported where the shapes are read, or the encoder is
+        named = "a text encoder of width" if len(widths) == 1 else "text encoders of widths"
         field, source = ("text_encoders", self.text_encoders) if self.text_encoders else ("pretrained", self.pretrained)
         title = {"unet": "UNet"}.get(self.denoiser, self.denoiser)
-        for has, fits, reads in (
-            (f"{named} {' + '.join(map(str, widths))}", self.text.fits(widths), self.text.width),
-            (f"a pooled prompt of width {pooled}", pooled == self.text.pooled_width, self.text.pooled_width),
+        for has, fitting, read in (
+            (f"{named} {' + '.join(map(str, widths))}", fits, reads),
+            (f"a pooled prompt of width {pooled}", pooled == reads_pooled, reads_pooled),
         ):
-            if not fits:
+            if not fitting:
                 remedy = f"Use the pipeline of the {title}'s own version"
-                yield Problem(f"model.{field}", f"{source} has {has}, and the {title} reads {reads}. {remedy}")
+                yield Problem(f"model.{field}", f"{source} has {has}, and the {title} reads {read}. {remedy}")
                 return
 
     def part(self, name: str) -> Part:

@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3Model
-from transformers.masking_utils import create_causal_mask
+from layered_qwen3 import LayeredQwen3
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
-from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.text.encoder import Tokens
-from simpletune.models.text.layered import LayeredEncoder
 
 CPU = torch.device("cpu")
 CONFIG = {
     "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 LENGTHS = (7, 3, 5)
-
-
-class LayeredQwen3(LayeredEncoder):
-    title: ClassVar = "Qwen3"
-    embeddings: ClassVar = ("embed_tokens.weight",)
-    ignored: ClassVar = ("lm_head.",)
-    blocks: ClassVar = "layers"
-    norm: ClassVar = "norm"
-
-    def build(self, config: ModelConfig) -> nn.Module:
-        return Qwen3Model(Qwen3Config.from_dict(config))
-
-    def call(self, block: nn.Module, x: Tensor, mask: Tensor | None, state: dict[str, Any]) -> Tensor:
-        places = torch.arange(x.shape[1])[None]
-        seen = create_causal_mask(config=self.model.config, inputs_embeds=x, attention_mask=mask, past_key_values=None)
-        angles = self.model.rotary_emb(x, places)  # type: ignore[operator]
-        return block(x, attention_mask=seen, position_ids=places, position_embeddings=angles)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen3Model, Path]:
     torch.manual_seed(0)
-    model = Qwen3Model(Qwen3Config(**CONFIG)).eval()  # type: ignore[arg-type]
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG)).eval()  # type: ignore[arg-type]
     folder = tmp_path_factory.mktemp("qwen3") / "text_encoder"
     model.save_pretrained(folder)
-    return model, folder
+    return model.model, folder
 
 
 def tokens() -> Tokens:
@@ -60,8 +40,7 @@ def tokens() -> Tokens:
 def test_hidden_states_are_the_whole_models_bit_for_bit(taps: tuple[int, ...], whole: tuple[Qwen3Model, Path]) -> None:
     """Each prompt alone, as it is encoded: neither its length nor its bits depend on the others."""
     model, folder = whole
-    opened = LayeredQwen3(Part("text_encoder", folder), torch.float32, CPU)
-    opened.taps = taps  # type: ignore[misc]
+    opened = LayeredQwen3(Part("text_encoder", folder), torch.float32, CPU, taps=taps)
     ids, mask = tokens()
     assert mask is not None
     for output, row, own in zip(opened.encode(Tokens(ids, mask)), ids, mask, strict=True):
@@ -87,11 +66,10 @@ def test_prompts_of_different_lengths_pass_a_layer_together(whole: tuple[Qwen3Mo
 def test_a_layer_after_the_last_tap_is_never_loaded(
     whole: tuple[Qwen3Model, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = LayeredQwen3(Part("text_encoder", whole[1]), torch.float32, CPU)
-    opened.taps = (1, 2)  # type: ignore[misc]
+    opened = LayeredQwen3(Part("text_encoder", whole[1]), torch.float32, CPU, taps=(1, 2))
     read: list[str] = []
     get = opened.tensors.get
     monkeypatch.setattr(opened.tensors, "get", lambda name: read.append(name) or get(name))
     assert next(iter(opened.encode(tokens())))["hidden"].shape == (7, 64)
-    assert {name.split(".")[1] for name in read if name.startswith("layers.")} == {"0", "1"}
-    assert "norm.weight" not in read
+    assert {name.split(".")[2] for name in read if name.startswith("model.layers.")} == {"0", "1"}
+    assert "model.norm.weight" not in read
