@@ -303,9 +303,10 @@ def snippet(config: TrainConfig, example: PictureRequest) -> str:
     lines += [f'pipeline.load_textual_inversion(RESULT, weight_name="{name}")' for name in _loaded_tokens(config)]
     if not config.adapter.trains_base and (config.adapter.trains or config.text.lora):
         lines += [f'pipeline.load_lora_weights(RESULT, weight_name="{result}")']
+    away = example.negative_prompt
     arguments = {
         "prompt": example.prompt,
-        **({} if example.negative_prompt is None else {"negative_prompt": example.negative_prompt}),
+        **({"negative_prompt": away} if away is not None and model.diffusers.negative_prompt else {}),
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,

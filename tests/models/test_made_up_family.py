@@ -12,12 +12,15 @@ from typing import Any
 import made_up
 import pytest
 import torch
+from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
 from simulated import assert_same_bytes
 from tiny_runs import merged, resumed_from, run_with, saved_weights
 
 from simpletune.adapters.files.read import read_lora
+from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
@@ -81,6 +84,11 @@ def test_it_trains_and_resumes_to_the_bit(case: str, config: dict[str, Any]) -> 
     torch.testing.assert_close(saved_weights(resumed_from(whole, data, 2), 4), after, rtol=0, atol=0)
     if data["validation"]["prompts"]:
         assert len(list((whole / "samples").rglob("*.png"))) >= 1
+        card = (whole / "README.md").read_text()  # whose pipeline takes no negative prompt
+        assert "Flux2KleinPipeline" in card and "guidance_scale=4.0" in card and "negative_prompt" not in card
+    if case == "full":
+        theirs = Flux2Transformer2DModel.from_pretrained(whole / "transformer", local_files_only=True)
+        torch.testing.assert_close(dict(theirs.named_parameters()), after, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("memory", [STREAMED, PLAN], ids=["streamed", "plan"])
@@ -90,6 +98,26 @@ def test_levers_leave_its_losses(memory: dict[str, Any], config: dict[str, Any])
         return [row["loss"] for row in read_metrics(run)]
 
     assert losses(**memory) == pytest.approx(losses(checkpointing="all"), rel=1e-5)
+
+
+KEPT: dict[str, Any] = {"checkpointing": "all"}
+PRODUCT = [
+    pytest.param(method, weights, memory, marks=pytest.mark.slow)
+    for method in METHODS
+    for weights in ("bf16", "int8", "nf4")
+    for memory in (KEPT, STREAMED, PLAN, STREAMED | PLAN)
+    if method != "full" or (weights, memory) == ("bf16", KEPT)  # the levers and precisions are for frozen weights
+]
+
+
+@pytest.mark.parametrize(("method", "weights", "memory"), PRODUCT)
+def test_every_method_with_every_precision_and_lever(
+    method: str, weights: str, memory: dict[str, Any], config: dict[str, Any]
+) -> None:
+    data = merged(config | {"adapter": METHODS[method]}, precision={"weights": weights}, memory=memory)
+    data["train"] = {"steps": 2, "batch_size": 2}
+    assert all(math.isfinite(row["loss"]) for row in read_metrics(run_with(data)))
+    assert_same_bytes(validate(data, "product"))
 
 
 ESTIMATED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -148,8 +176,6 @@ def test_the_kernel_of_a_batch_with_a_mask_is_predicted_and_tried(config: dict[s
 
 def test_a_picture_is_that_of_diffusers_pipeline(config: dict[str, Any], pipeline: Path) -> None:
     """Template, tapped layers, noise levels, statistics of the latents: all but the network's time and sign."""
-    from diffusers import Flux2KleinPipeline
-
     read = validate(config, "picture")
     model, prompts, request = read.model, ("a red dot", ""), PictureRequest("", 0, "", 96, 64, 3, 4.0)
     assert isinstance(model, made_up.MadeUp)
@@ -184,8 +210,6 @@ def test_a_picture_is_that_of_diffusers_pipeline(config: dict[str, Any], pipelin
 
 def test_its_lora_is_written_and_read_in_two_layouts(config: dict[str, Any], tmp_path: Path, pipeline: Path) -> None:
     """Also by diffusers, and by the package's own drawing."""
-    from diffusers import Flux2Transformer2DModel
-
     run = run_with(config | {"adapter": {"method": "lora", "rank": 2, "targets": "attention_mlp"}})
     (own,) = run.glob("*.safetensors")
     updates, native, back = read_lora(own), tmp_path / "native.safetensors", tmp_path / "back.safetensors"
@@ -247,6 +271,20 @@ def test_what_does_not_fit_together_is_refused(config: dict[str, Any], pipeline:
         run_with(data)
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "widths"),
+    [("text_encoder", "hidden_size", r"48 \+ 16 \+ 32"), ("text_encoder_3", "d_model", r"16 \+ 16 \+ 48")],
+)
+def test_sd3s_encoders_fit_its_transformer_too(
+    part: str, field: str, widths: str, tiny_config: dict, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    """CLIP's, side by side, may be narrower than T5's."""
+    file = shutil.copytree(tiny_pipeline, tmp_path / "copy") / part / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {field: 48}))
+    with pytest.raises(ConfigError, match=f"text encoders of widths {widths}, and the transformer reads 32"):
+        validate(merged(tiny_config, model={"pretrained": str(tmp_path / "copy")}), "widths")
+
+
 def test_of_which_family_a_model_is_and_what_it_lacks_is_said(config: dict[str, Any], tiny_pipeline: Path) -> None:
     with pytest.raises(ConfigError, match="is a model of SD3. Set model.family to sd3"):
         validate(merged(config, model={"pretrained": str(tiny_pipeline)}), "SD3's")
@@ -260,6 +298,23 @@ def test_of_which_family_a_model_is_and_what_it_lacks_is_said(config: dict[str, 
     prompts = [Conditioning(torch.zeros(3, 64), each) for each in (mask, None)]
     with pytest.raises(UserError, match="some prompts of a batch have mask and others do not"):
         stack(prompts)
+
+
+def test_the_commands_know_it(
+    config: dict[str, Any], pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, pictures = tmp_path / "config.json", config["data"]["path"]
+    file.write_text(json.dumps(config))
+    assert main(["check", str(file)]) == main(["estimate", str(file), "--device", "L4"]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen3 with at most 96 tokens" in said and "predicted peak memory on the card" in said
+    layer = "single_transformer_blocks.0.attn.to_out"
+    lora = write_lora({layer: LoraUpdate(torch.ones(2, 128), torch.ones(32, 2), 1.0)}, tmp_path / "a.safetensors")
+    assert main(["inspect", str(lora)]) == 0
+    said = capsys.readouterr().out
+    assert "Made-up" in said and "ComfyUI    untested; how it reads LoRAs for Made-up is not known" in said
+    assert main(["init", pictures, "--model", str(pipeline), "--out", str(tmp_path / "init.json"), "--yes"]) == 2
+    assert "is a Made-up model, and no configuration for those ships" in capsys.readouterr().err
 
 
 @pytest.mark.data

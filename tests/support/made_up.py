@@ -225,7 +225,9 @@ class MadeUp(Family):
     objectives: ClassVar[tuple[str, ...]] = ("flow",)
     flow: ClassVar[FlowConventions] = FlowConventions(1.0, 0.0, -1, empirical_mu, from_one=True)
     no_hypernetwork: ClassVar[str | None] = "its attention reads prompt and picture together. Use adapter.method lora"
-    diffusers: ClassVar[DiffusersNames] = DiffusersNames("Flux2Transformer2DModel", "Flux2KleinPipeline", "made-up")
+    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
+        "Flux2Transformer2DModel", "Flux2KleinPipeline", "made-up", negative_prompt=False
+    )
     text_side: ClassVar[type[FamilyText[Any]]] = MadeUpText
     hub_names: ClassVar[Mapping[str, str]] = {}
     after_units: ClassVar[str] = "norm_out"

@@ -192,6 +192,11 @@ class Choices:
         kind = self.family.family
         if self.tiny:
             kind = model if model in MODELS else TINY_SD3  # an unknown one is refused with the others
+        if kind not in TEMPLATES:
+            raise UserError(
+                f"{model} is a {self.family.title} model, and no configuration for those ships that init could start "
+                "from. Write one (docs/reference/configuration.md), or name another model"
+            )
         profile, fits = profile_of(self.device)
         origin, *smaller = templates_for(TEMPLATES[kind][self.what], profile)
         template = read_json(Path(origin))

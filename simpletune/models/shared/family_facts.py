@@ -53,6 +53,7 @@ class DiffusersNames(NamedTuple):
     pipeline: str  # class
     tag: str  # on the Hub
     inpainting: str | None = None  # class of the pipeline of models that inpaint; None: the family has none
+    negative_prompt: bool = True  # whether the pipeline takes one; if not, guidance leads away from the empty text
 
 
 LoraNames = list[Annotated[str, Field(min_length=1)]]

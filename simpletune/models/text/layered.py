@@ -188,6 +188,7 @@ class LayeredEncoder:
                     masks = repeat(None) if mask is None else mask.split(batch_size)
                     for batch, own_mask in zip(hidden.split(batch_size), masks, strict=False):
                         own, seen = trimmed(batch, own_mask)
+                        seen = None if seen is None else to_device(seen, self.device)
                         own.copy_(self.call(block, to_device(own, self.device), seen, state))
                 advance()
                 if number + 1 in self.taps:
