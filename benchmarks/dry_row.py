@@ -87,8 +87,9 @@ def text(config: TrainConfig) -> None:
     device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
     for encoder in config.model.text.encoders:
         part = config.model.known_part(encoder.model)
-        opened, length = encoder.open_empty(part, dtype, device), encoder.length or encoder.positions(part.config())
-        for _ in opened.encode(Tokens(torch.zeros((2 * BATCH, length or 0), dtype=torch.int64)), BATCH):
+        opened = encoder.open_empty(part, dtype, device)
+        ids = torch.zeros((2 * BATCH, encoder.longest(part.config())), dtype=torch.int64)
+        for _ in opened.encode(Tokens(ids), BATCH):
             pass
         del opened
 

@@ -259,6 +259,7 @@ class ModulationPlan:
         pooled = None
         if self.modulation.fact.reads_pooled:
             found = [each for draw in draws if (each := self.pooled(draw.caption)) is not None]
+            assert len(found) == len(draws), "the family says that modulations depend on a pooled prompt"
             pooled = torch.stack(found)
         return self.modulation(self.time(levels), pooled, portions)
 

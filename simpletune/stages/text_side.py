@@ -113,8 +113,7 @@ def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> Text
         return None
     model = config.model
     lengths = {
-        encoder.name: encoder.length or encoder.positions(model.known_part(encoder.model).config()) or 0
-        for encoder in model.text.encoders
+        encoder.name: encoder.longest(model.known_part(encoder.model).config()) for encoder in model.text.encoders
     }
     both = (
         {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}

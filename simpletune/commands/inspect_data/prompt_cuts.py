@@ -16,6 +16,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import MODELS
 from simpletune.models.shared.sources import is_single_file, provider
 from simpletune.models.text.clip import ClipEncoder
+from simpletune.models.text.encoder import TextEncoder
 from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
 from simpletune.system.options import UserError
 
@@ -72,8 +73,10 @@ class Cutter:
     def __init__(self, config: TrainConfig):
         self.known: list[tuple[str, int, Tokenizer]] = []
         self.problems: list[str] = []  # messages about tokenizers that are available but damaged
-        kinds = {encoder.kind: encoder for encoder in reversed(config.model.text.encoders)}  # the first of each
-        for encoder in reversed(kinds.values()):
+        first: dict[str, TextEncoder] = {}  # of each kind
+        for encoder in config.model.text.encoders:
+            first.setdefault(encoder.kind, encoder)
+        for encoder in first.values():
             folder = tokenizer_folder(config, encoder.tokenizer)
             if folder is None or not (encoder.kind == ClipEncoder.kind or (folder / "tokenizer.json").is_file()):
                 continue

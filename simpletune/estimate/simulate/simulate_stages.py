@@ -156,8 +156,8 @@ def text_snapshots(config: TrainConfig, recorders: Recorders | None = None) -> I
     for encoder in config.model.text.encoders:
         recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
         part = config.model.known_part(encoder.model)
-        opened, length = encoder.open_empty(part, dtype, CPU), encoder.length or encoder.positions(part.config())
-        snapshot = of_encoder(opened, length or 0, recorder)
+        opened = encoder.open_empty(part, dtype, CPU)
+        snapshot = of_encoder(opened, encoder.longest(part.config()), recorder)
         yield encoder.model, 2 * opened.parameter_count(), replace(snapshot, phase="text", module=encoder.name)
 
 

@@ -112,6 +112,10 @@ class TextEncoder:
         """The most tokens for which it has positions; None: any number."""
         return None
 
+    def longest(self, config: ModelConfig) -> int:
+        """L of the longest prompt, by its ``config.json``, where no tokenizer is at hand."""
+        return self.length or self.positions(config) or 0
+
     def tokenizer_class(self) -> type[PreTrainedTokenizerBase]:
         """transformers' class of its tokenizer."""
         raise NotImplementedError

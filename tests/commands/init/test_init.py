@@ -722,7 +722,7 @@ def test_masks_of_some_pictures_or_of_another_size_are_asked_about(
     assert "1 question before anything is written" in said
     commands = [line.partition(":  ")[2] for line in said.splitlines() if ":  " in line]
     assert len(commands) == 2 and all(f"simpletune init {folder} data.mask=" in answer for answer in commands)
-    assert all(answer.endswith("--device cpu") for answer in commands), "what was said before is said again"
+    assert all(answer.endswith("--device cpu") for answer in commands), "the options given are repeated"
     for answer in commands:
         words = shlex.split(answer)[1:]
         assert main([*words, "--overwrite"]) == 0
