@@ -48,7 +48,7 @@ from simpletune.system.startup import ensure_libraries
 if TYPE_CHECKING:
     from simpletune.estimate.simulate.simulate import SimulatedTraining
 
-VERSION = 7  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
+VERSION = 8  # increment when a change to model, step, levers or accounting changes a peak or the recorded operations
 MIB = 2**20
 CONTEXT = 500 * MIB  # the CUDA context and loaded kernels: an allowance, not measured
 # Allowances for what torch's caching allocator reserves beyond the peak. Compared with the real allocator by

@@ -6,6 +6,7 @@ An update with a name of ``shared.lora_encoders`` changes a text encoder; every 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -14,15 +15,13 @@ from simpletune.models.shared.lora_encoders import LoraEncoder
 from simpletune.models.shared.lora_layout import DOWN, UP
 
 ENCODERS: tuple[LoraEncoder, ...] = tuple(encoder for names in LAYOUTS for encoder in names.encoders)
-"""Of all families; the first with a folder stands for the others where the family is unknown."""
+"""Of all families; the first that has a layer stands for the others where the family is unknown."""
 FIRST, T5 = "text_encoder", "text_encoder_3"
 """The folders of a model's first or only text encoder, and of SD3's T5."""
-TITLES: dict[str, str] = {}
-"""The title of each text encoder for messages, by its folder."""
-for _encoder in ENCODERS:
-    TITLES.setdefault(_encoder.folder, _encoder.title)
+FOLDERS = tuple(dict.fromkeys(encoder.folder for encoder in ENCODERS))
+"""The folders of text encoders in pipelines."""
 TEXT_KEY = re.compile(
-    rf"^(({'|'.join(TITLES)})\.|lora_te\d?_|(text_encoders\.)?({'|'.join(n for e in ENCODERS for n in e.comfy)})\.)"
+    rf"^(({'|'.join(FOLDERS)})\.|lora_te\d?_|(text_encoders\.)?({'|'.join(n for e in ENCODERS for n in e.comfy)})\.)"
 )
 BUNDLED = "bundle_emb."
 """The prefix of the keys of embeddings inside a LoRA file: ``bundle_emb.NAME.clip_l``."""
@@ -30,7 +29,7 @@ BUNDLED = "bundle_emb."
 
 def is_text(layer: str) -> bool:
     """Whether a layer is a text encoder's, by its name in this package."""
-    return layer.partition(".")[0] in TITLES
+    return layer.partition(".")[0] in FOLDERS
 
 
 def encoder_of(layer: str) -> tuple[str, str]:
@@ -39,9 +38,11 @@ def encoder_of(layer: str) -> tuple[str, str]:
     return encoder, name
 
 
-def encoder_named(folder: str, encoders: Iterable[LoraEncoder] = ()) -> LoraEncoder:
-    """The text encoder in a folder of a pipeline: of these, a family's, or else the first known one."""
-    return next(each for each in (*encoders, *ENCODERS) if each.folder == folder)
+def encoder_with(layer: str, encoders: Iterable[LoraEncoder] = ()) -> LoraEncoder:
+    """The text encoder that a text layer is of: of these, a family's, or else the first known one. Its folder alone
+    does not tell: in another family, it may hold another encoder."""
+    folder, name = encoder_of(layer)
+    return next(each for each in (*encoders, *ENCODERS) if each.folder == folder and each.layer(name))
 
 
 def text_layer(module: str) -> str | None:
@@ -53,11 +54,11 @@ def text_layer(module: str) -> str | None:
     return None
 
 
-def text_key(layer: str, role: str, layout: str, single: bool = False) -> str:
+def text_key(layer: str, role: str, layout: str, single: bool = False, encoders: Iterable[LoraEncoder] = ()) -> str:
     """The key of a text layer's tensor in a file; ``role`` is as for ``Layout.key``. ``single``: the model has
-    one text encoder, whose keys kohya's scripts do not number."""
-    folder, name = encoder_of(layer)
-    encoder = encoder_named(folder, (each for each in ENCODERS if single and not each.kohya))
+    one text encoder, whose keys kohya's scripts do not number. ``encoders``: the family's, if it is known."""
+    name = encoder_of(layer)[1]
+    encoder = encoder_with(layer, (*encoders, *(each for each in ENCODERS if single and not each.kohya)))
     peft = layout in ("diffusers", "comfy")
     ending = {DOWN: "lora_A.weight" if peft else "lora_down.weight", UP: "lora_B.weight" if peft else "lora_up.weight"}
     if layout == "diffusers":
@@ -85,7 +86,13 @@ def split_text(updates: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str
     return {layer: update for layer, update in updates.items() if layer not in text}, text
 
 
-def encoders_in(layers: Iterable[str]) -> str:
+def layers_by_title(layers: Iterable[str], encoders: Iterable[LoraEncoder] = ()) -> dict[str, int]:
+    """How many of these layers each text encoder has, by its title; ``encoders`` as for ``encoder_with``."""
+    known = (*encoders, *ENCODERS)
+    found = Counter(encoder_with(layer, known) for layer in layers)
+    return {each.title: found[each] for each in sorted(found, key=known.index)}
+
+
+def encoders_in(layers: Iterable[str], encoders: Iterable[LoraEncoder] = ()) -> str:
     """The text encoders that have these layers, in words: ``CLIP-L and CLIP-G``."""
-    found = {encoder_of(layer)[0] for layer in layers}
-    return " and ".join(title for encoder, title in TITLES.items() if encoder in found)
+    return " and ".join(layers_by_title(layers, encoders))

@@ -181,8 +181,9 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
     for each in given:
         updates, text = each.read()
         if text:
+            encoders = encoders_in(text, config.model.lora[0].names.encoders)
             raise UserError(
-                f"{each.place} also updates {encoders_in(text)}, and model.loras changes only the {part}. Train on "
+                f"{each.place} also updates {encoders}, and model.loras changes only the {part}. Train on "
                 "what simpletune merge writes: a single file with its text encoders, or with --denoiser-only a folder "
                 f"for model.{part}"
             )

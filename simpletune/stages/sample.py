@@ -72,8 +72,8 @@ class PictureRequest:
         prompt: what to draw.
         seed: the seed of the starting noise, drawn on the CPU.
         negative_prompt: what guidance steers away from; None: zeros in place of its embeddings.
-        width: in pixels, a multiple of 16.
-        height: in pixels, a multiple of 16.
+        width: in pixels, a multiple of the family's ``multiple``.
+        height: likewise.
         steps: sampling steps.
         guidance: classifier-free guidance; 1 disables it and skips the pass for the negative prompt.
         image: a picture to start from instead of pure noise, or with a mask to paint into; cropped to the size.

@@ -399,7 +399,7 @@ def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stay
     ("words", "message"),
     [
         ("generate --seeds 0", "--seeds: 0 is not a whole number of at least 1"),
-        ("generate --size 100x64", "--size: 100x64 is not WIDTHxHEIGHT in multiples of 16, such as 1024x768"),
+        ("generate --size 100x64", "--size: 100x64 is not WIDTHxHEIGHT in multiples of 8, such as 1024x768"),
         ("generate --resident-blocks -1", "--resident-blocks: -1 is not a whole number of at least 0"),
         ("generate --vae-tile 500", "--vae-tile: 500 is not a multiple of 64 of at least 128, such as 512"),
         ("generate --strength 1.5", "--strength: 1.5 is not a number greater than 0 and at most 1"),

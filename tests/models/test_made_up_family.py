@@ -24,7 +24,6 @@ from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
-from simpletune.estimate.simulate.reports import kernel_of
 from simpletune.estimate.simulate.simulate_stages import of_encoder, simulate_encoding, simulate_parts
 from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.models.text.prompts import Prompts
@@ -91,7 +90,10 @@ def test_it_trains_and_resumes_to_the_bit(case: str, config: dict[str, Any]) -> 
         torch.testing.assert_close(dict(theirs.named_parameters()), after, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("memory", [STREAMED, PLAN], ids=["streamed", "plan"])
+NETWORKS: dict[str, Any] = {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"}
+
+
+@pytest.mark.parametrize("memory", [STREAMED, PLAN, NETWORKS], ids=["streamed", "plan", "networks"])
 def test_levers_leave_its_losses(memory: dict[str, Any], config: dict[str, Any]) -> None:
     def losses(**memory: object) -> list[float]:
         run = run_with(config, memory=memory, train={"batch_size": 2}, checkpoint={"every": None})
@@ -164,12 +166,18 @@ def test_a_masked_batch_predicts_what_each_sample_does_alone(config: dict[str, A
 
 
 def test_the_kernel_of_a_batch_with_a_mask_is_predicted_and_tried(config: dict[str, Any]) -> None:
-    """Flash attention takes no mask; a batch of one, whose prompt has no padding, needs none."""
+    """Flash attention takes no mask; a batch of one, whose prompt has no padding, needs none, but drawing one picture
+    with guidance has two prompts."""
     bf16 = config | {"precision": {"weights": "bf16"}}
-    drawn = {"prompts": ["a dot"], "loss_samples": 1, "width": 64, "height": 64}
+    drawn = {"prompts": ["a dot"], "loss_samples": 1, "width": 64, "height": 64, "steps": 2}
     one = validate(merged(bf16, validation=drawn), "one")
-    two = validate(merged(bf16, train={"batch_size": 2}), "two")
-    assert [kernel_of(each, (8, 9)) for each in (one, two)] == ["flash", "efficient"]
+    two = validate(merged(bf16, train={"batch_size": 2}, validation=drawn | {"guidance": 1.0}), "two")
+    for read, masks in ((one, [False, False, True]), (two, [True, False, False])):
+        job = simulate_parts(read, (64, 64))
+        works = [job.train.sections, job.work["evaluate"], job.work["draw"]]
+        for sections, masked in zip(works, masks, strict=True):
+            kinds = {work.kind.removesuffix("_backward") for each in sections for work in each.work}
+            assert ("attention_masked" in kinds) == masked, (read.train.micro_batch, kinds)
     masked = {(call.batch, call.masked) for read in (one, two) for call in attention_calls(read, [(64, 64)])}
     assert masked == {(1, False), (2, True)}  # also of guidance, which has two prompts
 
@@ -290,10 +298,6 @@ def test_of_which_family_a_model_is_and_what_it_lacks_is_said(config: dict[str, 
         validate(merged(config, model={"pretrained": str(tiny_pipeline)}), "SD3's")
     with pytest.raises(ConfigError, match="is a model of Made-up. Set model.family to made_up"):
         validate(merged(config, model={"family": "sd3"}), "not SD3's")
-    with pytest.raises(
-        UserError, match="the model's blocks have none of diffusers' class FeedForward. Use checkpointing"
-    ):
-        run_with(config, memory={"checkpointing": "feed_forward"})
     mask = torch.ones(3, dtype=torch.bool)
     prompts = [Conditioning(torch.zeros(3, 64), each) for each in (mask, None)]
     with pytest.raises(UserError, match="some prompts of a batch have mask and others do not"):
@@ -308,6 +312,11 @@ def test_the_commands_know_it(
     assert main(["check", str(file)]) == main(["estimate", str(file), "--device", "L4"]) == 0
     said = capsys.readouterr().out
     assert "Qwen3 with at most 96 tokens" in said and "predicted peak memory on the card" in said
+    words = ["generate", "--base", "--model", str(pipeline), "--device", "cpu", "--prompt", "a dot", "--no-t5"]
+    assert main(words) == 2
+    assert "Made-up has no T5 text encoder that it can do without; it reads prompts with Qwen3. Leave --no-t5 out" in (
+        capsys.readouterr().err
+    )
     layer = "single_transformer_blocks.0.attn.to_out"
     lora = write_lora({layer: LoraUpdate(torch.ones(2, 128), torch.ones(32, 2), 1.0)}, tmp_path / "a.safetensors")
     assert main(["inspect", str(lora)]) == 0

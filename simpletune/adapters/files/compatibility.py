@@ -16,7 +16,7 @@ from simpletune.adapters.text.files import SINGLE, Keys
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.lora_layout import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, LoraNames
 from simpletune.models.shared.lora_verdicts import COMFYUI, DIFFUSERS, TOOLS, Fact
-from simpletune.models.text_layers import ENCODERS, encoder_named, encoder_of, style_of
+from simpletune.models.text_layers import ENCODERS, encoder_with, style_of
 
 SIMPLETUNE = "simpletune"
 A1111 = "A1111"  # tools for embeddings; Forge reads them the same way
@@ -136,8 +136,8 @@ def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None)
     own = names.encoders if names else ENCODERS
     modules, lost = header.text_modules.values(), []
     for module in modules:
-        folder = encoder_of(module.layers[0])[0] if module.layers else own[0].folder
-        reads = style_of(module.name) in encoder_named(folder, own).read_by[verdict.tool]
+        encoder = encoder_with(module.layers[0], own) if module.layers else own[0]
+        reads = style_of(module.name) in encoder.read_by[verdict.tool]
         if not reads or verdict.tool == DIFFUSERS and module.kind not in (LORA, DORA):
             lost.append(module)
     if verdict.tool == DIFFUSERS and not any(".out_proj" in layer for m in modules for layer in m.layers):

@@ -30,7 +30,7 @@ from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, 
 from simpletune.adapters.text.files import FAMILY, WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
 from simpletune.models.shared.recognise import kind_of, parts_in
-from simpletune.models.text_layers import TITLES, style_of
+from simpletune.models.text_layers import layers_by_title, style_of
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError, join_names, plural
 from simpletune.system.safetensors_file import TYPES, content_hash
@@ -179,7 +179,8 @@ def _hypernetwork(header: LoraHeader) -> Json:
 
 
 def _lora(header: LoraHeader, damaged: bool) -> Json:
-    (family, shown, _), settings = header.family, header.settings or {}
+    (family, shown, names), settings = header.family, header.settings or {}
+    encoders = names[0].encoders if names else ()
     whole = [m for m in header.all_modules if is_whole(m.keys)]
     text = [layer for module in header.text_modules.values() for layer in module.layers]
     refusal = None
@@ -217,7 +218,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "scales": _counted(f"{header.scale(module):g}" for module in whole),
         "parameters": sum(math.prod(header.shapes[key]) for m in whole for key in m.factors.values()),
         "base": base,
-        "text_encoders": {t: n for e, t in TITLES.items() if (n := sum(la.startswith(f"{e}.") for la in text))},
+        "text_encoders": layers_by_title(text, encoders),
         "unmatched": header.unmatched,
         "incomplete": header.halves,
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],

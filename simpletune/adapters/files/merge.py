@@ -127,8 +127,9 @@ class Merger:
         tensor."""
         entries = {name: (self.kind(name), shape) for name, shape in self.base.shapes.items()}
         if self.text:
+            encoders = encoders_in(self.text, self.base.family.lora[0].names.encoders)
             raise UserError(
-                f"the LoRA also updates {encoders_in(self.text)}, and the folder holds only the denoiser. Merge into a "
+                f"the LoRA also updates {encoders}, and the folder holds only the denoiser. Merge into a "
                 "single file that has text encoders (--base FILE --out FILE), or leave them out: --denoiser-only"
             )
         with atomic_folder(folder) as part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,10 @@ from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_registry import LAYOUTS, family_of_names, names_of
 from simpletune.models.shared.fused import Rows
+from simpletune.models.shared.lora_encoders import LoraEncoder
 from simpletune.models.shared.lora_layout import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
 from simpletune.models.shared.lora_verdicts import DIFFUSERS
-from simpletune.models.text_layers import FIRST, TITLES, encoder_named, encoder_of, encoders_in, split_text, text_key
+from simpletune.models.text_layers import FIRST, FOLDERS, encoder_of, encoder_with, encoders_in, split_text, text_key
 from simpletune.system.options import Json, UserError
 from simpletune.system.safetensors_file import write_safetensors
 
@@ -92,7 +93,7 @@ def write_lora(
             if not chosen.alpha or chosen.names.reorders and chosen.original != (turned.original is not None):
                 raise UserError(f"{layer} is OFT, which ComfyUI reads only under its own names. Use --format kohya")
         tensors |= named_blocks({layer: turned.blocks for layer, turned in oft.items()}, chosen)
-    tensors |= text_tensors_of(text, layout, single, kind)
+    tensors |= text_tensors_of(text, layout, single, kind, names.encoders if names else ())
     spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if spoilt:
         raise UserError(f"{file}: {spoilt[0]} {overflow(dtype)}")
@@ -242,10 +243,14 @@ def _lycoris_tensors(updates: Updates, names: LoraNames | None, dtype: torch.dty
 
 
 def text_tensors_of(
-    text: Updates, layout: str, single: bool = False, dtype: torch.dtype | None = None
+    text: Updates,
+    layout: str,
+    single: bool = False,
+    dtype: torch.dtype | None = None,
+    encoders: Sequence[LoraEncoder] = (),
 ) -> dict[str, Tensor]:
     """The tensors of text encoders in a file, by key, from updates by ``text_encoder...`` names. ``single``: the model
-    has one text encoder.
+    has one text encoder. ``encoders``: the family's, if it is known.
 
     Raises:
         UserError: no tool reads such an update of a text encoder under these keys, or the model has no such encoder.
@@ -265,16 +270,18 @@ def text_tensors_of(
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
             raise _needs_rank(layer, update)
-        tensors |= _tensors_of(update, partial(text_key, layer, layout=layout, single=single), dtype)
+        tensors |= _tensors_of(update, partial(text_key, layer, layout=layout, single=single, encoders=encoders), dtype)
     with_alpha = layout != "diffusers"
     named = _with_one_alpha(low_rank) if with_alpha else {k: u.folded() for k, u in low_rank.items()}
     for layer in sorted(named, key=natural_sort_key):
-        encoder = encoder_named(encoder_of(layer)[0])
+        encoder = encoder_with(layer, encoders)
         if layout == "diffusers" and not encoder.read_by[DIFFUSERS]:
             raise UserError(
                 f"{layer} is a layer of {encoder.title}, whose LoRA diffusers does not load. Use --format kohya"
             )
-        tensors |= _tensors_of(named[layer], partial(text_key, layer, layout=layout, single=single), dtype, with_alpha)
+        tensors |= _tensors_of(
+            named[layer], partial(text_key, layer, layout=layout, single=single, encoders=encoders), dtype, with_alpha
+        )
     return tensors
 
 
@@ -311,7 +318,7 @@ def adapter_metadata(denoiser: LoraUpdates, names: LoraNames | None, text: Updat
     flat: Json = {}
     for part, ranks in parts.items():
         common = Counter(ranks.values()).most_common(1)[0][0]
-        start = "" if part in TITLES else "^"
+        start = "" if part in FOLDERS else "^"
         others = {f"{start}{layer}": rank for layer, rank in ranks.items() if rank != common}
         patterns = {"rank_pattern": others, "alpha_pattern": others} if others else {}
         settings = {

@@ -89,6 +89,6 @@ def size(text: str) -> tuple[int, int]:
     """Parse WIDTHxHEIGHT in pixels."""
     parts = text.lower().split("x")
     known = [int(part) for part in parts if part.isdecimal() and len(part) <= 6]
-    if not len(parts) == len(known) == 2 or any(side < 16 or side % 16 for side in known):
-        raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in multiples of 16, such as 1024x768")
+    if not len(parts) == len(known) == 2 or any(side < 8 or side % 8 for side in known):
+        raise argparse.ArgumentTypeError(f"{text} is not WIDTHxHEIGHT in multiples of 8, such as 1024x768")
     return known[0], known[1]

@@ -92,7 +92,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--guidance", type=guidance, help="classifier-free guidance scale; 1 disables it and halves the time"
     )
     parser.add_argument(
-        "--size", type=size, metavar="WIDTHxHEIGHT", help="size in pixels, multiples of 16, such as 1024x1024"
+        "--size",
+        type=size,
+        metavar="WIDTHxHEIGHT",
+        help="size in pixels, multiples of 16 (UNets: 8), such as 1024x1024",
     )
     parser.add_argument("--seed", type=seed, help="seed of the initial noise")
     parser.add_argument("--image", type=Path, help="start from this picture, centre-cropped to the size")
@@ -118,7 +121,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="keep N blocks on the device and stream the others",
     )
     memory.add_argument("--vae-tile", type=tile, metavar="PX", help="decode in tiles of PX pixels; approximate")
-    memory.add_argument("--no-t5", action="store_true", default=None, help="do not use the T5 text encoder")
+    about = "leave out the T5 text encoder, which changes the pictures; only SD3 has one"
+    memory.add_argument("--no-t5", action="store_true", default=None, help=about)
     speed = parser.add_argument_group("more speed")
     speed.add_argument("--batch-size", type=positive, metavar="N", help="pictures per batch (default: 1)")
     speed.add_argument(

@@ -10,9 +10,10 @@ GUIDANCE = 30.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of every request."""
+    """Limits of every request; upper ones, but for ``multiple``."""
 
     side: int = 1024  # width and height in pixels
+    multiple: int = 16  # of which they are multiples; the family's
     steps: int = 100  # sampling steps per picture
     instances: int = 4  # pictures per request
     prompt: int = 2000  # characters per prompt

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 BASE = "base"
-STEP = 16  # pixels
 PROMPTS = ("prompt", "text")
 MODEL_NAMES = ("lora", "lora_id", "model")
 MAX_NAMES = 64  # names per object; limits the time spent on unknown names
@@ -90,6 +89,17 @@ def _at_most(limit: Callable[[Limits], int]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _side(value: int, info: ValidationInfo) -> int:
+    limits = _capabilities(info).limits
+    if value < limits.multiple:
+        raise PydanticKnownError("greater_than_equal", {"ge": limits.multiple})
+    if value > limits.side:
+        raise PydanticKnownError("less_than_equal", {"le": limits.side})
+    if value % limits.multiple:
+        raise PydanticKnownError("multiple_of", {"multiple_of": limits.multiple})
+    return value
+
+
 def _prompt(value: str, info: ValidationInfo) -> str:
     most = _capabilities(info).limits.prompt
     if len(value) > most:
@@ -120,7 +130,7 @@ def _model_name(name: str, info: ValidationInfo) -> str:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-Side = Annotated[Whole, Field(ge=STEP), _at_most(lambda limits: limits.side), Field(multiple_of=STEP)]
+Side = Annotated[Whole, AfterValidator(_side)]
 Prompt = Annotated[str, AfterValidator(_prompt)]
 Lora = Annotated[str, AfterValidator(_model_name)]
 

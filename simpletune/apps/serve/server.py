@@ -21,7 +21,7 @@ from simpletune.apps.serve.generator import ImageGenerator
 from simpletune.apps.serve.limits import GUIDANCE, Limits
 from simpletune.apps.serve.metrics import Metrics
 from simpletune.apps.serve.models import ServedModels
-from simpletune.apps.serve.requests import BASE, STEP, Capabilities
+from simpletune.apps.serve.requests import BASE, Capabilities
 from simpletune.apps.serve.worker import SupportsGenerate, Worker
 from simpletune.commands.generate.generate import GenerationSession, open_session
 from simpletune.runs.stack import require_lora_of
@@ -113,20 +113,22 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
         routes[name] = tuple(dict.fromkeys((f"/{name}", path)))
     session = open_session(args)
     served = _served_models(session, args.lora, vars(args).get("embedding") or [])
-    most = session.config.model.largest_side  # by the model's positions
-    side = min(Limits.side, most) if args.max_side is None else args.max_side
-    if not STEP <= side <= most or side % STEP:
-        raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {STEP} from {STEP} to {most}")
+    model = session.config.model
+    step = model.generated_multiple or model.multiple
+    most = model.largest_side // step * step  # by the model's positions
+    side = min(Limits.side // step * step, most) if args.max_side is None else args.max_side
+    if not step <= side <= most or side % step:
+        raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {step} from {step} to {most}")
     limits = Limits(
-        side, args.max_steps, args.max_instances, args.max_prompt, args.max_body, queue=args.queue, seconds=args.timeout
-    )
+        side, step, args.max_steps, args.max_instances, args.max_prompt, args.max_body,
+        queue=args.queue, seconds=args.timeout,
+    )  # fmt: skip
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
     width, height = (min(each, side) for each in session.config.picture_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
-    negative = session.config.model.text.steered_from(option.negative_prompt)
+    negative = model.text.steered_from(option.negative_prompt)
     defaults = PictureRequest("", option.seed, negative, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
-    model = session.config.model
     capabilities = Capabilities(served.names, defaults, limits, model.autoencoder.downsampling, tuned, model.inpaints)
 
     def load() -> ImageGenerator:

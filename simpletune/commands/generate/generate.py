@@ -61,6 +61,12 @@ def build_requests(
 def picture_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
     """The size to draw, by the arguments or the run; a UserError if the model cannot."""
     width, height = args.size or config.picture_size()
+    step, title = config.model.generated_multiple or config.model.multiple, config.model.title
+    if width % step or height % step:
+        near = "x".join(str(max(step, side // step * step)) for side in (width, height))
+        raise UserError(
+            f"--size: {width}x{height}, but {title} needs sides that are multiples of {step}. Use {near}, for example"
+        )
     if max(width, height) > (most := config.model.largest_side):
         raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
     return width, height

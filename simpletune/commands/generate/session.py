@@ -310,8 +310,12 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
     changes: dict[str, object] = {}
     model: dict[str, object] = {"pretrained": args.model, "init": "pretrained"} if args.model else {}
     if given_arguments(args, "no_t5"):
-        if "t5" not in type(config.model).model_fields:
-            raise UserError(f"--no-t5: {config.model.title} has no T5 text encoder. Leave it out")
+        if "model.t5=false" not in config.model.text.optional.values():
+            titles = " and ".join(encoder.title for encoder in config.model.text.encoders)
+            raise UserError(
+                f"--no-t5: {config.model.title} has no T5 text encoder that it can do without; it reads prompts with "
+                f"{titles}. Leave --no-t5 out"
+            )
         model["t5"] = False
     if model:
         changes["model"] = config.model.model_copy(update=model)

@@ -4,11 +4,12 @@ and asks nothing."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from simpletune.commands.init.answers import ABOUT, LENGTHS, WHAT, Answers, What
+from simpletune.commands.init.answers import ABOUT, LENGTHS, Answers, What
 from simpletune.commands.init.inspect_folder import (
     FolderContents,
     describe_refused,
@@ -36,15 +37,11 @@ TINY_SIDE = 64  # pixels
 PROFILES = ("4gb", "6gb", "8gb", "12gb", "16gb", "24gb")
 USABLE = 0.9  # share of its nominal memory that a card reports: 22.03 GiB of an L4's 24, 11.75 of 12
 DEFAULT_PROFILE = "8gb"  # profile for an unknown card
-TEMPLATES: dict[str, dict[What, str]] = {
+TINY: Mapping[str, Mapping[str, str]] = {
     TINY_SD3: {"subject": "demo_subject", "style": "demo", "general": "demo"},
-    TINY_SDXL: dict.fromkeys(WHAT, "demo_sdxl"),
-    "sd3": {"subject": "sd3_medium_dreambooth_lora", "style": "sd3_medium_lora_8gb", "general": "sd3_medium_lora_8gb"},
-    "sd15": {"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"},
-    "sdxl": {"subject": "sdxl_lora_{card}", "style": "sdxl_lora_{card}", "general": "sdxl_lora_{card}"},
+    TINY_SDXL: {"subject": "demo_sdxl", "style": "demo_sdxl", "general": "demo_sdxl"},
 }
-"""Shipped configurations to take settings from, by the model's family or the tiny model's name. ``{card}`` is the size
-of a card, one of ``PROFILES``: such a configuration has levers of its own, not those of a profile."""
+"""Shipped configurations to take settings from, as a family's ``templates``, by the tiny model's name."""
 BY_CARD = ("precision", "memory", "optimizer")  # sections that differ between configurations for cards
 KEPT = ("model", "adapter", "optimizer", "schedule", "objective", "train", "memory", "validation")
 FEW = 30  # up to this many pictures without captions are taken for one subject
@@ -142,8 +139,8 @@ def profile_of(card: Card | None) -> tuple[str, str]:
 
 
 def templates_for(name: str, profile: str) -> list[str]:
-    """Return the shipped configurations of a name in ``TEMPLATES`` for a card, the largest first; for a card that is
-    smaller than all of them, the smallest."""
+    """Return the shipped configurations of a name in ``templates`` for a card, the largest first; for a card that is
+    smaller than all of them, the smallest. Those for cards have levers of their own, not those of a profile."""
     if "{card}" not in name:
         return [name]
     shipped = shipped_names()
@@ -189,18 +186,18 @@ class Choices:
         self.tiny = model.startswith(DEMO)
         if not self.tiny:
             self.family = family_of(model) or family_by_name(model) or FAMILIES[0]
-        kind = self.family.family
+        templates = self.family.templates
         if self.tiny:
-            kind = model if model in MODELS else TINY_SD3  # an unknown one is refused with the others
-        if kind not in TEMPLATES:
+            templates = TINY[model if model in MODELS else TINY_SD3]  # an unknown one is refused with the others
+        if not templates:
             raise UserError(
                 f"{model} is a {self.family.title} model, and no configuration for those ships that init could start "
                 "from. Write one (docs/reference/configuration.md), or name another model"
             )
         profile, fits = profile_of(self.device)
-        origin, *smaller = templates_for(TEMPLATES[kind][self.what], profile)
+        origin, *smaller = templates_for(templates[self.what], profile)
         template = read_json(Path(origin))
-        by_card = origin != TEMPLATES[kind][self.what]
+        by_card = origin != templates[self.what]
         for name in smaller:
             of_card = read_json(Path(name))
             self.smaller.append((name, {section: of_card.get(section, {}) for section in BY_CARD}))
@@ -216,8 +213,8 @@ class Choices:
         self.set("model.pretrained", model, why)
         if self.tiny:
             return
-        if kind != FAMILIES[0].family:
-            self.set("model.family", kind)
+        if self.family.family != FAMILIES[0].family:
+            self.set("model.family", self.family.family)
         base = self.family.model_copy(update={"pretrained": model})
         with suppress(UserError, KeyError, TypeError):  # the check of the whole configuration refuses it
             if base.denoiser_config(fetch=False) is not None and base.inpaints:

@@ -237,7 +237,8 @@ def merge(args: argparse.Namespace) -> Path:
     say(f"{args.out}: {base.name}{f' with {summed}' if summed else ''}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
     if merger.text:
-        say(f"  with the updates of {encoders_in(merger.text)}: {plural(len(merger.text), 'layer')}")
+        encoders = encoders_in(merger.text, base.family.lora[0].names.encoders)
+        say(f"  with the updates of {encoders}: {plural(len(merger.text), 'layer')}")
     changed = plural(len(merger.changed), "layer")
     say(f"  changed {changed}, written in {types}; rounding lost {merger.lost:.2%} of the update")
     return args.out

@@ -51,12 +51,13 @@ def read_start(config: TrainConfig) -> Start | None:
     given = given_lora("adapter.start", method.start)
     require_elsewhere(given, config)
     updates, text = given.read()
+    encoders = encoders_in(text, config.model.lora[0].names.encoders)
     if not updates:
-        raise UserError(f"{given.place} updates only {encoders_in(text)}. Give a LoRA of the denoiser")
+        raise UserError(f"{given.place} updates only {encoders}. Give a LoRA of the denoiser")
     shapes = config.model.known_shapes()
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
     updates = without_other_input(given.place, updates, weights)
     require_startable(given.place, method, updates, shapes, given.scale)
     if text:
-        say(f"start   leaves out {plural(len(text), 'layer')} of {encoders_in(text)} in {given.name}")
+        say(f"start   leaves out {plural(len(text), 'layer')} of {encoders} in {given.name}")
     return Start(updates, given.scale, len(method.modules(shapes)), given.about())

@@ -108,7 +108,7 @@ class Memory(Option):
         """
         from simpletune.engine.memory.block_offload import BlockOffload
         from simpletune.engine.memory.checkpointing import Parts, set_passes
-        from simpletune.engine.memory.feed_forward import feed_forwards
+        from simpletune.engine.memory.feed_forward import FEED_FORWARDS, feed_forwards
         from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 
         offloaded = self.offloaded(len(blocks))
@@ -121,9 +121,10 @@ class Memory(Option):
             alone = "checkpointed"
         if alone != "none" and not any(map(feed_forwards, blocks)):
             field = "memory.checkpointing" if alone == "all" else "memory.feed_forward"
+            known = ", ".join(name.removeprefix("diffusers.models.") for name in FEED_FORWARDS)
             raise UserError(
                 f"{field}: {self.checkpointing if alone == 'all' else self.feed_forward} recomputes feed-forward "
-                "networks by themselves, but the model's blocks have none of diffusers' class FeedForward. Use "
+                f"networks by themselves, but the model's blocks have none of diffusers' classes {known}. Use "
                 + ("checkpointing all" if alone == "all" else "feed_forward block")
             )
         tile = self.feed_forward if isinstance(self.feed_forward, int) else None

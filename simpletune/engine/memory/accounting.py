@@ -42,8 +42,9 @@ _RANGES = {
 
 Temporaries = Mapping[OpOverload, Callable[..., int]]
 """Functions from an operation's arguments to the bytes that its kernel allocates and frees within the call."""
-Layouts = Callable[[OpOverload, Sequence[Any], object], object]
-"""Functions from an operation, its arguments and its result to that result as another device's kernel lays it out."""
+Layouts = Callable[[OpOverload, Sequence[Any], Mapping[str, Any], object], object]
+"""Functions from an operation, its positional and named arguments and its result to that result as another device's
+kernel lays it out."""
 
 
 class Observer(Protocol):
@@ -237,7 +238,7 @@ class Accounting(TorchDispatchMode):
             output = fake.RESULTS.call(mode, op, args, kwargs, lambda: op(*args, **kwargs))
             self.last_key = fake.RESULTS.last
         if self._layouts is not None:
-            output = self._layouts(op, args, output)
+            output = self._layouts(op, args, kwargs, output)
         if self.observer is not None:
             self.observer.see(op, args, kwargs, output)
         if name == "enter":

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.fake import replaced
 from simpletune.engine.memory.recompute import recomputed
+from simpletune.engine.memory.selective_checkpointing import attentions
 from simpletune.engine.tensors import all_tensors, is_wrapper, plain_tensors
 
 CONDITIONING = 2
@@ -83,12 +84,23 @@ class FeedForwards:
         return forward
 
 
-def feed_forwards(block: nn.Module) -> list[nn.Module]:
-    """The feed-forward networks of a block: those of diffusers' class. A network of another class stays part of its
-    block's recomputation."""
-    from diffusers.models.attention import FeedForward
+FEED_FORWARDS = (
+    "diffusers.models.attention.FeedForward",  # of SD3, U-Nets, Qwen-Image
+    "diffusers.models.transformers.transformer_flux2.Flux2FeedForward",
+    "diffusers.models.transformers.transformer_z_image.FeedForward",
+)
+"""Classes of feed-forward networks [..., d] -> [..., d] that work on each token by itself. By name: importing a model's
+module for another model takes time."""
 
-    return [module for module in block.modules() if isinstance(module, FeedForward)]
+
+def feed_forwards(block: nn.Module) -> list[nn.Module]:
+    """The feed-forward networks of a block: those of ``FEED_FORWARDS``. A network of another class stays part of its
+    block's recomputation."""
+
+    def known(module: nn.Module) -> bool:
+        return any(f"{each.__module__}.{each.__qualname__}" in FEED_FORWARDS for each in type(module).__mro__)
+
+    return list(filter(known, block.modules()))
 
 
 @contextmanager
@@ -139,8 +151,5 @@ def tiles(x: Tensor, rows: int | None) -> Sequence[Tensor]:  # [..., d] -> [1, n
 
 def _trains_modulation(block: nn.Module, networks: Sequence[nn.Module]) -> bool:
     """Whether a block trains anything outside of attention and feed-forward networks."""
-    from diffusers.models.attention_processor import Attention
-
-    inside = [*networks, *(module for module in block.modules() if isinstance(module, Attention))]
-    known = {id(parameter) for module in inside for parameter in module.parameters()}
+    known = {id(parameter) for module in [*networks, *attentions(block)] for parameter in module.parameters()}
     return any(parameter.requires_grad and id(parameter) not in known for parameter in block.parameters())

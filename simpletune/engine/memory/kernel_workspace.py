@@ -2,7 +2,7 @@
 
 Each term cites its source. Terms for torch's own code were compared with torch's CUDA allocator on a simulated card
 (``python -m benchmarks dry``); terms for libraries are unverified. The simulation runs the CPU's fused attention: this
-module also says which kernel CUDA would choose, and how that lays out its tensors.
+module also says how CUDA's kernel would lay out its tensors, which is another one where attention has a mask.
 
 Shapes of attention: b samples, h heads, S tokens, d width of a head; all tensors are [b, h, S, d].
 """
@@ -10,7 +10,7 @@ Shapes of attention: b samples, h heads, S tokens, d width of a head; all tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,7 +98,12 @@ def efficient_backward(grad_out: Tensor, query: Tensor, *_: object, **__: object
 BACKWARDS = {"flash": flash_backward, "cudnn": cudnn_backward, "efficient": efficient_backward}
 
 
-def cuda_layouts(kernel: str) -> Callable[[OpOverload, Sequence[Any], object], object]:
+def with_mask(kernel: str, mask: Tensor | None) -> str:
+    """The kernel of one call of attention where ``kernel`` computes those without a mask, which flash does not take."""
+    return "efficient" if kernel == "flash" and mask is not None else kernel
+
+
+def cuda_layouts(kernel: str) -> Callable[[OpOverload, Sequence[Any], Mapping[str, Any], object], object]:
     """Return a function for an ``Accounting`` that lays out the results of the CPU's attention as a CUDA kernel would.
 
     The copies that follow depend on the layout. Memory-efficient attention writes its output as [b, S, h, d]; the
@@ -106,11 +111,11 @@ def cuda_layouts(kernel: str) -> Callable[[OpOverload, Sequence[Any], object], o
     gradients as [b, S, h, d].
 
     Args:
-        kernel: from ``attention_kernel``.
+        kernel: from ``attention_kernel``, for attention without a mask.
     """
-    efficient = kernel == "efficient"
 
-    def laid_out(op: OpOverload, args: Sequence[Any], output: Any) -> object:
+    def laid_out(op: OpOverload, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> object:
+        efficient = with_mask(kernel, named.get("attn_mask")) == "efficient"
         if op is FORWARD and (efficient or args[0].shape[-1] > WIDEST_IN_FLASH):
             out, sums = output
             return out.transpose(1, 2).contiguous().transpose(1, 2), sums
@@ -231,8 +236,13 @@ def convolution_backward_workspace(grad: Tensor, pixels: Tensor, weight: Tensor,
 
 
 def temporaries(attention: str = "flash", multiprocessors: int | None = None) -> Temporaries:
-    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``.
-    ``multiprocessors``: of the card, in the deterministic mode."""
+    """Temporary bytes of CUDA kernels, by operation; the CPU's attention stands in for that of ``attention_kernel``,
+    ``attention`` where it has no mask. ``multiprocessors``: of the card, in the deterministic mode."""
+    backwards = BACKWARDS | {"flash": partial(flash_backward, multiprocessors=multiprocessors)}
+
+    def attention_backward(*args: Tensor, attn_mask: Tensor | None = None, **named: Any) -> int:
+        return backwards[with_mask(attention, attn_mask)](*args, **named)
+
     terms: dict = {
         FORWARD: efficient_forward,
         torch.ops.aten.sum.dim_IntList: reduction,
@@ -245,6 +255,4 @@ def temporaries(attention: str = "flash", multiprocessors: int | None = None) ->
     }
     if hasattr(torch.ops.quanto, "qbytes_mm"):  # registered where a base in int8-quanto was made
         terms[torch.ops.quanto.qbytes_mm.default] = quanto_product
-    if attention == "flash":
-        return terms | {BACKWARD: partial(flash_backward, multiprocessors=multiprocessors)}
-    return terms | ({BACKWARD: BACKWARDS[attention]} if attention in BACKWARDS else {})
+    return terms | ({BACKWARD: attention_backward} if attention in BACKWARDS else {})

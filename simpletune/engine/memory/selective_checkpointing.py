@@ -33,6 +33,14 @@ Kept = deque["KernelOutput | None"]
 """For each call of attention not yet recomputed, what its kernel returned; None for a call without a kernel."""
 
 
+def attentions(block: nn.Module) -> list[nn.Module]:
+    """The attention modules of a block, of diffusers' common class or of a model's own, such as FLUX.2's."""
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention
+
+    return [module for module in block.modules() if isinstance(module, Attention | AttentionModuleMixin)]
+
+
 class SavedAttention:
     """Keeps what the attention kernels of one block return in a forward pass for the pass's recomputation.
 
@@ -43,13 +51,10 @@ class SavedAttention:
     """
 
     def __init__(self, block: nn.Module, inputs: CheckpointInputOffload | None = None):
-        from diffusers.models.attention_processor import Attention
-
         self._inputs = inputs
         self._mode: _Keep | _Return | None = None
-        for module in block.modules():
-            if isinstance(module, Attention):
-                module.forward = self._watched(module.forward)
+        for module in attentions(block):
+            module.forward = self._watched(module.forward)
 
     def contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """The contexts of a forward pass and of its recomputation."""

@@ -19,9 +19,8 @@ SIMULATED = 3  # sampling steps: by the third, everything that earlier steps lea
 
 
 def kernel_of(config: TrainConfig, capability: tuple[int, int]) -> str:
-    """The kernel of a run's attention on a card; see ``attention_kernel``."""
-    masked = config.model.text.masked and config.train.micro_batch > 1
-    return attention_kernel(capability, config.precision.settled, config.speed.attention, masked)
+    """The kernel of a run's attention without a mask on a card; see ``attention_kernel``."""
+    return attention_kernel(capability, config.precision.settled, config.speed.attention)
 
 
 @dataclass(frozen=True)

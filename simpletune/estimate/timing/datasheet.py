@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from simpletune.engine.memory.cuda_libraries import attention_kernel
 from simpletune.estimate.timing.speeds import ITEM, LINK, SCALES, Extents
 from simpletune.system.gpus import CARDS, Card, cards_like
 
@@ -28,13 +29,13 @@ PRODUCTS = {
 OTHERWISE, OTHERWISE_GEFORCE = (0.78, 0.8), (1.0, 0.65)
 OF_BANDWIDTH = 0.85  # of the data sheet's: H200 4.3 of 4.8 TB/s, measured by others; L4 270 of 300 GB/s, assumed
 # Attention's operations forward and backward, at shares of the products' rate if its tiles fill the card, by kernel
-# (``kernel_workspace.attention_kernel``). Flash is FlashAttention-2: up to 73 and 63% of an A100's peak
+# (``cuda_libraries.attention_kernel``). Flash is FlashAttention-2: up to 73 and 63% of an A100's peak
 # (arXiv:2307.08691, abstract), less with heads of width 64, where large products reach 79%. It has Ampere's
 # instructions: an H100 reaches 335 TFLOP/s over both passes (section 4.1), 35% of its peak (arXiv:2407.08608,
 # abstract). Efficient: 20 TFLOP/s forward for a T4's long rows (Dao-AILab/flash-attention#2379: 66% of the peak is 2.19
 # times as fast), fewer assumed for ours; backward half of flash's (xformers#362, flash-attention#416).
 ATTENTION = {"flash": (0.8, 0.65), "flash on Hopper": (0.52, 0.45), "efficient": (0.4, 0.3)}
-FLASH_FROM, HOPPER = (8, 0), (9, 10)  # the latter are major versions: data-centre cards since Hopper
+HOPPER = (9, 10)  # major versions: data-centre cards since Hopper
 # Times the rate of bf16 products: twice the data sheet's, less the kernel's scales; assumed. GeForce cards multiply
 # bf16 at half of the others' rate when they sum in fp32, as torch does, and int8 at the whole (NVIDIA's architecture
 # papers, dense: RTX 3060 101 to 25, 3090 284 to 71, 4090 660 to 165, 5090 838 to 210). For the input's gradient as
@@ -107,8 +108,8 @@ class DatasheetSpeeds:
             return KERNEL + max(2 * m * n * k / rate / filled, moved / self._bandwidth)
         if kind.startswith("attention"):
             heads, queries, keys, width = extents
-            forward, backward = ATTENTION[self.attention(dtype)]
-            products, share = (5, backward) if kind == "attention_backward" else (2, forward)
+            forward, backward = ATTENTION[self.attention(dtype, "masked" in kind)]
+            products, share = (5, backward) if kind.endswith("_backward") else (2, forward)
             operations = products * 2 * heads * queries * keys * max(width, 32)
             return KERNEL + operations / (self._rate_of(dtype) * share) / self._filled(heads * queries, TILE)
         if kind.startswith("convolution"):
@@ -125,11 +126,10 @@ class DatasheetSpeeds:
         """Operations per second of products in a type."""
         return self._fp32 if dtype == "fp32" else self._rate
 
-    def attention(self, dtype: str) -> str:
-        """The kernel that torch chooses for a type, as ``attention_kernel`` does."""
-        if dtype == "fp32" or self.card.capability < FLASH_FROM:
-            return "efficient"
-        return "flash on Hopper" if self.card.capability[0] in HOPPER else "flash"
+    def attention(self, dtype: str, masked: bool = False) -> str:
+        """The kernel that torch chooses for a type, as ``ATTENTION`` names it."""
+        kernel = attention_kernel(self.card.capability, dtype, masked=masked)
+        return "flash on Hopper" if kernel == "flash" and self.card.capability[0] in HOPPER else kernel
 
     def _filled(self, m: int, n: int, k: int = 0) -> float:
         """The fraction of the card that a product's tiles fill; long sums are split over idle multiprocessors."""

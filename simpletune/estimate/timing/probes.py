@@ -86,30 +86,34 @@ def products(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[Ti
 
 
 def attentions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:
-    """Fused attention, forward and forward with backward, as ``attention.TYPE`` and ``attention_both.TYPE``."""
+    """Fused attention, forward and forward with backward, as ``attention.TYPE`` and ``attention_both.TYPE``, and with a
+    mask of its keys, as ``attention_masked.TYPE`` and ``attention_masked_both.TYPE``."""
     cuda = device.type == "cuda"
     tokens = [64, 512, 4096] if cuda else [16, 128, 1024]
     axes = {"heads": [2, 24] if cuda else [1, 8], "queries": tokens, "keys": tokens}
     axes["width"] = [64, 128] if cuda else [16, 64]
 
-    def build(backward: bool, heads: int, queries: int, keys: int, width: int) -> Call:
+    def build(masked: bool, backward: bool, heads: int, queries: int, keys: int, width: int) -> Call:
         shapes = [(1, heads, tokens, width) for tokens in (queries, keys, keys)]
         q, k, v = (random_tensor(shape, dtype, device).requires_grad_(backward) for shape in shapes)
+        mask = torch.zeros(1, 1, 1, keys, dtype=dtype, device=device) if masked else None  # what torch makes of bool
         if not backward:
-            return partial(F.scaled_dot_product_attention, q, k, v)
+            return partial(F.scaled_dot_product_attention, q, k, v, mask)
         grad = torch.ones_like(q)
 
         def both() -> None:
             with torch.enable_grad():
-                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), grad)
+                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask), (q, k, v), grad)
 
         return both
 
     def size(heads: int, queries: int, keys: int, width: int) -> int:
         return 2 * heads * (queries + keys) * width * dtype.itemsize
 
-    yield TimingProbe(f"attention.{name}", axes, partial(build, False), size)
-    yield TimingProbe(f"attention_both.{name}", axes, partial(build, True), size)
+    for masked in (False, True):
+        kind = "attention_masked" if masked else "attention"
+        yield TimingProbe(f"{kind}.{name}", axes, partial(build, masked, False), size)
+        yield TimingProbe(f"{kind}_both.{name}", axes, partial(build, masked, True), size)
 
 
 def convolutions(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[TimingProbe]:

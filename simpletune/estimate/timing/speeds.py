@@ -107,8 +107,9 @@ class CalibratedSpeeds:
             m, n, k = extents
             bandwidth = LARGE / self._time("add", "fp32", (LARGE,))
             return max(seconds, (m * k + k * n + m * n) * ITEM[dtype] / bandwidth)  # its operands are read once
-        if kind == "attention_backward":
-            forward, both = (self._time(name, dtype, extents) for name in ("attention", "attention_both"))
+        if kind in ("attention_backward", "attention_masked_backward"):
+            name = kind.removesuffix("_backward")
+            forward, both = (self._time(each, dtype, extents) for each in (name, f"{name}_both"))
             return max(both - forward, forward)
         if kind == "bias":  # part of the product's kernel on a GPU
             return 0.0 if self.cuda else self._time("add", dtype, extents)
@@ -119,13 +120,15 @@ class CalibratedSpeeds:
         return self._time(kind, dtype, extents)
 
     def _time(self, kind: str, dtype: str, extents: Extents) -> float:
-        """Seconds according to the grid of a kind; if not measured, that of bytes moved, which is a lower bound.
+        """Seconds according to the grid of a kind; if not measured, a lower bound: that of attention without a mask, or
+        of bytes moved.
 
         Raises:
             UserError: the calibration lacks the grid, and the grid of bytes moved cannot replace it.
         """
         grids, like = self.constants.grids, "bf16" if dtype == "fp16" and self.cuda else "fp32"
-        names = (f"{kind}.{dtype}", f"{kind}.{like}", f"{kind}.bf16", f"add.{dtype}", "add.fp32")
+        kinds = kind, kind.replace("_masked", "")  # older calibrations lack attention with a mask
+        names = [*(f"{each}.{own}" for each in kinds for own in (dtype, like, "bf16")), f"add.{dtype}", "add.fp32"]
         grid = next((grids[name] for name in names if name in grids), None)
         if grid is None or len(grid.axes) != len(extents):
             raise UserError(

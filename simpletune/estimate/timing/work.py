@@ -96,7 +96,9 @@ def works_of(op: OpOverload, args: Sequence[object], kwargs: dict[str, object], 
             backward = name.endswith("_backward")
             q, k = given[1:3] if backward else given[:2]
             extents = q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3]
-            yield KernelWork("attention_backward" if backward else "attention", _dtype([q]), extents)
+            masked = kwargs.get("attn_mask") is not None  # by another kernel on a GPU
+            kind = f"attention{'_masked' * masked}{'_backward' * backward}"
+            yield KernelWork(kind, _dtype([q]), extents)
         case _ if name.startswith(("_foreach", "_fused_adam")):
             yield _of_group(args, kwargs, results)
         case _:

@@ -57,6 +57,7 @@ class SD15(UNetFamily):
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
     resolution: ClassVar[int] = 512
     guidance: ClassVar[float] = 7.5
+    templates: ClassVar[Mapping[str, str]] = {"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"}
     text_side: ClassVar[type[FamilyText[Any]]] = SD15Text
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(

@@ -88,6 +88,9 @@ class SD3(Family):
     diffusers: ClassVar[DiffusersNames] = DiffusersNames(
         "SD3Transformer2DModel", "StableDiffusion3Pipeline", "stable-diffusion-3"
     )
+    templates: ClassVar[Mapping[str, str]] = {
+        "subject": "sd3_medium_dreambooth_lora", "style": "sd3_medium_lora_8gb", "general": "sd3_medium_lora_8gb",
+    }  # fmt: skip
     text_side: ClassVar[type[FamilyText[Any]]] = SD3Text
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     after_units: ClassVar[str] = "norm_out"

@@ -49,6 +49,9 @@ class SDXL(UNetFamily):
     resolution: ClassVar[int] = 1024
     guidance: ClassVar[float] = 5.0
     negative_prompt: ClassVar[str | None] = None
+    templates: ClassVar[Mapping[str, str]] = {
+        "subject": "sdxl_lora_{card}", "style": "sdxl_lora_{card}", "general": "sdxl_lora_{card}",
+    }  # fmt: skip
     text_side: ClassVar[type[FamilyText[Any]]] = SDXLText
     hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     published_as: ClassVar[str] = (  # XL ends a word, or begins one in capitals; T5 XXL has another one before it

@@ -93,7 +93,9 @@ class FamilyFacts(Option):
     initialises to zero. Random ones get a hundredth of the others' deviation, so that gradients flow from the first
     step."""
     multiple: ClassVar[int]
-    """Sides of pictures are multiples of this, in pixels, and it is one of ``latents.downsampling``."""
+    """Sides of training pictures are multiples of this, in pixels, and it is one of ``latents.downsampling``."""
+    generated_multiple: ClassVar[int | None] = None
+    """The same of generated pictures, where the model takes others than it trains on; None: ``multiple``."""
     resolution: ClassVar[int]
     """The default of ``data.resolution``, in pixels."""
     guidance: ClassVar[float]
@@ -108,6 +110,9 @@ class FamilyFacts(Option):
     """A pattern of the last part of names under which its models are published, where nothing else tells the family."""
     diffusers: ClassVar[DiffusersNames]
     """The names of diffusers' classes."""
+    templates: ClassVar[Mapping[str, str]] = {}
+    """The shipped configuration that ``init`` starts from, by what the pictures teach (subject, style, general);
+    ``{card}`` stands for the size of a card, such as 8gb. Empty: none ships."""
     hub_bytes: ClassVar[int] = 2
     """Bytes per parameter of the weights that are fetched for ``hub_names``: full precision, if a repository has it."""
     scheduler_tells: ClassVar[bool] = False

@@ -52,6 +52,7 @@ class UNetFamily(Family):
     pipeline_reads_embeddings: ClassVar[bool] = True
     latents: ClassVar[Latents] = STABLE_DIFFUSION
     multiple: ClassVar[int] = 64
+    generated_multiple: ClassVar[int | None] = 8  # diffusers' UNet rounds odd halves up, and its pipelines ask for 8
     largest_side: ClassVar[int] = 4096
     """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
     objectives: ClassVar[tuple[str, ...]] = ("ddpm",)

@@ -22,6 +22,8 @@ from simpletune.adapters.files.updates import LokrUpdate, LoraUpdate, OftUpdate
 from simpletune.adapters.files.write import text_tensors_of, write_lora
 from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
 from simpletune.apps.cli.main import main
+from simpletune.models import text_layers
+from simpletune.models.shared.lora_encoders import LoraEncoder
 from simpletune.models.text_layers import text_layer
 from simpletune.system.options import UserError
 
@@ -327,6 +329,37 @@ def test_merge_changes_the_encoders_of_a_single_file(pipeline: Path, tmp_path: P
     assert main([*words, "--denoiser-only"]) == 0
     bare = original_layout.write(pipeline, tmp_path / "bare.safetensors", "transformer vae")
     assert main(["merge", str(file), "--base", str(bare), "--out", str(tmp_path / "no.safetensors")]) != 0
+
+
+def test_a_text_layers_encoder_is_the_familys_or_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two language models and CLIP-L in folders of one name; the language models' layers have the same names."""
+
+    def inside(rest: str) -> str | None:
+        return rest if rest.startswith("model.layers.") else None
+
+    readers = {tool: ("comfy",) for tool in ("diffusers", "ComfyUI")}
+    qwen3, qwen2 = (
+        LoraEncoder("text_encoder", title, "", (name,), inside, readers)
+        for title, name in (("Qwen3", "qwen3_4b"), ("Qwen2.5-VL", "qwen25_7b"))
+    )
+    language = "text_encoder.model.layers.3.self_attn.q_proj"
+    clip, t5 = (
+        "text_encoder.text_model.encoder.layers.0.mlp.fc1",
+        "text_encoder_3.encoder.block.0.layer.1.DenseReluDense.wo",
+    )
+    monkeypatch.setattr(text_layers, "ENCODERS", (*text_layers.ENCODERS, qwen3, qwen2))
+    assert text_layers.encoders_in([language, t5], [qwen2]) == "Qwen2.5-VL and T5"
+    assert text_layers.encoders_in([t5, language, clip]) == "CLIP-L and T5 and Qwen3"
+    assert text_layers.layers_by_title([language, clip, clip], [qwen3]) == {"Qwen3": 1, "CLIP-L": 2}
+    for encoder in (qwen3, qwen2):
+        module = f"text_encoders.{encoder.comfy[0]}.transformer.model.layers.3.self_attn.q_proj"
+        key = text_layers.text_key(language, "down", "comfy", single=True, encoders=[encoder])
+        assert key == f"{module}.lora_A.weight"
+        update = LoraUpdate(torch.ones(2, 8), torch.ones(8, 2), 1.0)
+        assert f"{module}.lora_A.weight" in text_tensors_of({language: update}, "comfy", True, encoders=[encoder])
+        assert text_layer(module) == language
+    assert text_layers.text_key(clip, "down", "kohya", single=True).startswith("lora_te_text_model_")
+    assert text_layers.text_key(clip, "down", "kohya").startswith("lora_te1_text_model_")
 
 
 def test_updates_of_text_layers_that_no_tool_reads_are_refused_with_a_remedy() -> None:

@@ -55,6 +55,19 @@ def test_any_json_gives_images_or_an_error_that_can_be_sent(body: dict[str, obje
             assert 16 <= image.request.width <= 1024 and image.request.width % 16 == 0
 
 
+def test_sides_are_multiples_of_the_familys() -> None:
+    wide = replace(CAPABILITIES, limits=Limits(side=128, multiple=32))
+
+    def ask(**sides: int) -> list[ImageRequest]:
+        return read_requests(json.dumps({"instances": [{"prompt": "a", **sides}]}).encode(), wide)
+
+    (found,) = ask(width=96, height=128)
+    assert (found.request.width, found.request.height) == (96, 128)
+    for side, rule in ((48, "a multiple of 32. Use 32 or 64"), (16, "at least 32"), (160, "at most 128")):
+        with pytest.raises(RequestError, match=f"width: {side} does not fit. It must be {rule}"):
+            ask(width=side)
+
+
 def test_an_instance_overrides_the_parameters_and_null_overrides_nothing() -> None:
     parameters = {"seed": 1, "width": 96.0, "lora_id": "one", "lora_scale": 2, "guidance_scale": None}
     body = {"instances": [{"text": "a"}, {"prompt": "b", "seed": 2, "width": None, "lora": "base"}]}

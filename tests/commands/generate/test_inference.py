@@ -21,6 +21,7 @@ from tiny_encoders import write_clip
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.apps.cli.generate import compare_arguments, generate_arguments
+from simpletune.apps.cli.main import parse
 from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate import session as session_module
 from simpletune.commands.generate.compare import compare, latent_distance
@@ -31,6 +32,7 @@ from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.estimate import job_estimate
+from simpletune.models.families import FAMILIES
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.autoencoder import Autoencoder
@@ -395,3 +397,10 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
     with pytest.raises(UserError, match=f"decode {beside_others}. Draw smaller"):
         require("cuda")
     require("cpu")  # refuses nothing
+
+
+def test_the_help_of_no_t5_names_the_families_that_can_do_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    titles = [family.title for family in FAMILIES if "model.t5=false" in family.text.optional.values()]
+    with pytest.raises(SystemExit):
+        parse(["generate", "--help"])
+    assert f"only {' and '.join(titles)} has one" in " ".join(capsys.readouterr().out.split())

@@ -15,12 +15,15 @@ from simpletune.apps.cli.train import of_folder
 from simpletune.commands.doctor.machine import OK, WARNING, Finding
 from simpletune.commands.init import Answers, Suggestion, command, inspect_folder, machine, suggest
 from simpletune.commands.init import choices as making
-from simpletune.commands.init.answers import ask
-from simpletune.commands.init.choices import PROFILES, TEMPLATES, profile_of, templates_for
+from simpletune.commands.init.answers import WHAT, ask
+from simpletune.commands.init.choices import PROFILES, profile_of, templates_for
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.walk import USUAL
 from simpletune.data.split import split_pictures
+from simpletune.models.families import FAMILIES
+from simpletune.models.sd15.option import SD15
+from simpletune.models.sdxl.option import SDXL
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
 from simpletune.system.shell import to_paste
@@ -120,11 +123,20 @@ def test_sdxl_gets_the_shipped_settings_of_a_card_and_1024_px_for_small_pictures
 
     shipped = ["sdxl_lora_6gb", "sdxl_lora_8gb", "sdxl_lora_24gb", "sd15_lora"]
     monkeypatch.setattr(making, "shipped_names", lambda: shipped)
-    named = TEMPLATES["sdxl"]["style"]
+    named = SDXL.templates["style"]
     assert templates_for(named, "24gb") == ["sdxl_lora_24gb", "sdxl_lora_8gb", "sdxl_lora_6gb"]
     assert templates_for(named, "16gb") == ["sdxl_lora_8gb", "sdxl_lora_6gb"]
     assert templates_for(named, "4gb") == ["sdxl_lora_6gb"], "the smallest, for a card that is smaller still"
-    assert templates_for(TEMPLATES["sd15"]["style"], "4gb") == ["sd15_lora"]
+    assert templates_for(SD15.templates["style"], "4gb") == ["sd15_lora"]
+
+
+def test_a_familys_templates_are_shipped_configurations_of_it() -> None:
+    for family in FAMILIES:
+        assert set(family.templates) in (set(WHAT), set()), family.title
+        for named in family.templates.values():
+            for profile in PROFILES:
+                for name in templates_for(named, profile):
+                    assert read_config(Path(name), needs_data=False)[0].model.family == family.family, name
 
 
 def test_settings_that_do_not_fit_give_way_to_those_of_a_smaller_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,27 @@ def test_results_are_laid_out_as_on_cuda_and_keep_their_values(kernel: str, out_
     torch.testing.assert_close(total, wanted)
 
 
+def test_a_mask_makes_flash_attention_the_memory_efficient_one() -> None:
+    """Its layout, and its bytes: sums of grad q in 64 rows' steps, not flash attention's in 128."""
+    q, mask = torch.randn(1, 2, 130, 64, requires_grad=True), torch.ones(1, 1, 1, 130, dtype=torch.bool)
+    for kernel, given, rows_last in (("flash", None, False), ("flash", mask, True), ("cudnn", mask, False)):
+        with Accounting(layouts=cuda_layouts(kernel)):
+            k, v = q * 1, q * 1
+            out = functional.scaled_dot_product_attention(q, k, v, given)
+            grads = torch.autograd.grad(out.square().sum(), (k, v))
+        assert out.transpose(1, 2).is_contiguous() == rows_last, (kernel, given)
+        assert all(grad.transpose(1, 2).is_contiguous() == rows_last for grad in grads)
+    grad, query, term = rows_first(), heads_first(), temporaries("flash", 108)[BACKWARD]
+    assert term(grad, query, query, query, query, attn_mask=mask) == efficient_backward(grad, query)
+    assert term(grad, query, query, query, query, attn_mask=None) == flash_backward(
+        grad, query, query, query, query, multiprocessors=108
+    )
+    assert temporaries("cudnn")[BACKWARD](grad, query, query, query, query, attn_mask=mask) == cudnn_backward(
+        grad, query, query, query, query
+    )
+    assert BACKWARD not in temporaries("math")
+
+
 def test_a_sum_over_rows_shares_a_buffer_between_blocks() -> None:
     # torch's allocator on a simulated L4 gave 45 MiB to Adafactor's mean over a [1536, 6144] gradient's rows.
     gradient = torch.empty(1536, 6144, device="meta")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +27,7 @@ from blocks import (
     transformer,
     unit_names,
 )
+from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from pydantic import TypeAdapter
@@ -43,7 +46,7 @@ from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.checkpointing import Parts, set_passes
 from simpletune.engine.memory.feed_forward import tiles
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload, OffloadedInput
-from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention
+from simpletune.engine.memory.selective_checkpointing import KERNELS, KernelOutput, SavedAttention, attentions
 from simpletune.engine.memory.snapshot import round_to_block
 from simpletune.engine.quant.precision import FP32
 from simpletune.system.options import ConfigError, UserError
@@ -330,8 +333,86 @@ def test_what_cannot_work_is_refused_with_the_reason(case: str, tiny_config: dic
     ],
 )
 def test_a_lever_that_finds_no_feed_forward_network_says_so(memory: dict[str, Any], message: str) -> None:
-    """Z-Image and FLUX.2 have classes of their own; a unit without one beside units with one is no mistake."""
+    """A unit without one beside units with one, as FLUX.2 has, is no mistake."""
     lever, other = Memory.model_validate(memory), nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(UserError, match=message):
         lever.attach([other, copy.deepcopy(other)], torch.device("cpu"))
     lever.attach([other, FeedForward(4)], torch.device("cpu"))
+
+
+def flux2() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    model = Flux2Transformer2DModel(
+        patch_size=1, in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=24, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+    )  # fmt: skip
+    x, text = torch.randn(2, 40, 8), torch.randn(2, 5, 24)
+    image, words = torch.zeros(40, 4), torch.zeros(5, 4)
+    image[:, 1] = torch.arange(40)
+    return model, lambda model: model(x, text, torch.tensor([0.2, 0.7]), image, words, return_dict=False)[0]
+
+
+def qwen_image() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    model = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=8, out_channels=2, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=24, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    x, text, mask = torch.randn(2, 40, 8), torch.randn(2, 5, 24), torch.ones(2, 5, dtype=torch.bool)
+    return model, lambda model: model(
+        x, text, mask, torch.tensor([0.2, 0.7]), img_shapes=[[(1, 5, 8)]] * 2, return_dict=False
+    )[0]
+
+
+def z_image() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    model = ZImageTransformer2DModel(
+        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=24,
+        axes_dims=[4, 6, 6], axes_lens=[64, 16, 16],
+    )  # fmt: skip
+    x, text = [torch.randn(4, 1, 6, 8) for _ in range(2)], [torch.randn(length, 24) for length in (5, 7)]
+    return model, lambda model: torch.stack(model(x, torch.tensor([0.2, 0.7]), text, return_dict=False)[0])
+
+
+OTHERS = {"FLUX.2": (flux2, True), "Qwen-Image": (qwen_image, True), "Z-Image": (z_image, False)}
+"""How to build a tiny transformer, and whether only sums and products with modulations follow its networks."""
+LEVERS: dict[str, dict[str, Any]] = {
+    "networks": {"checkpointing": "feed_forward"},
+    "alone": {"checkpointing": "all", "feed_forward": "alone"},
+    "alone, attention kept": {"checkpointing": "all", "feed_forward": "alone", "keep_attention": "all"},
+    "tiles": {"checkpointing": "all", "feed_forward": 64},
+}
+
+
+def test_the_known_classes_are_diffusers() -> None:
+    for name in feed_forward.FEED_FORWARDS:
+        module, _, cls = name.rpartition(".")
+        assert issubclass(getattr(importlib.import_module(module), cls), nn.Module)
+
+
+@pytest.mark.parametrize("trained", [r"\.to_[qv]\.", r"linear_out|net\.2|w2|to_out"], ids=["attention", "networks"])
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("model", OTHERS)
+def test_other_transformers_networks_are_recomputed_to_the_bit(model: str, lever: str, trained: str) -> None:
+    """Tiles change the last bits; whatever trains, less is alive after the forward pass where networks are alone."""
+    build, last = OTHERS[model]
+    torch.manual_seed(0)
+    plain, call = build()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(bool(re.search(trained, name)))
+        nn.init.normal_(parameter, std=0.1)
+    levered = copy.deepcopy(plain)
+    lists = ("transformer_blocks", "single_transformer_blocks", "noise_refiner", "context_refiner", "layers")
+    blocks = [block for name in lists for block in getattr(levered, name, ())]
+    networks = [network for block in blocks for network in feed_forward.feed_forwards(block)]
+    assert len(networks) == 4, model
+    Memory.model_validate(LEVERS[lever]).attach(blocks, torch.device("cpu"), last=last)
+    found, live = [], []
+    for each in (plain, levered):
+        with Accounting() as accounting:
+            y = call(each)
+            live.append(accounting.current.bytes)
+        y.square().mean().backward()
+        gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        found.append(gradients | {"": y.detach()})
+    exact = {} if lever == "tiles" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(found[1], found[0], **exact)
+    assert len(found[0]) > 4 and live[1] < live[0]
+    assert len({id(module) for block in blocks for module in attentions(block)}) == len(blocks)

@@ -31,8 +31,8 @@ def test_a_probe_is_what_a_prediction_counts_under_its_name(name: str) -> None:
     point = (2**16,) if by_bytes else tuple(values[min(1, len(values) - 1)] for values in probe.axes.values())
     works = seen(probe.build(*point))
     if not by_bytes:
-        last = {"product": "product_tn", "attention_both": "attention_backward"}.get(kind, kind)
-        before = [KernelWork("attention", dtype, point)] if kind == "attention_both" else []
+        last = {"product": "product_tn"}.get(kind, kind.replace("_both", "_backward"))
+        before = [KernelWork(kind.removesuffix("_both"), dtype, point)] if kind.endswith("_both") else []
         assert works == [*before, KernelWork(last, dtype, point)] and probe.size(*point) > 0
         return
     *others, work = works

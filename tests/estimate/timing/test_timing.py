@@ -99,6 +99,8 @@ Q = torch.ones(2, 3, 128, 16)
         (lambda: torch.native_dropout(X, 0.5, True), [("normal", (24576 * 2 + 64 * 96,))]),
         (lambda: X.t().contiguous(), [("strided", (49152,))]),
         (lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q), [("attention", (6, 128, 128, 16))]),
+        (lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, torch.zeros(1, 1, 1, 128)),
+         [("add", (512,)), ("attention_masked", (6, 128, 128, 16))]),
         (lambda: torch.nn.functional.conv2d(torch.ones(1, 8, 16, 16), torch.ones(4, 8, 3, 3), padding=1),
          [("add", (8192,)), ("add", (1152,)), ("convolution", (256, 8, 4))]),
     ],
@@ -241,6 +243,30 @@ def test_attention_runs_at_the_rate_of_its_kernel_on_a_card() -> None:
         for name in ("fp32", "fp16"):
             kernel = attention_kernel(card.capability, name)
             assert DatasheetSpeeds(card).attention(name).partition(" ")[0] == kernel, card.name
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_with_a_mask_runs_at_the_rate_of_the_memory_efficient_kernel(backward: bool) -> None:
+    """Half of flash attention's on an L4, and the same as without a mask where torch has no other kernel."""
+    heads, end = (24, 4429, 4429, 64), "_backward" * backward
+    for card, dtype, times in (
+        ("L4", "bf16", 0.65 / 0.3 if backward else 2), ("H100", "bf16", 0.45 / 0.3 if backward else 0.52 / 0.4),
+        ("L4", "fp32", 1), ("T4", "fp16", 1),
+    ):  # fmt: skip
+        seconds = DatasheetSpeeds(find_card(card)).seconds
+        ratio = seconds(f"attention_masked{end}", dtype, heads) / seconds(f"attention{end}", dtype, heads)
+        assert ratio == pytest.approx(times, rel=0.01), (card, dtype)
+    points = {"heads": [2], "queries": [64, 512], "keys": [64, 512], "width": [64]}
+
+    def timed(**factors: float) -> CalibratedSpeeds:
+        own = {f"{kind}.bf16": grid(lambda *p, f=f: f * law(*p), **points) for kind, f in factors.items()}
+        return CalibratedSpeeds(constants(grids={**constants().grids, **own}))
+
+    older = {"attention": 1.0, "attention_both": 3.5}
+    own = timed(**older, attention_masked=2.0, attention_masked_both=7.0)
+    point, kind = (2, 512, 512, 64), f"attention_masked{end}"
+    assert own.seconds(kind, "bf16", point) == pytest.approx((5 if backward else 2) * law(*point))
+    assert timed(**older).seconds(kind, "bf16", point) == pytest.approx((2.5 if backward else 1) * law(*point))
 
 
 def test_geforce_multiplies_int8_at_four_times_its_16_bits_others_at_twice() -> None:

@@ -127,7 +127,10 @@ def test_pictures_generate_compare_mix_and_a_base_without_a_run(
     main(["generate", "--model", str(unet), "--base", "--precision", "fp32", *words, "--out", str(tmp_path / "b.png")])
     assert generation_parameters(tmp_path / "b.png")["guidance"] == 7.5
     assert pixels_of(tmp_path / "b.png") == pixels_of(next((tmp_path / "c" / "base").glob("*.png")))
-    for words, says in ((["--no-t5"], "has no T5"), (["--modulation", "plan"], "has no adaLN modulations")):
+    for words, says in (
+        (["--no-t5"], "SD 1.5/2 has no T5 text encoder that it can do without; it reads prompts with CLIP. Leave --no"),
+        (["--modulation", "plan"], "has no adaLN modulations"),
+    ):
         assert main(["generate", "--run", str(run), *words]) == 2
         assert f"{words[0]}: " in (said := capsys.readouterr().err) and says in said
 
@@ -137,10 +140,10 @@ def test_the_server_draws_what_generate_draws(run: Path, tmp_path: Path) -> None
     service = server.build(parse(["serve", "--run", str(run), "--port", "0", "--device", "cpu", "--max-side", "128"]))
     with running(service) as it:
         it.wait_ready()
-        answer = it.predict(PROMPT, lora="unet", width=96, height=64, num_inference_steps=2)
+        answer = it.predict(PROMPT, lora="unet", width=72, height=64, num_inference_steps=2)
         assert answer.status_code == 200, answer.text
         served = pixels_of(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
-    words = ["--run", str(run), "--prompt", PROMPT, "--size", "96x64", *SMALL]
+    words = ["--run", str(run), "--prompt", PROMPT, "--size", "72x64", *SMALL]
     main(["generate", *words, "--out", str(tmp_path / "g.png")])
     assert pixels_of(tmp_path / "g.png") == served
 

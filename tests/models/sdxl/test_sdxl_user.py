@@ -18,6 +18,7 @@ from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
+from simpletune.commands.generate.generate import picture_size
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.models.families import family_by_name, family_of
@@ -27,7 +28,7 @@ from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.weights_names import run_config
-from simpletune.system.options import ConfigError
+from simpletune.system.options import ConfigError, UserError
 
 PROMPT = "a glim picture of a large blue heart"
 
@@ -162,13 +163,23 @@ def test_the_server_draws_what_generate_draws(run: Path, tmp_path: Path) -> None
     service = server.build(parse(["serve", "--run", str(run), "--port", "0", "--device", "cpu", "--max-side", "128"]))
     with running(service) as it:
         it.wait_ready()
-        answer = it.predict(PROMPT, lora="xl", width=96, height=64, num_inference_steps=2)
+        answer = it.predict(PROMPT, lora="xl", width=72, height=64, num_inference_steps=2)
         assert answer.status_code == 200, answer.text
         served = pixels_of(io.BytesIO(base64.b64decode(answer.json()["predictions"][0])))
+        refused = it.predict(PROMPT, width=90, height=64)
+        assert refused.status_code == 422
+        assert "width: 90 does not fit. It must be a multiple of 8. Use 88 or 96" in refused.text
+        assert it.client.get("/info").json()["limits"]["multiple"] == 8  # the page's step
         assert "Did you mean parameters.num_inference_steps" in it.predict(PROMPT, steps=2).text
-    words = ["--run", str(run), "--prompt", PROMPT, "--size", "96x64", *SMALL]
+    words = ["--run", str(run), "--prompt", PROMPT, "--size", "72x64", *SMALL]
     main(["generate", *words, "--out", str(tmp_path / "g.png")])
     assert pixels_of(tmp_path / "g.png") == served
+    told = "--size: 90x64, but SDXL needs sides that are multiples of 8. Use 88x64"
+    with pytest.raises(UserError, match=told):
+        picture_size(run_config(run), parse(["generate", "--size", "90x64"]))
+    for side in ("92", "4"):
+        with pytest.raises(UserError, match=f"--max-side: {side} is not allowed. Use a multiple of 8 from 8 to 4096"):
+            server.build(parse(["serve", "--run", str(run), "--port", "0", "--max-side", side]), {})
 
 
 def test_the_model_card_s_code_draws_as_we_do(

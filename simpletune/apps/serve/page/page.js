@@ -23,7 +23,10 @@ function fill(info) {
   at("negative").value = standard.negative_prompt;
   for (const name of ["steps", "guidance", "width", "height", "seed"]) at(name).value = standard[name];
   at("steps").max = limits.steps;
-  at("width").max = at("height").max = limits.side;
+  for (const name of ["width", "height"]) {
+    at(name).max = limits.side;
+    at(name).min = at(name).step = limits.multiple;
+  }
   at("prompt").maxLength = at("negative").maxLength = limits.prompt;
   for (const name of ["prompt", "negative", "lora", ...NUMBERS]) if (given.has(name)) at(name).value = given.get(name);
   at("painting").open = info.inpaints;
