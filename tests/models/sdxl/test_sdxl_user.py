@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import json
@@ -176,7 +177,7 @@ def test_the_server_draws_what_generate_draws(run: Path, tmp_path: Path) -> None
     assert pixels_of(tmp_path / "g.png") == served
     told = "--size: 90x64, but SDXL needs sides that are multiples of 8. Use 88x64"
     with pytest.raises(UserError, match=told):
-        picture_size(run_config(run), parse(["generate", "--size", "90x64"]))
+        picture_size(run_config(run), argparse.Namespace(size=(90, 64)))
     for side in ("92", "4"):
         with pytest.raises(UserError, match=f"--max-side: {side} is not allowed. Use a multiple of 8 from 8 to 4096"):
             server.build(parse(["serve", "--run", str(run), "--port", "0", "--max-side", side]), {})
