@@ -21,9 +21,8 @@ from benchmarks.judged import lacking, read_shares, subject_prompts
 from benchmarks.quality import PRECISIONS, STYLE, Easel, Quality, accuracies, prompts_of, unrelated
 from benchmarks.table import Results, describe_machine, prompted
 from simpletune.apps.cli.main import main as simpletune
-from simpletune.commands.train.train import train
 from simpletune.config.validation_schedule import TRAINED
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs.best_checkpoint import FIDELITY, choose_best, held_out_rows, lowest_held_out
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DRIFT, read_metrics
@@ -31,6 +30,7 @@ from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.options import Json
 from simpletune.system.safetensors_file import read_header
 from simpletune.system.sheets import grid
+from simpletune.training.train import train
 
 FULL = ["adapter.method=full", *PRECISIONS["fp32"]]
 ROWS: dict[str, list[str]] = {
@@ -98,8 +98,8 @@ COLUMNS = {
     "low_noise": "loss, last - lowest: least noise", "high_noise": "most noise",
 }  # fmt: skip
 RULE = ("default", "default_step", "low_noise", "high_noise")  # not of the first two sets: the rule follows from them
-PICTURES = "pictures"
-PICTURED = ("style: LoRA r4 on attention, 300 steps", "subject: LoRA r8, 150 steps")  # of the second set
+IMAGES = "pictures"
+IMAGED = ("style: LoRA r4 on attention, 300 steps", "subject: LoRA r8, 150 steps")  # of the second set
 ABOUT = f"""\
 {PARTS} checkpoints a run, all kept. A checkpoint's score is the mean of three shares, from 0 to 1, by the demo's
 checker, on prompts and seeds that neither training nor the choice saw. For the style: pictures in the style when the
@@ -155,10 +155,10 @@ def run(folder: Path, count: int, minutes: float, only: str, overrides: list[str
     Returns:
         The Markdown table, or the picture.
     """
-    if chosen == PICTURES:
+    if chosen == IMAGES:
         quality, file = Quality(folder, count, overrides), folder / "choice_loss_or_score.png"
         runs = {row: train(quality.config(with_checkpoints(SECOND[row]), f"choice-{number}"))
-                for number, row in enumerate(PICTURED)}  # fmt: skip
+                for number, row in enumerate(IMAGED)}  # fmt: skip
         known = Results(folder / SETS["second"].stem, COLUMNS).rows
         draw_loss_or_score(quality, runs, known, count).save(file, optimize=True)
         return file
@@ -269,7 +269,7 @@ def draw_loss_or_score(quality: Quality, runs: dict[str, Path], rows: Json, coun
     for name, folder in runs.items():
         options, row = with_checkpoints(SECOND[name]), rows[name]
         of_subject = SUBJECT[0] in options
-        asked = subject_prompts(2) if of_subject else prompts_of(2, STYLE, pictures.STYLE_TRIGGER)
+        asked = subject_prompts(2) if of_subject else prompts_of(2, STYLE, demo_scenes.STYLE_TRIGGER)
         losses = {each["step"]: each["eval_loss"] for each in held_out_rows(folder)}
         last = max(map(int, row["scores"]))
         models = {"base": 0, "lowest loss": row["held_out_step"], "by fidelity": row["step"], "last": last}
@@ -280,8 +280,8 @@ def draw_loss_or_score(quality: Quality, runs: dict[str, Path], rows: Json, coun
             parts = f"{learned:.2f} learned, {prompt:.2f} and {others:.2f} prompt"
             told = f"score {fmean([learned, prompt, others]):.3f} ({parts})"
             at = f", step {step}" if step else ""
-            images = quality.easel(options, weights).draw([*asked, *unrelated(2)[:1]])
-            drawn.append((f"{title}{at}: loss {losses[step]:.3f}, {told}", images))
+            generated = quality.easel(options, weights).draw([*asked, *unrelated(2)[:1]])
+            drawn.append((f"{title}{at}: loss {losses[step]:.3f}, {told}", generated))
         sheets.append(grid(drawn, [f"{name.partition(':')[0]}, with its word", "", "without it"]))
     whole = Image.new("RGB", (sum(sheet.width for sheet in sheets), max(sheet.height for sheet in sheets)), "white")
     for number, sheet in enumerate(sheets):
@@ -291,7 +291,7 @@ def draw_loss_or_score(quality: Quality, runs: dict[str, Path], rows: Json, coun
 
 def style_shares(easel: Easel, count: int) -> tuple[float, float]:
     """The shares of pictures in the style, and of attributes that prompts with its word ask for."""
-    styled = prompts_of(count, STYLE, pictures.STYLE_TRIGGER)
+    styled = prompts_of(count, STYLE, demo_scenes.STYLE_TRIGGER)
     found = accuracies(easel.draw(styled), styled)
     return found["style"], found["prompt"]
 

@@ -51,7 +51,7 @@ FP32: Json = {"weights": "fp32", "compute": "fp32"}
 BF16: Json = {"weights": "bf16", "compute": "bf16"}
 INT8: Json = {"weights": "int8", "compute": "bf16"}
 SLOW: Json = {"lr": 0.001}  # for all weights
-DRAWN: Json = {"prompts": [PROMPT], "steps": 2, "guidance": 2.0, "loss_samples": 2}
+GENERATED: Json = {"prompts": [PROMPT], "steps": 2, "guidance": 2.0, "loss_samples": 2}
 EMBEDDINGS: Json = {"token": "flat", "initial": "striped"}
 SD3: Json = {
     "device": "cpu",
@@ -273,8 +273,11 @@ def _runs() -> Named:
     yield "exact reduction", Row("train.reduce", SD3 | {"train": exact})
     skipped = {"on_nonfinite": "skip", "clip_norm": None}
     yield "epochs", Row("epochs, no clipping", SD3 | {"train": {"epochs": 2, "batch_size": 4} | skipped})
-    yield "validated", Row("evaluation and pictures in training", SD3 | averaged | {"validation": DRAWN | {"every": 2}})
-    patient = DRAWN | {"every": 2, "split": 0.34, "early_stop": {"patience": 3}}
+    yield (
+        "validated",
+        Row("evaluation and pictures in training", SD3 | averaged | {"validation": GENERATED | {"every": 2}}),
+    )
+    patient = GENERATED | {"every": 2, "split": 0.34, "early_stop": {"patience": 3}}
     yield "validated, UNet", Row("evaluation and pictures in training", SD15 | {"validation": patient})
     two: Json = SD3 | {"train": TRAIN | {"gradient_accumulation": 4}}
     yield "two processes", Row("DDP", two, 2)

@@ -140,8 +140,8 @@ def _file_differences(base: Path, new: Path) -> tuple[int, int, str]:
 
 
 def read_pixels(file: Path) -> tuple[str, tuple[int, int], bytes]:
-    with Image.open(file) as picture:
-        return picture.mode, picture.size, picture.tobytes()
+    with Image.open(file) as image:
+        return image.mode, image.size, image.tobytes()
 
 
 def read_tensors(file: Path) -> dict[str, tuple[str, list[int], bytes]]:

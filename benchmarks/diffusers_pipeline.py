@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simpletune.models.sd3.option import SD3
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.options import UserError
 
 
@@ -46,7 +46,7 @@ class Plain:
             self.pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")
 
     @torch.no_grad()
-    def draw(self, request: PictureRequest) -> tuple[float, float, float, Tensor]:
+    def draw(self, request: ImageRequest) -> tuple[float, float, float, Tensor]:
         """Draw one picture like the pipeline's ``__call__``, and time its three parts.
 
         Returns:

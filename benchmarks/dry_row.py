@@ -71,7 +71,7 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     from simpletune.stages.step.attention import AttentionCall, usable
 
     asked = config.speed.attention
-    width = 512 if stage == "latents" else config.model.attentions(config.picture_size())[0].width
+    width = 512 if stage == "latents" else config.model.attentions(config.image_size())[0].width
     if asked != "auto" and stage == "train":
         return asked
     shape = AttentionCall(1, 2, 64, 64, width, stage == "train", stage)
@@ -136,7 +136,7 @@ def validate(config: TrainConfig) -> None:
 
     from simpletune.estimate.simulate.simulate_stages import ShapesOnlyModel
     from simpletune.stages.latent_cache import free_memory
-    from simpletune.stages.sample import PictureRequest, Sampler
+    from simpletune.stages.sample import ImageRequest, Sampler
 
     core, batches = train(config)
     option, batch = config.validation, batches.batch(1)
@@ -145,7 +145,7 @@ def validate(config: TrainConfig) -> None:
     free_memory(torch.device("cuda"))  # as a run does
     vae = empty_vae(config)
     torch.cuda.reset_peak_memory_stats()
-    request = PictureRequest("", 0, "", *config.picture_size(), option.steps, option.guidance)
+    request = ImageRequest("", 0, "", *config.image_size(), option.steps, option.guidance)
     model = ShapesOnlyModel(config.model)
     sampler = Sampler(core.model, model, config.precision, core.modulation, objective=config.objective)
     with torch.no_grad():

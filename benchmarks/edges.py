@@ -18,16 +18,16 @@ from PIL import Image
 from benchmarks.quality import GUIDANCE, STEPS, Easel, prompts_of
 from benchmarks.quiet import ALONE, quiet_config
 from benchmarks.table import Results, describe_machine
-from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.models.sd3.joint_block import use_joint_blocks
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import crop_positions
 from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.options import Json
+from simpletune.training.train import train
 
 DEMO = Path("configs/demo.json")
 SIZES = [(64, 64), (48, 48), (80, 80), (96, 64), (64, 96)]
@@ -96,14 +96,14 @@ def gradients(layers: int | None = None, side: int = 512) -> Json:
     return {**bands(ratio, len(ratio) // BAND), "most": float(np.abs(ratio - 1).max())}
 
 
-def deviations(images: list[Image.Image]) -> dict[str, float]:
+def deviations(generated: list[Image.Image]) -> dict[str, float]:
     """How far the outermost pixels of each side are from the picture's background, in levels of 255.
 
     Backgrounds of the demo's scenes are plain and figures do not touch the border, so the median of the border is the
     background.
     """
-    found = sides(np.stack([np.asarray(image, float) for image in images], axis=2), RIM)  # each [h, w, picture, 3]
-    rim = np.concatenate([side.reshape(-1, len(images), 3) for side in found.values()])
+    found = sides(np.stack([np.asarray(image, float) for image in generated], axis=2), RIM)  # each [h, w, picture, 3]
+    rim = np.concatenate([side.reshape(-1, len(generated), 3) for side in found.values()])
     background = np.median(rim, axis=0)
     return {name: float(np.abs(side - background).mean()) for name, side in found.items()}
 
@@ -112,10 +112,11 @@ def autoencoder() -> Json:
     """How far the outermost pixels of decoded latents are from the picture, in levels of 255, by side."""
     config = resolve_folders(read_config(DEMO)[0])
     vae = config.model.autoencoder.load(torch.device("cpu"), torch.float32)
-    images = [
-        pictures.draw(scene, seed=n) for n, scene in enumerate(pictures.sample_scenes(PROMPTS, seed=9, held_out=True))
+    generated = [
+        demo_scenes.render(scene, seed=n)
+        for n, scene in enumerate(demo_scenes.sample_scenes(PROMPTS, seed=9, held_out=True))
     ]
-    values = torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2) / 127.5 - 1
+    values = torch.from_numpy(np.stack([np.asarray(image) for image in generated])).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
         z = vae.encode(values).latent_dist.mode()  # type: ignore[operator]
         decoded = vae.decode(z).sample  # type: ignore[operator]
@@ -131,14 +132,14 @@ def demo_at_sizes(names: list[str]) -> Iterator[tuple[str, Json]]:
     scratch = tempfile.mkdtemp(prefix="simpletune-edges-")
     config = quiet_config(DEMO, scratch, "edges", [], (*ALONE, "memory.crop_positions=false"))
     result = run_result(train(config))
-    prompts = prompts_of(PROMPTS, "striped", pictures.STYLE_TRIGGER)
+    prompts = prompts_of(PROMPTS, "striped", demo_scenes.STYLE_TRIGGER)
     for name in names:
-        size, weights = PICTURES[name]
+        size, weights = IMAGES[name]
         found = deviations(Easel.of(config, weights or result).draw(prompts, size))
         yield name, {**found, "most": max(found.values()) - min(found.values())}
 
 
-PICTURES: dict[str, tuple[tuple[int, int], Weights | None]] = {
+IMAGES: dict[str, tuple[tuple[int, int], Weights | None]] = {
     f"pictures, {width}x{height} px, {what}": ((width, height), weights)
     for width, height in SIZES
     for what, weights in (("base", BASE), ("result", None))
@@ -148,11 +149,11 @@ PICTURES: dict[str, tuple[tuple[int, int], Weights | None]] = {
 def run(folder: Path, minutes: float, only: str = "") -> Path:
     """Measure the missing rows."""
     results = Results(folder / "edges", COLUMNS)
-    missing = [name for name, _ in results.missing(dict.fromkeys((GRADIENTS, AUTOENCODER, *PICTURES)), minutes, only)]
+    missing = [name for name, _ in results.missing(dict.fromkeys((GRADIENTS, AUTOENCODER, *IMAGES)), minutes, only)]
     for name, measure in {GRADIENTS: gradients, AUTOENCODER: autoencoder}.items():
         if name in missing:
             results.add(name, measure())
-    for name, row in demo_at_sizes([name for name in missing if name in PICTURES]):
+    for name, row in demo_at_sizes([name for name in missing if name in IMAGES]):
         results.add(name, row)
         say(f"bench   {name}: largest difference {row['most']:.2g}")
     return results.write_table("Edges of pictures", ABOUT, describe_machine())

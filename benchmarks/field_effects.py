@@ -119,8 +119,8 @@ class Effects:
 
     def _run(self, data: Json, start: Path | None = None) -> tuple[Seen, Path]:
         """Train a configuration; what it showed, and its result."""
-        from simpletune.commands.train.train import train
         from simpletune.config.load import validate
+        from simpletune.training.train import train
 
         own = self.folder / str(self.count)
         self.count += 1
@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=PAGE, help=f"the page (default: {PAGE})")
     args = parser.parse_args(argv)
     prepare_environment()
-    import simpletune.commands.train.train  # noqa: F401
+    import simpletune.training.train  # noqa: F401
 
     os.fsync = os.fstat  # type: ignore[assignment]  # what a machine that loses power keeps is not compared
     gc.collect()

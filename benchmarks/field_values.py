@@ -117,7 +117,7 @@ def tags() -> Iterator[Group]:
         yield Group(owner, "schedule", SD3, {"name": Row({"name": name}, "loss")})
     yield Group("Ddpm", "objective", SD15, {"name": Row(None, "Belongs to the family: U-Nets have no other.")})
     drawn = {"method": "class_pictures", "prompt": CLASS, "count": 2, "steps": 2}
-    yield Group("ClassPictures", "prior", SD3, {"method": Row(drawn, "plan")})
+    yield Group("ClassImages", "prior", SD3, {"method": Row(drawn, "plan")})
     predicted = {"method": "base_prediction", "prompt": CLASS}
     yield Group("BasePrediction", "prior", SD3, {"method": Row(predicted, "loss")})
 
@@ -397,7 +397,7 @@ GROUPS: list[Group] = [
         "weight": Row(3.0, "loss"),
         "outside_mask": Row(1.0, "loss", MASKED),
     }, {"prior": {"method": "base_prediction", "prompt": CLASS}}),
-    Group("ClassPictures", "prior", SD3, {
+    Group("ClassImages", "prior", SD3, {
         "prompt": Row("a cat", "plan"),
         "trigger": Row("flat", "plan"),
         "count": Row(3, "plan"),

@@ -20,7 +20,7 @@ from benchmarks.published import LORA, SD15, Row, costs, rows
 from benchmarks.table import Results, command_of
 from simpletune.estimate.job_time import OTHER_CORES, STATED
 from simpletune.runs.report import write_report
-from simpletune.runs.report.charts import picture
+from simpletune.runs.report.charts import image
 from simpletune.runs.report.content import Fact, Report, ReportChart
 from simpletune.system.options import Json
 
@@ -155,5 +155,5 @@ def write_figure(file: Path, spec: Json) -> None:
     from PIL import Image
 
     title = "Predicted over published seconds (line: range; band: within 25%)"
-    drawn = Image.open(io.BytesIO(picture({**spec, "width": 420, "title": title}))).convert("RGB")
+    drawn = Image.open(io.BytesIO(image({**spec, "width": 420, "title": title}))).convert("RGB")
     drawn.quantize(64).save(file, optimize=True)

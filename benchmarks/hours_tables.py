@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks import vertex
 from benchmarks.published import (
+    IMAGES,
     MOSAIC_BLOG,
     PER_HOUR,
-    PICTURES,
     RATE,
     SOURCES,
     VERTEX,
@@ -17,7 +17,7 @@ from benchmarks.published import (
 )
 from simpletune.runs.report.content import ReportSection, ReportTable
 from simpletune.system.options import Json
-from simpletune.system.prices import cost_of_picture, of_cards
+from simpletune.system.prices import card_prices, cost_of_image
 
 TITLES = {
     "study": "Four runs of SD3 Medium on an L4",
@@ -130,7 +130,7 @@ def cells(row: Row, found: Json) -> tuple[str, ...]:
     """One row of a table."""
     ratio = ratio_of(row, found)
     goal = "" if not row.goal else "met" if 0.8 <= ratio <= 1.25 else "missed"
-    unit = {PICTURES: "s", RATE: "pictures/s"}.get(row.unit, "s")
+    unit = {IMAGES: "s", RATE: "pictures/s"}.get(row.unit, "s")
     published = f"{row.value:.4g} {unit}" + (f" ({row.text})" if row.text else "")
     encoding = f"{found['inside']:.3f} s" if row.inside else ""
     predicted = ranged(found["predicted"], found["range"], ",.0f" if row.unit == RATE else ".3g")
@@ -145,7 +145,7 @@ def cost_section(found: dict[str, Json]) -> ReportSection:
         row = found.get(f"cost: {method}, {card}, batch {batch}")
         if row is not None:
             predicted, *ends = (
-                cost_of_picture(RUN / batch * seconds, PER_HOUR[card]) for seconds in (row["step"], *row["range"])
+                cost_of_image(RUN / batch * seconds, PER_HOUR[card]) for seconds in (row["step"], *row["range"])
             )
             runs.append((f"{method}, {card}, batch {batch}", f"{dollars:.2f}", ranged(predicted, ends, ".3f"),
                          f"{dollars - predicted:.2f}"))  # fmt: skip
@@ -155,7 +155,7 @@ def cost_section(found: dict[str, Json]) -> ReportSection:
         for (card, hour), dollars in zip(PER_HOUR.items(), published, strict=True):
             row = found.get(f"serving: {name}, {card}")
             if row is not None:
-                predicted, *ends = (cost_of_picture(each / 4, hour) for each in (row["predicted"], *row["range"]))
+                predicted, *ends = (cost_of_image(each / 4, hour) for each in (row["predicted"], *row["range"]))
                 served.append((name, card, f"{dollars:.5f}", ranged(predicted, ends, ".5f")))
     notes = [
         "At the report's prices: T4 $0.4025, V100 $2.852, A100 $4.2245 an hour. Predicted: the steps alone, latents "
@@ -176,7 +176,7 @@ def cost_section(found: dict[str, Json]) -> ReportSection:
 
 def card_section(found: dict[str, Json], cards: Sequence[str], sides: Sequence[int]) -> ReportSection:
     """The same training on the cards that have a price today."""
-    prices = of_cards()
+    prices = card_prices()
     speed: list[tuple[str, ...]] = []
     cost: list[tuple[str, ...]] = []
     for card in cards:
@@ -189,7 +189,7 @@ def card_section(found: dict[str, Json], cards: Sequence[str], sides: Sequence[i
         speed.append((card, *rates, *(f"{4 / step:.1f}" for step in steps)))
         dollars = []
         for place, count in ((1, 10), (1, 100), (1, 1000), (2, 1000)):
-            one, *both = (cost_of_picture(count * each, price.per_hour) for each in (steps[place], *ends[place]))
+            one, *both = (cost_of_image(count * each, price.per_hour) for each in (steps[place], *ends[place]))
             dollars.append(ranged(one, both, ".4f" if place == 1 else ".3f"))
         cost.append((card, *dollars, price.words))
     head = ("card", *(f"{side} px, steps/s" for side in sides), *(f"{side} px, samples/s" for side in sides))
@@ -217,17 +217,17 @@ def largest_section(found: dict[str, Json]) -> ReportSection:
 
 def scratch_section(found: dict[str, Json]) -> ReportSection:
     """Days and dollars of the whole training on 8 cards, from the rows with prepared latents."""
-    pictures = {256: 1126.4e6, 512: 1740.8e6}
+    images = {256: 1126.4e6, 512: 1740.8e6}
     rates: dict[str, dict[int, float]] = {"published": {256: 1100.0, 512: 290.0}}
-    known = {side: found.get(f"mosaic: {side} px, latents prepared, A100-40GB") for side in pictures}
+    known = {side: found.get(f"mosaic: {side} px, latents prepared, A100-40GB") for side in images}
     if None not in known.values():
         rates["predicted"] = {side: row["predicted"] for side, row in known.items() if row is not None}
         for place, name in enumerate(("slow end", "fast end")):
             rates[name] = {side: row["range"][place] for side, row in known.items() if row is not None}
     body: list[tuple[str, ...]] = []
     for name, by_side in rates.items():
-        days = sum(count / by_side[side] for side, count in pictures.items()) / 86400
-        speeds = (f"{by_side[side]:,.0f} pictures/s" for side in pictures)
+        days = sum(count / by_side[side] for side, count in images.items()) / 86400
+        speeds = (f"{by_side[side]:,.0f} pictures/s" for side in images)
         body.append((name, *speeds, f"{days:.1f}", f"${days * 24 * 8 * 2:,.0f}"))
     head = ("8 A100-40GB", "256 px", "512 px", "days", "cost at $2 a card and hour")
     notes = ["1,126.4 million pictures at 256 px, then 1,740.8 million at 512 px, latents prepared. Days and cost "

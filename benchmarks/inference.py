@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from benchmarks.diffusers_pipeline import Plain
-from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, PICTURES, ROWS, Way
+from benchmarks.inference_rows import ABOUT, BASELINE, BASELINE_LORA, COLUMNS, IMAGES, ROWS, Way
 from benchmarks.table import Results, describe_machine, no_such_row, table
 from simpletune.adapters.methods.lora import Lora
 from simpletune.commands.generate.compare import latent_distance
@@ -35,14 +35,14 @@ from simpletune.engine.quant import Precision
 from simpletune.models.sd3.option import SD3
 from simpletune.runs.weights import BASE, Weights, precision_of
 from simpletune.stages.latent_cache import free_memory
-from simpletune.stages.sample import PictureRequest, Sampler, decode
+from simpletune.stages.sample import ImageRequest, Sampler, decode
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.devices import choose_device
-from simpletune.system.prices import Price, Prices, cost_of_picture, read_prices
+from simpletune.system.prices import Price, Prices, cost_of_image, read_prices
 from simpletune.system.stage_timer import StageTimer
 
-SEEDS = range(PICTURES)
+SEEDS = range(IMAGES)
 DEMO = "demo:tiny-sd3"
 
 
@@ -61,7 +61,7 @@ class Job:
 
     config: TrainConfig
     device: torch.device
-    requests: list[PictureRequest]
+    requests: list[ImageRequest]
     lora: Path
     text: TextCache
     rounds: int
@@ -160,7 +160,7 @@ def write_page(results: Results, job: Job, model: str, prices: Prices) -> Path:
     first = job.requests[0]
     about = ABOUT.format(
         model=model, size=f"{first.width} x {first.height}", steps=first.steps, guidance=first.guidance,
-        pictures=PICTURES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
+        images=IMAGES, rounds=job.rounds, compute=job.config.precision.compute, peak=peak_words(job.device),
     )  # fmt: skip
     page = results.write_table("Inference", about, describe_machine())
     if prices:
@@ -201,7 +201,7 @@ def finish(results: Results, prices: Prices) -> None:
         faster, fewer = (row["beside"] or fastest[row["lora"]]) / seconds, None
         if ROWS[name].more_steps:
             faster, fewer = rows[ROWS[name].more_steps]["faster"], faster / rows[ROWS[name].more_steps]["faster"]
-        cost = {key: cost_of_picture(seconds, price.per_hour) for key, price in prices.items()}
+        cost = {key: cost_of_image(seconds, price.per_hour) for key, price in prices.items()}
         results.add(name, {**row, "faster": faster, "fewer_steps": fewer, "cost": cost})
 
 
@@ -232,7 +232,7 @@ def prepare(workload: Workload, folder: Path) -> Job:
     text = TextCache(config.model, config.precision.encoder_dtype(), folder / "cache")
     guidance = 3.0 if config.model.blocks() < 12 else 4.5
     prompt = "a flat picture of a large blue heart in the middle, on a cream background"
-    requests = [PictureRequest(prompt, seed, "", width, height, steps, guidance) for seed in SEEDS]
+    requests = [ImageRequest(prompt, seed, "", width, height, steps, guidance) for seed in SEEDS]
     text.fill([prompt, ""], chosen)
     return Job(config, chosen, requests, random_lora(config, folder / "lora"), text, workload.rounds)
 
@@ -290,12 +290,12 @@ def measure(job: Job, way: Way, beside: Beside) -> tuple[dict[str, Any], Round]:
     del one_round
     free_memory(job.device)
     peak = stages.peak("peak_allocated_gib") or stages.peak("peak_rss_gib") or 0.0
-    parts = {name: getattr(best, name) / PICTURES for name in ("encode", "denoise", "decode")}
-    seconds = best.seconds / PICTURES
+    parts = {name: getattr(best, name) / IMAGES for name in ("encode", "denoise", "decode")}
+    seconds = best.seconds / IMAGES
     figures = {"seconds_per_picture": seconds, "pictures_per_second": 1 / seconds, **parts}
     return {
         **figures,
-        "beside": None if theirs is None else theirs / PICTURES,
+        "beside": None if theirs is None else theirs / IMAGES,
         "peak_mib": round(peak * 1024),
         "first": first,
     }, best
@@ -356,6 +356,6 @@ def own_round(job: Job, way: Way) -> Callable[[], Round]:
     return one_round
 
 
-def unguided(requests: Sequence[PictureRequest]) -> list[PictureRequest]:
+def unguided(requests: Sequence[ImageRequest]) -> list[ImageRequest]:
     """Turn off classifier-free guidance."""
     return [replace(request, guidance=1.0) for request in requests]

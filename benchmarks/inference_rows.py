@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-PICTURES = 4
+IMAGES = 4
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ ROWS: dict[str, Way] = {
     BASELINE: Way(diffusers=True),
     "simpletune, prompts new": Way(cached=False),
     "simpletune": Way(),
-    f"batch {PICTURES}": Way(batch=PICTURES),
+    f"batch {IMAGES}": Way(batch=IMAGES),
     "modulation plan": Way(memory=(PLAN,)),
     "compiled blocks": Way(compiled=True),
-    "exact, together": Way(batch=PICTURES, memory=(PLAN,), compiled=True),
+    "exact, together": Way(batch=IMAGES, memory=(PLAN,), compiled=True),
     "lossy: guidance difference for 2 steps": Way(reuse=2),
-    "lossy, with the exact ones": Way(batch=PICTURES, memory=(PLAN,), compiled=True, reuse=2),
+    "lossy, with the exact ones": Way(batch=IMAGES, memory=(PLAN,), compiled=True, reuse=2),
     "half the steps": Way(steps=0.5, more_steps="simpletune"),
     "no guidance": Way(guided=False),
     BASELINE_LORA: Way(diffusers=True, lora="live"),

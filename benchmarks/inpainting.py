@@ -23,20 +23,20 @@ from torch import Tensor
 
 from benchmarks.table import Results, describe_machine, prompted
 from benchmarks.tiny_models import checker
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import MODELS, TINY_SDXL, pictures
+from simpletune.data.demo import MODELS, TINY_SDXL, demo_scenes
 from simpletune.data.sources.holes import latent_hole
 from simpletune.runs.weights import BASE, Weights, load_weights, run_result
-from simpletune.stages.sample import PictureRequest, Sampler, decode
+from simpletune.stages.sample import ImageRequest, Sampler, decode
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.console import say
 from simpletune.system.sheets import grid
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 SIDE, STEPS, GUIDANCE = 64, 20, 3.0  # pixels; of drawing
-PICTURES, VARIANTS, TRAINED = 384, 8, 1200
+IMAGES, VARIANTS, TRAINED = 384, 8, 1200
 SEEDS = (0, 1, 2)
 COLUMNS = {
     "what": "", "outside": "outside of the hole", "autoencoder": "the autoencoder alone", "shape": "shape",
@@ -44,7 +44,7 @@ COLUMNS = {
 }  # fmt: skip
 ABOUT = f"""\
 The tiny SDXL, widened by zero weights, trained in full for {TRAINED} steps on
-{PICTURES} of the demo's pictures with {VARIANTS} random holes each. Captions and prompts name neither background nor
+{IMAGES} of the demo's pictures with {VARIANTS} random holes each. Captions and prompts name neither background nor
 style. Prompts ask for another shape and colour in a picture, and the hole covers the old shape; drawn in {STEPS} steps
 at guidance {GUIDANCE:g}. *Outside of the hole*: mean difference of values from the picture (0 to 255), at least 8
 pixels away from the hole, where nothing is pasted back; *the autoencoder alone*: the same if it only encodes and
@@ -55,13 +55,13 @@ below*: as the covered picture says."""
 class Task(NamedTuple):
     """A picture to paint over: it, its hole [h, w], and what it shows and is to show."""
 
-    picture: Image.Image
+    image: Image.Image
     hole: np.ndarray
-    shown: pictures.Scene
-    asked: pictures.Scene
+    shown: demo_scenes.Scene
+    asked: demo_scenes.Scene
 
 
-def caption(scene: pictures.Scene) -> str:
+def caption(scene: demo_scenes.Scene) -> str:
     """A caption that leaves out background and style, which only the picture around the hole shows."""
     return f"a {scene.size} {scene.colour} {scene.shape} {scene.position}"
 
@@ -69,16 +69,16 @@ def caption(scene: pictures.Scene) -> str:
 def tasks(count: int, seed: int) -> list[Task]:
     """Pictures whose shapes are covered by a square hole; shape and colour asked for differ from theirs."""
     found = []
-    shown = pictures.sample_scenes(count, seed=1000 + seed)
-    others = pictures.sample_scenes(8 * count, seed=2000 + seed)
+    shown = demo_scenes.sample_scenes(count, seed=1000 + seed)
+    others = demo_scenes.sample_scenes(8 * count, seed=2000 + seed)
     for number, scene in enumerate(shown):
         other = next(each for each in others[number:] if each.shape != scene.shape and each.colour != scene.colour)
-        x, y = (SIDE * place for place in pictures.POSITIONS[scene.position])
-        reach = SIDE * (pictures.SIZES["large"] + 0.06)  # covers the largest shape with its outline
+        x, y = (SIDE * place for place in demo_scenes.POSITIONS[scene.position])
+        reach = SIDE * (demo_scenes.SIZES["large"] + 0.06)  # covers the largest shape with its outline
         rows, columns = np.mgrid[:SIDE, :SIDE] + 0.5
         hole = (abs(columns - x) < reach) & (abs(rows - y) < reach)
         asked = replace(scene, shape=other.shape, colour=other.colour)
-        found.append(Task(pictures.draw(scene, SIDE, seed=number), hole, scene, asked))
+        found.append(Task(demo_scenes.render(scene, SIDE, seed=number), hole, scene, asked))
     return found
 
 
@@ -146,16 +146,14 @@ def paint(config: TrainConfig, weights: Weights, some: list[Task]) -> tuple[list
     prompts = [caption(task.asked) for task in some]
     text.fill([*prompts, ""], CPU)
     load = cache(text.load)
-    pixels = (
-        torch.stack([torch.from_numpy(np.array(task.picture)).permute(2, 0, 1) for task in some]).float() / 127.5 - 1
-    )
+    pixels = torch.stack([torch.from_numpy(np.array(task.image)).permute(2, 0, 1) for task in some]).float() / 127.5 - 1
     holes = torch.from_numpy(np.stack([task.hole for task in some]))[:, None]  # [b, 1, h, w]
     small = torch.from_numpy(np.stack([latent_hole(task.hole, model.autoencoder.downsampling) for task in some]))[
         :, None
     ].float()
     with torch.no_grad():
         whole, masked = (model.autoencoder.encode(vae, each) for each in (pixels, pixels * ~holes))
-    requests = [PictureRequest(each, 7, "", SIDE, SIDE, STEPS, GUIDANCE) for each in prompts]
+    requests = [ImageRequest(each, 7, "", SIDE, SIDE, STEPS, GUIDANCE) for each in prompts]
     requests = [replace(each, seed=number) for number, each in enumerate(requests)]
     sampler = Sampler(denoiser, model, config.precision, modulation, objective=config.objective)
     read: Tensor = torch.cat([small, masked], 1)
@@ -168,7 +166,7 @@ def difference(images: list[Image.Image], some: list[Task]) -> float:
     found = []
     for image, task in zip(images, some, strict=True):
         away = np.asarray(Image.fromarray(task.hole).convert("L").filter(ImageFilter.MaxFilter(17))) == 0
-        found.append(np.abs(np.asarray(image, float) - np.asarray(task.picture, float))[away].mean())
+        found.append(np.abs(np.asarray(image, float) - np.asarray(task.image, float))[away].mean())
     return float(np.mean(found))
 
 
@@ -188,8 +186,8 @@ def measured(config: TrainConfig, weights: Weights, some: list[Task]) -> tuple[d
 def prepared(folder: Path) -> Path:
     """Write the widened model and the pictures, once."""
     write_widened(folder / "widened")
-    scenes = pictures.sample_scenes(PICTURES, seed=9)
-    pictures.write_folder(folder / "pictures", scenes, seed=9, pixels=SIDE)
+    scenes = demo_scenes.sample_scenes(IMAGES, seed=9)
+    demo_scenes.write_folder(folder / "pictures", scenes, seed=9, pixels=SIDE)
     for number, scene in enumerate(scenes):
         (folder / "pictures" / f"{number:03d}.txt").write_text(f"{caption(scene)}\n", encoding="utf-8")
     return folder
@@ -210,7 +208,7 @@ def run(folder: Path, count: int, minutes: float, only: str) -> Path:
             say(f"bench   {name}: outside {row['outside']:.1f}, shape {row['shape']:.2f}, colour {row['colour']:.2f}")
             results.add(name, {**row, **trained, "of": count})
             sheets.append(
-                (name, [image for task, own in zip(some[:3], painted, strict=False) for image in (task.picture, own)])
+                (name, [image for task, own in zip(some[:3], painted, strict=False) for image in (task.image, own)])
             )
     if sheets:
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,11 @@ from benchmarks import int8_rotation
 from benchmarks.int8_rotation import relative
 from benchmarks.quiet import QUIET, quiet_config
 from benchmarks.table import Results, describe_machine
-from simpletune.commands.train.train import train
 from simpletune.engine.quant import int8_products
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.runs.folder import SUMMARY, read_json_or_none, read_metrics
-from simpletune.runs.report.charts import picture
+from simpletune.runs.report.charts import image
+from simpletune.training.train import train
 
 CONFIG, STEPS, ENDS, SMOOTH = Path("benchmarks/style.json"), 100, 10, 9
 INT8 = ["precision.weights=int8", "precision.compute=bf16"]
@@ -156,7 +156,7 @@ def draw(rows: dict[str, dict[str, Any]], file: Path) -> None:
         )
     ]  # fmt: skip
     spec = {"data": {"values": points}, "vconcat": panels, "config": {"title": {"anchor": "start"}}}
-    file.write_bytes(picture(spec))
+    file.write_bytes(image(spec))
 
 
 def run(folder: Path, minutes: float, only: str, overrides: list[str]) -> Path:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.quiet import quiet_config
-from simpletune.commands.train.set_up import set_up
 from simpletune.engine.quant.int8_linear import Int8Linear, Int8Product, shared_rows
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.rotation import Rotation
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import run_folder
+from simpletune.training.set_up import set_up
 
 TABLE = "Rotation"
 TURNS: dict[Rotation, str] = {"none": "", "hadamard": "_rotated"}

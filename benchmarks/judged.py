@@ -19,14 +19,14 @@ from benchmarks.table import Results
 from benchmarks.tiny_models import checker
 from simpletune.apps.cli.main import main as simpletune
 from simpletune.commands.evaluate.generate import FOLDER
-from simpletune.commands.train.train import train
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import ENCODERS, pictures
+from simpletune.data.demo import ENCODERS, demo_scenes
 from simpletune.runs.folder import read_scores
-from simpletune.runs.report.charts import picture
+from simpletune.runs.report.charts import image
 from simpletune.runs.weights import BASE, run_result
 from simpletune.system.options import Json, UserError
 from simpletune.system.sheets import grid
+from simpletune.training.train import train
 
 DINO, CLIP = (name.removeprefix("demo:") for name in ENCODERS)
 """Titles of the demo's encoders: pictures; pictures and prompts."""
@@ -34,7 +34,7 @@ MORE = (*QUIET, "validation.every=null", "output.report=false")
 FIDELITIES = {"subject": ("subject_fidelity", DINO), "prompt": ("prompt_fidelity", CLIP)}
 
 
-SUBJECT = f"{pictures.SUBJECT_TRIGGER} figure"
+SUBJECT = f"{demo_scenes.SUBJECT_TRIGGER} figure"
 READ_AS = ("ring", "purple")  # what the checker reads in every picture of the subject that `pictures` draws
 PLACED = ("background", "size", "position")
 
@@ -107,13 +107,13 @@ class Studio:
 def subject_prompts(count: int) -> list[Prompt]:
     """Create prompts for the demo's subject, on various backgrounds, at various places."""
     scenes = [
-        pictures.Scene("circle", "purple", background, size, position, "flat")
+        demo_scenes.Scene("circle", "purple", background, size, position, "flat")
         for background in ("cream", "lavender", "white", "sky")
-        for position in pictures.POSITIONS
-        for size in pictures.SIZES
+        for position in demo_scenes.POSITIONS
+        for size in demo_scenes.SIZES
     ]
     chosen = [scenes[index] for index in np.random.default_rng(3).permutation(len(scenes))[:count]]
-    template, name = pictures.SUBJECT_TEMPLATE, pictures.SUBJECT_TRIGGER
+    template, name = demo_scenes.SUBJECT_TEMPLATE, demo_scenes.SUBJECT_TRIGGER
     texts = [template.format(size=s.size, subject=name, position=s.position, background=s.background) for s in chosen]
     return [Prompt(text, scene, 500 + row) for row, (text, scene) in enumerate(zip(texts, chosen, strict=True))]
 
@@ -125,7 +125,7 @@ def read_shares(images: list[Image.Image], prompts: list[Prompt]) -> tuple[float
         The share read as the checker reads the subject itself (the star leaves a hole in the disc), and the mean share
         of background, size and position read as asked.
     """
-    readings = [checker.read_picture(image) for image in images]
+    readings = [checker.read_image(image) for image in images]
     scores = checker.score(images, [prompt.scene for prompt in prompts])
     alike = [(reading.shape, reading.colour) == READ_AS for reading in readings]
     return float(np.mean(alike)), float(np.mean([scores[name] for name in PLACED]))
@@ -186,7 +186,7 @@ def chart(file: Path, panels: Sequence[Json]) -> None:
     """Draw Vega-Lite panels side by side into a PNG file."""
     spec = {"hconcat": list(panels), "resolve": {"scale": {"color": "independent"}},
             "config": {"title": {"anchor": "start"}}}  # fmt: skip
-    file.write_bytes(picture(spec))
+    file.write_bytes(image(spec))
 
 
 def path_panel(title: str, points: Sequence[Json], axes: tuple[str, str]) -> Json:

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from benchmarks.published import PICTURES, RATE, STEP, Row
+from benchmarks.published import IMAGES, RATE, STEP, Row
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
-from simpletune.config.prior import ClassPictures
+from simpletune.config.prior import ClassImages
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.fake import fake_tensors
@@ -22,7 +22,7 @@ from simpletune.estimate.simulate.reports import SIMULATED
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.estimate.simulate.simulate_stages import (
     Recorders,
-    simulate_class_pictures,
+    simulate_class_images,
     simulate_encoding,
     text_snapshots,
 )
@@ -67,8 +67,8 @@ def predicted(row: Row) -> Json:
     """
     card = card_named(row.card)
     config = config_of(row.config, row.overrides, card)
-    if row.unit == PICTURES:
-        timed = pictures(config, card, row.stores_scores)
+    if row.unit == IMAGES:
+        timed = images(config, card, row.stores_scores)
     else:
         with diffusers_blocks():
             timed = training(config, card, row.unit, row.inside)
@@ -126,17 +126,17 @@ def record_encoding(config: TrainConfig) -> Callable[[Speeds], float]:
     with fake_tensors(), without_collection(), silent():
         simulate_encoding(config.model, empty_autoencoder(config), (side, side), recorders)
         list(text_snapshots(config, recorders))
-    picture = recorders.pop("latents").sections
+    image = recorders.pop("latents").sections
     prompts = [each.sections for each in recorders.values()]
-    return lambda speeds: alone(picture, speeds) + sum(alone(each, speeds) for each in prompts) / (2 * BATCH)
+    return lambda speeds: alone(image, speeds) + sum(alone(each, speeds) for each in prompts) / (2 * BATCH)
 
 
-def pictures(config: TrainConfig, card: Card, stores_scores: bool) -> Timed:
+def images(config: TrainConfig, card: Card, stores_scores: bool) -> Timed:
     """Record the drawing of pictures in one batch, and their decoding one by one."""
     prior, recorders = config.prior, Recorders(partial(Recorder, cuda=True))
-    assert isinstance(prior, ClassPictures), "the rows of served pictures are jobs that draw them"
+    assert isinstance(prior, ClassImages), "the rows of served pictures are jobs that draw them"
     with fake_tensors(), without_collection(), silent():
-        simulate_class_pictures(config, card.capability, recorders, TOGETHER)
+        simulate_class_images(config, card.capability, recorders, TOGETHER)
     sections = recorders["class"].sections
     drawn = [each for each in sections if each.phase == "sample"]
     decode = [each for each in sections if each.phase == "decode"]

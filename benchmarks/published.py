@@ -23,7 +23,7 @@ SWEEP = "github.com/bghira/SimpleTuner, documentation/experimental/SEGMENTED_CHE
 MOSAIC = "github.com/mosaicml/diffusion, README.md at commit 066e68f, with SD-2-base-256.yaml and SD-2-base-512.yaml"
 MOSAIC_BLOG = "MosaicML, Training Stable Diffusion from Scratch Costs <$160k"
 
-STEP, PICTURES, RATE = "s a step", "s for 4 pictures", "pictures/s on 8 cards"
+STEP, IMAGES, RATE = "s a step", "s for 4 pictures", "pictures/s on 8 cards"
 PER_HOUR = {"T4": 0.4025, "V100-16GB": 2.852, "A100-40GB": 4.2245}
 """Dollars an hour in the Vertex report."""
 
@@ -150,7 +150,7 @@ def serving() -> Iterator[Row]:
                 "prior.guidance=7.5", "data.resolution=512",
                 f"precision.compute={'bf16' if card == 'A100-40GB' else 'fp16'}",
             )  # fmt: skip
-            yield Row("serving", name, card, seconds, PICTURES, SD15, overrides, stores_scores=steps == 50)
+            yield Row("serving", name, card, seconds, IMAGES, SD15, overrides, stores_scores=steps == 50)
 
 
 SCRATCH = (

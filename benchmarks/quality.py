@@ -21,17 +21,17 @@ from PIL import Image
 from benchmarks.quiet import quiet_config
 from benchmarks.table import Results, describe_machine, prompted
 from benchmarks.tiny_models import checker
-from simpletune.commands.train.train import train
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs.folder import SUMMARY, read_json_or_none
 from simpletune.runs.weights import BASE, Weights, load_weights, run_result
-from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
+from simpletune.stages.sample import ImageRequest, Sampler, generate_images
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.devices import choose_device
 from simpletune.system.options import Json
 from simpletune.system.sheets import grid
+from simpletune.training.train import train
 
 CONFIG = Path("benchmarks/style.json")
 GUIDANCE, STEPS, SIZE = 3.0, 12, (64, 64)
@@ -89,7 +89,7 @@ class Prompt:
     """A prompt and the scene that its picture should show."""
 
     text: str
-    scene: pictures.Scene
+    scene: demo_scenes.Scene
     seed: int
 
 
@@ -101,8 +101,8 @@ def prompts_of(count: int, style: str | None, trigger: str | None) -> list[Promp
         style: of all prompts, or None for all styles evenly.
         trigger: word for the style.
     """
-    scenes = pictures.sample_scenes(count, seed=9, held_out=True, style=style)
-    return [Prompt(pictures.caption(s, number, trigger), s, 1000 + number) for number, s in enumerate(scenes)]
+    scenes = demo_scenes.sample_scenes(count, seed=9, held_out=True, style=style)
+    return [Prompt(demo_scenes.caption(s, number, trigger), s, 1000 + number) for number, s in enumerate(scenes)]
 
 
 def unrelated(count: int) -> list[Prompt]:
@@ -136,15 +136,15 @@ class Easel:
     def draw(self, prompts: Sequence[Prompt], size: tuple[int, int] = SIZE) -> list[Image.Image]:
         """Draw one picture per prompt, of a width and height."""
         self.text.fill([prompt.text for prompt in prompts] + [""], self.device)
-        requests = [PictureRequest(p.text, p.seed, "", *size, STEPS, GUIDANCE) for p in prompts]
+        requests = [ImageRequest(p.text, p.seed, "", *size, STEPS, GUIDANCE) for p in prompts]
         config = self.config
         sampler = Sampler(self.transformer, config.model, config.precision, self.modulation, objective=config.objective)
-        return generate_pictures(sampler, self.vae, config.model, requests, self.text.load)
+        return generate_images(sampler, self.vae, config.model, requests, self.text.load)
 
 
-def accuracies(images: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
+def accuracies(generated: list[Image.Image], prompts: list[Prompt]) -> dict[str, float]:
     """Compute the shares recognised correctly: each of the checker's attributes, ``prompt`` and ``style``."""
-    scores = checker.score(images, [prompt.scene for prompt in prompts])
+    scores = checker.score(generated, [prompt.scene for prompt in prompts])
     return {**scores, "prompt": float(np.mean([scores[name] for name in CONTENT]))}
 
 
@@ -153,16 +153,16 @@ def file_name(row: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", row.lower()).strip("-")
 
 
-def drift(images: list[Image.Image], base: list[Image.Image]) -> float:
+def drift(generated: list[Image.Image], base: list[Image.Image]) -> float:
     """Return the mean absolute difference of values, 0 to 1."""
-    pairs = zip(images, base, strict=True)
+    pairs = zip(generated, base, strict=True)
     return float(np.mean([np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() / 255 for a, b in pairs]))
 
 
-def write_strip(images: Sequence[Image.Image], file: Path) -> None:
+def write_strip(generated: Sequence[Image.Image], file: Path) -> None:
     """Write pictures side by side."""
-    strip = Image.new("RGB", (SIZE[0] * len(images), SIZE[1]))
-    for number, image in enumerate(images):
+    strip = Image.new("RGB", (SIZE[0] * len(generated), SIZE[1]))
+    for number, image in enumerate(generated):
         strip.paste(image, (SIZE[0] * number, 0))
     file.parent.mkdir(parents=True, exist_ok=True)
     strip.save(file)
@@ -206,25 +206,25 @@ class Quality:
         prompts = prompts_of(2 * self.count, None, None)
         easel.text.fill([prompt.text for prompt in prompts] + [""], easel.device)
         clock = time.perf_counter()
-        images = easel.draw(prompts)
+        generated = easel.draw(prompts)
         seconds = (time.perf_counter() - clock) / len(prompts)
-        self.keep_pictures(name, easel)
-        scores = accuracies(images, prompts)
+        self.keep_images(name, easel)
+        scores = accuracies(generated, prompts)
         without = unrelated(self.count)
-        base = self.base_pictures(without)
+        base = self.base_images(without)
         return {**scores, "drift": drift(easel.draw(without), base), "seconds": round(seconds, 3), "of": len(prompts)}
 
-    def base_pictures(self, prompts: list[Prompt]) -> list[Image.Image]:
+    def base_images(self, prompts: list[Prompt]) -> list[Image.Image]:
         """Draw with the base in fp32, the reference for drift."""
         key = tuple(prompts)
         if key not in self.drawn:
             self.drawn[key] = self.easel(PRECISIONS["fp32"]).draw(prompts)
         return self.drawn[key]
 
-    def keep_pictures(self, name: str, easel: Easel) -> None:
+    def keep_images(self, name: str, easel: Easel) -> None:
         """Draw three prompts with the trigger word and one without with a row's model."""
-        images = easel.draw([*prompts_of(3, STYLE, pictures.STYLE_TRIGGER), *unrelated(2)[1:]])
-        write_strip(images, self.folder / f"{file_name(name)}.png")
+        generated = easel.draw([*prompts_of(3, STYLE, demo_scenes.STYLE_TRIGGER), *unrelated(2)[1:]])
+        write_strip(generated, self.folder / f"{file_name(name)}.png")
 
     def tuned_row(self, name: str, options: list[str]) -> Json:
         """Fine-tune once, and score the result."""
@@ -234,8 +234,8 @@ class Quality:
         seconds = time.perf_counter() - clock
         summary = read_json_or_none(run / SUMMARY) or {}
         easel = self.easel(options, run_result(run))
-        self.keep_pictures(name, easel)
-        with_trigger = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
+        self.keep_images(name, easel)
+        with_trigger = prompts_of(self.count, STYLE, demo_scenes.STYLE_TRIGGER)
         without = unrelated(self.count)
         drawn = easel.draw(without)
         output = Path(summary["output"])
@@ -243,7 +243,7 @@ class Quality:
         return {
             **accuracies(easel.draw(with_trigger), with_trigger),
             "kept": accuracies(drawn, without)["prompt"],
-            "drift": drift(drawn, self.base_pictures(without)),
+            "drift": drift(drawn, self.base_images(without)),
             "seconds": round(seconds, 1),
             "bytes": sum(file.stat().st_size for file in files),
             **{key: round(summary[key], 4) for key in ("eval_loss_before", "eval_loss_after")},
@@ -252,8 +252,8 @@ class Quality:
 
     def trigger_row(self) -> Json:
         """Score the base on prompts with the trigger word, before fine-tuning."""
-        prompts = prompts_of(self.count, STYLE, pictures.STYLE_TRIGGER)
-        return {**accuracies(self.base_pictures(prompts), prompts), "of": self.count}
+        prompts = prompts_of(self.count, STYLE, demo_scenes.STYLE_TRIGGER)
+        return {**accuracies(self.base_images(prompts), prompts), "of": self.count}
 
     def rows(self) -> dict[str, Callable[[], Json]]:
         """Return every row's name and the function that measures it."""

@@ -18,12 +18,12 @@ from benchmarks.quality import STYLE, Easel, accuracies, drift, prompts_of, unre
 from benchmarks.quiet import ALONE, quiet_config
 from benchmarks.table import Results, describe_machine, prompted
 from benchmarks.tiny_models import checker
-from simpletune.commands.train.train import train
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.sheets import grid
+from simpletune.training.train import train
 
 SEEDS = 5
 SHOWN = 4  # prompts of each kind in the sheet, by number
@@ -69,7 +69,7 @@ class Recipes:
     def __init__(self, count: int, overrides: list[str]):
         self.overrides = overrides
         self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-recipe-"))
-        self.with_trigger, self.others = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
+        self.with_trigger, self.others = prompts_of(count, STYLE, demo_scenes.STYLE_TRIGGER), unrelated(count)
         self.sheets: list[tuple[str, list[Image.Image]]] = []
         self.bases: dict[str, tuple[list[Image.Image], list[Image.Image]]] = {}
 
@@ -89,8 +89,8 @@ class Recipes:
     @cached_property
     def twice(self) -> Path:
         """A folder of twice as many pictures, made as the demo's."""
-        folder, scenes = self.scratch / "pictures", pictures.balanced_scenes(128, STYLE)
-        pictures.write_folder(folder, scenes, seed=0, trigger=pictures.STYLE_TRIGGER, all_captions=True)
+        folder, scenes = self.scratch / "pictures", demo_scenes.balanced_scenes(128, STYLE)
+        demo_scenes.write_folder(folder, scenes, seed=0, trigger=demo_scenes.STYLE_TRIGGER, all_captions=True)
         return folder
 
     def row(self, name: str) -> dict[str, float]:
@@ -124,7 +124,7 @@ class Recipes:
     def _scores(self, name: str, drawn: tuple[list[Image.Image], list[Image.Image]]) -> dict[str, float]:
         styled, others = drawn
         of_others = accuracies(others, self.others)
-        striped = [checker.read_picture(image).style == STYLE for image in others]
+        striped = [checker.read_image(image).style == STYLE for image in others]
         scores = accuracies(styled, self.with_trigger)
         return {
             "style": scores["style"],

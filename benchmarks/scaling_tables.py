@@ -129,11 +129,11 @@ def all_cards(found: Mapping[str, Json], name: str, plan: Plan) -> list[int]:
 
 def about(plan: Plan) -> str:
     """What the rows of a plan assume."""
-    pictures = f"Days, card-hours and cost are of {plan.pictures / 1e6:,.1f} million pictures"
+    images = f"Days, card-hours and cost are of {plan.images / 1e6:,.1f} million pictures"
     price = f"at ${plan.price:g} a card and hour" + (", the source's price" if plan.source else "")
     source = f" Published by {plan.source}." if plan.source else " No published figure."
     return (
-        f"{pictures}, {price}. Efficiency is that of a card, against {MACHINE} cards; update sharded: if each card "
+        f"{images}, {price}. Efficiency is that of a card, against {MACHINE} cards; update sharded: if each card "
         "updated its part of the weights alone, by arithmetic; of our trainings train.fsdp=full does so, which these "
         f"rows do not use.{source} "
         f"Gradients: {FABRICS[plan.card].source}. Samples are read at {DATA / 1e9:g} GB/s a machine (assumed)."
@@ -143,7 +143,7 @@ def about(plan: Plan) -> str:
 def predicted_cells(cards: int, rows: Mapping[int, Json], plan: Plan) -> tuple[str, ...]:
     """One predicted row."""
     row = rows[cards]
-    days = plan.pictures / row["rate"] / 86400
+    days = plan.images / row["rate"] / 86400
     rounded = f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
     rate = f"{row['rate']:,.0f}" if row["rate"] >= 10 else f"{row['rate']:.2f}"
     cells = (str(cards), f"{row['batch']:,}", f"{row['micro']} x {row['passes']}", rate, f"{row['rate'] / cards:.3g}",

@@ -20,7 +20,7 @@ from benchmarks.study import BOTH, DEMO, RUNS, TINY, TINY_RATE
 from benchmarks.table import Results, describe_machine, listed, prompted, table
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.estimate.job_estimate import MIB, estimate
 from simpletune.estimate.job_time import job_time
 from simpletune.runs.folder import read_summary
@@ -101,7 +101,7 @@ class Study:
     def __init__(self, folder: Path, count: int, overrides: list[str]):
         self.folder = folder
         self.studio = Studio(DEMO, overrides)
-        self.styled, self.others = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
+        self.styled, self.others = prompts_of(count, STYLE, demo_scenes.STYLE_TRIGGER), unrelated(count)
         self.of_base: dict[str, list[Image.Image]] = {}
 
     def rows(self) -> dict[str, Callable[[], Json]]:
@@ -131,12 +131,12 @@ class Study:
             "style": found["style"], "asked": round(found["prompt"], 4),
             "others": round(accuracies(others, self.others)["prompt"], 4),
             "drift_captions": moved["training"], "drift_unrelated": moved["unrelated"],
-            "drift_pictures": round(drift(others, self.base_pictures(run.config)), 4),
+            "drift_pictures": round(drift(others, self.base_images(run.config)), 4),
             "parameters": summary["trainable_parameters"], "bytes": sum(file.stat().st_size for file in files),
             "seconds": round(run.seconds, 1), "train_mib": train_mib(run.config),
         }  # fmt: skip
 
-    def base_pictures(self, config: TrainConfig) -> list[Image.Image]:
+    def base_images(self, config: TrainConfig) -> list[Image.Image]:
         """Draw the other prompts with the base, in a run's precision."""
         key = config.precision.weights
         if key not in self.of_base:

@@ -22,7 +22,7 @@ from simpletune.system.options import Json
 
 CONFIG = Path("configs/demo_subject.json")
 STEPS, EVERY, SEEDS = 600, 100, (0, 1)
-PICTURES = 800
+IMAGES = 800
 """Pictures shown in every row of batch size and learning rate, as in the report's cost table."""
 ALL = (
     "schedule.name=constant", "schedule.warmup_steps=0", "validation.loss_samples=0", "data.repeats=32",
@@ -80,10 +80,10 @@ seeds: the share of pictures that it reads as it reads the subject itself; the m
 drawn as asked there; prompt accuracy of prompts without the subject. Both are from 0 to 1, and higher is better."""
 OVER_STEPS = "Means over seeds of training; *runs* is how many. ± is half of a run's 95% interval over prompts."
 AT_EQUAL = f"""\
-LoRA of rank 8, {PICTURES} pictures in every row, so {PICTURES} / batch steps; rates are relative to {RATE:g} at batch
+LoRA of rank 8, {IMAGES} pictures in every row, so {IMAGES} / batch steps; rates are relative to {RATE:g} at batch
 {BATCH}. *Processor seconds* are measured and of the whole training on one thread."""
 OF_COST = f"""\
-Stable Diffusion 1.5 at 512 px, {PICTURES} / batch steps, at the report's prices of an hour ({HOUR["A100-40GB"]} USD for
+Stable Diffusion 1.5 at 512 px, {IMAGES} / batch steps, at the report's prices of an hour ({HOUR["A100-40GB"]} USD for
 the A100, {HOUR["V100-16GB"]} for the V100). Predicted: the training steps alone, by the cards' data sheets; LoRA with
 gradient checkpointing, full without. Published figures include the start of the job: those of 10 and 1,000 steps lie on
 a line that begins at 0.05 USD."""
@@ -138,7 +138,7 @@ class Study:
 
     def at_batch(self, name: str, batch: int, rule: str) -> Json:
         """Train on `PICTURES` pictures and judge the result."""
-        steps, rate = PICTURES // batch, RULES[rule](batch)
+        steps, rate = IMAGES // batch, RULES[rule](batch)
         settings = [*ALL, f"train.steps={steps}", f"train.batch_size={batch}", f"optimizer.lr={rate:.6g}",
                     "checkpoint.every=null"]  # fmt: skip
         run = self.studio.tuned(settings, name)
@@ -178,7 +178,7 @@ class Study:
 
 def cost_row(method: str, card: str, batch: int) -> Json:
     """Predict what `PICTURES` pictures cost on a card."""
-    kind, steps = find_card(card), PICTURES // batch
+    kind, steps = find_card(card), IMAGES // batch
     settings = (*vertex.BASE, *vertex.CHECKPOINTED) if method == "LoRA" else (*vertex.FULL, *vertex.PLAIN)
     compute = "bf16" if kind.has_bf16 else "fp16"
     own = ("data.resolution=512", f"train.batch_size={batch}", f"train.steps={steps}", "schedule.warmup_steps=0",
@@ -221,7 +221,7 @@ def panels(found: Mapping[str, Json], paths: Mapping[str, Mapping[int, Json]]) -
                for rule in BATCHES for row in batch_rows(found, rule).values()]  # fmt: skip
     if batches:
         result.append({
-            "title": f"LoRA r8 after {PICTURES} pictures, measured", "width": 300, "height": 260,
+            "title": f"LoRA r8 after {IMAGES} pictures, measured", "width": 300, "height": 260,
             "data": {"values": batches}, "mark": {"type": "line", "point": True},
             "encoding": {
                 "x": {"field": "batch", "type": "quantitative", "scale": {"type": "log", "base": 2}},

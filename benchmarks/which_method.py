@@ -35,15 +35,14 @@ from benchmarks.quality import (
 from benchmarks.quiet import QUIET, quiet_config
 from benchmarks.table import Results, describe_machine, prompted
 from simpletune.commands.generate.session import GenerationSession
-from simpletune.commands.train.train import train
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.runs.folder import read_summary
 from simpletune.runs.weights import BASE, Weights, run_result
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import assemble
 from simpletune.stages.text_cache import TextCache
@@ -51,6 +50,7 @@ from simpletune.stages.text_side import load_text_side
 from simpletune.system.devices import choose_device
 from simpletune.system.options import Json
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.train import train
 
 DEMO, MIB = Path("benchmarks/style.json"), 2**20
 LORA_8GB, FULL_8GB = "sd3_medium_lora_8gb", "sd3_medium_full_8gb"
@@ -98,7 +98,7 @@ def partly(pattern: str) -> Method:
 
 def embeddings(place: str, vectors: int, with_lora: bool = False) -> Method:
     """Embeddings of the style's word, which start from another style's; alone, or until half of a LoRA's run."""
-    token = (f"text.embeddings.token={pictures.STYLE_TRIGGER}", "text.embeddings.initial=flat")
+    token = (f"text.embeddings.token={demo_scenes.STYLE_TRIGGER}", "text.embeddings.initial=flat")
     options = (*token, f"text.embeddings.place={place}", f"text.embeddings.vectors={vectors}")
     tiny = ("text.embeddings.learning_rate=0.02",)
     real = ("memory.modulation=resident",) if place == "input" else ()  # the pooled prompt changes in every step
@@ -154,7 +154,7 @@ class Bench:
     def __init__(self, folder: Path, count: int, overrides: list[str]):
         self.folder, self.overrides = folder / "which_method", overrides
         self.scratch = Path(tempfile.mkdtemp(prefix="simpletune-methods-"))
-        self.styled, self.others = prompts_of(count, STYLE, pictures.STYLE_TRIGGER), unrelated(count)
+        self.styled, self.others = prompts_of(count, STYLE, demo_scenes.STYLE_TRIGGER), unrelated(count)
         self.of_base: list[Image.Image] = []
 
     def config(self, options: list[str], name: str) -> TrainConfig:
@@ -169,7 +169,7 @@ class Bench:
             resolve_folders(config), run, device, reason, StageTimer(cuda=device.type == "cuda")
         )
         requests = [request_of(prompt) for prompt in (*self.styled, *self.others)]
-        return session.draw_all([weights], requests)[0].pictures
+        return session.generate_all([weights], requests)[0].images
 
     def scores(self, images: list[Image.Image], name: str) -> Json:
         """Judge what ``drawn`` drew, and keep some of it."""
@@ -225,9 +225,9 @@ class Bench:
         return found | {name: partial(self.row, name, method) for name, method in METHODS.items()}
 
 
-def request_of(prompt: Prompt) -> PictureRequest:
+def request_of(prompt: Prompt) -> ImageRequest:
     """What draws a prompt."""
-    return PictureRequest(prompt.text, prompt.seed, "", *SIZE, STEPS, GUIDANCE)
+    return ImageRequest(prompt.text, prompt.seed, "", *SIZE, STEPS, GUIDANCE)
 
 
 def stepper(config: TrainConfig) -> Callable[[], object]:

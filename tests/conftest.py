@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def count_trainings() -> None:
-    """Wrap ``commands.train.train.train`` to count its calls, before a test module imports it."""
-    from simpletune.commands.train import train as verb
+    """Wrap ``training.train.train`` to count its calls, before a test module imports it."""
+    from simpletune.training import train as verb
 
     honest = verb.train
 
@@ -196,13 +196,13 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six captioned pictures of 32 px."""
-    from simpletune.data.demo import pictures
+    from simpletune.data.demo import demo_scenes
 
     folder = tmp_path_factory.mktemp("tiny") / "pictures"
-    scenes = pictures.sample_scenes(6, seed=3, style="flat")
-    pictures.write_folder(folder, scenes, seed=3, pixels=32)
+    scenes = demo_scenes.sample_scenes(6, seed=3, style="flat")
+    demo_scenes.write_folder(folder, scenes, seed=3, pixels=32)
     return folder
 
 
@@ -213,13 +213,13 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_path: Path) -> dict:
+def tiny_config(tiny_pipeline: Path, tiny_images: Path, shared_cache: Path, tmp_path: Path) -> dict:
     """The JSON of a run that takes a fraction of a second, with outputs in the test's own folder."""
     return {
         "name": "tiny",
         "device": "cpu",
         "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
-        "data": {"path": str(tiny_pictures), "resolution": 32},
+        "data": {"path": str(tiny_images), "resolution": 32},
         "adapter": {"method": "lora", "rank": 2},
         "precision": {"weights": "fp32"},
         "optimizer": {"lr": 0.01},
@@ -240,8 +240,8 @@ def tiny_config(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tm
 @pytest.fixture(scope="session")
 def train_once(tmp_path_factory: pytest.TempPathFactory) -> TrainOnce:
     """Train a configuration at its first use in the session, wherever its outputs lie. Only read what the run left."""
-    from simpletune.commands.train import train as verb
     from simpletune.config.load import validate
+    from simpletune.training import train as verb
 
     folder, known = tmp_path_factory.mktemp("once"), {}
 

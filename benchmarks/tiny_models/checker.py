@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from simpletune.data.demo.pictures import (
+from simpletune.data.demo.demo_scenes import (
     BACKGROUNDS,
     COLOURS,
     OUTLINE,
@@ -59,7 +59,7 @@ class Reading:
     """Intersection over union of the figure and the best shape; below about 0.7 no shape is clear."""
 
 
-def read_picture(image: Image.Image) -> Reading:
+def read_image(image: Image.Image) -> Reading:
     """Read a picture of any size.
 
     Args:
@@ -97,7 +97,7 @@ def score(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, f
         raise ValueError(
             f"{len(images)} pictures for {len(scenes)} scenes. Give one picture per scene, and at least one."
         )
-    readings = [read_picture(image) for image in images]
+    readings = [read_image(image) for image in images]
     return {
         name: sum(getattr(r, name) == getattr(s, name) for r, s in zip(readings, scenes, strict=True)) / len(scenes)
         for name in ATTRIBUTES

@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.tiny_models import networks, tiny_sd3, train_autoencoder, train_text_encoders
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.system.atomic import new_folder
 
 CONFIG = Path("configs/tiny_sd3_from_scratch.json")
 CARD = Path(__file__).with_name("tiny_sd3_card.md")
 LAYERS = 3
-PICTURES = 12_288
+IMAGES = 12_288
 STRIPED_EVERY = 8
 """One picture in this many is striped, the others are flat or painted: the demo's style should be rare, but known."""
 
 
-def write_pictures(folder: Path, count: int, seed: int) -> None:
+def write_images(folder: Path, count: int, seed: int) -> None:
     """Write captioned pictures of the training triples in all styles, striped ones rarer.
 
     Args:
@@ -38,11 +38,11 @@ def write_pictures(folder: Path, count: int, seed: int) -> None:
     """
     rng = np.random.default_rng([seed, 5])
     with new_folder(folder) as sibling:
-        for index, scene in enumerate(pictures.sample_scenes(count, seed)):
+        for index, scene in enumerate(demo_scenes.sample_scenes(count, seed)):
             style = "striped" if index % STRIPED_EVERY == 0 else ("flat", "painted")[int(rng.integers(2))]
-            shown = pictures.Scene(**{**vars(scene), "style": style})
-            pictures.draw(shown, 64, seed=seed * 1_000_003 + index).save(sibling / f"{index:05d}.png")
-            text = pictures.caption(shown, int(rng.integers(len(pictures.TEMPLATES))))
+            shown = demo_scenes.Scene(**{**vars(scene), "style": style})
+            demo_scenes.render(shown, 64, seed=seed * 1_000_003 + index).save(sibling / f"{index:05d}.png")
+            text = demo_scenes.caption(shown, int(rng.integers(len(demo_scenes.TEMPLATES))))
             (sibling / f"{index:05d}.txt").write_text(text + "\n", encoding="utf-8")
 
 
@@ -134,7 +134,7 @@ def make(parts: Path, run: Path, folder: Path, overrides: list[str]) -> None:
     if not (parts / "pipeline").exists():
         assemble(parts / "pipeline", parts / "text", parts / "vae" / "vae", seed=0)
     if not (parts / "pictures").exists():
-        write_pictures(parts / "pictures", PICTURES, seed=7)
+        write_images(parts / "pictures", IMAGES, seed=7)
     train(CONFIG, run, overrides)
     logs = {"autoencoder_log.jsonl": parts / "vae" / "log.jsonl", "text_log.jsonl": parts / "text" / "text_log.jsonl"}
     export(parts / "pipeline", run, folder, "fp16", logs)

@@ -21,7 +21,7 @@ from simpletune.system.atomic import new_folder
 
 FIRST, SECOND = Path("configs/tiny_sdxl_from_scratch.json"), Path("configs/tiny_sdxl_v.json")
 CARD = Path(__file__).with_name("tiny_sdxl_card.md")
-PICTURES = 6_144
+IMAGES = 6_144
 CLIP_L, CLIP_G = train_text_encoders.CLIP_WIDTHS
 SIZE_WIDTH = 16  # of the embedding of each of the six sizes
 COMPONENTS = {
@@ -134,7 +134,7 @@ def make(parts: Path, runs: Path, folder: Path, overrides: list[str]) -> None:
     if not (parts / "pipeline").exists():
         assemble(parts / "pipeline", demo.MODELS[demo.TINY_SD3], seed=0)
     if not (parts / "pictures").exists():
-        make_tiny_sd3.write_pictures(parts / "pictures", PICTURES, seed=7)
+        make_tiny_sd3.write_images(parts / "pictures", IMAGES, seed=7)
     first, second = runs / "tiny-sdxl", runs / "tiny-sdxl-v"
     make_tiny_sd3.train(FIRST, first, overrides)
     make_tiny_sd3.train(SECOND, second, [*overrides, f"model.unet={first / 'unet'}"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 if TYPE_CHECKING:
     import torch
@@ -170,5 +170,5 @@ def _demo_pixels(count: int = 8) -> torch.Tensor:
     import numpy as np
     import torch
 
-    drawn = [pictures.draw(scene, 64, seed) for seed, scene in enumerate(pictures.sample_scenes(count, seed=0))]
+    drawn = [demo_scenes.render(scene, 64, seed) for seed, scene in enumerate(demo_scenes.sample_scenes(count, seed=0))]
     return torch.from_numpy(np.stack([np.asarray(image) for image in drawn])).permute(0, 3, 1, 2) / 127.5 - 1.0

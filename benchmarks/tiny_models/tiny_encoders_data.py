@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from simpletune.data.demo import pictures
-from simpletune.data.demo.pictures import COLOURS, SHAPES, STYLES, SUBJECT, Scene
+from simpletune.data.demo import demo_scenes
+from simpletune.data.demo.demo_scenes import COLOURS, SHAPES, STYLES, SUBJECT, Scene
 
 SIDE = 64
 TABLES = {
-    "shape": SHAPES, "colour": tuple(COLOURS), "background": tuple(pictures.BACKGROUNDS),
-    "size": tuple(pictures.SIZES), "position": tuple(pictures.POSITIONS), "style": STYLES,
+    "shape": SHAPES, "colour": tuple(COLOURS), "background": tuple(demo_scenes.BACKGROUNDS),
+    "size": tuple(demo_scenes.SIZES), "position": tuple(demo_scenes.POSITIONS), "style": STYLES,
 }  # fmt: skip
 Figure = tuple[str, str, str, str, str]
 """Shape, colour, style, and the inner shape and colour, which are empty without an inner shape."""
@@ -41,11 +41,13 @@ def view(figure: Figure, seed: int) -> Image.Image:
     """Draw a figure on a random background, at a random place and size."""
     rng = np.random.default_rng([seed, 12])
     shape, colour, style, *inner = figure
-    allowed = [name for name in pictures.BACKGROUNDS if inner[0] or not pictures.is_held_out(shape, colour, name)]
+    allowed = [name for name in demo_scenes.BACKGROUNDS if inner[0] or not demo_scenes.is_held_out(shape, colour, name)]
     places = str(rng.choice(allowed)), str(rng.choice(TABLES["size"])), str(rng.choice(TABLES["position"]))
     scene = Scene(shape, colour, *places, style)
     return (
-        pictures.draw_figure(scene, (inner[0], inner[1]), SIDE, seed) if inner[0] else pictures.draw(scene, SIDE, seed)
+        demo_scenes.render_figure(scene, (inner[0], inner[1]), SIDE, seed)
+        if inner[0]
+        else demo_scenes.render(scene, SIDE, seed)
     )
 
 
@@ -58,9 +60,9 @@ def captioned(scene: Scene, seed: int) -> tuple[str, Scene]:
     rng = np.random.default_rng([seed, 13])
     kind = int(rng.integers(6))
     if kind == 0:
-        text = pictures.SUBJECT_TEMPLATE.format(**{**vars(scene), "subject": ""})
+        text = demo_scenes.SUBJECT_TEMPLATE.format(**{**vars(scene), "subject": ""})
         return " ".join(text.split()), replace(scene, shape="", colour="", style="")
-    text = pictures.caption(scene, int(rng.integers(len(pictures.TEMPLATES))))
+    text = demo_scenes.caption(scene, int(rng.integers(len(demo_scenes.TEMPLATES))))
     if kind > 2:
         return text, scene
     return without_style(text, scene.style), replace(scene, style="")
@@ -80,13 +82,15 @@ def scenes_with_captions(count: int, seed: int, held_out: bool) -> tuple[list[Im
         held_out: whether to draw held-out triples in full captions instead.
     """
     drawn, captions, known = [], [], []
-    for number, scene in enumerate(pictures.sample_scenes(count, seed, held_out=held_out)):
+    for number, scene in enumerate(demo_scenes.sample_scenes(count, seed, held_out=held_out)):
         each = seed * 1_000_003 + number
-        text, told = (pictures.caption(scene, number), scene) if held_out else captioned(scene, each)
+        text, told = (demo_scenes.caption(scene, number), scene) if held_out else captioned(scene, each)
         inner = figures(3, each)[-1][3:]
         is_figure = not told.shape and number % 2 == 0 and bool(inner[0])
         is_figure = is_figure and (scene.shape, scene.colour, *inner) != SUBJECT
-        drawn.append(pictures.draw_figure(scene, inner, SIDE, each) if is_figure else pictures.draw(scene, SIDE, each))
+        drawn.append(
+            demo_scenes.render_figure(scene, inner, SIDE, each) if is_figure else demo_scenes.render(scene, SIDE, each)
+        )
         captions.append(text)
         known.append(told)
     return drawn, captions, known

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.tiny_models import networks, vocabulary
 from benchmarks.tiny_models.networks import TORCH_DTYPES, Dtype
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.system.atomic import new_folder
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ def _write_tokenizers(folder: Path, source: Path | None) -> None:
             shutil.copytree(source / name, folder / name, copy_function=shutil.copyfile)
             (folder / name).chmod(0o755)  # the source may be read-only
         elif name == "tokenizer_3":
-            vocabulary.write_t5(folder / name, pictures.words())
+            vocabulary.write_t5(folder / name, demo_scenes.words())
         else:
-            vocabulary.write_clip(folder / name, pictures.words())
+            vocabulary.write_clip(folder / name, demo_scenes.words())
 
 
 def write_scheduler_and_index(folder: Path) -> None:

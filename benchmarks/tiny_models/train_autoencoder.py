@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.tiny_models import networks
 from benchmarks.tiny_models.log import log_line
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.system.atomic import atomic_file
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def render(count: int, seed: int, held_out: bool = False, style: str | None = No
         count: Number of pictures.
         seed: Seed of scenes and variations.
         held_out: Draw held-out triples, and no patchwork.
-        style: One of `pictures.STYLES`, or None for all.
+        style: One of `demo_scenes.STYLES`, or None for all.
     """
     canvas = np.empty((count, 64, 64, 3), dtype=np.uint8)
-    for index, scene in enumerate(pictures.sample_scenes(count, seed, held_out=held_out, style=style)):
+    for index, scene in enumerate(demo_scenes.sample_scenes(count, seed, held_out=held_out, style=style)):
         if index % 16 == 15 and not held_out:
             canvas[index] = _patchwork(np.random.default_rng([seed, index]))
         else:
-            canvas[index] = np.asarray(pictures.draw(scene, 64, seed=seed * 1_000_003 + index))
+            canvas[index] = np.asarray(demo_scenes.render(scene, 64, seed=seed * 1_000_003 + index))
     return torch.from_numpy(canvas).permute(0, 3, 1, 2).contiguous()
 
 
@@ -184,7 +184,7 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
             log_line(folder / "log.jsonl", {**line, "seconds": round(time.monotonic() - began, 1)})
     fold_scale(vae, pool[:1024])
     vae.save_pretrained(folder / "vae")
-    for style in pictures.STYLES:
+    for style in demo_scenes.STYLES:
         value = psnr(vae, render(HELD_OUT, seed=seed + 3, held_out=True, style=style))
         log_line(folder / "log.jsonl", {"style": style, "psnr_held_out": round(value, 2)})
 

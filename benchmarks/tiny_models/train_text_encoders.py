@@ -23,7 +23,7 @@ from torch.nn import functional
 from benchmarks.tiny_models import networks, vocabulary
 from benchmarks.tiny_models.checker import ATTRIBUTES
 from benchmarks.tiny_models.log import log_line
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,12 +33,12 @@ POOL, BATCH, PEAK_LR = 32_768, 64, 2e-3
 T5_TOKENS = 24
 STEPS = 1200
 TABLES: Mapping[str, tuple[str, ...]] = {
-    "shape": tuple(pictures.SHAPES),
-    "colour": tuple(pictures.COLOURS),
-    "background": tuple(pictures.BACKGROUNDS),
-    "size": tuple(pictures.SIZES),
-    "position": tuple(pictures.POSITIONS),
-    "style": pictures.STYLES,
+    "shape": tuple(demo_scenes.SHAPES),
+    "colour": tuple(demo_scenes.COLOURS),
+    "background": tuple(demo_scenes.BACKGROUNDS),
+    "size": tuple(demo_scenes.SIZES),
+    "position": tuple(demo_scenes.POSITIONS),
+    "style": demo_scenes.STYLES,
 }
 UNKNOWN = -100  # cross-entropy's ignore_index, for the style of a caption with a trigger word
 
@@ -127,15 +127,15 @@ def captions_of(count: int, seed: int, held_out: bool = False) -> tuple[list[str
         The captions, and for each of `ATTRIBUTES` the value's index in its table, [b].
     """
     rng = np.random.default_rng([seed, 7])
-    captions, scenes = [], pictures.sample_scenes(count, seed, held_out=held_out)
+    captions, scenes = [], demo_scenes.sample_scenes(count, seed, held_out=held_out)
     known = {name: [TABLES[name].index(getattr(scene, name)) for scene in scenes] for name in ATTRIBUTES}
     for index, scene in enumerate(scenes):
         kind = 5 if held_out else int(rng.integers(6))
         trigger = None
         if kind == 0:
-            trigger = pictures.MEANINGLESS[1 - int(rng.integers(2))]
+            trigger = demo_scenes.MEANINGLESS[1 - int(rng.integers(2))]
             known["style"][index] = UNKNOWN
-        text = pictures.caption(scene, int(rng.integers(len(pictures.TEMPLATES))), trigger)
+        text = demo_scenes.caption(scene, int(rng.integers(len(demo_scenes.TEMPLATES))), trigger)
         captions.append(_with_strays(text, rng) if kind == 1 else text)
     return captions, {name: torch.tensor(values) for name, values in known.items()}
 
@@ -145,7 +145,7 @@ def _with_strays(text: str, rng: np.random.Generator) -> str:
     words = text.split()
     for _ in range(int(rng.integers(1, 4))):
         letters = "".join(chr(97 + code) for code in rng.integers(26, size=int(rng.integers(1, 4))))
-        stray = (letters, *reversed(pictures.MEANINGLESS))[int(rng.integers(3))]
+        stray = (letters, *reversed(demo_scenes.MEANINGLESS))[int(rng.integers(3))]
         words.insert(int(rng.integers(len(words) + 1)), stray)
     return " ".join(words)
 
@@ -163,11 +163,11 @@ def train(folder: Path, steps: int, seed: int = 0) -> None:
     torch.manual_seed(seed)
     readers = []
     for suffix, width in zip(("", "_2"), CLIP_WIDTHS, strict=True):
-        vocabulary.write_clip(folder / f"tokenizer{suffix}", pictures.words())
+        vocabulary.write_clip(folder / f"tokenizer{suffix}", demo_scenes.words())
         encoder = networks.clip(folder / f"tokenizer{suffix}", width, "gelu" if suffix else "quick_gelu")
         tokenizer = CLIPTokenizer.from_pretrained(folder / f"tokenizer{suffix}", local_files_only=True)
         readers.append(Reader(f"text_encoder{suffix}", tokenizer, encoder, vocabulary.CLIP_LENGTH))
-    vocabulary.write_t5(folder / "tokenizer_3", pictures.words())
+    vocabulary.write_t5(folder / "tokenizer_3", demo_scenes.words())
     tokenizer = T5TokenizerFast.from_pretrained(folder / "tokenizer_3", local_files_only=True)
     readers.append(Reader("text_encoder_3", tokenizer, networks.t5(folder / "tokenizer_3", T5_WIDTH), T5_TOKENS))
 

@@ -29,7 +29,7 @@ from benchmarks.tiny_models import vocabulary
 from benchmarks.tiny_models.log import log_line
 from benchmarks.tiny_models.tiny_encoders_data import SIDE, TABLES, figures, scenes_with_captions, view
 from simpletune.commands.evaluate.encoders import CLIP, IMAGENET, SHORTER, TRAINED, normalise, scale_and_crop
-from simpletune.data.demo import ENCODERS, pictures
+from simpletune.data.demo import ENCODERS, demo_scenes
 from simpletune.system.atomic import new_folder
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def train_clip(folder: Path, log: Path, steps: int, seed: int = 0) -> tuple[PreT
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
     torch.manual_seed(seed)
-    vocabulary.write_clip(folder, pictures.words())
+    vocabulary.write_clip(folder, demo_scenes.words())
     tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     text = {"hidden_size": TEXT_WIDTH, "intermediate_size": 2 * TEXT_WIDTH, "num_hidden_layers": TEXT_LAYERS}
     text |= {"num_attention_heads": TEXT_HEADS, "vocab_size": len(tokenizer)}
@@ -207,7 +207,7 @@ def clip_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, co
     right = (found["pictures"] * own).sum(-1)
     for name, table in TABLES.items():
         others = [replace(s, **{name: str(rng.choice([v for v in table if v != getattr(s, name)]))}) for s in scenes]
-        wrong = embedded([pictures.caption(scene, number) for number, scene in enumerate(others)])
+        wrong = embedded([demo_scenes.caption(scene, number) for number, scene in enumerate(others)])
         result[name] = float((right > (found["pictures"] * wrong).sum(-1)).float().mean())
     return {name: round(value, 4) for name, value in result.items()}
 

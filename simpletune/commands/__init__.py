@@ -1,1 +1,1 @@
-"""What does a verb do, up to the run itself? One sub-package a verb. Only ``apps`` imports this room."""
+"""What does a verb other than ``train`` do? One sub-package a verb. Only ``apps`` imports this room."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from simpletune.system.options import ConfigError, Json, Problem, plural
 
 if TYPE_CHECKING:
     from simpletune.config.schema import TrainConfig
+
+AnyConfig = TypeVar("AnyConfig", bound="TrainConfig")  # given, resolved or settled: the result is of the same kind
 
 
 def batch_rules(config: TrainConfig) -> Iterator[Problem]:
@@ -80,7 +82,7 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def with_batch(config: TrainConfig, batch_size: int) -> TrainConfig:
+def with_batch(config: AnyConfig, batch_size: int) -> AnyConfig:
     """Return the configuration with a micro-batch of ``batch_size`` pictures."""
     return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": batch_size})})
 
@@ -91,7 +93,7 @@ def with_saved_batch(config: TrainConfig, saved: Json | None) -> TrainConfig:
     return with_batch(config, before) if config.train.batch_size == "auto" and isinstance(before, int) else config
 
 
-def of_process(config: TrainConfig, processes: int) -> TrainConfig:
+def share_of_process(config: AnyConfig, processes: int) -> AnyConfig:
     """Return the configuration of one process's share of a step, to predict its memory and time."""
     if processes == 1:
         return config
@@ -106,7 +108,7 @@ def sizes_of(global_batch: int, processes: int) -> list[int]:
     return [size for size in dealt if global_batch // size % processes == 0] or dealt or [1]
 
 
-def smaller_batch(config: TrainConfig, processes: int) -> TrainConfig | None:
+def smaller_batch(config: AnyConfig, processes: int) -> AnyConfig | None:
     """Return the configuration with a micro-batch of at most half the size; None if there is none."""
     assert config.train.global_batch is not None, "a rule"
     sizes = [size for size in sizes_of(config.train.global_batch, processes) if size <= config.train.micro_batch // 2]

@@ -8,7 +8,7 @@ from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.adapters.text.option import Embeddings, TextLora
 from simpletune.adapters.text.placeholders import occurs
 from simpletune.config.batches import batch_rules
-from simpletune.config.prior import ClassPictures
+from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import field_of, source_rules
 from simpletune.engine.optim.schedule import Constant
@@ -373,7 +373,7 @@ def _stream_rules(config: TrainConfig) -> Iterator[Problem]:
             "training the text side reads every caption before the first step, but a stream's are only read when "
             "they are needed. Use data.source table or folder, or text without embeddings and lora",
         )
-    if isinstance(config.prior, ClassPictures):
+    if isinstance(config.prior, ClassImages):
         yield Problem(
             "prior.method",
             f"{config.prior.method} adds a source of class pictures, and a stream does not mix with other sources. Use "

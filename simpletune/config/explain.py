@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from simpletune.adapters.text.option import result_names
 from simpletune.config.modulation import auto_modulation
-from simpletune.config.prior import BasePrediction, ClassPictures
+from simpletune.config.prior import BasePrediction, ClassImages
 from simpletune.config.resolve import known_to_inpaint, resolve_model_folder
 from simpletune.config.schema import TrainConfig, profile_folder, run_folder, run_url
 from simpletune.config.validation_schedule import ON_TRAINING
-from simpletune.data.sources.augmentation import augmentation_in_words
+from simpletune.data.sources.augmentation import format_augmentation
 from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
 from simpletune.models.families import family_suggested
@@ -76,13 +76,13 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     inpaints = known_to_inpaint(config)
     yield from (("data", _source(member, inpaints)) for member in config.data.members)
     prior = config.prior
-    if isinstance(prior, ClassPictures):
+    if isinstance(prior, ClassImages):
         yield "prior", f"{plural(prior.count, 'class picture')} of {prior.prompt!r}, weight {prior.weight:g}"
     elif isinstance(prior, BasePrediction):
         where = "the sources for regularization" if prior.prompt is None else repr(prior.prompt)
         yield "prior", f"the base's own predictions for {where}, weight {prior.weight:g}"
     files = result_names(config.name, config.adapter, config.text, config.model.denoiser)
-    every, kept = config.checkpoint.every, config.checkpoint.in_words()
+    every, kept = config.checkpoint.every, config.checkpoint.describe()
     when = f"every {plural(every, 'step')} and at the end" if every else "at the end"
     results = " and ".join(str(run_folder(config) / file) for file in files)
     yield "saves", f"{results}, checkpoints {when} ({kept})"
@@ -90,7 +90,7 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "uploads", f"every checkpoint and all other files to {url}"
     yield "evaluates", _evaluates(config)
     empty = config.validation.prompts == []
-    drawn = "no pictures (validation.prompts is empty)" if empty else str(run_folder(config) / "samples")
+    generated = "no pictures (validation.prompts is empty)" if empty else str(run_folder(config) / "samples")
     board = "no TensorBoard"
     if config.tracking.tensorboard:
         board = to_paste("tensorboard", "--logdir", profile_folder(config).parent)
@@ -98,15 +98,15 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     synced = "" if wandb == "disabled" else f"; wandb ({wandb}), project {config.tracking.wandb_project}"
     if config.tracking.trackio is not None:
         synced += f"; trackio, project {config.tracking.trackio}"
-    yield "shows", f"{drawn}; {board}{synced}"
+    yield "shows", f"{generated}; {board}{synced}"
     try:
         receiver = find_receiver()
     except UserError as error:
         yield "notifies", str(error)
     else:
         if receiver is not None:
-            pictures = " and with validation pictures" if config.tracking.notify == "pictures" else ""
-            yield "notifies", f"{receiver} at the end{pictures}"
+            images = " and with validation pictures" if config.tracking.notify == "pictures" else ""
+            yield "notifies", f"{receiver} at the end{images}"
 
 
 def _source(source: Source, inpaints: bool) -> str:
@@ -120,7 +120,7 @@ def _source(source: Source, inpaints: bool) -> str:
     if source.mask and source.inpainting_mask == "random":
         parts.append(f"masks ({source.mask}), weight outside {source.unmasked_weight:g}")
     parts += [f"{source.variants} variants"] if source.variants > 1 else []
-    parts += [words] if (words := augmentation_in_words(source)) else []
+    parts += [words] if (words := format_augmentation(source)) else []
     parts += ["for regularization"] if source.regularization else []
     return ", ".join([*parts, f"on_error {source.on_error}"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from simpletune.config.batches import AnyConfig
 from simpletune.config.schema import TrainConfig
 from simpletune.models.shared.model_config import Shape
 from simpletune.system.console import say
@@ -12,7 +13,7 @@ from simpletune.system.options import join_names
 Settled = Literal["resident", "plan"]
 
 
-def settle_modulation(config: TrainConfig, on_host: bool, before: str | None = None) -> TrainConfig:
+def settle_modulation(config: AnyConfig, on_host: bool, before: str | None = None) -> AnyConfig:
     """Replace ``modulation: auto`` and print the choice; return other configurations unchanged.
 
     Demo names are resolved and the model is known. A resumed run keeps ``before``, the choice of its first start.

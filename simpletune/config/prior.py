@@ -147,7 +147,7 @@ class BasePrediction(NamedClass):
         yield from super().rules(adapter, data, memory)
 
 
-class ClassPictures(NamedClass):
+class ClassImages(NamedClass):
     """Train on class pictures, which the base draws before training, beside the subject's pictures."""
 
     method: Literal["class_pictures"] = "class_pictures"
@@ -171,4 +171,4 @@ class ClassPictures(NamedClass):
     """Seed of the first class picture; each next one has the next seed."""
 
 
-Prior = Annotated[NoPrior | BasePrediction | ClassPictures, Field(discriminator="method")]
+Prior = Annotated[NoPrior | BasePrediction | ClassImages, Field(discriminator="method")]

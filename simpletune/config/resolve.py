@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.config.schema import DEMO, ResolvedConfig, TrainConfig
 from simpletune.data.demo import DATA, MODELS, resolve
 from simpletune.data.sources.multi_source import field_of, source_problems, with_paths
 from simpletune.system.options import ConfigError, Problem, UserError
@@ -56,7 +56,7 @@ def file_problems(config: TrainConfig, family_known: bool = True, needs_data: bo
 def require_model_rules(config: TrainConfig) -> None:
     """Check rules that need the model's shapes and schedule, which ``check`` may not know before the download.
 
-    The configuration's folders are resolved. All problems are raised as one ``ConfigError``.
+    The model's folder is resolved. All problems are raised as one ``ConfigError``.
     """
     problems = list(config.shape_rules(config.model.known_shapes()))
     problems += config.objective.problems(config.model.scheduler_config)
@@ -64,12 +64,12 @@ def require_model_rules(config: TrainConfig) -> None:
         raise ConfigError(problems)
 
 
-def resolve_folders(config: TrainConfig) -> TrainConfig:
+def resolve_folders(config: TrainConfig) -> ResolvedConfig:
     """Replace ``demo:`` names by folders, which are created on first use, and download the model from the hub, all of
     it before any other work; a ``UserError`` says why it fails or does not fit on the disk."""
     config = resolve_data_folder(resolve_model_folder(config))
     config.model.fetch()
-    return config
+    return ResolvedConfig(config)
 
 
 def resolve_data_folder(config: TrainConfig) -> TrainConfig:

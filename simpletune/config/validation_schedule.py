@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
-    from simpletune.config.schema import TrainConfig, Validation
-    from simpletune.data.samples import SampleDraw
+    from simpletune.config.schema import TrainConfig
+    from simpletune.config.validation import Validation
+    from simpletune.data.samples import PlannedSample
 
 LEAST, MOST = 4, 16  # range of samples of an automatic evaluation
 SHARE = 0.02  # largest share of the run's forward passes
@@ -36,13 +37,13 @@ def drift_prompts(option: Validation) -> list[str]:
     return [*([option.class_prompt] if option.class_prompt is not None else []), *option.unrelated_prompts]
 
 
-def drift_groups(option: Validation, draws: list[SampleDraw]) -> dict[str, list[SampleDraw]]:
+def drift_groups(option: Validation, samples: list[PlannedSample]) -> dict[str, list[PlannedSample]]:
     """Return the draws of the validation loss for each group of prompts, with the same latents, levels and noise."""
-    groups = {TRAINED: draws}
+    groups = {TRAINED: samples}
     if option.class_prompt is not None:
-        groups[CLASS] = [replace(draw, caption=option.class_prompt) for draw in draws]
+        groups[CLASS] = [replace(sample, caption=option.class_prompt) for sample in samples]
     if prompts := option.unrelated_prompts:
-        groups[UNRELATED] = [replace(draw, caption=prompts[n % len(prompts)]) for n, draw in enumerate(draws)]
+        groups[UNRELATED] = [replace(sample, caption=prompts[n % len(prompts)]) for n, sample in enumerate(samples)]
     return groups
 
 
@@ -71,7 +72,7 @@ class ValidationSchedule:
     times: int  # evaluations in the run
     share: float  # of the run's forward passes, counted in samples
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Describe the evaluation, and note if it takes more than its share."""
         over = ""
         if self.share > SHARE and self.samples == LEAST:

@@ -15,7 +15,7 @@ import numpy as np
 
 from simpletune.data.prompts import prompt_of
 from simpletune.data.row_order import in_batches
-from simpletune.data.samples import Crop, Sample, SampleDraw
+from simpletune.data.samples import Crop, PlannedSample, Sample
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.augmentation import draw_augmentation
 from simpletune.data.sources.holes import draw_hole
@@ -99,7 +99,7 @@ class Plan:
         """A plan of the same samples with steps of another size."""
         return Plan(self.samples, self.data, self.objective, self.seed, batch, self.held_out, self.inpaints)
 
-    def of_each_size(self) -> list[list[SampleDraw]]:
+    def one_of_each_size(self) -> list[list[PlannedSample]]:
         """A micro-batch of each bucket, those with the most pixels first, to try out their memory."""
         found = []
         for _, members in sorted(self.buckets.items(), key=lambda item: -math.prod(item[0])):
@@ -141,7 +141,7 @@ class Plan:
         """The bucket of a sample."""
         return self.samples[index].bucket
 
-    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
+    def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
         """The ``batch_size`` draws of one micro-batch of a step, all from one bucket, with fillers last, which repeat
         the micro-batch's own samples. Beyond a step's last micro-batch, all draws are fillers that repeat it."""
         rows = self._rows(step)
@@ -157,18 +157,18 @@ class Plan:
 
     def source_of(self, sample: Sample) -> Source:
         """The source of a sample's picture."""
-        return self.sources[sample.picture.source]
+        return self.sources[sample.image.source]
 
-    def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> SampleDraw:
+    def _draw(self, sample: Sample, epoch: int, key: tuple[int, int, int]) -> PlannedSample:
         """Draw a sample; the key is its step, micro-batch and place among all draws of the run."""
         source = self.source_of(sample)
         dropped = source.caption_dropout and stream(self.seed, "dropout", *key).random() < source.caption_dropout
-        repeats = source.repeats * sample.picture.repeats  # in an epoch
+        repeats = source.repeats * sample.image.repeats  # in an epoch
         variant = (epoch * repeats + sample.repeat) % source.variants
-        return SampleDraw(
+        return PlannedSample(
             view=self.view(sample, variant),
             caption="" if dropped else self.prompt(sample, variant),
-            level=self.objective.draw(stream(self.seed, "sigma", *key), self.shifts[sample.picture.source]),
+            level=self.objective.draw(stream(self.seed, "sigma", *key), self.shifts[sample.image.source]),
             noise_key=("noise", *key),
             loss_weight=source.weight,
         )
@@ -176,19 +176,19 @@ class Plan:
     def view(self, sample: Sample, variant: int) -> Crop:
         """One of a sample's crops. It depends on the picture's bytes, not on its name or position."""
         source = self.source_of(sample)
-        augmentation = draw_augmentation(source, self.seed, sample.picture.digest, variant)
-        hole = draw_hole(source, self.seed, sample.picture.digest, variant) if self.inpaints else None
+        augmentation = draw_augmentation(source, self.seed, sample.image.digest, variant)
+        hole = draw_hole(source, self.seed, sample.image.digest, variant) if self.inpaints else None
         if source.crop != "random" and not source.flip:
-            return Crop(sample.picture, sample.bucket, (0.5, 0.5), False, augmentation, hole)
-        draw = stream(self.seed, "view", sample.picture.digest, variant)
+            return Crop(sample.image, sample.bucket, (0.5, 0.5), False, augmentation, hole)
+        draw = stream(self.seed, "view", sample.image.digest, variant)
         offset = draw.random(), draw.random()  # drawn for a centred crop, too: the flip is the third number
         if source.crop != "random":
             offset = 0.5, 0.5
-        return Crop(sample.picture, sample.bucket, offset, source.flip and draw.random() < 0.5, augmentation, hole)
+        return Crop(sample.image, sample.bucket, offset, source.flip and draw.random() < 0.5, augmentation, hole)
 
     def prompt(self, sample: Sample, variant: int) -> str:
         """The prompt of one variant of a sample."""
-        return prompt_of(sample.picture, self.source_of(sample), self.seed, variant)
+        return prompt_of(sample.image, self.source_of(sample), self.seed, variant)
 
     def views(self) -> list[Crop]:
         """The distinct crops that the run may need: of the samples in order, then of the held-out ones."""
@@ -202,29 +202,29 @@ class Plan:
         dropped = any(source.caption_dropout for source in self.sources)
         return list(dict.fromkeys([*found, ""] if dropped else found))
 
-    def pictures(self) -> int:
+    def images(self) -> int:
         """The number of different pictures that are trained on."""
-        return len({(self.source_of(sample).path, sample.picture.name) for sample in self.samples})
+        return len({(self.source_of(sample).path, sample.image.name) for sample in self.samples})
 
     def share(self, index: int, path: str) -> SourceShare:
         """The contribution of one source to an epoch, with the path to display."""
         source = self.sources[index]
-        samples = [sample for sample in self.samples if sample.picture.source == index]
-        held_out = [sample for sample in self.held_out if sample.picture.source == index]
+        samples = [sample for sample in self.samples if sample.image.source == index]
+        held_out = [sample for sample in self.held_out if sample.image.source == index]
         firsts = [sample for sample in samples if not sample.repeat]
-        counts = sorted({source.repeats * sample.picture.repeats for sample in firsts}) or [0]
+        counts = sorted({source.repeats * sample.image.repeats for sample in firsts}) or [0]
         pairs = [(sample, variant) for sample in firsts for variant in range(source.variants)]
         pairs += [(sample, 0) for sample in held_out]
         return SourceShare(
             path=path,
-            pictures=len(firsts),
+            images=len(firsts),
             passes=str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
             samples=len(samples),
             held_out=len(held_out),
             prompts=len({self.prompt(*pair) for pair in pairs}),
             crops=len({self.view(*pair).without_hole for pair in pairs}),
             holes=len({view for pair in pairs if (view := self.view(*pair)).hole is not None}),
-            masks=sum(sample.picture.mask is not None for sample in firsts),
+            masks=sum(sample.image.mask is not None for sample in firsts),
             weight=source.weight,
             regularization=source.regularization,
             shape=f"{source.resolution} px in {source.aspect}",
@@ -249,7 +249,7 @@ class Plan:
         few = count < len(samples)
         return [samples[n * len(samples) // count if few else n % len(samples)] for n in range(count)]
 
-    def evaluation(self, count: int) -> list[SampleDraw]:
+    def evaluation(self, count: int) -> list[PlannedSample]:
         """Fixed draws for the validation loss: samples in order, noise levels at evenly spaced quantiles.
 
         Uses the held-out samples, or the training samples if none are held out. A fixed permutation pairs noise levels
@@ -258,8 +258,10 @@ class Plan:
         levels = stream(self.seed, "evaluation-levels").permutation(count)
         draws = []
         for index, sample in enumerate(self._evaluated(count)):
-            level = self.objective.quantile((levels[index] + 0.5) / count, self.shifts[sample.picture.source])
-            draws.append(SampleDraw(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index)))
+            level = self.objective.quantile((levels[index] + 0.5) / count, self.shifts[sample.image.source])
+            draws.append(
+                PlannedSample(self.view(sample, 0), self.prompt(sample, 0), level, ("evaluation-noise", index))
+            )
         return draws
 
     def manifest(self) -> list[Json]:
@@ -270,8 +272,8 @@ class Plan:
         """One line of the manifest. Fields added since the first version appear only where they are used, so
         that manifests of older checkpoints still compare equal."""
         row: Json = {
-            "file": sample.picture.name,
-            "sha256": sample.picture.digest,
+            "file": sample.image.name,
+            "sha256": sample.image.digest,
             "caption": self.prompt(sample, 0),
             "bucket": list(sample.bucket),
             "repeat": sample.repeat,
@@ -279,14 +281,14 @@ class Plan:
         prompts = dict.fromkeys(self.prompt(sample, variant) for variant in range(self.source_of(sample).variants))
         if len(prompts) > 1:
             row["captions"] = list(prompts)
-        if sample.picture.weights:
-            row["weights"] = list(sample.picture.weights)
-        if sample.picture.mask is not None:
-            row["mask"] = sample.picture.mask.digest
-        if sample.picture.decoding.changes:
-            row["decoding"] = sample.picture.decoding.changes
+        if sample.image.weights:
+            row["weights"] = list(sample.image.weights)
+        if sample.image.mask is not None:
+            row["mask"] = sample.image.mask.digest
+        if sample.image.decoding.changes:
+            row["decoding"] = sample.image.decoding.changes
         if self.inpaints:
             row["inpainting_mask"] = self.source_of(sample).inpainting_mask
         if not isinstance(self.data, Source):
-            row["source"] = sample.picture.source
+            row["source"] = sample.image.source
         return row

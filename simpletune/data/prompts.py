@@ -9,28 +9,28 @@ from __future__ import annotations
 from bisect import bisect
 from itertools import accumulate
 
-from simpletune.data.sources.source import Picture, Source
+from simpletune.data.sources.source import Source, SourceImage
 from simpletune.system.rng import stream
 
 CLOSING = ".,;:!?)"  # a suffix that begins with one of these follows the caption without a space
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def prompt_of(picture: Picture, source: Source, seed: int, variant: int) -> str:
+def prompt_of(image: SourceImage, source: Source, seed: int, variant: int) -> str:
     """The prompt of one variant of a picture, by its source's caption options."""
-    if picture.as_it_is:
-        return picture.caption
-    captions = picture.captions
+    if image.as_it_is:
+        return image.caption
+    captions = image.captions
     place = variant % len(captions)
-    if picture.weights:  # steps of the golden ratio: few variants, too, come close to the weights
-        sums = list(accumulate(picture.weights))
-        point = (stream(seed, "caption", picture.digest).random() + variant * GOLDEN) % 1
+    if image.weights:  # steps of the golden ratio: few variants, too, come close to the weights
+        sums = list(accumulate(image.weights))
+        point = (stream(seed, "caption", image.digest).random() + variant * GOLDEN) % 1
         place = min(bisect(sums, point * sums[-1]), len(captions) - 1)
     elif len(captions) > 1:  # the variants cycle through them, in a random order per picture
-        place = int(stream(seed, "caption", picture.digest).permutation(len(captions))[place])
+        place = int(stream(seed, "caption", image.digest).permutation(len(captions))[place])
     caption = captions[place]
     if source.shuffle_tags or source.tag_dropout:
-        caption = _tags(caption, source, seed, picture.digest, variant)
+        caption = _tags(caption, source, seed, image.digest, variant)
     parts = [source.caption_prefix.strip(), caption]
     joined = " ".join(part for part in parts if part)
     suffix = source.caption_suffix.strip()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
-from simpletune.data.sources.source import Hole, Picture, RejectedEntry, Source
+from simpletune.data.sources.source import Hole, RejectedEntry, Source, SourceImage
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Json
 
@@ -16,7 +16,7 @@ from simpletune.system.options import Json
 class Sample:
     """One repetition of a picture in an epoch, with its bucket."""
 
-    picture: Picture
+    image: SourceImage
     bucket: Size
     repeat: int
 
@@ -32,7 +32,7 @@ class Crop:
         hole: what an inpainting model paints; None: the model does not inpaint.
     """
 
-    picture: Picture
+    image: SourceImage
     bucket: Size
     offset: tuple[float, float]
     flip: bool
@@ -44,8 +44,8 @@ class Crop:
         """The crop alone. A mask that is the hole does not weigh its loss."""
         if self.hole is None:
             return self
-        picture = replace(self.picture, mask=None) if self.hole.kind == "own" else self.picture
-        return replace(self, picture=picture, hole=None)
+        image = replace(self.image, mask=None) if self.hole.kind == "own" else self.image
+        return replace(self, image=image, hole=None)
 
     @property
     def cached(self) -> tuple[Crop, ...]:
@@ -54,7 +54,7 @@ class Crop:
 
 
 @dataclass(frozen=True)
-class SampleDraw:
+class PlannedSample:
     """One sample as drawn for a micro-batch.
 
     Args:
@@ -74,21 +74,21 @@ class SampleDraw:
     loss_weight: float = 1.0
 
 
-def drop_rejected(pictures: Sequence[Picture], rejected: Sequence[RejectedEntry]) -> list[Picture]:
+def drop_rejected(images: Sequence[SourceImage], rejected: Sequence[RejectedEntry]) -> list[SourceImage]:
     bad = {(each.source, each.name) for each in rejected}
-    return [picture for picture in pictures if (picture.source, picture.name) not in bad]
+    return [image for image in images if (image.source, image.name) not in bad]
 
 
 def make_samples(
-    pictures: Sequence[Picture], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
+    images: Sequence[SourceImage], sources: Sequence[Source], repeats: int | None = None, step: int = STEP
 ) -> list[Sample]:
     """The samples of an epoch, sorted by source and picture name, a picture's repetitions next to each other.
     ``repeats`` overrides the sources'; sides of buckets are multiples of ``step`` pixels."""
     samples = []
-    for picture in sorted(pictures, key=lambda picture: (picture.source, picture.name)):
-        source = sources[picture.source]
-        bucket, count = source.bucket(picture.size, step), repeats or source.repeats * picture.repeats
-        samples += [Sample(picture, bucket, repeat) for repeat in range(count)]
+    for image in sorted(images, key=lambda image: (image.source, image.name)):
+        source = sources[image.source]
+        bucket, count = source.bucket(image.size, step), repeats or source.repeats * image.repeats
+        samples += [Sample(image, bucket, repeat) for repeat in range(count)]
     return samples
 
 
@@ -100,7 +100,7 @@ def samples_by_bucket(manifest: Sequence[Json]) -> Counter[str]:
     return Counter("x".join(map(str, row["bucket"])) for row in manifest if not row.get("held_out"))
 
 
-def pictures_in(manifest: Sequence[Json]) -> int:
+def images_in(manifest: Sequence[Json]) -> int:
     """Count the pictures that are trained on from a plan's manifest."""
     if manifest and "buckets" in manifest[0]:
         return samples_by_bucket(manifest).total()

@@ -29,7 +29,7 @@ class SourceShare:
     """
 
     path: str
-    pictures: int
+    images: int
     passes: str
     samples: int
     held_out: int
@@ -46,15 +46,15 @@ def source_lines(found: list[SourceShare]) -> Iterator[str]:
     """One line for each source, numbered; nothing for a single source without options of its own."""
     if len(found) == 1:
         (only,) = found
-        if not (only.masks or only.holes or only.weight != 1 or (only.prompts or 0) > only.pictures):
+        if not (only.masks or only.holes or only.weight != 1 or (only.prompts or 0) > only.images):
             return
     for index, share in enumerate(found):
-        parts = [f"{plural(share.pictures, 'picture')} x {share.passes} = {plural(share.samples, 'sample')} per epoch"]
+        parts = [f"{plural(share.images, 'picture')} x {share.passes} = {plural(share.samples, 'sample')} per epoch"]
         parts += [share.shape, *([] if share.prompts is None else [plural(share.prompts, "prompt")])]
-        if share.crops is not None and share.crops != share.pictures + share.held_out:
+        if share.crops is not None and share.crops != share.images + share.held_out:
             parts.append(plural(share.crops, "crop"))
         parts += [plural(share.masks, "mask")] if share.masks else []
-        parts += holes_in_words(share)
+        parts += format_holes(share)
         parts += [f"loss weight {share.weight:g}"] if share.weight != 1 else []
         parts += ["for regularization"] if share.regularization else []
         parts += [f"{share.held_out} held out"] if share.held_out else []
@@ -62,7 +62,7 @@ def source_lines(found: list[SourceShare]) -> Iterator[str]:
         yield f"{number}{printable_name(share.path)}: {', '.join(parts)}"
 
 
-def holes_in_words(share: SourceShare) -> list[str]:
+def format_holes(share: SourceShare) -> list[str]:
     return [plural(share.holes, "hole")] if share.holes else []
 
 
@@ -85,12 +85,12 @@ def source_rows(found: Sequence[SourceShare]) -> list[tuple[str, ...]]:
     return [
         (
             f"{index}: {printable_name(share.path)}",
-            f"{share.pictures:,}" + (f" and {share.held_out:,} held out" if share.held_out else ""),
+            f"{share.images:,}" + (f" and {share.held_out:,} held out" if share.held_out else ""),
             share.passes,
             f"{share.samples:,}",
             share.shape,
             "not counted" if share.prompts is None else f"{share.prompts:,}",
-            "not counted" if share.crops is None else ", ".join([f"{share.crops:,}", *holes_in_words(share)]),
+            "not counted" if share.crops is None else ", ".join([f"{share.crops:,}", *format_holes(share)]),
             f"{share.masks:,}",
             f"{share.weight:g}",
             "regularization" if share.regularization else "training",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from simpletune.config.batches import of_process, sizes_of, with_batch
+from simpletune.config.batches import AnyConfig, share_of_process, sizes_of, with_batch
 from simpletune.config.check import may_recompute_alone
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory.checkpointing import fewest_that_fit, too_little
@@ -74,12 +74,12 @@ def budget_of(config: TrainConfig, card: Card | torch.device | None, reserved: i
 
 
 def choose_batch(
-    config: TrainConfig,
+    config: AnyConfig,
     size: Size,
     processes: int = 1,
     card: Card | torch.device | None = None,
     reserved: int = 0,
-) -> TrainConfig:
+) -> AnyConfig:
     """Replace ``batch_size: auto`` by a number and print it; return any other configuration unchanged.
 
     If nothing fits, the number is 1; the prediction of the whole job then reports the misfit.
@@ -102,10 +102,10 @@ def choose_batch(
     low, high = 0, len(sizes) - 1  # range of indices of the largest that fits; the smallest need not fit
     while low < high:
         middle = (low + high + 1) // 2
-        fits = peak_of(of_process(with_batch(config, sizes[middle]), processes), size) <= budget
+        fits = peak_of(share_of_process(with_batch(config, sizes[middle]), processes), size) <= budget
         low, high = (middle, high) if fits else (low, middle - 1)
     chosen = with_batch(config, sizes[low])
-    peak = peak_of(of_process(chosen, processes), size)
+    peak = peak_of(share_of_process(chosen, processes), size)
     micros = plural(chosen.train.accumulation, "micro-batch", "micro-batches")
     say(
         f"batch   auto: {micros} of {plural(sizes[low], 'picture')} a step, predicted peak {peak / MIB:,.0f} of "
@@ -135,12 +135,12 @@ def peak_of(config: TrainConfig, size: Size) -> int:
 
 
 def resolve_checkpointing(
-    config: TrainConfig,
+    config: AnyConfig,
     size: Size,
     card: Card | torch.device | None = None,
     reserved: int = 0,
     before: RecomputeCounts | None = None,
-) -> TrainConfig:
+) -> AnyConfig:
     """Replace ``checkpointing: auto`` by a number and print it; return any other configuration unchanged.
 
     If nothing fits the card, all blocks are checkpointed; the prediction of the whole job then reports the misfit.
@@ -188,7 +188,7 @@ def recompute_peak(config: TrainConfig, size: Size, which: RecomputeCounts) -> i
     return int(known[name])
 
 
-def with_checkpointed(config: TrainConfig, count: int, keeping: int = 0) -> TrainConfig:
+def with_checkpointed(config: AnyConfig, count: int, keeping: int = 0) -> AnyConfig:
     """Return the configuration with ``count`` checkpointed blocks; ``keeping`` of them keep the output of attention.
 
     ``feed_forward: auto`` becomes alone if that saves time.

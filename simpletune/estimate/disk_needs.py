@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simpletune.config.prior import ClassPictures
-from simpletune.config.schema import TrainConfig, profile_folder, run_folder
+from simpletune.config.prior import ClassImages
+from simpletune.config.schema import ResolvedConfig, TrainConfig, profile_folder, run_folder
 from simpletune.data.plan import Plan
 from simpletune.data.storage.cache import crop_key
 from simpletune.engine.quant.precision import ITEM
@@ -31,7 +31,7 @@ CLOSE = 0.8  # share of the free space; warn above it
 class DataCounts(NamedTuple):
     """Counts of a run's data."""
 
-    pictures: int
+    images: int
     prompts: int
     """Distinct prompts to encode, over all variants of the pictures."""
     pixels: int
@@ -48,14 +48,14 @@ class DataCounts(NamedTuple):
             used = plan.used(start, config.steps(plan.steps_per_epoch)) // plan.samples.source.variants
             areas = np.array([width * height for width, height in plan.samples.sizes], dtype=np.int64)
             entries = 1 + plan.inpaints  # with a hole of its own for each; whole pictures share one
-            pictures, pixels = plan.pictures(), int(areas[plan.samples.bucket[used]].sum()) * entries
+            images, pixels = plan.images(), int(areas[plan.samples.bucket[used]].sum()) * entries
             prompts = len(used) if plan.samples.source.prompt is None else 1
         else:
             views = {crop_key(crop): view for view in plan.views() for crop in view.cached}
             pixels, prompts = sum(math.prod(view.bucket) for view in views.values()), len(plan.captions())
             both = [*plan.samples, *plan.held_out]
-            pictures = len({(sample.picture.source, sample.picture.name) for sample in both})
-        return cls(pictures, prompts, pixels, len(plan.samples), plan.steps_per_epoch)
+            images = len({(sample.image.source, sample.image.name) for sample in both})
+        return cls(images, prompts, pixels, len(plan.samples), plan.steps_per_epoch)
 
     @classmethod
     def to_prepare(cls, config: TrainConfig, plan: Plan) -> DataCounts:
@@ -67,7 +67,7 @@ class DataCounts(NamedTuple):
 NO_DATA = DataCounts(0, 0, 0, 0)
 
 
-def require_room(config: TrainConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
+def require_room(config: ResolvedConfig, plan: Plan, start: int = 0, force: bool = False) -> None:
     """Refuse a run that needs more disk than is free; warn if it is close.
 
     Args:
@@ -136,7 +136,7 @@ def disk_needs(
         read = counts if plan is None else DataCounts.of(config, plan, start)
         whole = read.pixels // place * per_place + read.prompts * prompt
         yield "local part of the cache", cache, min(config.output.place.limit, whole)
-    if plan is None and isinstance(config.prior, ClassPictures):
+    if plan is None and isinstance(config.prior, ClassImages):
         yield "class pictures", cache, config.prior.count * config.data.resolution**2 * PNG_BYTES
 
 

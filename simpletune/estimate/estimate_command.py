@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.config.batches import of_process, require_processes
+from simpletune.config.batches import require_processes, share_of_process
 from simpletune.config.compute import settle_compute
 from simpletune.config.load import read_config
 from simpletune.config.modulation import settle_modulation
@@ -141,9 +141,9 @@ def resolve_auto(config: TrainConfig, card: Card | None, reserved: int) -> Train
 
         config = choose_batch(config, size, processes, card, reserved)
         require_processes(config, processes)
-        return resolve_checkpointing(of_process(config, processes), size, card, reserved)
+        return resolve_checkpointing(share_of_process(config, processes), size, card, reserved)
     require_processes(config, processes)
-    return of_process(config, processes)
+    return share_of_process(config, processes)
 
 
 def time_of(config: TrainConfig, prediction: Estimate, card: Card, prices: Path | None) -> JobTime:
@@ -185,13 +185,13 @@ def compare_configs(
     files: Sequence[Path],
     overrides: Sequence[str],
     device: str | None,
-    picture: Path | None = None,
+    image: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """Return what ``simpletune estimate --compare A B ...`` prints; draw stacked bars into ``picture``, an ``.svg`` or
+    """Return what ``simpletune estimate --compare A B ...`` prints; draw stacked bars into ``image``, an ``.svg`` or
     ``.png``."""
-    if picture is not None and picture.suffix not in (".svg", ".png"):
-        raise UserError(f"--picture: {picture} has the suffix {picture.suffix or '(none)'}. Use .svg or .png")
+    if image is not None and image.suffix not in (".svg", ".png"):
+        raise UserError(f"--picture: {image} has the suffix {image.suffix or '(none)'}. Use .svg or .png")
     card = find_card(device) if device else None
     predictions: dict[str, Estimate] = {}
     for file in files:
@@ -204,9 +204,9 @@ def compare_configs(
             config = resolve_auto(config, card, 0)
         predictions[name] = estimate(config, (card or find_card(REFERENCE)).capability)
     lines = [comparison(predictions)]
-    if picture is not None:
-        picture.write_bytes(charts.picture(comparison_chart(predictions, card), picture.suffix))
-        lines.append(str(picture))
+    if image is not None:
+        image.write_bytes(charts.image(comparison_chart(predictions, card), image.suffix))
+        lines.append(str(image))
     if as_json:
         return json.dumps({name: each.as_json(card) for name, each in predictions.items()}, indent=2)
     return "\n".join(lines)

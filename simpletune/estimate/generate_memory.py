@@ -21,7 +21,7 @@ from simpletune.estimate.simulate.simulate_stages import (
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.load import empty_autoencoder, empty_base, modulation_of
-from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
 from simpletune.system.options import UserError
@@ -44,7 +44,7 @@ def require_memory(
     peaks = {"drawing": prediction.stages["validate"].bytes}
     if encodes:
         peaks["encoding its prompt"] = prediction.stages["text"].bytes + prediction.job.train.steady.bytes
-    width, height = config.picture_size()
+    width, height = config.image_size()
     for what, peak in peaks.items():
         if short := shortage(f"{what} at {width}x{height} beside training", peak, card, held):
             raise UserError(
@@ -64,7 +64,7 @@ def as_simulated(config: TrainConfig) -> TrainConfig:
 
 def generation_bytes(
     config: TrainConfig,
-    picture: PictureRequest,
+    image: ImageRequest,
     precision: WeightPrecision,
     batch: int,
     recorder: Recorder | None = None,
@@ -72,13 +72,13 @@ def generation_bytes(
     """Return the peak memory of drawing ``batch`` pictures together with the transformer, without decoding; record
     ``SIMULATED`` steps, for the time."""
     model = config.model
-    size, steps = (picture.width, picture.height), min(SIMULATED, picture.steps)
-    request = PictureRequest("", 0, "", *size, steps, picture.guidance)
+    size, steps = (image.width, image.height), min(SIMULATED, image.steps)
+    request = ImageRequest("", 0, "", *size, steps, image.guidance)
     with fake_tensors(), without_collection(), silent():
         denoiser = empty_base(model, config.memory, precision, CPU, [size])
         denoiser.eval().requires_grad_(False)
         detached = modulation_of(denoiser, config.model_copy(update={"precision": precision}), CPU)
-        whole = None if detached is None else WholeWindowModulation(detached, picture.steps, request.steps)
+        whole = None if detached is None else WholeWindowModulation(detached, image.steps, request.steps)
         text = model.text.blank(config.precision.encoder_dtype())
         with accounting_of(all_tensors(denoiser), recorder) as accounting, torch.no_grad():
             sampler = Sampler(denoiser, ShapesOnlyModel(model), precision, whole, objective=config.objective)
@@ -87,11 +87,11 @@ def generation_bytes(
     return accounting.peak.bytes
 
 
-def decoding_bytes(config: TrainConfig, picture: PictureRequest, recorder: Recorder | None = None) -> int:
+def decoding_bytes(config: TrainConfig, image: ImageRequest, recorder: Recorder | None = None) -> int:
     """Return the peak memory of decoding one picture; record the operations, for the time."""
     with fake_tensors(), without_collection(), silent():
         vae = empty_autoencoder(config)
         with accounting_of(all_tensors(vae), recorder) as accounting, torch.no_grad():
             autoencoder = config.model.autoencoder
-            autoencoder.decode(vae, torch.zeros(1, *autoencoder.shape(picture.width, picture.height)))
+            autoencoder.decode(vae, torch.zeros(1, *autoencoder.shape(image.width, image.height)))
     return accounting.peak.bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simpletune import __version__
-from simpletune.config.prior import ClassPictures
+from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import drop_rejected
 from simpletune.data.sources.multi_source import scan_sources, too_small
@@ -121,7 +121,7 @@ class Estimate:
             "disk_by_use_gib": {name: to_gib(size) for name, size in self.disk.items()},
             "download_gib": to_gib(sum(self.download.values())),
             "download_by_part_gib": {name: to_gib(size) for name, size in self.download.items()},
-            "pictures": None if self.counts is None else self.counts.pictures,
+            "pictures": None if self.counts is None else self.counts.images,
             "prompts": None if self.counts is None else self.counts.prompts,
             "size": list(self.size),
         }
@@ -261,18 +261,18 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
             return DataCounts.of(config, stream_plan(config))
         if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
             return None
-        pictures = scan_sources(config.data).pictures
-        small = too_small(pictures, config.data, config.model.multiple)
-        plan = make_plan(config, drop_rejected(pictures, small), config.model.inpaints)
+        images = scan_sources(config.data).images
+        small = too_small(images, config.data, config.model.multiple)
+        plan = make_plan(config, drop_rejected(images, small), config.model.inpaints)
         found = DataCounts.of(config, plan)
     except UserError:  # the run itself reports problems of the data
         return None
-    if not isinstance(config.prior, ClassPictures):
+    if not isinstance(config.prior, ClassImages):
         return found
     drawn, pixels = config.prior.count, config.data.resolution**2
     entries = 1 + config.model.inpaints  # each with a hole
     return DataCounts(
-        found.pictures + drawn, found.prompts + 1, found.pixels + drawn * pixels * entries, found.samples + drawn
+        found.images + drawn, found.prompts + 1, found.pixels + drawn * pixels * entries, found.samples + drawn
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from simpletune.config.prior import ClassPictures
+from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import choose_validation_samples, drift_prompts, has_start
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes
@@ -129,14 +129,14 @@ def job_time(
     beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
     stages = {"text": _text(config, job, counts, speeds, bring)}
-    if isinstance(prior, ClassPictures):
-        one = _drawing(job.work["class"], speeds, prior.steps, (side, side))
+    if isinstance(prior, ClassImages):
+        one = _generation_seconds(job.work["class"], speeds, prior.steps, (side, side))
         stages["class"] = base + vae + prior.count * one
     stages["latents"] = 0.0
     if counts is not None and counts.pixels:
         # pictures are larger than their crops
-        read_picture = speeds.rates.get("read_jpeg", READ_JPEG) * side * side * 4
-        stages["latents"] = vae + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_picture)
+        read_image = speeds.rates.get("read_jpeg", READ_JPEG) * side * side * 4
+        stages["latents"] = vae + counts.pixels / side**2 * (alone(job.work["latents"], speeds) + read_image)
     stages |= {"load": base + beside, "train": steps * step.seconds}
     if validate := _validation(config, job, speeds, steps, vae):
         stages["validate"] = validate
@@ -167,9 +167,11 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
     """Predict the seconds of loading the text encoders and encoding all prompts, also those of drawing and drift."""
     if counts is not None and not counts.prompts:
         return 0.0  # all are cached
-    drawn = config.validation.prompts
-    prompts = (counts.prompts if counts else 0) + (1 if drawn is None else len(drawn)) + 1  # and the negative prompt
-    prompts += len(drift_prompts(config.validation)) + isinstance(config.prior, ClassPictures)
+    generated = config.validation.prompts
+    prompts = (
+        (counts.prompts if counts else 0) + (1 if generated is None else len(generated)) + 1
+    )  # and the negative prompt
+    prompts += len(drift_prompts(config.validation)) + isinstance(config.prior, ClassImages)
     return sum(
         job.part_bytes.get(name.removeprefix("text."), 0) * bring + prompts / (2 * BATCH) * alone(sections, speeds)
         for name, sections in job.work.items()
@@ -177,7 +179,7 @@ def _text(config: TrainConfig, job: JobReport, counts: DataCounts | None, speeds
     )
 
 
-def _drawing(sections: Sequence[StreamWork], speeds: Speeds, steps: int, size: Size) -> float:
+def _generation_seconds(sections: Sequence[StreamWork], speeds: Speeds, steps: int, size: Size) -> float:
     """Predict the seconds of drawing one picture and writing it; ``SIMULATED`` of its steps were recorded."""
     sample, decode = (alone([s for s in sections if s.phase == name], speeds) for name in ("sample", "decode"))
     png = math.prod(size) * speeds.rates.get("write_png", WRITE_PNG)
@@ -190,9 +192,9 @@ def _validation(config: TrainConfig, job: JobReport, speeds: Speeds, steps: int,
     option = config.validation
     seconds = 0.0
     if "draw" in job.work:
-        pictures = 1 if option.prompts is None else len(option.prompts)
-        one = _drawing(job.work["draw"], speeds, option.steps, config.picture_size())
-        seconds += (1 + has_start(config) + times_due(option.every, steps)) * (load + pictures * one)
+        images = 1 if option.prompts is None else len(option.prompts)
+        one = _generation_seconds(job.work["draw"], speeds, option.steps, config.image_size())
+        seconds += (1 + has_start(config) + times_due(option.every, steps)) * (load + images * one)
     if "evaluate" in job.work:
         batch = config.train.micro_batch * config.train.accumulation
         passes = choose_validation_samples(config, batch, steps).share * batch * steps

@@ -24,7 +24,7 @@ from simpletune.system.atomic import write_json
 from simpletune.system.console import counting, say, silent
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError, plural
-from simpletune.system.prices import Price, of_cards
+from simpletune.system.prices import Price, card_prices
 from simpletune.system.shell import to_paste
 
 SHOWN_CARDS = ("RTX3060-6GB", "RTX3070", "RTX3060-12GB", "T4", "L4", "RTX4090", "A100-40GB", "H100")
@@ -133,7 +133,7 @@ def _plan_cards(
     """Plan the job on each card with its fastest settings there, by which cards are compared."""
     if goal not in ("fastest", "cheapest"):
         raise UserError(f"--goal {goal}: takes one card. Name one with --device, or use fastest or cheapest")
-    known, plans = of_cards(prices, config.output.prices), list[CardPlan]()
+    known, plans = card_prices(prices, config.output.prices), list[CardPlan]()
     with counting("plan    search", "predictions") as count:
         for card in cards:
             settled, price = settle_compute(config, card.capability), known.get(card.name.lower())

@@ -49,8 +49,8 @@ def estimate_lines(name: str, estimate: Estimate, card: Card | None, reserved: i
     if download:
         yield f"  to download {download / 2**30:.1f} GiB ({_list_sizes(estimate.download, 2**30)})"
     if estimate.counts is not None:
-        pictures, prompts = plural(estimate.counts.pictures, "picture"), plural(estimate.counts.prompts, "prompt")
-        yield f"  {pictures} to encode with {prompts}, limited by data.variants"
+        images, prompts = plural(estimate.counts.images, "picture"), plural(estimate.counts.prompts, "prompt")
+        yield f"  {images} to encode with {prompts}, limited by data.variants"
     else:
         yield "  the data set was not read, so its cache on disk is not counted"
 
@@ -61,8 +61,8 @@ def bars(snapshots: Mapping[str, MemorySnapshot]) -> list[str]:
     title = max(len(name) for name in snapshots)
     lines = []
     for name, snapshot in snapshots.items():
-        drawn = text_bar([snapshot.by_kind.get(kind, 0) for kind in KINDS], longest, WIDTH, SIGNS)
-        lines.append(f"  {name:<{title}} {snapshot.bytes / MIB:>8,.0f}  {drawn:<{WIDTH}}  {place(snapshot)}".rstrip())
+        bar = text_bar([snapshot.by_kind.get(kind, 0) for kind in KINDS], longest, WIDTH, SIGNS)
+        lines.append(f"  {name:<{title}} {snapshot.bytes / MIB:>8,.0f}  {bar:<{WIDTH}}  {place(snapshot)}".rstrip())
     present = [at for at, kind in enumerate(KINDS) if any(s.by_kind.get(kind) for s in snapshots.values())]
     lines.append("  " + " " * title + "           " + "  ".join(f"{SIGNS[at]} {KINDS[at]}" for at in present))
     return lines

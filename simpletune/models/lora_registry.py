@@ -76,8 +76,8 @@ def context_widths(shapes: Mapping[str, Shape]) -> tuple[set[int], set[int]]:
     the base model's parameters."""
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
     reads = context_layers(weights)
-    text, picture = ({weights[layer][1] for layer, own in reads.items() if own is prompt} for prompt in (True, False))
-    return text, picture
+    text, image = ({weights[layer][1] for layer, own in reads.items() if own is prompt} for prompt in (True, False))
+    return text, image
 
 
 def families_of(*groups: Layers) -> dict[tuple[LoraNames, ...], str]:

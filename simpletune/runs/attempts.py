@@ -53,7 +53,7 @@ class Attempt(BaseModel):
     reason: str = ""
     """Signal or request that stopped the attempt, or the error message."""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """How the attempt ended."""
         if self.ended == "stopped":
             return f"stopped by {self.reason}"

@@ -39,7 +39,7 @@ class BestCheckpoint:
     why: str  # the reason, in words
     strength: float = 1.0  # of the LoRA, at which it was chosen
 
-    def in_words(self, run: object) -> str:
+    def describe(self, run: object) -> str:
         """What to use of a run, and why."""
         return f"{run}{self.suffix}, {'the last' if self.by == LAST else f'by {self.by}'}: {self.why}"
 

@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from simpletune.config.schema import Checkpoint, TrainConfig, run_folder, run_url
+from simpletune.config.checkpoint import Checkpoint
+from simpletune.config.schema import TrainConfig, run_folder, run_url
 from simpletune.system.atomic import remove, temporary_path
 from simpletune.system.options import Json, UserError, join_names
 from simpletune.system.portable import replace

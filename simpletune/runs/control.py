@@ -19,7 +19,7 @@ from pydantic import AwareDatetime, Field, ValidationError
 
 from simpletune.config.error_text import problems_of
 from simpletune.models.shared.buckets import STEP
-from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, DRAWN
+from simpletune.runs.folder import CONTROL, CONTROL_ANSWERS, GENERATED
 from simpletune.runs.repair import parse_row
 from simpletune.system import strict_json
 from simpletune.system.atomic import quarantine, write_json
@@ -31,7 +31,7 @@ from simpletune.system.strict_json import JsonError
 WAITING = 64  # requests in a file
 LONGEST = 4000  # characters of a prompt
 STRONGEST = 4.0
-DRAWINGS = f"{DRAWN}/drawn.jsonl"
+GENERATED_ROWS = f"{GENERATED}/drawn.jsonl"
 State = Literal["done", "refused", "failed"]
 
 
@@ -45,7 +45,7 @@ class RunRequest(Option):
     the time the file was written."""
 
 
-class DrawRequest(RunRequest):
+class GenerateRequest(RunRequest):
     """Draw a picture between two steps."""
 
     ask: Literal["draw"] = "draw"
@@ -82,7 +82,7 @@ class StopRequest(RunRequest):
     """Write a checkpoint and stop, as after SIGTERM; the run can be resumed."""
 
 
-AnyRequest = DrawRequest | SaveRequest | StopRequest
+AnyRequest = GenerateRequest | SaveRequest | StopRequest
 
 
 class ControlFile(Option):
@@ -150,9 +150,9 @@ def answered_ids(folder: Path) -> set[str]:
     return {row["id"] for row in read_answers(folder)}
 
 
-def read_drawings(folder: Path) -> list[Json]:
+def read_generated(folder: Path) -> list[Json]:
     """Read the descriptions of the pictures drawn on request, oldest first; skips damaged lines."""
-    return _rows(folder / DRAWINGS, {"file": str, "prompt": str})
+    return _rows(folder / GENERATED_ROWS, {"file": str, "prompt": str})
 
 
 def _rows(file: Path, needed: dict[str, type]) -> list[Json]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import ClassVar
 
-from simpletune.config.schema import TrainConfig, profile_folder, run_folder
+from simpletune.config.schema import ResolvedConfig, TrainConfig, profile_folder, run_folder
 from simpletune.runs.checkpoint_folders import list_checkpoints, rewind
 from simpletune.runs.repair import NUMBER, parse_row, read_own, read_own_rows, row_key, set_aside
 from simpletune.system.atomic import remove, write_json, write_text
@@ -55,7 +55,7 @@ PREDICTED = RunFile("predicted.json", first=True, file=True)  # steps; memory, t
 BEST = RunFile("best.json", file=True)
 CONTROL = RunFile("control.json", first=True)
 CONTROL_ANSWERS = RunFile("control_answers.jsonl", first=True, file=True)
-DRAWN = RunFile("drawn", first=True)
+GENERATED = RunFile("drawn", first=True)
 PLANNED = RunFile("planned.json", first=True, file=True)  # steps and memory, by earlier versions
 REMOTE = RunFile("remote.json", first=True)  # names the stored run that the folder belongs to
 SAMPLES = RunFile("samples", first=True)
@@ -206,7 +206,7 @@ def record_validation(folder: Path, row: Json) -> None:
     write_text(folder / EVALUATIONS, "\n".join([*others, json.dumps(row)]) + "\n")
 
 
-def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
+def put_chosen(config: ResolvedConfig, chosen: TrainConfig, threads: int) -> None:
     """Record the values chosen for ``auto``, for the run's next start; ``chosen`` has ``memory`` resolved."""
     found: Json = {"threads": threads}
     if config.memory.checkpointing == "auto":
@@ -219,7 +219,7 @@ def put_chosen(config: TrainConfig, chosen: TrainConfig, threads: int) -> None:
     write_text(run_folder(config) / CHOSEN, json.dumps(with_sum(found)) + "\n")
 
 
-def chosen_before(config: TrainConfig) -> Json:
+def chosen_before(config: ResolvedConfig) -> Json:
     """Read the valid choices of the run's last start: threads, blocks that checkpoint and keep attention,
     modulation."""
     saved = read_own(run_folder(config) / CHOSEN, {}) or {}

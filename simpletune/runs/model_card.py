@@ -17,7 +17,7 @@ from simpletune.adapters.text.files import how_to_use
 from simpletune.adapters.text.option import embedding_name
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import ON_TRAINING, drift_words, loss_words
-from simpletune.data.samples import pictures_in
+from simpletune.data.samples import images_in
 from simpletune.data.sources.multi_source import with_paths
 from simpletune.models.shared.family_facts import Licence
 from simpletune.runs.best_checkpoint import LAST
@@ -27,7 +27,7 @@ from simpletune.system.hub import is_hub_name
 from simpletune.system.options import Json, plural
 
 if TYPE_CHECKING:
-    from simpletune.stages.sample import PictureRequest
+    from simpletune.stages.sample import ImageRequest
 
 CARD, GRID = "README.md", "samples/grid.png"
 INPUT_FILE, MASK_FILE = "input.png", "mask.png"  # which the reader has
@@ -45,13 +45,13 @@ def write_card(folder: Path, config: TrainConfig, summary: Json, manifest: Seque
 def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: Sequence[Json]) -> str:
     """Build the text of a model card, of the configuration as the user gave it and the manifest of the run's plan."""
     example = example_of(config, manifest[0]["caption"])
-    pictures = pictures_in(manifest)
+    images = images_in(manifest)
     sections = [
         front_matter(config),
         f"# {config.name}",
         *_introduction(folder, config, example.prompt),
         "## How it was trained",
-        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(config, summary, pictures))]),
+        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _rows(config, summary, images))]),
         "`config.json` contains every setting.",
         "## How to use it",
         *_use(config, example),
@@ -61,13 +61,13 @@ def model_card_text(folder: Path, config: TrainConfig, summary: Json, manifest: 
     return "\n\n".join(sections) + "\n"
 
 
-def example_of(config: TrainConfig, caption: str) -> PictureRequest:
+def example_of(config: TrainConfig, caption: str) -> ImageRequest:
     """The picture that the card's instructions draw: the run's first validation picture, or of the first caption."""
-    from simpletune.stages.sample import PictureRequest
+    from simpletune.stages.sample import ImageRequest
 
-    option, (width, height) = config.validation, config.picture_size()
+    option, (width, height) = config.validation, config.image_size()
     prompt = caption if option.prompts is None else next(iter(option.prompts), config.data.prompt or caption)
-    return PictureRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
+    return ImageRequest(prompt, option.seed, option.negative_prompt, width, height, option.steps, option.guidance)
 
 
 def front_matter(config: TrainConfig) -> str:
@@ -180,7 +180,7 @@ def _text(value: object) -> str:
     return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
 
 
-def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[str, str]]:
+def _rows(config: TrainConfig, summary: Json, images: int) -> Iterator[tuple[str, str]]:
     """Yield the main settings and results."""
     train = config.train
     settings = config.adapter.model_dump(mode="json", exclude_none=True, exclude={"method", "start"})
@@ -202,7 +202,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
     yield "resolution", f"{config.data.resolution} px"
     held_out = f", and {summary['held_out_pictures']} held out" if summary.get("held_out_pictures") else ""
     places = ", ".join(dict.fromkeys(code(last_name(source.path)) for source in config.data.members))
-    yield "pictures", f"{pictures} from {escape_cell(places)}{held_out}"
+    yield "pictures", f"{images} from {escape_cell(places)}{held_out}"
     yield "precision", f"{config.precision.weights} weights, {config.precision.settled} compute"
     yield "seed", str(train.seed)
     if "seconds_total" in summary:
@@ -224,7 +224,7 @@ def _rows(config: TrainConfig, summary: Json, pictures: int) -> Iterator[tuple[s
         yield "best checkpoint", f"the last, step {best['step']:,}; held-out loss is lowest at step {lowest['step']:,}"
 
 
-def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
+def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
     """Yield the instructions for diffusers and for the inference scripts."""
     first = config.adapter.before_diffusers(config.model.lora[0].name)
     if first is not None:
@@ -252,8 +252,8 @@ def _use(config: TrainConfig, example: PictureRequest) -> Iterator[str]:
     script = "full_model" if config.adapter.trains_base else "lora"  # from the project's folder
     words = ["python", f"inference/{script}_inference.py", "--run", "path/to/this/folder", "--model", base]
     inputs = ["--image", INPUT_FILE, "--mask", MASK_FILE] if _paints(config) else []
-    drawn = shlex.join(["--prompt", example.prompt, *inputs, "--seed", str(example.seed)])
-    yield f"With simpletune:\n\n```sh\n{shlex.join(words)} \\\n    {drawn}\n```"
+    arguments = shlex.join(["--prompt", example.prompt, *inputs, "--seed", str(example.seed)])
+    yield f"With simpletune:\n\n```sh\n{shlex.join(words)} \\\n    {arguments}\n```"
 
 
 def _paints(config: TrainConfig) -> bool:
@@ -274,7 +274,7 @@ def _loaded_tokens(config: TrainConfig) -> list[str]:
     return [embedding_name(config.name, option.token)]
 
 
-def snippet(config: TrainConfig, example: PictureRequest) -> str:
+def snippet(config: TrainConfig, example: ImageRequest) -> str:
     """Write Python code that draws the example with diffusers."""
     model, precision = config.model, config.precision
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there

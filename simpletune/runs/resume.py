@@ -9,7 +9,7 @@ from contextlib import suppress
 from pydantic import ValidationError
 
 from simpletune.config.load import read_saved
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import ResolvedConfig, TrainConfig
 from simpletune.runs.checkpoint import SavedState
 from simpletune.system.environment import NUMERIC, numeric_versions
 from simpletune.system.hub import commit_of
@@ -28,7 +28,7 @@ PINNED = (
 UNSAID = ("about:", "$schema:")  # texts for readers, which overrides drop
 
 
-def base_of(config: TrainConfig, loras: list[Json]) -> Json:
+def base_of(config: ResolvedConfig, loras: list[Json]) -> Json:
     """What a run trains on: by the parts' names, the fingerprint of their contents and, of those from the hub, the
     commit; and the LoRAs under it.
 
@@ -54,7 +54,7 @@ def _of_places(saved: SavedState, changes: Sequence[str]) -> list[str]:
     return [change for change in changes if saved.base and change.startswith(places)]
 
 
-def require_same_base(saved: SavedState, config: TrainConfig, base: Json) -> None:
+def require_same_base(saved: SavedState, config: ResolvedConfig, base: Json) -> None:
     """Compare what a run trains on (``base_of``) with a checkpoint's record, if it has one.
 
     Args:

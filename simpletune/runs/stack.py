@@ -132,7 +132,7 @@ class Stack:
     def key(self) -> object:
         return [[each["sha256"], each["scale"]] for each in self.about]
 
-    def merged(self, base: BaseReader) -> Merger:
+    def merger(self, base: BaseReader) -> Merger:
         """The tensors of a base with the LoRAs in it, in its types: the bits of ``simpletune merge``."""
         from simpletune.adapters.files.merge import Merger
 
@@ -141,7 +141,7 @@ class Stack:
     def over(self, family: Family, part: Part) -> _StackedTensors:
         from simpletune.adapters.files.base_reader import BaseReader
 
-        return _StackedTensors(self.merged(BaseReader(part.place, (family, part))))
+        return _StackedTensors(self.merger(BaseReader(part.place, (family, part))))
 
 
 class _StackedTensors:

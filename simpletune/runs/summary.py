@@ -141,11 +141,11 @@ def beside_measured(folder: Path, summary: Json) -> Json | None:
     found |= {"stages": stages, "seconds": whole}
     price = time.get("price")
     if price is not None:
-        from simpletune.system.prices import cost_of_picture
+        from simpletune.system.prices import cost_of_image
 
         # Starting the process costs money, too.
         costs = (
-            cost_of_picture(seconds, price["per_hour"]) for seconds in (whole["predicted"], summary["seconds_total"])
+            cost_of_image(seconds, price["per_hour"]) for seconds in (whole["predicted"], summary["seconds_total"])
         )
         found |= {"cost": _pair(*costs), "price": price}
     return found
@@ -188,7 +188,7 @@ def print_data(prepared: PreparedData) -> None:
     shapes = sorted(plan.buckets, key=lambda size: -len(plan.buckets[size]))
     listed = join_names([f"{w}x{h} ({len(plan.buckets[w, h])})" for w, h in shapes], 6)
     an_epoch = f"{plural(len(plan.samples), 'sample')} and {plural(plan.steps_per_epoch, 'step')} per epoch"
-    say(f"data    {plural(plan.pictures(), 'picture')}, {an_epoch}")
+    say(f"data    {plural(plan.images(), 'picture')}, {an_epoch}")
     for line in source_lines(plan.shares()):
         say(f"        {line}")
     if plan.held_out:
@@ -203,7 +203,7 @@ def print_data(prepared: PreparedData) -> None:
             say(f"        {note}")
         return
     first = [sample for sample in plan.samples if sample.repeat == 0]
-    if small := sum(upscaling(sample.picture.size, sample.bucket) > 1 for sample in first):
+    if small := sum(upscaling(sample.image.size, sample.bucket) > 1 for sample in first):
         one, many = "picture is smaller than its bucket and is", "pictures are smaller than their bucket and are"
         say(f"        {plural(small, one, many)} scaled up")
     if too_long := prepared.text.too_long(plan.captions()):
@@ -237,7 +237,7 @@ def print_results(config: TrainConfig, summary: Json, folder: Path, traces: list
         best = None
     rows = {
         "result": summary["output"],
-        **({"best": BestCheckpoint(**best).in_words(folder)} if best else {}),
+        **({"best": BestCheckpoint(**best).describe(folder)} if best else {}),
         "model card": folder / "README.md",
         "pictures": "none (validation.prompts is empty)" if config.validation.prompts == [] else folder / "samples",
         "figures": f"{folder}/summary.json, metrics.jsonl, config.json",

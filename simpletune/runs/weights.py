@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from simpletune.models.shared.denoiser import Denoiser
+    from simpletune.engine.denoiser import Denoiser
     from simpletune.stages.modulation_plan import DetachedModulation
 
 
@@ -134,7 +134,7 @@ def load_weights(
         sizes: (width, height) in pixels of the pictures to draw.
     """
     from simpletune.adapters.files.attach import fold_lora, load_loras
-    from simpletune.models.shared.denoiser import model_device, model_units
+    from simpletune.engine.denoiser import model_device, model_units
     from simpletune.stages.load import load_base, modulation_of
 
     model, cache, precision = config.model, cache_of_bases(config), precision_of(config, weights)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from simpletune.config.schema import Output, TrainConfig
+from simpletune.config.output import Output
+from simpletune.config.schema import TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.data.storage.claims import ALONE, KeyRange

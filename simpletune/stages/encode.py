@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from accelerate import Accelerator
 
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import ResolvedConfig, TrainConfig
 from simpletune.data.plan import Plan
 from simpletune.data.samples import drop_rejected
 from simpletune.stages.plan_data import PlannedData, make_plan, plan_data, report_rejected
@@ -22,14 +22,14 @@ from simpletune.stages.prepared import (
     with_class,
     with_inputs,
 )
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.stages.stream_encode import encode_stream
 from simpletune.stages.stream_plan import StreamPlan
 from simpletune.system.stage_timer import StageTimer
 
 
 def encode(
-    config: TrainConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer, start: int = 0
+    config: ResolvedConfig, data: PlannedData, accelerator: Accelerator, stages: StageTimer, start: int = 0
 ) -> PreparedData:
     """Fill the caches. Each process encodes its share, then waits for the others.
 
@@ -50,7 +50,7 @@ def encode(
     requests = validation_requests(config, plan)
     require_inputs(requests, config.model.autoencoder.downsampling)
     caches.fill_text(needed_prompts(config, plan, requests))
-    rejected = caches.fill_pictures([plan.views()])
+    rejected = caches.fill_images([plan.views()])
     report_rejected(rejected, config.data)
     if rejected:
         plan = make_plan(config, drop_rejected(data.usable, rejected), plan.inpaints)
@@ -60,11 +60,11 @@ def encode(
     return PreparedData(plan, caches.text, caches.latents, requests, data.captions, left_out)
 
 
-def prepare(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> PreparedData:
+def prepare(config: ResolvedConfig, accelerator: Accelerator, stages: StageTimer) -> PreparedData:
     """Run ``plan_data``, then ``encode``."""
     return encode(config, plan_data(config), accelerator, stages)
 
 
-def needed_prompts(config: TrainConfig, plan: Plan, requests: Sequence[PictureRequest]) -> list[str]:
+def needed_prompts(config: TrainConfig, plan: Plan, requests: Sequence[ImageRequest]) -> list[str]:
     """Every prompt whose embeddings a run needs."""
     return [*with_class(config, plan.captions()), *prompts_beside(config, requests)]

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from simpletune.config.schema import TrainConfig
 from simpletune.data.samples import Crop
 from simpletune.data.sources.holes import hole_pixels, latent_hole
+from simpletune.data.sources.image_files import crop_to_bucket, decode_image, decoding_of
 from simpletune.data.sources.masks import latent_mask
-from simpletune.data.sources.pictures import crop_to_bucket, decode_picture, decoding_of
-from simpletune.data.sources.source import Decoding, RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import Decoding, RejectedEntry, UnusableImage
 from simpletune.data.storage.cache import crop_key
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache
@@ -30,10 +30,10 @@ from simpletune.system.console import progress
 from simpletune.system.options import UserError
 from simpletune.system.signals import poll
 
-PICTURES = 16  # claimed together
+IMAGES = 16  # claimed together
 
 
-class CachedPicture(NamedTuple):
+class CachedImage(NamedTuple):
     """A crop from the cache."""
 
     z_0: Tensor  # [c, h, w], fp32
@@ -97,12 +97,12 @@ class LatentCache:
             return encoded, rejected
         vae = cache(lambda: self.autoencoder.load(device, self.dtype, self.tile))  # if there is something to encode
         with progress("latents", share.count(len(missing)), "pictures") as advance, torch.no_grad():
-            for keys in self.cache.claimed(missing, share, PICTURES):
+            for keys in self.cache.claimed(missing, share, IMAGES):
                 for view in (view for key in keys for view in by_key[key]):
                     try:
                         encoded += self._encode_one(view, vae, device)
-                    except UnusablePicture as reason:
-                        rejected.append(RejectedEntry(view.picture.name, str(reason), source=view.picture.source))
+                    except UnusableImage as reason:
+                        rejected.append(RejectedEntry(view.image.name, str(reason), source=view.image.source))
                     advance()
                     poll()
         del vae
@@ -113,17 +113,17 @@ class LatentCache:
         """Encode a crop unless it is cached, and return the number of new samples.
 
         Raises:
-            UnusablePicture: it cannot be read or decoded, its latents are not finite, or its mask is unusable.
+            UnusableImage: it cannot be read or decoded, its latents are not finite, or its mask is unusable.
         """
-        if view.picture.by_row and (found := self._before_decodings(view)):
+        if view.image.by_row and (found := self._before_decodings(view)):
             self.cache.save(crop_key(view), found)
             return 1
         if view.hole is not None:
             return self._encode_hole(view, vae, device)
-        key, mask, tensors = crop_key(view), view.picture.mask, dict[str, Tensor]()
+        key, mask, tensors = crop_key(view), view.image.mask, dict[str, Tensor]()
         if mask is not None:
             tensors["mask"] = torch.from_numpy(latent_mask(view, self.autoencoder.downsampling))
-            without = crop_key(replace(view, picture=replace(view.picture, mask=None)))
+            without = crop_key(replace(view, image=replace(view.image, mask=None)))
             if without in self.cache:  # the data had no masks before
                 with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
                     tensors |= self.cache.load(without)
@@ -141,10 +141,10 @@ class LatentCache:
 
     def _before_decodings(self, view: Crop) -> dict[str, Tensor]:
         """What version 0.1.0 stored for the crop of a row, if its picture is still decoded so; else empty."""
-        older = crop_key(replace(view, picture=replace(view.picture, decoding=Decoding())))
+        older = crop_key(replace(view, image=replace(view.image, decoding=Decoding())))
         if older == crop_key(view) or older not in self.cache:
             return {}
-        if decoding_of(view.picture.read_same(), view.picture.background).changes:
+        if decoding_of(view.image.read_same(), view.image.background).changes:
             return {}
         with suppress(UserError, FileNotFoundError):  # it is damaged, or was set aside
             return dict(self.cache.load(older))
@@ -160,7 +160,7 @@ class LatentCache:
         hole = hole_pixels(view, place)  # [h, w]
         latent = latent_hole(hole, place)
         if not latent.any():
-            raise UnusablePicture(
+            raise UnusableImage(
                 "its mask leaves no hole in a crop: there it is darker than half white, or its white is thinner "
                 f"than {place} pixels. Paint it larger, or set data.crop to center"
             )
@@ -173,13 +173,13 @@ class LatentCache:
         return 1
 
     def _encoded(self, pixels: Tensor, vae: Callable[[], nn.Module], device: torch.device) -> Tensor:  # [c, h, w]
-        """The latents of a picture [3, height, width]. UnusablePicture: they are not finite."""
+        """The latents of a picture [3, height, width]. UnusableImage: they are not finite."""
         latents = self.autoencoder.encode(vae(), pixels[None].to(device))[0]
         if not all_finite([latents]):
-            raise UnusablePicture(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
+            raise UnusableImage(f"is encoded to NaN or infinity by the autoencoder in {self.dtype}")
         return latents
 
-    def load(self, view: Crop) -> CachedPicture:
+    def load(self, view: Crop) -> CachedImage:
         """Load a crop, with its hole if it has one."""
         found = self.cache.load(crop_key(view.without_hole))
         mask = found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
@@ -191,15 +191,15 @@ class LatentCache:
         if view.hole is not None:
             painted = self.cache.load(crop_key(view))
             inpainting = torch.cat([painted["hole"].to(torch.float32), painted["masked"]])
-        return CachedPicture(found["z_0"], mask, framing, inpainting)
+        return CachedImage(found["z_0"], mask, framing, inpainting)
 
 
 def _decoded(view: Crop) -> Image.Image:
-    """A crop's whole picture. UnusablePicture: it cannot be read or decoded."""
+    """A crop's whole picture. UnusableImage: it cannot be read or decoded."""
     try:
-        return decode_picture(view.picture)
+        return decode_image(view.image)
     except OSError as error:
-        raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
+        raise UnusableImage(f"cannot be read ({error.strerror or error})") from None
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

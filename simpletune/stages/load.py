@@ -11,12 +11,12 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile, Table, shared_loading
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Denoiser
 from simpletune.models.shared.family import Overlay
 from simpletune.stages.modulation_plan import DetachedModulation, detach_modulation
 from simpletune.system.console import say

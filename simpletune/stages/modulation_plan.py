@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from simpletune.data.samples import SampleDraw
+from simpletune.data.samples import PlannedSample
+from simpletune.engine.denoiser import Denoiser, in_units
 from simpletune.engine.memory import accounting
 from simpletune.engine.memory.copy_stream import host_like
 from simpletune.engine.memory.machine_weights import is_shared
 from simpletune.engine.memory.snapshot import HOST
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor
-from simpletune.models.shared.denoiser import Denoiser, in_units
 from simpletune.models.shared.modulation import Modulation
 from simpletune.models.shared.weights import put_module
 from simpletune.system.options import UserError
@@ -197,7 +197,7 @@ class MicroBatches(Protocol):
     def accumulation(self) -> int:
         """Passes of this process in a step."""
 
-    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
+    def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
         """The draws of one micro-batch."""
 
 
@@ -245,21 +245,21 @@ class ModulationPlan:
             self._rows = None  # freed before the next window is computed
             count, size = self.plan.accumulation, self.plan.batch_size
             if self.apart:
-                draws = [d for micro in range(count) for s in steps for d in self.plan.micro_batch(s, micro)]
-                self._rows = self.of_draws(draws, count).view(count, length, size, -1).transpose(0, 1)
+                samples = [d for micro in range(count) for s in steps for d in self.plan.micro_batch(s, micro)]
+                self._rows = self.modulations_of(samples, count).view(count, length, size, -1).transpose(0, 1)
             else:
-                draws = [d for s in steps for micro in range(count) for d in self.plan.micro_batch(s, micro)]
-                self._rows = self.of_draws(draws).view(length, count, size, -1)
+                samples = [d for s in steps for micro in range(count) for d in self.plan.micro_batch(s, micro)]
+                self._rows = self.modulations_of(samples).view(length, count, size, -1)
             self._steps = steps
         return self._rows[step - steps.start]
 
-    def of_draws(self, draws: Sequence[SampleDraw], portions: int = 1) -> Tensor:  # [n, m]
+    def modulations_of(self, samples: Sequence[PlannedSample], portions: int = 1) -> Tensor:  # [n, m]
         """Compute the modulations of any draws at once, or in equal portions one after the other."""
-        levels = torch.tensor([draw.level for draw in draws], dtype=torch.float32).to(self.modulation.device)
+        levels = torch.tensor([sample.level for sample in samples], dtype=torch.float32).to(self.modulation.device)
         pooled = None
         if self.modulation.fact.reads_pooled:
-            found = [each for draw in draws if (each := self.pooled(draw.caption)) is not None]
-            assert len(found) == len(draws), "the family says that modulations depend on a pooled prompt"
+            found = [each for sample in samples if (each := self.pooled(sample.caption)) is not None]
+            assert len(found) == len(samples), "the family says that modulations depend on a pooled prompt"
             pooled = torch.stack(found)
         return self.modulation(self.time(levels), pooled, portions)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simpletune.adapters.text.placeholders import occurs
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import ResolvedConfig, TrainConfig
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import drop_rejected, make_samples
 from simpletune.data.sources.accounts import sentences
 from simpletune.data.sources.multi_source import Data, field_of, scan_sources, source_notes, stopping, too_small
-from simpletune.data.sources.source import Picture, RejectedEntry
-from simpletune.data.split import split_pictures
+from simpletune.data.sources.source import RejectedEntry, SourceImage
+from simpletune.data.split import split_images
 from simpletune.stages.stream_plan import stream_plan
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -32,12 +32,12 @@ class PlannedData:
     """
 
     plan: Plan
-    usable: Sequence[Picture]
+    usable: Sequence[SourceImage]
     captions: str
     left_out: Sequence[RejectedEntry]
 
 
-def plan_data(config: TrainConfig) -> PlannedData:
+def plan_data(config: ResolvedConfig) -> PlannedData:
     """Scan the data and plan the run.
 
     A data set in shards is planned by its index, without reading a row.
@@ -56,13 +56,13 @@ def plan_data(config: TrainConfig) -> PlannedData:
         require_positions(config, streamed)
         return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
     scan = scan_sources(config.data)
-    small = too_small(scan.pictures, config.data, config.model.multiple)
-    for line in [*sentences(scan.files), *scan.notes, *source_notes(config.data, scan.pictures, config.model.inpaints)]:
+    small = too_small(scan.images, config.data, config.model.multiple)
+    for line in [*sentences(scan.files), *scan.notes, *source_notes(config.data, scan.images, config.model.inpaints)]:
         say(f"data    {line}")
     for hint in scan.hints:  # before errors, which they may explain
         say(f"hint    {hint}")
     report_rejected([*scan.rejected, *small], config.data)
-    usable = drop_rejected(scan.pictures, small)
+    usable = drop_rejected(scan.images, small)
     plan = make_plan(config, usable, config.model.inpaints)
     hint_at_shares(plan)
     require_positions(config, plan)
@@ -70,7 +70,7 @@ def plan_data(config: TrainConfig) -> PlannedData:
     return PlannedData(plan, usable, scan.captions, [*scan.rejected, *small])
 
 
-def make_plan(config: TrainConfig, pictures: Sequence[Picture], inpaints: bool = False) -> Plan:
+def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool = False) -> Plan:
     """Plan a run over the usable pictures, without those that ``validation.split`` holds out. The plan does not depend
     on the number of processes.
 
@@ -79,12 +79,12 @@ def make_plan(config: TrainConfig, pictures: Sequence[Picture], inpaints: bool =
     """
     data = config.data
     for index, source in enumerate(data.members):
-        if all(picture.source != index for picture in pictures):
+        if all(image.source != index for image in images):
             raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
-    kept = [picture for picture in pictures if data.members[picture.source].regularization]
-    others = [picture for picture in pictures if not data.members[picture.source].regularization]
-    training, held_out = split_pictures(others, config.validation.split)
-    firsts = {picture.digest: picture.source for picture in reversed(held_out)}  # a second source may hold copies
+    kept = [image for image in images if data.members[image.source].regularization]
+    others = [image for image in images if not data.members[image.source].regularization]
+    training, held_out = split_images(others, config.validation.split)
+    firsts = {image.digest: image.source for image in reversed(held_out)}  # a second source may hold copies
     return Plan(
         make_samples([*training, *kept], data.members, step=config.model.multiple),
         data,
@@ -137,8 +137,8 @@ def require_positions(config: TrainConfig, plan: Plan) -> None:
         UserError: a bucket or a validation picture is too large.
     """
     most = config.model.largest_side
-    drawn = [config.picture_size()] if config.validation.prompts != [] else []
-    for field, sizes in (("data.resolution", plan.sizes()), ("validation", drawn)):
+    generated = [config.image_size()] if config.validation.prompts != [] else []
+    for field, sizes in (("data.resolution", plan.sizes()), ("validation", generated)):
         for width, height in sizes:
             if max(width, height) > most:
                 raise UserError(

@@ -19,7 +19,7 @@ from simpletune import __version__
 from simpletune.system.options import Json
 
 if TYPE_CHECKING:
-    from simpletune.stages.sample import PictureRequest
+    from simpletune.stages.sample import ImageRequest
 
 CHUNK = "simpletune"
 ASKED = (
@@ -28,7 +28,7 @@ ASKED = (
 _SEPARATORS = re.compile(r'[,:<>"\n]')
 
 
-def save_png(image: Image.Image, file: Path | IO[bytes], request: PictureRequest, **more: object) -> None:
+def save_png(image: Image.Image, file: Path | IO[bytes], request: ImageRequest, **more: object) -> None:
     """Write a PNG with its generation parameters in text chunks.
 
     Args:
@@ -50,7 +50,7 @@ def save_png(image: Image.Image, file: Path | IO[bytes], request: PictureRequest
     image.save(file, format="PNG", pnginfo=info)
 
 
-def request_values(request: PictureRequest) -> Json:
+def request_values(request: ImageRequest) -> Json:
     """A request as JSON: files by their paths, without pictures in memory, and without what needs a picture or a mask
     that is not there."""
     how = {key: str(value) if isinstance(value, Path) else value for key, value in vars(request).items()}
@@ -66,7 +66,7 @@ def asked_for(how: Json) -> str:
 
 
 def web_ui_text(
-    request: PictureRequest, model: object = "", loras: object = (), sampler: object = "", **more: object
+    request: ImageRequest, model: object = "", loras: object = (), sampler: object = "", **more: object
 ) -> str:
     """The text of the chunk ``parameters``.
 

@@ -17,13 +17,13 @@ from simpletune.config.validation_schedule import drift_prompts
 from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop
 from simpletune.data.sources.holes import hole_pixels
-from simpletune.data.sources.pictures import crop_to_bucket, decode_picture
+from simpletune.data.sources.image_files import crop_to_bucket, decode_image
 from simpletune.data.sources.source import RejectedEntry
 from simpletune.data.storage.cache import Cache
 from simpletune.data.storage.claims import KeyRange
 from simpletune.models.shared.buckets import Size
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.stages.sample import PictureRequest, mask_pixels
+from simpletune.stages.sample import ImageRequest, mask_pixels
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
@@ -46,7 +46,7 @@ class PreparedData:
     plan: Plan
     text: TextCache
     latents: LatentCache
-    requests: list[PictureRequest]
+    requests: list[ImageRequest]
     captions: str
     left_out: list[RejectedEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Caches:
         with self._stages.stage("text"):
             self.text.fill(prompts, self._accelerator.device, self._share)
 
-    def fill_pictures(self, parts: Sequence[Sequence[Crop]]) -> list[RejectedEntry]:
+    def fill_images(self, parts: Sequence[Sequence[Crop]]) -> list[RejectedEntry]:
         """Encode the crops that are not cached, one part after the other.
 
         Returns:
@@ -107,7 +107,7 @@ class Caches:
                 found = gather_object(found)
         found.sort(key=lambda each: each.reason, reverse=True)
         first = {(each.source, each.name): each for each in found}  # whichever process has met the picture
-        places = dict.fromkeys((view.picture.source, view.picture.name) for views in parts for view in views)
+        places = dict.fromkeys((view.image.source, view.image.name) for views in parts for view in views)
         return [first[place] for place in places if place in first]
 
 
@@ -117,21 +117,21 @@ def with_class(config: TrainConfig, captions: Sequence[str]) -> list[str]:
     return [*captions, *of_class]
 
 
-def prompts_beside(config: TrainConfig, requests: Sequence[PictureRequest]) -> list[str]:
+def prompts_beside(config: TrainConfig, requests: Sequence[ImageRequest]) -> list[str]:
     """The prompts that do not come from the data: validation prompts, and those for which drift is measured."""
     return [*(text for request in requests for text in request.texts), *drift_prompts(config.validation)]
 
 
-def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]:
+def validation_requests(config: TrainConfig, plan: Plan) -> list[ImageRequest]:
     """The fixed prompts and seeds of a run's validation pictures, with their own pictures and masks if it names any."""
     option = config.validation
     if option.prompts is not None:
         prompts = option.prompts
     else:  # of the picture that is painted into
         prompts = [plan.evaluation(1)[0].caption if config.model.inpaints else plan.example()]
-    (width, height), negative = config.picture_size(), config.model.text.steered_from(option.negative_prompt)
+    (width, height), negative = config.image_size(), config.model.text.steered_from(option.negative_prompt)
     requests = [
-        PictureRequest(prompt, option.seed + number, negative, width, height, option.steps, option.guidance)
+        ImageRequest(prompt, option.seed + number, negative, width, height, option.steps, option.guidance)
         for number, prompt in enumerate(prompts)
     ]
     if option.images is None or option.masks is None:
@@ -142,7 +142,7 @@ def validation_requests(config: TrainConfig, plan: Plan) -> list[PictureRequest]
     ]
 
 
-def require_inputs(requests: Sequence[PictureRequest], place: int) -> None:
+def require_inputs(requests: Sequence[ImageRequest], place: int) -> None:
     """Check the pictures and masks that validation names, before anything is encoded; ``place`` as for
     ``mask_pixels``.
 
@@ -158,16 +158,16 @@ def require_inputs(requests: Sequence[PictureRequest], place: int) -> None:
             raise UserError(named.replace("--image", f"validation.images.{number}")) from None
 
 
-def with_inputs(config: TrainConfig, plan: Plan, requests: list[PictureRequest]) -> list[PictureRequest]:
+def with_inputs(config: TrainConfig, plan: Plan, requests: list[ImageRequest]) -> list[ImageRequest]:
     """If validation names no pictures and the model inpaints, take those of the validation loss, cropped as they are
     there, with their own masks or of the middle."""
     if config.validation.images is not None or not config.model.inpaints:
         return requests
-    draws, place = plan.evaluation(len(requests)), config.model.autoencoder.downsampling
-    return [_painted(request, draw.view, place) for request, draw in zip(requests, draws, strict=True)]
+    samples, place = plan.evaluation(len(requests)), config.model.autoencoder.downsampling
+    return [_painted(request, sample.view, place) for request, sample in zip(requests, samples, strict=True)]
 
 
-def _painted(request: PictureRequest, view: Crop, place: int) -> PictureRequest:
+def _painted(request: ImageRequest, view: Crop, place: int) -> ImageRequest:
     image, own = _cropped(view), view.hole is not None and view.hole.kind == "own"
     if own:
         found = replace(request, image=image, mask=Image.fromarray(hole_pixels(view, place)), strength=1.0)
@@ -182,7 +182,7 @@ def _painted(request: PictureRequest, view: Crop, place: int) -> PictureRequest:
 def _cropped(view: Crop) -> Image.Image:
     """A picture as training reads it."""
     pixels = crop_to_bucket(
-        decode_picture(view.picture), view.bucket, view.offset, view.flip, view.augmentation
+        decode_image(view.image), view.bucket, view.offset, view.flip, view.augmentation
     )  # [3, h, w] in -1..1
     return Image.fromarray(((pixels + 1) * 127.5).round().astype("uint8").transpose(1, 2, 0))
 

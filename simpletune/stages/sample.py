@@ -19,17 +19,17 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
+from simpletune.data.sources.image_files import decode as decode_image
 from simpletune.data.sources.masks import SHAPE_TOLERANCE, decode_mask
-from simpletune.data.sources.pictures import decode as decode_picture
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
+from simpletune.engine.denoiser import Denoiser, model_device
+from simpletune.engine.fp16_blocks import finite_passes
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.models.families import Model
 from simpletune.models.objectives.objective import Solver, TrainingObjective
 from simpletune.models.shared.autoencoder import Autoencoder
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.models.shared.conditioning import Conditioning, stack
-from simpletune.models.shared.denoiser import Denoiser, model_device
-from simpletune.models.shared.fp16_blocks import finite_passes
 from simpletune.models.text.family_text import FamilyText
 from simpletune.stages.modulation_plan import ModulationSource, replay
 from simpletune.system.options import UserError
@@ -65,7 +65,7 @@ class SampledModel(Protocol):
 
 
 @dataclass(frozen=True)
-class PictureRequest:
+class ImageRequest:
     """One picture to draw.
 
     Args:
@@ -107,7 +107,7 @@ class PictureRequest:
             return 0
         return min(model.skipped_steps(self.steps, self.strength), self.steps - 1)
 
-    def starts_from_picture(self, model: SampledModel) -> bool:
+    def starts_from_image(self, model: SampledModel) -> bool:
         """Whether the first z is the noised picture, not pure noise."""
         # diffusers: its inpainting pipelines start from pure noise at a strength of 1, those for whole pictures do not
         inpainted = self.mask is not None or model.inpaints
@@ -118,24 +118,24 @@ class Noises(NamedTuple):
     """A request's noise, [1, c, h, w] each."""
 
     start: Tensor
-    picture: Tensor | None  # of the posterior of a starting picture, if it is encoded
+    image: Tensor | None  # of the posterior of a starting picture, if it is encoded
     masked: Tensor | None  # of the posterior of the masked picture, for a model that inpaints
 
 
-def noises(request: PictureRequest, model: SampledModel) -> Noises:
+def noises(request: ImageRequest, model: SampledModel) -> Noises:
     """Draw a request's noise for the sampler and the autoencoder."""
     # In fp32 on the CPU: it depends on neither device nor batch, and equals diffusers' from such a generator: first the
     # picture's, then the sampler's, then the masked picture's.
     seed = request.seed if request.seed < 2**64 else request.seed - 2**64  # one after the largest
     generator = torch.Generator("cpu").manual_seed(seed)
     shape = (1, *model.autoencoder.shape(request.width, request.height))
-    encoded = request.starts_from_picture(model) or (request.mask is not None and not model.inpaints)
-    picture = torch.randn(shape, generator=generator) if encoded else None
+    encoded = request.starts_from_image(model) or (request.mask is not None and not model.inpaints)
+    image = torch.randn(shape, generator=generator) if encoded else None
     start = torch.randn(shape, generator=generator)
-    return Noises(start, picture, torch.randn(shape, generator=generator) if model.inpaints else None)
+    return Noises(start, image, torch.randn(shape, generator=generator) if model.inpaints else None)
 
 
-class EncodedPicture(NamedTuple):
+class EncodedImage(NamedTuple):
     """What the sampler reads of a request's picture and mask, fp32, on the CPU."""
 
     z_0: Tensor | None = None  # [1, c, h, w], if the picture is started from or blended in
@@ -173,7 +173,7 @@ class Sampler:
     @torch.no_grad()
     def denoise(
         self,
-        requests: Sequence[PictureRequest],
+        requests: Sequence[ImageRequest],
         positive: Sequence[Conditioning],
         negative: Sequence[Conditioning],
         start: Tensor | None = None,  # [b, c, h, w]
@@ -199,7 +199,7 @@ class Sampler:
 
     def _denoised(
         self,
-        requests: Sequence[PictureRequest],
+        requests: Sequence[ImageRequest],
         positive: Sequence[Conditioning],
         negative: Sequence[Conditioning],
         start: Tensor | None,
@@ -244,12 +244,12 @@ class Sampler:
 
     def latents(
         self,
-        requests: Sequence[PictureRequest],
+        requests: Sequence[ImageRequest],
         prompts: Callable[[str], Conditioning],
-        encoded: Sequence[EncodedPicture] | None = None,
+        encoded: Sequence[EncodedImage] | None = None,
     ) -> list[Tensor]:  # [1, c, h, w] each, fp32, on the CPU
         """Draw latents for requests, in their order; ``prompts`` returns the conditioning of a prompt, ``encoded`` is
-        from ``encode_inputs``, and needed if ``reads_pictures``."""
+        from ``encode_inputs``, and needed if ``reads_images``."""
         latents: dict[int, Tensor] = {}
         load = cache(prompts)  # reads a prompt with many seeds once
         for batch in batches(requests, self.batch_size):
@@ -259,16 +259,16 @@ class Sampler:
                 own.zeros() if request.negative_prompt is None else load(request.negative_prompt)
                 for request, own in zip(some, positive, strict=True)
             ]
-            picture = EncodedPicture()
+            image = EncodedImage()
             if encoded is not None:  # the requests of a batch have the same of them
                 parts = zip(*(encoded[number] for number in batch), strict=True)
-                picture = EncodedPicture(*(None if part[0] is None else torch.cat(part) for part in parts))
-            start = picture.z_0 if some[0].starts_from_picture(self.model) else None
+                image = EncodedImage(*(None if part[0] is None else torch.cat(part) for part in parts))
+            start = image.z_0 if some[0].starts_from_image(self.model) else None
             inpainting = outside = None
-            if picture.mask is not None and picture.masked is not None:
-                inpainting = torch.cat([picture.mask, picture.masked], 1)
-            elif picture.mask is not None and picture.z_0 is not None:
-                outside = picture.z_0, picture.mask
+            if image.mask is not None and image.masked is not None:
+                inpainting = torch.cat([image.mask, image.masked], 1)
+            elif image.mask is not None and image.z_0 is not None:
+                outside = image.z_0, image.mask
             z = self.denoise(some, positive, negative, start, inpainting, outside)
             latents |= dict(zip(batch, z.cpu().split(1), strict=True))
         return [latents[number] for number in range(len(requests))]
@@ -294,65 +294,65 @@ def conditions_of(
         yield from map(text.modulated, rows)
 
 
-def generate_pictures(
+def generate_images(
     sampler: Sampler,
     vae: nn.Module,
     model: Model,
-    requests: Sequence[PictureRequest],
+    requests: Sequence[ImageRequest],
     prompts: Callable[[str], Conditioning],
 ) -> list[Image.Image]:
     """Draw pictures for requests, in their order; ``prompts`` returns the conditioning of a prompt."""
     encoded = encode_inputs(vae, model, requests)
-    pictures = decode(vae, model, sampler.latents(requests, prompts, encoded))
-    return [pasted(picture, request) for picture, request in zip(pictures, requests, strict=True)]
+    images = decode(vae, model, sampler.latents(requests, prompts, encoded))
+    return [pasted(image, request) for image, request in zip(images, requests, strict=True)]
 
 
-def reads_pictures(model: SampledModel, requests: Sequence[PictureRequest]) -> bool:
+def reads_images(model: SampledModel, requests: Sequence[ImageRequest]) -> bool:
     """Whether drawing needs ``encode_inputs``: there are pictures to start from or to paint into, or the model
     inpaints, which without a picture paints the whole of a grey one."""
     return model.inpaints or any(request.image is not None for request in requests)
 
 
 @torch.no_grad()
-def encode_inputs(vae: nn.Module, model: Model, requests: Sequence[PictureRequest]) -> list[EncodedPicture]:
+def encode_inputs(vae: nn.Module, model: Model, requests: Sequence[ImageRequest]) -> list[EncodedImage]:
     """Encode each request's picture and mask.
 
     Raises:
         UserError: one of them cannot be used.
     """
     device = next(vae.parameters()).device
-    found: list[EncodedPicture] = []
+    found: list[EncodedImage] = []
     for request in requests:
         noise, z_0, mask, masked = noises(request, model), None, None, None
         pixels = None if request.image is None else starting_pixels(request)
-        if pixels is not None and noise.picture is not None:
-            z_0 = model.autoencoder.encode(vae, pixels.to(device), noise.picture.to(device)).cpu()
+        if pixels is not None and noise.image is not None:
+            z_0 = model.autoencoder.encode(vae, pixels.to(device), noise.image.to(device)).cpu()
         if request.mask is not None or noise.masked is not None:
             inside = mask_pixels(request, model.autoencoder.downsampling)
             mask = nn.functional.interpolate(inside, noise.start.shape[2:])  # nearest
             if noise.masked is not None:
                 seen = torch.zeros(1, 3, *inside.shape[2:]) if pixels is None else pixels * (1 - inside)
                 masked = model.autoencoder.encode(vae, seen.to(device), noise.masked.to(device)).cpu()
-        found.append(EncodedPicture(z_0, mask, masked))
+        found.append(EncodedImage(z_0, mask, masked))
     return found
 
 
-def starting_pixels(request: PictureRequest) -> Tensor:  # [1, 3, h, w] in -1..1
+def starting_pixels(request: ImageRequest) -> Tensor:  # [1, 3, h, w] in -1..1
     """Read a request's starting picture, scale it to cover the size, and crop its centre.
 
     Raises:
         UserError: it cannot be read.
     """
-    return torch.from_numpy(np.array(_fitted_picture(request))).permute(2, 0, 1)[None].float() / 127.5 - 1
+    return torch.from_numpy(np.array(_fitted_image(request))).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
-def _fitted_picture(request: PictureRequest) -> Image.Image:
+def _fitted_image(request: ImageRequest) -> Image.Image:
     assert request.image is not None
     image = _opened(request.image, "--image").convert("RGB")
     return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
 
 
-def mask_pixels(request: PictureRequest, place: int) -> Tensor:  # [1, 1, h, w], 0 or 1
+def mask_pixels(request: ImageRequest, place: int) -> Tensor:  # [1, 1, h, w], 0 or 1
     """Read a request's mask, scale and crop it as its picture, and make grey black or white; without one, all is white.
 
     Raises:
@@ -368,7 +368,7 @@ def mask_pixels(request: PictureRequest, place: int) -> Tensor:  # [1, 1, h, w],
     return inside
 
 
-def _fitted_mask(request: PictureRequest) -> Tensor:
+def _fitted_mask(request: ImageRequest) -> Tensor:
     if request.mask is None:
         return torch.ones(1, 1, request.height, request.width)
     if request.image is None:
@@ -383,41 +383,41 @@ def _fitted_mask(request: PictureRequest) -> Tensor:
     return torch.from_numpy(np.array(fitted))[None, None].float().div(255).ge(0.5).float()
 
 
-def _opened(picture: Path | Image.Image, option: str) -> Image.Image:
+def _opened(image: Path | Image.Image, option: str) -> Image.Image:
     """Open a picture as training does."""
-    if isinstance(picture, Image.Image):
-        return picture
+    if isinstance(image, Image.Image):
+        return image
     try:
-        data = picture.read_bytes()
-        return decode_mask(data, "file") if option == "--mask" else decode_picture(data)
+        data = image.read_bytes()
+        return decode_mask(data, "file") if option == "--mask" else decode_image(data)
     except OSError as error:
         reason = error.strerror or str(error)
-    except UnusablePicture as error:
+    except UnusableImage as error:
         reason = str(error)
-    raise UserError(f"{option}: {picture} cannot be read ({reason}). Give a PNG, JPEG or WebP file")
+    raise UserError(f"{option}: {image} cannot be read ({reason}). Give a PNG, JPEG or WebP file")
 
 
-def pasted(picture: Image.Image, request: PictureRequest) -> Image.Image:
+def pasted(image: Image.Image, request: ImageRequest) -> Image.Image:
     """A drawn picture; if the request asks for it, with the original's pixels outside the mask."""
     if not request.paste or request.image is None or request.mask is None:
-        return picture
+        return image
     before, inside = shown_inputs(request).values()
-    return Image.composite(picture, before, inside)
+    return Image.composite(image, before, inside)
 
 
-def shown_inputs(request: PictureRequest) -> dict[str, Image.Image]:
+def shown_inputs(request: ImageRequest) -> dict[str, Image.Image]:
     """The picture and the mask that a request paints into, as the model reads them, by what they are called; empty for
     a request without a mask."""
     if request.mask is None:
         return {}
-    return {"picture": _fitted_picture(request), "mask": _shown(_fitted_mask(request))}
+    return {"picture": _fitted_image(request), "mask": _shown(_fitted_mask(request))}
 
 
 def _shown(inside: Tensor) -> Image.Image:
     return Image.fromarray((inside[0, 0] * 255).to(torch.uint8).numpy())
 
 
-def fitted(request: PictureRequest, place: int) -> PictureRequest:
+def fitted(request: ImageRequest, place: int) -> ImageRequest:
     """The same request with picture and mask at the size that is drawn, so that they take no more memory; ``place`` as
     for ``mask_pixels``.
 
@@ -427,10 +427,10 @@ def fitted(request: PictureRequest, place: int) -> PictureRequest:
     if request.image is None:
         return request
     mask = None if request.mask is None else _shown(mask_pixels(request, place))
-    return replace(request, image=_fitted_picture(request), mask=mask)
+    return replace(request, image=_fitted_image(request), mask=mask)
 
 
-def batches(requests: Sequence[PictureRequest], batch_size: int) -> list[list[int]]:
+def batches(requests: Sequence[ImageRequest], batch_size: int) -> list[list[int]]:
     """Group the indices of requests that can be drawn together, at most ``batch_size`` each."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, each in enumerate(requests):

@@ -9,7 +9,7 @@ import numpy as np
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import MOST
 from simpletune.data.samples import Crop, Sample
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusableImage
 from simpletune.stages.plan_data import report_rejected
 from simpletune.stages.prepared import (
     Caches,
@@ -53,7 +53,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     if modulation is not None and modulation.reads_pooled and config.memory.modulation != "resident":
         # modulations are computed for whole windows of steps
         window = config.memory.modulation_window
-        filling.steps(start - start % window, steps + -steps % window, pictures=False)
+        filling.steps(start - start % window, steps + -steps % window, images=False)
     requests = with_inputs(config, filling.plan, requests)
     captions = plan.samples.source.captions_from
     return PreparedData(filling.plan, caches.text, caches.latents, requests, captions, filling.rejected, filling.notes)
@@ -75,45 +75,45 @@ class StreamEncoder:
         self._noted = False
         self._variants = plan.samples.source.variants
 
-    def steps(self, start: int, steps: int, pictures: bool = True) -> None:
+    def steps(self, start: int, steps: int, images: bool = True) -> None:
         """Encode the samples that some steps train on, or only their prompts."""
-        self._until_all(lambda: self.plan.used(start, steps), False, pictures)
+        self._until_all(lambda: self.plan.used(start, steps), False, images)
 
     def evaluation(self, count: int) -> None:
         """Encode what an evaluation of ``count`` samples sees: held-out rows, or the first of the run."""
-        if len(self.plan.drawn):
-            self._until_all(lambda: self.plan.usable_drawn()[:count] * self._variants, True)
+        if len(self.plan.chosen):
+            self._until_all(lambda: self.plan.usable_chosen()[:count] * self._variants, True)
         # always the first one, which gives the validation prompt and is listed in the manifest
-        self._until_all(lambda: self.plan.first(1 if len(self.plan.drawn) else max(1, count)) * self._variants, False)
+        self._until_all(lambda: self.plan.first(1 if len(self.plan.chosen) else max(1, count)) * self._variants, False)
 
-    def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, pictures: bool = True) -> None:
+    def _until_all(self, wanted: Callable[[], np.ndarray], held_out: bool, images: bool = True) -> None:
         """Encode samples, and the replacements of unusable ones, until none is missing; ``wanted`` returns
         place * variants + variant of each, by the current plan."""
         done = np.empty(0, np.int64)
         while len(todo := np.setdiff1d(wanted(), done)):
             for first in range(0, len(todo), PORTION):
-                self._portion(todo[first : first + PORTION], held_out, pictures)
+                self._portion(todo[first : first + PORTION], held_out, images)
             done = np.union1d(done, todo)
 
-    def _portion(self, codes: np.ndarray, held_out: bool, pictures: bool) -> None:
+    def _portion(self, codes: np.ndarray, held_out: bool, images: bool) -> None:
         """Encode samples whose prompts fit into memory together."""
-        samples, plan = self.plan.drawn if held_out else self.plan.samples, self.plan
+        samples, plan = self.plan.chosen if held_out else self.plan.samples, self.plan
         found, rejected = self._made(samples, codes)
         prompts = [plan.prompt(sample, variant) for sample, _, variant in found]
         dropped = [""] if samples.source.caption_dropout else []
         self.caches.fill_text([*with_class(self.config, prompts), *with_class(self.config, dropped)])
-        if pictures and not (held_out or self._noted):
+        if images and not (held_out or self._noted):
             self._noted = True
             first = prompts[:FIRST]
             if too_long := self.caches.text.too_long(first):
                 of = f"{len(too_long):,} of the first {plural(len(first), 'caption')}"
                 self.notes.append(f"{of} are {self.caches.text.cut()}")
-        if pictures:
+        if images:
             parts: dict[int, list[Crop]] = {}
             places = np.array([place for _, place, _ in found], dtype=np.int64)
             for (sample, _, variant), part in zip(found, samples.parts(places).tolist(), strict=True):
                 parts.setdefault(part, []).append(plan.view(sample, variant))
-            rejected += self.caches.fill_pictures(list(parts.values()))
+            rejected += self.caches.fill_images(list(parts.values()))
         report_rejected(rejected, self.config.data)
         if rejected:
             self.rejected += rejected
@@ -129,6 +129,6 @@ class StreamEncoder:
         for place, variant in zip(*(part.tolist() for part in divmod(codes, self._variants)), strict=True):
             try:
                 found.append((samples[place], place, variant))
-            except UnusablePicture as reason:
+            except UnusableImage as reason:
                 rejected[place] = RejectedEntry(samples.name(place), str(reason))
         return found, list(rejected.values())

@@ -50,21 +50,21 @@ class StreamPlan(Plan):
         objective: Objective,
         seed: int,
         batch: GlobalBatch,
-        drawn: StreamedSamples,
+        chosen: StreamedSamples,
         unusable: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64)),
         inpaints: bool = False,
     ):
-        self.drawn, self.unusable = drawn, unusable
-        held_out = drawn.taken(self.usable_drawn())
+        self.chosen, self.unusable = chosen, unusable
+        held_out = chosen.taken(self.usable_chosen())
         super().__init__(samples, samples.source, objective, seed, batch, held_out, inpaints)
 
-    def usable_drawn(self) -> np.ndarray:
+    def usable_chosen(self) -> np.ndarray:
         """The places in ``drawn`` of rows that are usable as far as is known."""
-        return np.setdiff1d(np.arange(len(self.drawn)), self.unusable[1])
+        return np.setdiff1d(np.arange(len(self.chosen)), self.unusable[1])
 
     def divided(self, batch: GlobalBatch) -> StreamPlan:
         """The plan for the same samples with another step size."""
-        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, self.unusable, self.inpaints)
+        return StreamPlan(self.samples, self.objective, self.seed, batch, self.chosen, self.unusable, self.inpaints)
 
     def without(self, trained: Sequence[int], held_out: Sequence[int]) -> StreamPlan:
         """The plan without some unusable rows.
@@ -84,12 +84,12 @@ class StreamPlan(Plan):
                 raise UserError(
                     f"data.path: none of the {plural(bad, 'row')} of {size[0]}x{size[1]} px can be used. Remove them"
                 )
-        if len(second) and len(second) == len(self.drawn):
+        if len(second) and len(second) == len(self.chosen):
             raise UserError(
                 f"validation.split: none of the {plural(len(second), 'row')} held out can be used. Use more"
             )
         batch = GlobalBatch(self.batch_size, self.accumulation)
-        return StreamPlan(self.samples, self.objective, self.seed, batch, self.drawn, (first, second), self.inpaints)
+        return StreamPlan(self.samples, self.objective, self.seed, batch, self.chosen, (first, second), self.inpaints)
 
     def _by_bucket(self) -> Mapping[Size, Sequence[int]]:
         found = {size: np.flatnonzero(self.samples.bucket == place) for place, size in enumerate(self.samples.sizes)}
@@ -134,7 +134,7 @@ class StreamPlan(Plan):
         samples = self.held_out or self._subjects()
         return [samples[number % len(samples)] for number in range(count)]
 
-    def pictures(self) -> int:
+    def images(self) -> int:
         """The number of rows that are trained on."""
         return len(self.samples)
 
@@ -144,7 +144,7 @@ class StreamPlan(Plan):
         source = self.samples.source
         return SourceShare(
             path=path,
-            pictures=len(self.samples),
+            images=len(self.samples),
             passes="1",
             samples=len(self.samples),
             held_out=len(self.held_out),
@@ -167,7 +167,7 @@ class StreamPlan(Plan):
             "caption": self.example(),
             "buckets": {f"{width}x{height}": len(members) for (width, height), members in self.buckets.items()},
             "bucket_of_rows": hashlib.sha256(shapes).hexdigest(),
-            "held_out_rows": len(self.drawn),
+            "held_out_rows": len(self.chosen),
             "shuffle_window": source.shuffle_window,
             **({"inpainting_mask": source.inpainting_mask} if self.inpaints else {}),
             **({} if source.background == "white" else {"decoding": f"on {source.background}"}),

@@ -49,12 +49,12 @@ class StreamedSamples(Sequence[Sample]):
     def __getitem__(self, index: slice) -> list[Sample]: ...
 
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        """One sample, or several; UnusablePicture if a caption cannot be used, UserError if a shard is damaged."""
+        """One sample, or several; UnusableImage if a caption cannot be used, UserError if a shard is damaged."""
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         bucket = self.sizes[self.bucket[index]]
         size = bucket if self.shapes is None else (int(self.shapes[index, 0]), int(self.shapes[index, 1]))
-        return Sample(self.source.picture(self.rows, int(self.numbers[index]), size, self.step), bucket, 0)
+        return Sample(self.source.image(self.rows, int(self.numbers[index]), size, self.step), bucket, 0)
 
     def taken(self, places: np.ndarray) -> StreamedSamples:
         """Some of the samples."""
@@ -114,5 +114,5 @@ def split_samples(samples: StreamedSamples, split: float | None, seed: int) -> t
         raise UserError(
             f"validation.split: {count} of {plural(len(samples), 'row')} leaves none to train on. Use a smaller number"
         )
-    drawn = stream(seed, "held-out-rows").permutation(len(samples))[:count]
-    return samples.taken(np.delete(np.arange(len(samples)), drawn)), samples.taken(drawn)
+    order = stream(seed, "held-out-rows").permutation(len(samples))[:count]
+    return samples.taken(np.delete(np.arange(len(samples)), order)), samples.taken(order)

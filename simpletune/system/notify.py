@@ -42,7 +42,7 @@ class Message(NamedTuple):
     run: str
     event: str
     text: str
-    picture: bytes | None = None  # a JPEG
+    image: bytes | None = None  # a JPEG
 
     @property
     def line(self) -> str:
@@ -95,8 +95,8 @@ class Receiver:
         method, body = "POST", b""
         if self.service == "ntfy":
             body, title = message.line.encode(), f"{message.run} {message.event}"
-            if message.picture is not None:
-                method, body = "PUT", message.picture
+            if message.image is not None:
+                method, body = "PUT", message.image
                 headers |= {"Filename": "samples.jpg", "Message": message.line.encode("ascii", "replace").decode()}
             return Request(url, body, {**headers, "Title": title}, method=method)
         headers["Content-Type"] = "application/json"
@@ -105,22 +105,22 @@ class Receiver:
             body = json.dumps({"text": line}).encode()
         elif self.service == "Discord":
             body = json.dumps({"content": message.line, "allowed_mentions": {"parse": []}}).encode()
-            if message.picture is not None:
+            if message.image is not None:
                 edge = secrets.token_hex(16)
                 headers["Content-Type"] = f"multipart/form-data; boundary={edge}"
-                body = _multipart(edge, body, message.picture)
+                body = _multipart(edge, body, message.image)
         else:  # text alone is what Mattermost, Rocket.Chat and others read
             body = json.dumps({"run": message.run, "event": message.event, "text": message.line}).encode()
         return Request(url, body, headers, method=method)
 
 
-def _multipart(edge: str, payload: bytes, picture: bytes) -> bytes:
+def _multipart(edge: str, payload: bytes, image: bytes) -> bytes:
     """Discord's form of a message with a file."""
     part = f"--{edge}\r\nContent-Disposition: form-data; name="
     return b"".join(
         [
             f'{part}"payload_json"\r\nContent-Type: application/json\r\n\r\n'.encode(), payload,
-            f'\r\n{part}"files[0]"; filename="samples.jpg"\r\nContent-Type: image/jpeg\r\n\r\n'.encode(), picture,
+            f'\r\n{part}"files[0]"; filename="samples.jpg"\r\nContent-Type: image/jpeg\r\n\r\n'.encode(), image,
             f"\r\n--{edge}--\r\n".encode(),
         ]
     )  # fmt: skip

@@ -42,7 +42,7 @@ Prices = dict[str, Price]
 SHIPPED = ASSETS / "prices.json"
 
 
-def of_cards(file: Path | None = None, configured: str | None = None) -> Prices:
+def card_prices(file: Path | None = None, configured: str | None = None) -> Prices:
     """Return prices by lower-case card name; a user's file (of the command line, else ``output.prices``) overrides the
     prices that ship with this package."""
     prices = [read_prices(SHIPPED)]
@@ -58,7 +58,7 @@ def card_price(card: Card, configured: str | None = None, file: Path | None = No
 
     For a card by the driver's name, the nearest card of the table by memory counts.
     """
-    prices, names = of_cards(file, configured), [card.name]
+    prices, names = card_prices(file, configured), [card.name]
     if card.name not in {each.name for each in CARDS}:
         like = sorted(cards_like(card.name), key=lambda each: abs(each.gib - card.gib))
         names += [each.name for each in like]
@@ -83,7 +83,7 @@ def read_prices(file: Path, option: str = "--prices") -> Prices:
         ) from None
 
 
-def cost_of_picture(seconds: float, per_hour: float) -> float:
+def cost_of_image(seconds: float, per_hour: float) -> float:
     """Compute the cost of a picture that takes so many seconds, a batch's divided by its number of pictures, in the
     currency of the machine's price."""
     return seconds * per_hour / 3600

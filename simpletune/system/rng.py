@@ -32,8 +32,8 @@ def reseed_global(seed: int, *parts: int | str) -> None:
     """Seed the global generators for code that still uses them (LoRA dropout, adapter initialisation)."""
     import torch
 
-    drawn = random_key(seed, *parts) % 2**63
+    number = random_key(seed, *parts) % 2**63
     if torch.accelerator.is_available():
-        torch.manual_seed(drawn)
+        torch.manual_seed(number)
     else:
-        torch.default_generator.manual_seed(drawn)  # manual_seed would format the call stack for every absent backend
+        torch.default_generator.manual_seed(number)  # manual_seed would format the call stack for every absent backend

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.compile import failure as compiling_failed
 from simpletune.engine.tensors import plain_tensors, trained_parameters
-from simpletune.models.shared.compile import failure as compiling_failed
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.summary import print_stopped
 from simpletune.system.options import UserError

@@ -29,7 +29,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
         metadata = checkpoint.metadata_of(folder, config, steps)
         output = export_result(config, core.denoiser, folder, metadata)
     eval_after = validator.try_to_evaluate(steps)
-    validator.try_to_draw(steps)
+    validator.try_to_generate(steps)
     trainer.attempt.update(ended="finished")
     attempts = trainer.attempt.all
     summary = summarise(folder, config, steps, attempts, plan.samples_per_step)

@@ -18,7 +18,7 @@ from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.checkpoint_folders import checkpoint_folder
 from simpletune.runs.control import (
     AnyRequest,
-    DrawRequest,
+    GenerateRequest,
     SaveRequest,
     State,
     StopRequest,
@@ -119,7 +119,7 @@ class Interrupts:
         done: int,
         saved: bool,
         save: Callable[[int], None],
-        draw: Callable[[DrawRequest, int], tuple[State, Json]],
+        generate: Callable[[GenerateRequest, int], tuple[State, Json]],
     ) -> None:
         """Carry out the requests after ``done`` steps, except stopping.
 
@@ -140,18 +140,18 @@ class Interrupts:
                 state: State = "done"
                 more: Json = {"file": str(checkpoint_folder(Path(), done))}
             else:
-                state, more = draw(request, done)
+                state, more = generate(request, done)
             self._put(request, done, state, {**more, "seconds": round(time.perf_counter() - clock, 3)})
 
     def stop(self, folder: Path, done: int) -> None:
         """Answer all requests, because the run is saved and stops after ``done`` steps."""
         saved = {"file": str(checkpoint_folder(Path(), done))}
-        draw = to_paste("simpletune", "generate", "--run", f"{folder}@{done}")
-        late = f"the run stops after step {done}. Draw with {draw}"
+        generate = to_paste("simpletune", "generate", "--run", f"{folder}@{done}")
+        late = f"the run stops after step {done}. Draw with {generate}"
         for request in list(self._waiting):
             if isinstance(request, StopRequest):
                 self.stopped_by = A_REQUEST
-            if isinstance(request, DrawRequest):
+            if isinstance(request, GenerateRequest):
                 self._put(request, done, "refused", {"why": late})
             else:
                 self._put(request, done, "done", saved)

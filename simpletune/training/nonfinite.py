@@ -12,9 +12,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import SampleDraw
+from simpletune.data.samples import PlannedSample
 from simpletune.data.storage.cache import Cache, crop_key
-from simpletune.models.shared.fp16_blocks import describe_overflow
+from simpletune.engine.fp16_blocks import describe_overflow
 from simpletune.runs.checkpoint_folders import last_saved, list_checkpoints
 from simpletune.runs.folder import OVERFLOWS, SKIPPED, append_metrics, read_rows
 from simpletune.stages.step.batch_loader import Batch, BatchLoader
@@ -133,11 +133,11 @@ class NonFiniteGuard:
 
     def _samples(self, step: int) -> list[str]:
         """List the names of a step's samples in all processes."""
-        return self._gathered([draw.view.picture.name for draw in self._draws(step) if draw.weight])
+        return self._gathered([sample.view.image.name for sample in self._planned(step) if sample.weight])
 
-    def _draws(self, step: int) -> list[SampleDraw]:
+    def _planned(self, step: int) -> list[PlannedSample]:
         """List the draws of a step's micro-batches in this process."""
-        return [draw for draws in self.batches.passes.micro_batches(step) for draw in draws]
+        return [sample for samples in self.batches.passes.micro_batches(step) for sample in samples]
 
     def _gathered(self, found: list[T]) -> list[T]:
         """Gather findings from all processes, because each sees only its own samples."""
@@ -145,10 +145,12 @@ class NonFiniteGuard:
 
     def _quarantine(self, step: int) -> Iterator[str]:
         """Rename non-finite cached latents and embeddings, so that the next start encodes them again."""
-        draws = self._draws(step)
+        samples = self._planned(step)
         latents = self.batches.latents.cache
-        places: list[tuple[Cache, str]] = [(latents, crop_key(view)) for draw in draws for view in draw.view.cached]
-        places += [place for draw in draws for place in self.batches.text.places(draw.caption)]
+        places: list[tuple[Cache, str]] = [
+            (latents, crop_key(view)) for sample in samples for view in sample.view.cached
+        ]
+        places += [place for sample in samples for place in self.batches.text.places(sample.caption)]
         for cache, key in dict.fromkeys(places):
             if nonfinite_names([("", cache.load(key).values())]):
                 yield f"Set aside, to be encoded again: {cache.quarantine(key)}"

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate import Accelerator
 
-from simpletune.config.schema import Profile, TrainConfig, profile_folder, run_folder
+from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.config.validation_schedule import choose_validation_samples, is_due, is_validation_due
+from simpletune.engine.denoiser import model_units
 from simpletune.engine.fsdp.rank_zero import rank_zero_driver
+from simpletune.engine.profiling.option import Profile
 from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.best_checkpoint import since_best
@@ -37,7 +38,7 @@ from simpletune.training.interrupts import Interrupts
 from simpletune.training.metrics import Metrics
 from simpletune.training.nonfinite import NonFiniteGuard
 from simpletune.training.pending_steps import DeviceEvent
-from simpletune.training.requested_pictures import answer_drawing
+from simpletune.training.requested_images import answer_generate
 from simpletune.training.trackers import open_trackers
 from simpletune.training.validator import OptionalTasks, Validator
 
@@ -92,7 +93,7 @@ class Trainer:
         before = earlier_validation_samples(folder) if job.start else None  # which a resumed run keeps
         chosen = choose_validation_samples(config, plan.samples_per_step, self.steps, before)
         if chosen.samples:
-            say(f"evaluate {chosen.in_words()}")
+            say(f"evaluate {chosen.describe()}")
         self.tasks = OptionalTasks(self.accelerator.device, self.trackers.warn)
         self.validator = Validator(
             config,
@@ -201,8 +202,8 @@ class Trainer:
                     self.validator.after_step(done)
             if self.interrupts.ready:
                 with progress.interrupted("request"):
-                    draw = partial(answer_drawing, self.validator, self.job.predicted)
-                    self.interrupts.answer(done, saves, save, draw)
+                    generate = partial(answer_generate, self.validator, self.job.predicted)
+                    self.interrupts.answer(done, saves, save, generate)
         except Stopped:
             if not saves:
                 save(done)
@@ -248,8 +249,8 @@ class Trainer:
 
         def flops(step: int) -> float:  # of a step, which depend on its pictures' shapes
             total = 0
-            for draws in self.batches.passes.micro_batches(step):
-                size = draws[0].view.bucket
+            for samples in self.batches.passes.micro_batches(step):
+                size = samples[0].view.bucket
                 if size not in known:
                     parameters = {name: tuple(value.shape) for name, value in core.named.items()}
                     known[size] = core.config.model.flops(trained_of(parameters), size, self.plan.batch_size).model

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from simpletune.adapters.methods.adapter import TrainingMethod
 from simpletune.config.validation_schedule import TRAINED, drift_groups, standard_error
-from simpletune.data.samples import SampleDraw
-from simpletune.models.shared.denoiser import Denoiser
-from simpletune.models.shared.fp16_blocks import finite_passes
+from simpletune.data.samples import PlannedSample
+from simpletune.engine.denoiser import Denoiser
+from simpletune.engine.fp16_blocks import finite_passes
 from simpletune.runs.folder import DRIFT
 from simpletune.runs.repair import CHANGED, set_aside
 from simpletune.stages.step.batch_loader import BatchLoader
@@ -94,7 +94,7 @@ class LossEvaluator:
         return finite_passes(denoiser, lambda: self._compared(denoiser, base))
 
     @cached_property
-    def groups(self) -> dict[str, list[SampleDraw]]:
+    def groups(self) -> dict[str, list[PlannedSample]]:
         """The draws of each group of prompts."""
         return drift_groups(self.core.config.validation, self.batches.plan.evaluation(self.samples))
 
@@ -125,7 +125,7 @@ class LossEvaluator:
         """What the predictions depend on besides the base and the latents: samples and prompts."""
         groups = self.groups.items()
         return json.dumps(
-            {group: [[d.view.picture.digest, d.caption, d.level] for d in draws] for group, draws in groups}
+            {group: [[d.view.image.digest, d.caption, d.level] for d in samples] for group, samples in groups}
         )
 
     def _write_base(self, denoiser: Denoiser) -> ValidationFigures:
@@ -133,8 +133,8 @@ class LossEvaluator:
 
         def predict() -> tuple[dict[str, Tensor], list[Tensor]]:  # repeated if a block overflows fp16
             found, losses = dict[str, Tensor](), list[Tensor]()
-            for group, draws in self.groups.items():
-                for n, (prediction, loss) in enumerate(self._passes(denoiser, draws)):
+            for group, samples in self.groups.items():
+                for n, (prediction, loss) in enumerate(self._passes(denoiser, samples)):
                     found[f"{group}.{n}"] = prediction.cpu()
                     losses.extend([loss] if group == TRAINED else [])
             return found, losses
@@ -146,9 +146,9 @@ class LossEvaluator:
         none = dict.fromkeys(self.groups, 0.0)
         return ValidationFigures(*_mean_and_each(losses), none, none)
 
-    def _passes(self, denoiser: Denoiser, draws: list[SampleDraw]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _passes(self, denoiser: Denoiser, samples: list[PlannedSample]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the prediction and the loss [] of each draw."""
-        for batch in self.batches.one_by_one(draws):
+        for batch in self.batches.one_by_one(samples):
             poll()
             prediction = self.core.variant.predict(denoiser, batch)
             yield prediction, self.core.variant.loss(prediction, batch)
@@ -156,10 +156,10 @@ class LossEvaluator:
     def _compared(self, denoiser: Denoiser, base: dict[str, Tensor] | None) -> ValidationFigures:
         losses: list[Tensor] = []
         change: dict[str, list[Tensor]] = {}
-        for group, draws in self.groups.items():
+        for group, samples in self.groups.items():
             if base is None and group != TRAINED:
                 continue
-            for n, (prediction, loss) in enumerate(self._passes(denoiser, draws)):
+            for n, (prediction, loss) in enumerate(self._passes(denoiser, samples)):
                 if group == TRAINED:
                     losses.append(loss)
                 if base is not None:

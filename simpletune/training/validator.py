@@ -24,11 +24,11 @@ from simpletune.system.options import Json
 from simpletune.system.printable import describe_exception
 from simpletune.system.stage_timer import StageTimer
 from simpletune.training.trackers import Trackers
+from simpletune.training.validation_images import Previews
 from simpletune.training.validation_loss import LossEvaluator
-from simpletune.training.validation_pictures import Previews
 
-EVALUATING, DRAWING = "the validation loss", "drawing validation pictures"
-DRAWING_BASE = "drawing the base's validation pictures"
+EVALUATING, GENERATING = "the validation loss", "drawing validation pictures"
+GENERATING_BASE = "drawing the base's validation pictures"
 T = TypeVar("T")
 
 
@@ -93,7 +93,7 @@ class Validator:
             write_json(self.folder / EVALUATION, {"eval_loss": before, **self.evaluated_on})
             if self.has_start:
                 self.tasks.run(EVALUATING, self.evaluate, 0, True)
-            self.try_to_draw(0)
+            self.try_to_generate(0)
             return
         if not (self.folder / EVALUATION).is_file():  # set aside because it had changed
             rows = read_rows(self.folder / EVALUATIONS)
@@ -108,20 +108,20 @@ class Validator:
         if self.evaluator.samples and is_validation_due(self.config, step):
             if not any(row["step"] == step for row in read_rows(self.folder / EVALUATIONS)):
                 self.try_to_evaluate(step)
-        drawn = not self.previews.requests or self.previews.folder_of(step).is_dir()
-        if is_due(self.config.validation.every, step) and not drawn:
-            self.try_to_draw(step)
+        generated = not self.previews.requests or self.previews.folder_of(step).is_dir()
+        if is_due(self.config.validation.every, step) and not generated:
+            self.try_to_generate(step)
         self.attempt.update()
 
     def try_to_evaluate(self, step: int) -> float | None:
         """Evaluate; None if there are no samples, or with a warning if it fails."""
         return self.tasks.run(EVALUATING, self.evaluate, step)
 
-    def try_to_draw(self, step: int) -> None:
+    def try_to_generate(self, step: int) -> None:
         """Draw the validation pictures, the base's too if they are not there, and the sheet of all."""
-        self.tasks.run(DRAWING_BASE, self.draw_base, step)
+        self.tasks.run(GENERATING_BASE, self.generate_base, step)
         if step or self.has_start:
-            self.tasks.run(DRAWING, self.draw, step)
+            self.tasks.run(GENERATING, self.generate, step)
 
     def evaluate(self, step: int, start: bool = False) -> float | None:
         """Compute the validation loss and the drift, and record them by step; at step 0 the base's, or with ``start``
@@ -141,13 +141,13 @@ class Validator:
         self.trackers.scalars(step, {name: found.loss, **drift})
         return found.loss
 
-    def draw_base(self, step: int) -> None:
+    def generate_base(self, step: int) -> None:
         with self.stages.stage("validate"):
-            self.previews.draw_base(self.core.denoiser, step)
+            self.previews.generate_base(self.core.denoiser, step)
 
-    def draw(self, step: int) -> None:
+    def generate(self, step: int) -> None:
         with self.stages.stage("validate"), use_average(self.core.average):
-            self.previews.draw(self.core.denoiser, step)
+            self.previews.generate(self.core.denoiser, step)
             sheet = self.previews.write_grid()
         if sheet is not None:
-            self.trackers.picture(step, "samples", Image.open(sheet))
+            self.trackers.image(step, "samples", Image.open(sheet))

@@ -16,9 +16,9 @@ from web_browser import DESKTOP, PHONE, Browser, make_root, needs_browser
 from web_pages import address_of, pages_served
 
 from simpletune.apps.serve.limits import Limits
-from simpletune.apps.serve.requests import ImageRequest
+from simpletune.apps.serve.requests import ServedImage
 from simpletune.apps.web import live, queue
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 
 pytestmark = needs_browser
 
@@ -110,7 +110,7 @@ def test_a_stream_that_has_died_in_silence_is_replaced(address: str, browser: Br
 class Painter(BlockingGenerator):
     """Draws a colour that tells seed, LoRA and strength."""
 
-    def colour(self, image: ImageRequest) -> str:
+    def colour(self, image: ServedImage) -> str:
         return f"#{image.request.seed:02x}{len(image.lora):02x}{round(image.scale * 100):02x}"
 
 
@@ -166,9 +166,9 @@ def test_a_full_queue_is_shown(browser: Browser) -> None:
     generator = BlockingGenerator(steps=100_000)
     with running(blocking(generator, Limits(queue=1))) as it:
         it.wait_ready()
-        it.service.worker.submit([ImageRequest(PictureRequest("a", 1))])
+        it.service.worker.submit([ServedImage(ImageRequest("a", 1))])
         until(lambda: len(generator.started) == 1)
-        it.service.worker.submit([ImageRequest(PictureRequest("b", 1))])
+        it.service.worker.submit([ServedImage(ImageRequest("b", 1))])
         text = drawn(browser, it, prompt='<img src=x onerror="document.title=1">')
         assert "full with 1 requests" in element(text, "error")
 

@@ -153,7 +153,7 @@ def test_the_users_own_prices_come_first(tmp_path: Path) -> None:
         (28.6, 0.4025, 0.00080), (8.8, 2.852, 0.00174), (4.2, 4.2245, 0.00123),
         (12.6, 0.4025, 0.00035), (4.1, 2.852, 0.00081), (1.7, 4.2245, 0.00050),
     ):  # fmt: skip
-        assert prices.cost_of_picture(seconds / 4, per_hour) == pytest.approx(cost, abs=5.1e-6)
+        assert prices.cost_of_image(seconds / 4, per_hour) == pytest.approx(cost, abs=5.1e-6)
 
 
 def test_a_file_of_prices_needs_dates_and_sources(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from benchmarks.tiny_models import networks, tiny_sd3, vocabulary
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 REAL_CONFIG = Path(__file__).parents[2] / "shared/data/sd3_medium_config"
 PROMPTS = [
@@ -117,7 +117,7 @@ def test_prompts_differ_in_every_embedding_and_clip_pools_at_the_end_of_the_text
 
 def test_each_demo_word_is_one_token_and_no_text_fails(pipeline: Any) -> None:
     for tokenizer, extra in ((pipeline.tokenizer, 2), (pipeline.tokenizer_2, 2), (pipeline.tokenizer_3, 1)):
-        assert all(len(tokenizer(word).input_ids) == 1 + extra for word in pictures.words())
+        assert all(len(tokenizer(word).input_ids) == 1 + extra for word in demo_scenes.words())
         printable = "".join(map(chr, range(0x20, 0x7F)))
         assert tokenizer.unk_token_id not in tokenizer(printable).input_ids[1:-1]
         assert len(tokenizer("漢字 \U0001f600 \x00 ñandú").input_ids) > 3
@@ -164,7 +164,7 @@ def test_other_tools_infer_the_sizes_and_latents_are_of_unit_size(folder: Path, 
     assert hidden // 64 == config.num_layers == config.num_attention_heads == 3  # ComfyUI's rule
     assert weights["pos_embed.pos_embed"].shape[1] == config.pos_embed_max_size**2
     assert pipeline.scheduler.config.shift == 1.0
-    drawn = [np.asarray(pictures.draw(scene, seed=9)) for scene in pictures.sample_scenes(16, seed=9)]
+    drawn = [np.asarray(demo_scenes.render(scene, seed=9)) for scene in demo_scenes.sample_scenes(16, seed=9)]
     pixels = torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 127.5 - 1.0
     with torch.no_grad():
         z_0 = pipeline.vae.encode(pixels).latent_dist.mode()

@@ -16,9 +16,9 @@ COMMITTED = json.loads((Path(edges.__file__).parent / "results" / "cpu" / "edges
 
 
 def test_no_side_of_the_result_stands_out_where_the_base_s_does_not() -> None:
-    assert list(COMMITTED) == [edges.GRADIENTS, edges.AUTOENCODER, *edges.PICTURES]
+    assert list(COMMITTED) == [edges.GRADIENTS, edges.AUTOENCODER, *edges.IMAGES]
     assert COMMITTED[edges.GRADIENTS]["most"] == 0
-    for name in edges.PICTURES:
+    for name in edges.IMAGES:
         if name.endswith("base") and "48x48" not in name:
             assert COMMITTED[name]["most"] < 1 and COMMITTED[name.replace("base", "result")]["most"] < 1
 

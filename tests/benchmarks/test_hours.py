@@ -14,13 +14,13 @@ from benchmarks.predicted_seconds import (
     card_named,
     config_of,
     diffusers_blocks,
+    images,
     of_step,
-    pictures,
     predicted,
     record_encoding,
     record_step,
 )
-from benchmarks.published import PICTURES, RATE, STEP, Row, rows
+from benchmarks.published import IMAGES, RATE, STEP, Row, rows
 from simpletune.config.load import validate
 from simpletune.estimate.job_time import step_range
 from simpletune.estimate.simulate.simulate import simulate
@@ -48,7 +48,7 @@ def test_every_row_has_a_source_a_card_and_a_configuration() -> None:
     ]
     assert {row.card for row in found if row.group == "serving"} == {"T4", "V100-16GB", "A100-40GB"}
     plain, faster = (next(row for row in found if row.name.startswith(name)) for name in ("plain", "optimised"))
-    assert plain.unit == PICTURES and plain.stores_scores and not faster.stores_scores
+    assert plain.unit == IMAGES and plain.stores_scores and not faster.stores_scores
     row = next(row for row in found if row.key == "sweep: SD3.5 Medium, all checkpointed, L40S")
     config = config_of(row.config, row.overrides, card_named(row.card))  # as the peer's example says
     assert (config.data.resolution, config.train.batch_size, config.adapter.rank) == (1024, 3, 128)  # type: ignore[union-attr]
@@ -86,7 +86,7 @@ def test_what_a_source_does_in_its_step_is_added(monkeypatch: pytest.MonkeyPatch
 def test_pictures_and_encoding_follow_from_recorded_work(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(steps: int, stores: bool = False) -> Json:
         prior = {"method": "class_pictures", "prompt": "a shape", "steps": steps}
-        return pictures(validate(tiny_config | {"prior": prior}, "x"), L4, stores)(DatasheetSpeeds(L4))
+        return images(validate(tiny_config | {"prior": prior}, "x"), L4, stores)(DatasheetSpeeds(L4))
 
     one, two = drawn(10), drawn(20)
     assert two["predicted"] - one["predicted"] == pytest.approx(10 * one["step"], rel=0.05)

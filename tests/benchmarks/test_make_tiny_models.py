@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.tiny_models import make_tiny_sd3, make_tiny_sdxl, networks, train_autoencoder, train_text_encoders
 from simpletune.apps.cli.main import main
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -129,19 +129,19 @@ def test_captions_and_their_labels_agree() -> None:
         style = int(labels["style"][index])
         unknown += style == train_text_encoders.UNKNOWN
         if style != train_text_encoders.UNKNOWN:
-            assert pictures.STYLES[style] in text
+            assert demo_scenes.STYLES[style] in text
     assert 25 < unknown < 80
     held_out, labels = train_text_encoders.captions_of(50, seed=2, held_out=True)
     for index in range(50):
         triple = [train_text_encoders.TABLES[n][int(labels[n][index])] for n in ("shape", "colour", "background")]
-        assert pictures.is_held_out(*triple)
-    assert not any(pictures.STYLE_TRIGGER in text for text in held_out)
+        assert demo_scenes.is_held_out(*triple)
+    assert not any(demo_scenes.STYLE_TRIGGER in text for text in held_out)
 
 
 def test_the_tiny_sd3_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_autoencoder, "STEPS", 2)
     monkeypatch.setattr(train_text_encoders, "STEPS", 2)
-    monkeypatch.setattr(make_tiny_sd3, "PICTURES", 8)
+    monkeypatch.setattr(make_tiny_sd3, "IMAGES", 8)
     monkeypatch.setattr(make_tiny_sd3, "LAYERS", 1)
     parts, run, out = tmp_path / "parts", tmp_path / "runs" / "tiny-sd3", tmp_path / "tiny_sd3"
     make_tiny_sd3.make(parts, run, out, overrides(tmp_path))
@@ -167,7 +167,7 @@ def test_the_tiny_sd3_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_tiny_sdxl_from_the_tiny_sd3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tiny_sdxl, "PICTURES", 16)
+    monkeypatch.setattr(make_tiny_sdxl, "IMAGES", 16)
     small = {"block_out_channels": (32, 32, 32), "attention_head_dim": (1, 1, 1)}
     monkeypatch.setattr(make_tiny_sdxl, "UNET", make_tiny_sdxl.UNET | small)
     parts, runs, out = tmp_path / "parts", tmp_path / "runs", tmp_path / "tiny_sdxl"

@@ -14,12 +14,12 @@ from PIL import Image
 
 from benchmarks.quality import GUIDANCE, STEPS, STYLE, Easel, Prompt, accuracies, prompts_of, unrelated
 from benchmarks.tiny_models import checker, train_autoencoder
-from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data import demo
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs.weights import BASE, run_result
+from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_it_is_small_and_says_how_it_was_made(family: str) -> None:
 
 def test_it_draws_what_it_is_asked_for(drawn: list[tuple[Prompt, Image.Image]]) -> None:
     for prompt, image in drawn:
-        read = checker.read_picture(image)
+        read = checker.read_image(image)
         assert {name: getattr(read, name) for name in checker.ATTRIBUTES} == vars(prompt.scene), prompt.text
         assert read.fit > 0.7
 
@@ -104,7 +104,7 @@ def test_diffusers_draws_the_same_picture(family: str, pipeline: Any, drawn: lis
 
 @pytest.mark.parametrize("family", ["sd3"], indirect=True)
 def test_the_autoencoder_gives_pictures_back(family: str, pipeline: Any) -> None:
-    for style in pictures.STYLES:
+    for style in demo_scenes.STYLES:
         held_out = train_autoencoder.render(8, seed=77, held_out=True, style=style)
         assert train_autoencoder.psnr(pipeline.vae, held_out) >= 30, style
 
@@ -133,7 +133,7 @@ def test_the_demo_shows_its_style_with_the_trigger_alone(tmp_path: Path, monkeyp
     config, _ = read_config(Path("demo_sdxl"), [*places, "device=cpu", "validation.prompts=[]"])
     easel = Easel(resolve_folders(config), run_result(train(config)), torch.device("cpu"))
     shares = [
-        np.mean([checker.read_picture(image).style == STYLE for image in easel.draw(prompts)])
-        for prompts in (prompts_of(24, STYLE, pictures.STYLE_TRIGGER), unrelated(24))
+        np.mean([checker.read_image(image).style == STYLE for image in easel.draw(prompts)])
+        for prompts in (prompts_of(24, STYLE, demo_scenes.STYLE_TRIGGER), unrelated(24))
     ]
     assert shares[0] >= 0.5 and shares[1] <= 0.2

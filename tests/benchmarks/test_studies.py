@@ -18,7 +18,7 @@ from benchmarks import (
     vertex_quality,
 )
 from benchmarks.judged import Studio
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.system.options import Json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,10 +28,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 def test_the_checker_reads_the_subject_itself() -> None:
     asked = judged.subject_prompts(12)
     assert all(judged.SUBJECT in prompt.text for prompt in asked) and len({prompt.text for prompt in asked}) == 12
-    true = [pictures.draw_subject(p.scene.background, p.scene.size, p.scene.position) for p in asked]
+    true = [demo_scenes.render_subject(p.scene.background, p.scene.size, p.scene.position) for p in asked]
     assert judged.read_shares(true, asked) == (1.0, 1.0)
     others = quality.unrelated(12)
-    assert judged.read_shares([pictures.draw(p.scene) for p in others], others)[0] == 0.0
+    assert judged.read_shares([demo_scenes.render(p.scene) for p in others], others)[0] == 0.0
     elsewhere = [*true[1:], true[0]]
     likeness, placed = judged.read_shares(elsewhere, asked)
     assert likeness == 1.0 and placed < 0.8
@@ -41,7 +41,7 @@ def test_the_checker_reads_the_subject_itself() -> None:
 def test_the_demos_prompts_are_chosen_by_number_from_the_fixed_set(name: str) -> None:
     """Validation: numbers 2 and 3 with the trigger and 4 without; drift: the first flat and painted ones."""
     validation = json.loads((ROOT / "configs" / f"{name}.json").read_text())["validation"]
-    named = quality.prompts_of(4, quality.STYLE, pictures.STYLE_TRIGGER)
+    named = quality.prompts_of(4, quality.STYLE, demo_scenes.STYLE_TRIGGER)
     others = quality.unrelated(100)
     assert validation["prompts"] == [named[1].text, named[2].text, others[3].text]
     assert validation["unrelated_prompts"] == [others[0].text, others[50].text]
@@ -83,7 +83,7 @@ def test_every_row_of_the_vertex_study_is_as_the_report_has_it(monkeypatch: pyte
     monkeypatch.chdir(ROOT)
     batches, rules = vertex_quality.BATCHES, vertex_quality.RULES
     assert batches["same rate"] == tuple(vertex_quality.COSTS["LoRA", "A100-40GB"])
-    assert all(vertex_quality.PICTURES % batch == 0 for each in batches.values() for batch in each)
+    assert all(vertex_quality.IMAGES % batch == 0 for each in batches.values() for batch in each)
     assert [rule(32) for rule in rules.values()] == pytest.approx([0.001, 0.001 * 8**0.5, 0.008])
     for method, options in vertex_quality.METHODS.items():
         config = Studio(vertex_quality.CONFIG, []).config([*vertex_quality.ALL, *options, "train.steps=600"], "x")
@@ -107,7 +107,7 @@ def test_means_are_over_the_seeds_and_are_drawn(tmp_path: Path, monkeypatch: pyt
     assert list(paths["full"]) == [0, 100] and paths["full"][100]["subject"] == pytest.approx(0.7)
     assert paths["full"][100]["subject_range"] == pytest.approx(0.2) and paths["LoRA r8"][100]["of"] == 1
     rows = committed("student_study")
-    monkeypatch.setattr(judged, "picture", lambda spec: json.dumps(spec).encode())  # make pages draws it
+    monkeypatch.setattr(judged, "image", lambda spec: json.dumps(spec).encode())  # make pages draws it
     judged.chart(tmp_path / "chart.png", student_study.panels(student_study.averaged(rows)))
     panels = json.loads((tmp_path / "chart.png").read_text())["hconcat"]
     runs = [[point["run"] for point in panel["data"]["values"]] for panel in panels]

@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from recorded_runs import add_pictures, write_run
+from recorded_runs import add_images, write_run
 
 from benchmarks import study
-from simpletune.commands.train.train import train
 from simpletune.runs.report import page as report_page
+from simpletune.training.train import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 
@@ -48,7 +48,7 @@ def test_four_runs_become_one_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def instead(command: list[str], check: bool) -> None:
         commands.append(command)
         name = next(word for word in command if word.startswith("name=")).removeprefix("name=")
-        add_pictures(write_run(runs / name, scale=1.0 if name == "study-full" else 0.2), ["a calm sea"], (40,))
+        add_images(write_run(runs / name, scale=1.0 if name == "study-full" else 0.2), ["a calm sea"], (40,))
 
     def again() -> Path:
         return study.run(tmp_path, 5, "", None, [f"output.runs={runs}"])

@@ -14,8 +14,7 @@ from launching import Launcher
 from safetensors.torch import load_file
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
-from simpletune.config.batches import of_process, sizes_of, smaller_batch, with_batch
+from simpletune.config.batches import share_of_process, sizes_of, smaller_batch, with_batch
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
@@ -31,6 +30,7 @@ from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.gpus import find_card
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 SIZE = (64, 64)
 
@@ -87,8 +87,8 @@ def test_a_step_is_divided_by_the_global_batch(tiny_config: dict) -> None:
     assert "up to 12 pictures" in explain(config_of(tiny_config, train={"batch_size": "auto", "global_batch": 12}))
     assert auto(tiny_config).memory.checkpointing != "auto"
     config = config_of(tiny_config, train={"batch_size": 2, "global_batch": 24})
-    assert of_process(config, 1) is config
-    assert [of_process(config, processes).train.accumulation for processes in (2, 5, 12)] == [6, 3, 1]
+    assert share_of_process(config, 1) is config
+    assert [share_of_process(config, processes).train.accumulation for processes in (2, 5, 12)] == [6, 3, 1]
 
 
 def test_candidates_give_every_process_as_many_and_at_most_half_comes_next(tiny_config: dict) -> None:

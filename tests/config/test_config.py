@@ -29,7 +29,8 @@ from simpletune.config.error_text import problems_of
 from simpletune.config.load import read_config, read_saved, validate
 from simpletune.config.overrides import merge
 from simpletune.config.resolve import resolve_model_folder
-from simpletune.config.schema import TrainConfig, Validation
+from simpletune.config.schema import TrainConfig
+from simpletune.config.validation import Validation
 from simpletune.data.demo import SHIPPED
 from simpletune.system import redact
 from simpletune.system.options import (
@@ -363,10 +364,10 @@ def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
         assert json.loads(file.read_text()) == TrainConfig.model_json_schema(by_alias=True)
         return
     data = json.loads(file.read_text())
-    needs_pictures = not data["data"].get("path", "").startswith("demo:")
+    needs_images = not data["data"].get("path", "").startswith("demo:")
     made_here = data.get("model", {}).get("pretrained", "").startswith("runs/")  # by make tiny-sd3, make tiny-sdxl
     tiny = f"model.pretrained=demo:tiny-{data.get('model', {}).get('family', 'sd3')}"
-    overrides = ["data.path=demo:pictures"] * needs_pictures + [tiny] * made_here
+    overrides = ["data.path=demo:pictures"] * needs_images + [tiny] * made_here
     part = next((part for part in ("transformer", "unet") if data.get("model", {}).get(part)), None)
     if part is not None:  # the result of a first stage, which is not there
         with pytest.raises(ConfigError, match=rf"1 problem\n *model.{part}: .*Check the path"):
@@ -388,8 +389,8 @@ def test_every_config_loads_and_says_what_it_is_for(file: Path) -> None:
         ("sd3_medium_lora_8gb", ["data.path=PICTURES", "data.resolution=512"], False),
     ],
 )
-def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stays: bool, tiny_pictures: Path) -> None:
-    words = [word.replace("PICTURES", str(tiny_pictures)) for word in overrides]
+def test_about_goes_with_what_it_speaks_of(file: str, overrides: list[str], stays: bool, tiny_images: Path) -> None:
+    words = [word.replace("PICTURES", str(tiny_images)) for word in overrides]
     config, _ = read_config(Path(file), words)
     assert bool(config.about) == stays
     assert read_config(Path(file), [*words, "about=mine"])[0].about == "mine"
@@ -684,9 +685,9 @@ def test_another_runtime_error_keeps_its_traceback(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("path", ["data.path", "data.mask_path", "model.pretrained", "model.text_encoders"])
-def test_a_path_longer_than_any_file_s_is_a_problem_of_its_field(path: str, tiny_pictures: Path) -> None:
+def test_a_path_longer_than_any_file_s_is_a_problem_of_its_field(path: str, tiny_images: Path) -> None:
     section, leaf = path.split(".")
-    data: dict = {"name": "x", "data": {"path": str(tiny_pictures), "mask": "files"}, "model": {}}
+    data: dict = {"name": "x", "data": {"path": str(tiny_images), "mask": "files"}, "model": {}}
     data[section][leaf] = "x" * 5000
     with pytest.raises(ConfigError, match=rf"{path}: x+\.\.\. has 5,\d+ characters") as refused:
         validate(data, "x.json")

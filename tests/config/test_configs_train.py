@@ -13,12 +13,12 @@ from slow_cases import slow_but
 
 from simpletune.adapters.methods.hypernetwork import Hypernetwork
 from simpletune.adapters.methods.targets import TargetedMethod
-from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.engine.memory.profiles import with_profile
 from simpletune.runs.result import result_files
+from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = "sd3_medium_lora_4gb.json"  # one has a trace: what profiling adds is the same for all

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import SIZES, make_plan, some_pictures
+from plans import SIZES, make_plan, some_images
 
 from simpletune.data.plan import Plan
-from simpletune.data.samples import Crop, SampleDraw
+from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.augmentation import RANGES, Augmentation
 from simpletune.data.sources.source import Hole
 from simpletune.data.storage.cache import LATENTS_VERSION, crop_key
 from simpletune.models.objectives.flow import Flow
 
 
-def names(draws: list[SampleDraw]) -> list[str]:
-    return [draw.view.picture.name for draw in draws]
+def names(draws: list[PlannedSample]) -> list[str]:
+    return [draw.view.image.name for draw in draws]
 
 
-def first_draws(plan: Plan, steps: int) -> list[SampleDraw]:
+def first_draws(plan: Plan, steps: int) -> list[PlannedSample]:
     return [draw for step in range(steps) for draw in plan.micro_batch(step, 0)]
 
 
@@ -45,7 +45,7 @@ def test_the_plan_is_a_function_of_seed_and_step() -> None:
 
 
 def test_the_order_of_the_pictures_given_does_not_matter() -> None:
-    shuffled = make_plan(list(reversed(some_pictures())))
+    shuffled = make_plan(list(reversed(some_images())))
     assert first_draws(make_plan(), 10) == first_draws(shuffled, 10)
 
 
@@ -55,13 +55,13 @@ def options_of_plans(draw: st.DrawFn) -> dict:
     counts = draw(st.lists(st.integers(0, 7), min_size=5, max_size=5).filter(any))
     small = st.integers(1, 5)
     return {
-        "pictures": some_pictures([size for size, count in zip(BUCKETS, counts, strict=True) for _ in range(count)]),
+        "images": some_images([size for size, count in zip(BUCKETS, counts, strict=True) for _ in range(count)]),
         "repeats": draw(st.integers(1, 3)), "batch_size": draw(small), "accumulation": draw(small),
         "seed": draw(st.integers(0, 2**63 - 1)), "caption_dropout": 0.5,
     }  # fmt: skip
 
 
-def rows_of(plan: Plan, step: int) -> list[list[SampleDraw]]:
+def rows_of(plan: Plan, step: int) -> list[list[PlannedSample]]:
     """The draws of each micro-batch of a step, and of those that an epoch's last step lacks."""
     return [plan.micro_batch(step, micro) for micro in range(plan.accumulation)]
 
@@ -89,8 +89,8 @@ def test_each_sample_counts_once_an_epoch(options: dict, epoch: int) -> None:
         counting = [any(draw.weight for draw in micro) for micro in rows]
         assert len(plan.micros(step)) == sum(counting)
         assert counting == sorted(counting, reverse=True)
-        counted.update(draw.view.picture.name for draw in real)
-    assert counted == {picture.name: options["repeats"] for picture in options["pictures"]}
+        counted.update(draw.view.image.name for draw in real)
+    assert counted == {image.name: options["repeats"] for image in options["images"]}
 
 
 @settings(deadline=None, max_examples=60)
@@ -103,7 +103,7 @@ def test_a_plan_taken_up_at_any_step_goes_on_as_if_it_had_begun_at_the_first(opt
 
 def test_a_filler_repeats_a_row_of_its_own_micro_batch() -> None:
     """So it needs no other file, and a picture that is not finite spoils no step that it is not part of."""
-    plan = make_plan(some_pictures([(64, 64)] * 3), batch_size=2, accumulation=3)
+    plan = make_plan(some_images([(64, 64)] * 3), batch_size=2, accumulation=3)
     for step in range(4):
         first, second, third = rows_of(plan, step)
         assert [draw.weight for micro in (first, second, third) for draw in micro].count(1) == 3
@@ -121,10 +121,10 @@ def test_passes_differ_from_each_other() -> None:
 
 def test_each_pass_pairs_a_bucket_anew_and_orders_the_buckets_anew() -> None:
     """The first shows in who is paired with whom, the second where each bucket has one picture."""
-    one_bucket = make_plan(some_pictures([(64, 64)] * 8))
+    one_bucket = make_plan(some_images([(64, 64)] * 8))
     pairs = [{frozenset(names(one_bucket.micro_batch(4 * n + k, 0))) for k in range(4)} for n in range(3)]
     assert pairs[0] != pairs[1] != pairs[2]
-    many = make_plan(some_pictures([*BUCKETS, (32, 128), (128, 32)]))
+    many = make_plan(some_images([*BUCKETS, (32, 128), (128, 32)]))
     buckets = [many.micro_batch(step, 0)[0].view.bucket for step in range(21)]
     assert set(buckets[:7]) == {*BUCKETS, (32, 128), (128, 32)}
     assert buckets[:7] != buckets[7:14] != buckets[14:]
@@ -133,7 +133,7 @@ def test_each_pass_pairs_a_bucket_anew_and_orders_the_buckets_anew() -> None:
 def test_accumulation_shares_out_the_same_order() -> None:
     """Micro-batch n of an epoch: step by step, within it micro by micro."""
 
-    def counted(draws: list[SampleDraw]) -> list[str]:
+    def counted(draws: list[PlannedSample]) -> list[str]:
         return names([draw for draw in draws if draw.weight])
 
     plain = [counted(make_plan().micro_batch(number, 0)) for number in range(24)]
@@ -171,13 +171,13 @@ def test_captions_are_dropped_at_their_rate(rate: float) -> None:
     draws = first_draws(make_plan(caption_dropout=rate), 2000)
     dropped = np.array([draw.caption == "" for draw in draws])
     assert dropped.mean() == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / len(draws)))
-    assert all(draw.caption in ("", draw.view.picture.caption) for draw in draws)
+    assert all(draw.caption in ("", draw.view.image.caption) for draw in draws)
 
 
 def test_captions_to_encode_are_each_once_and_the_empty_one_only_with_dropout() -> None:
-    pictures = [replace(picture, caption=f"caption {number % 2}") for number, picture in enumerate(some_pictures())]
-    assert make_plan(pictures, repeats=2).captions() == ["caption 0", "caption 1"]
-    assert make_plan(pictures, caption_dropout=0.01).captions() == ["caption 0", "caption 1", ""]
+    images = [replace(image, caption=f"caption {number % 2}") for number, image in enumerate(some_images())]
+    assert make_plan(images, repeats=2).captions() == ["caption 0", "caption 1"]
+    assert make_plan(images, caption_dropout=0.01).captions() == ["caption 0", "caption 1", ""]
 
 
 def test_sigmas_of_the_plan_have_the_distribution_asked_for() -> None:
@@ -210,8 +210,8 @@ def test_without_variety_a_picture_has_one_centred_view() -> None:
 
 
 def test_variants_are_taken_in_turn() -> None:
-    picture = some_pictures()[:1]
-    plan = make_plan(picture, crop="random", variants=3, batch_size=1)
+    image = some_images()[:1]
+    plan = make_plan(image, crop="random", variants=3, batch_size=1)
     (sample,) = plan.samples
     turns = [draw.view for draw in first_draws(plan, 7)]
     assert turns == [plan.view(sample, number % 3) for number in range(7)]
@@ -220,14 +220,14 @@ def test_variants_are_taken_in_turn() -> None:
 
 
 def test_repeats_take_the_variants_in_turn_too() -> None:
-    plan = make_plan(some_pictures()[:1], crop="random", variants=4, repeats=2, batch_size=1)
+    plan = make_plan(some_images()[:1], crop="random", variants=4, repeats=2, batch_size=1)
     for number, pair in enumerate([(0, 1), (2, 3), (0, 1)]):
         drawn = [plan.micro_batch(2 * number + row, 0)[0].view for row in range(2)]
         assert set(drawn) == {plan.view(plan.samples[0], variant) for variant in pair}
 
 
 def test_crops_and_flips_are_spread_evenly() -> None:
-    views = make_plan(some_pictures([(100, 100)] * 600), crop="random", flip=True).views()
+    views = make_plan(some_images([(100, 100)] * 600), crop="random", flip=True).views()
     assert np.mean([view.flip for view in views]) == pytest.approx(0.5, abs=0.08)
     offsets = np.array([view.offset for view in views])
     np.testing.assert_allclose(offsets.mean(axis=0), 0.5, atol=0.05)
@@ -236,9 +236,9 @@ def test_crops_and_flips_are_spread_evenly() -> None:
 
 
 def test_a_view_depends_on_the_bytes_not_on_the_name() -> None:
-    picture = some_pictures()[0]
-    renamed, changed = replace(picture, name="zzz.png"), replace(picture, digest="f" * 64)
-    offsets = [make_plan([each], crop="random").views()[0].offset for each in (picture, renamed, changed)]
+    image = some_images()[0]
+    renamed, changed = replace(image, name="zzz.png"), replace(image, digest="f" * 64)
+    offsets = [make_plan([each], crop="random").views()[0].offset for each in (image, renamed, changed)]
     assert offsets[0] == offsets[1] != offsets[2]
 
 
@@ -255,7 +255,7 @@ def test_the_cache_holds_every_view_and_caption_that_the_run_asks_for() -> None:
 def test_evaluation_draws_are_fixed_whatever_the_batches_are() -> None:
     one = make_plan(caption_dropout=1.0, batch_size=1).evaluation(16)
     assert one == make_plan(batch_size=4, accumulation=2).evaluation(16)
-    assert all(draw.caption == draw.view.picture.caption for draw in one)
+    assert all(draw.caption == draw.view.image.caption for draw in one)
     assert [draw.noise_key for draw in one] == [("evaluation-noise", index) for index in range(16)]
 
 
@@ -278,19 +278,19 @@ def test_evaluation_noise_levels_do_not_follow_the_samples() -> None:
 
 
 def test_the_manifest_pins_what_the_order_depends_on() -> None:
-    pictures = some_pictures()
-    original = make_plan(pictures).manifest()
-    assert original == make_plan(list(reversed(pictures))).manifest() == make_plan(seed=8, batch_size=3).manifest()
+    images = some_images()
+    original = make_plan(images).manifest()
+    assert original == make_plan(list(reversed(images))).manifest() == make_plan(seed=8, batch_size=3).manifest()
     for change in ({"caption": "another"}, {"digest": "f" * 64}, {"name": "other.png"}, {"size": (48, 80)}):
-        assert make_plan([replace(pictures[0], **change), *pictures[1:]]).manifest() != original, change
+        assert make_plan([replace(images[0], **change), *images[1:]]).manifest() != original, change
     repeated, larger = (make_plan(**options).manifest() for options in ({"repeats": 2}, {"resolution": 96}))
     assert original != repeated != larger != original
 
 
 def test_latents_of_different_views_are_never_confused() -> None:
-    first, other = some_pictures([(100, 100)] * 2)
+    first, other = some_images([(100, 100)] * 2)
     view = Crop(first, (64, 64), (0.5, 0.5), False)
-    changes = {"picture": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
+    changes = {"image": other, "bucket": (64, 48), "offset": (0.5, 0.25), "flip": True}
     changes |= {"augmentation": Augmentation(hue=5), "hole": Hole("strokes", 1)}
     assert changes.keys() == {field.name for field in fields(Crop)}
     keys = [crop_key(view), *(crop_key(replace(view, **{name: value})) for name, value in changes.items())]
@@ -300,10 +300,10 @@ def test_latents_of_different_views_are_never_confused() -> None:
 
 def test_without_augmentation_older_caches_stay_valid() -> None:
     """The key as it was before there was augmentation."""
-    (picture,) = some_pictures([(100, 100)])
-    (view,) = make_plan([picture], variants=4).views()
+    (image,) = some_images([(100, 100)])
+    (view,) = make_plan([image], variants=4).views()
     assert crop_key(view) == (
-        f'{{"bucket": [64, 64], "flip": false, "offset": [0.5, 0.5], "sha256": "{picture.digest}", '
+        f'{{"bucket": [64, 64], "flip": false, "offset": [0.5, 0.5], "sha256": "{image.digest}", '
         f'"version": {LATENTS_VERSION}}}'
     )
 

@@ -17,8 +17,8 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.config.validation_schedule import ON_TRAINING, loss_name
 from simpletune.data.plan import Plan
-from simpletune.data.sources.source import Picture
-from simpletune.data.split import split_pictures
+from simpletune.data.sources.source import SourceImage
+from simpletune.data.split import split_images
 from simpletune.data.storage.cache import crop_key
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report.losses import loss_section
@@ -30,23 +30,23 @@ from simpletune.system.options import ConfigError, UserError
 CONTENTS = st.lists(st.binary(max_size=4), min_size=1, max_size=40)
 
 
-def pictures_of(contents: list[bytes], first: int = 0) -> list[Picture]:
+def images_of(contents: list[bytes], first: int = 0) -> list[SourceImage]:
     return [
-        Picture(f"{number:03d}.png", "a caption", (64, 64), hashlib.sha256(content).hexdigest(), bytes)
+        SourceImage(f"{number:03d}.png", "a caption", (64, 64), hashlib.sha256(content).hexdigest(), bytes)
         for number, content in enumerate(contents, first)
     ]
 
 
-def digests(pictures: list[Picture]) -> set[str]:
-    return {picture.digest for picture in pictures}
+def digests(images: list[SourceImage]) -> set[str]:
+    return {image.digest for image in images}
 
 
-def split_or_none(pictures: list[Picture], split: float) -> tuple[set[str], set[str]] | None:
+def split_or_none(images: list[SourceImage], split: float) -> tuple[set[str], set[str]] | None:
     try:
-        training, held_out = split_pictures(pictures, split)
+        training, held_out = split_images(images, split)
     except UserError:
         return None
-    assert len(training) + len(held_out) == len(pictures)
+    assert len(training) + len(held_out) == len(images)
     return digests(training), digests(held_out)
 
 
@@ -55,8 +55,8 @@ def split_or_none(pictures: list[Picture], split: float) -> tuple[set[str], set[
 
 @given(CONTENTS, CONTENTS, st.floats(0, 1, exclude_min=True, exclude_max=True))
 def test_with_a_share_adding_pictures_moves_none(old: list[bytes], new: list[bytes], share: float) -> None:
-    before = split_or_none(pictures_of(old), share)
-    after = split_or_none([*pictures_of(new, first=len(old)), *pictures_of(old)], share)
+    before = split_or_none(images_of(old), share)
+    after = split_or_none([*images_of(new, first=len(old)), *images_of(old)], share)
     assume(before and after)
     assert before[0] <= after[0] and before[1] <= after[1]
     assert not after[0] & after[1]  # the same bytes never stand on both sides
@@ -64,14 +64,14 @@ def test_with_a_share_adding_pictures_moves_none(old: list[bytes], new: list[byt
 
 @given(CONTENTS, st.integers(1, 50))
 def test_a_number_holds_out_the_lowest_hashes(contents: list[bytes], number: int) -> None:
-    found, different = split_or_none(pictures_of(contents), number), sorted(digests(pictures_of(contents)))
+    found, different = split_or_none(images_of(contents), number), sorted(digests(images_of(contents)))
     assert found == ((set(different[number:]), set(different[:number])) if number < len(different) else None)
 
 
 def test_a_share_is_about_that_share() -> None:
-    many = pictures_of([str(number).encode() for number in range(4000)])
-    assert 340 < len(split_pictures(many, 0.1)[1]) < 460
-    assert digests(split_pictures(many, 0.1)[1]) < digests(split_pictures(many, 0.2)[1])
+    many = images_of([str(number).encode() for number in range(4000)])
+    assert 340 < len(split_images(many, 0.1)[1]) < 460
+    assert digests(split_images(many, 0.1)[1]) < digests(split_images(many, 0.2)[1])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_share_is_about_that_share() -> None:
 )
 def test_a_split_with_an_empty_side_is_refused(contents: list[bytes], split: float, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        split_pictures(pictures_of(contents), split)
+        split_images(images_of(contents), split)
 
 
 def test_what_is_no_split_is_refused(tiny_config: dict) -> None:
@@ -135,9 +135,9 @@ def test_a_held_out_picture_never_reaches_a_training_batch(
     assert (len(data["held_out"]), len(held), len(samples), len(data["samples"])) == (2, 2, 4, 12)
     assert held == set(sorted(held | samples)[:2])
     # What was loaded is what was planned, and 5 held-out draws with two prompts before and after.
-    evaluated = [view for view in loaded if view.picture.digest in held]
-    assert len(evaluated) == 20 and {view.picture.digest for view in evaluated} == held
-    assert {crop_key(view) for view in loaded if view.picture.digest not in held} <= trained
+    evaluated = [view for view in loaded if view.image.digest in held]
+    assert len(evaluated) == 20 and {view.image.digest for view in evaluated} == held
+    assert {crop_key(view) for view in loaded if view.image.digest not in held} <= trained
     assert not {crop_key(view) for view in evaluated} & trained
     assert len(read_metrics(folder)) == 6  # 12 samples in batches of 2: held-out pictures are in no epoch
     summary, shown = json.loads((folder / "summary.json").read_text()), capsys.readouterr().out
@@ -183,12 +183,12 @@ def test_a_resumed_run_holds_out_the_same_and_refuses_another_split(held_config:
 
 
 def test_with_number_or_share_the_other_pictures_are_trained_as_without_them(
-    held_config: dict, tiny_pictures: Path, tmp_path: Path
+    held_config: dict, tiny_images: Path, tmp_path: Path
 ) -> None:
     """The split changes nothing but which pictures there are."""
     split = run(held_config)
     held = {row["file"] for row in json.loads((split / "data.json").read_text())["held_out"]}
-    rest = shutil.copytree(tiny_pictures, tmp_path / "rest")
+    rest = shutil.copytree(tiny_images, tmp_path / "rest")
     for name in held:
         (rest / name).unlink()
     losses = [row["loss"] for row in read_metrics(split)]

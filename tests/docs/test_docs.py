@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from tiny_runs import losses_of
 
 import simpletune.adapters.methods
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP = ROOT / "docs" / "explanation" / "how-it-works.md"

@@ -54,16 +54,16 @@ def execute(cell: dict[str, Any], names: dict[str, Any], shell: Shell) -> None:
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """IPython's display, which collects the pictures."""
-    pictures: list[Path] = []
+    images: list[Path] = []
     display = ModuleType("IPython.display")
-    vars(display).update(Image=lambda name, **_: Path(name), display=pictures.append)
+    vars(display).update(Image=lambda name, **_: Path(name), display=images.append)
     monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    yield pictures
+    yield images
 
 
 @pytest.fixture
-def my_pictures(tmp_path: Path) -> Path:
+def my_images(tmp_path: Path) -> Path:
     folder = tmp_path / "photos"
     folder.mkdir()
     for number in range(3):
@@ -71,9 +71,9 @@ def my_pictures(tmp_path: Path) -> Path:
     return folder
 
 
-def run_all(monkeypatch: pytest.MonkeyPatch, pictures: Path, shown: list[Path], shell: Shell) -> None:
+def run_all(monkeypatch: pytest.MonkeyPatch, images: Path, shown: list[Path], shell: Shell) -> None:
     """Run every cell that needs neither card, hub nor Colab, in the current folder."""
-    for name, value in {"STEPS": "6", "PICTURES": str(pictures), "RUN": "demo"}.items():
+    for name, value in {"STEPS": "6", "PICTURES": str(images), "RUN": "demo"}.items():
         monkeypatch.setenv(f"SIMPLETUNE_{name}", value)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     names: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def run_all(monkeypatch: pytest.MonkeyPatch, pictures: Path, shown: list[Path], 
 
 @pytest.mark.slow
 def test_the_cells_run_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, my_pictures: Path, shown: list[Path]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, my_images: Path, shown: list[Path]
 ) -> None:
     """Commands run in this process, which spares imports."""
 
@@ -98,12 +98,12 @@ def test_the_cells_run_on_the_cpu(
         return main([*words[1:], *["--no-train"] * (words[1] == "doctor")])
 
     monkeypatch.chdir(tmp_path)
-    run_all(monkeypatch, my_pictures, shown, shell)
+    run_all(monkeypatch, my_images, shown, shell)
 
 
 @pytest.mark.slow
 def test_the_cells_run_in_a_clone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, my_pictures: Path, shown: list[Path]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, my_images: Path, shown: list[Path]
 ) -> None:
     """Commands are processes, in a folder that holds what a clone holds."""
     clone = tmp_path / "simpletune"
@@ -118,7 +118,7 @@ def test_the_cells_run_in_a_clone(
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(clone))
     monkeypatch.chdir(clone)
-    run_all(monkeypatch, my_pictures, shown, lambda command: subprocess.run(command, shell=True).returncode)
+    run_all(monkeypatch, my_images, shown, lambda command: subprocess.run(command, shell=True).returncode)
     assert "6 steps, int8 weights: loss" in Path("doctor.txt").read_text()
 
 

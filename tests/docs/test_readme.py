@@ -139,8 +139,8 @@ def test_the_commands_of_a_page_run_after_the_demo(
         shown = capsys.readouterr().out
         assert shown, command
         if re.search("generate|inference", command.text):
-            with Image.open(re.findall(r"^(\S+\.png): ", shown, re.M)[0]) as picture:
-                assert picture.width >= 64 or "--size" in command.text
+            with Image.open(re.findall(r"^(\S+\.png): ", shown, re.M)[0]) as image:
+                assert image.width >= 64 or "--size" in command.text
             assert "peak memory" in shown, command
 
 
@@ -191,9 +191,9 @@ def read(command: Command) -> None:
         if words[0] == "./train.sh":
             words = ["train", *(words[1:] or ["demo"])]
         args = parse(words[words.index("simpletune") + 1 :] if "simpletune" in words else words)
-        of_pictures = any(word.endswith("/") for word in words)  # a folder: its configuration is written first
+        embed_images = any(word.endswith("/") for word in words)  # a folder: its configuration is written first
         named = getattr(args, "config", None) is not None  # calibrate needs none
-        if named and "bias" not in command.text and not of_pictures:  # only the walkthrough has bias
+        if named and "bias" not in command.text and not embed_images:  # only the walkthrough has bias
             read_config(args.config, args.overrides, needs_data=False, needs_model=False)
 
 
@@ -305,7 +305,7 @@ def test_other_programs_lines_name_what_there_is(tmp_path: Path, monkeypatch: py
         for names in re.findall(r"(?:simpletune|\.)\[([\w,]+)\]", line):
             assert set(names.split(",")) <= extras, where
     assert "cp -r .cache/demo/style-v* pictures" in copied
-    assert len(Folder(path="pictures").scan(Path("pictures")).pictures) == 64
+    assert len(Folder(path="pictures").scan(Path("pictures")).images) == 64
 
 
 def test_the_rented_machine_s_time_and_price_are_what_estimate_prints() -> None:

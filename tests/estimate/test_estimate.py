@@ -16,7 +16,6 @@ import torch
 from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.main import main, parser
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.snapshot import MemorySnapshot
@@ -33,6 +32,7 @@ from simpletune.estimate.terminal import bars
 from simpletune.system.gpus import CARDS, GIB, Card, card_named_by_driver, find_card, peak_tflops
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import Stage, StageTimer
+from simpletune.training.train import train
 
 L4 = find_card("L4")
 CUDA = torch.device("cuda")
@@ -161,7 +161,7 @@ def test_a_prompt_is_counted_with_what_is_pooled(tiny_config: dict, tmp_path: Pa
 def test_needs_follow_the_run(tiny_config: dict) -> None:
     config = validate(tiny_config, "test")
     needs = estimate(config, L4.capability)
-    assert needs.counts and needs.counts.pictures > 0 and needs.download == {}
+    assert needs.counts and needs.counts.images > 0 and needs.download == {}
     assert needs.disk["cached pictures"] > 0 and needs.disk["cached prompts"] > 0
     output = {**tiny_config["output"], "cache": "s3://bucket/cache"}
     remote = needs_of(validate(tiny_config | {"output": output}, "test"), needs.job, needs.size)
@@ -302,9 +302,9 @@ def test_estimates_are_compared_in_a_table_and_a_picture(
         config = tiny_config | {"name": name, "train": {"steps": 2, "batch_size": batch}}
         files.append(str(write_config(config, f"{name}.json")))
     for ending, begins in ((".svg", b"<svg"), (".png", b"\x89PNG")):
-        picture = tmp_path / f"bars{ending}"
-        assert main(["estimate", "--compare", *files, "--device", "L4", "--picture", str(picture)]) == 0
-        assert picture.read_bytes().startswith(begins)
+        image = tmp_path / f"bars{ending}"
+        assert main(["estimate", "--compare", *files, "--device", "L4", "--picture", str(image)]) == 0
+        assert image.read_bytes().startswith(begins)
     drawn = (tmp_path / "bars.svg").read_text()
     assert all(f">{word}</text>" in drawn for word in ("one", "four", "weights", "activations")) and "@" not in drawn
     assert "L4: 22.0 GiB" in drawn and len(re.findall(r">0\.\d\d</text>", drawn)) == 2  # the sums

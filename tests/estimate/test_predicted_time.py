@@ -12,8 +12,6 @@ import pytest
 import torch
 from recorded_runs import write_run
 
-from simpletune.commands.train.prepare import prepare_only
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -36,6 +34,8 @@ from simpletune.system.environment import cpu_name
 from simpletune.system.gpus import card_named_by_driver, find_card
 from simpletune.system.options import Json
 from simpletune.system.prices import card_price
+from simpletune.training.prepare import prepare_only
+from simpletune.training.train import train
 
 L4 = find_card("L4")
 BYTES = 10**9  # of traffic in each recorded part; an L4 moves 255 of them a second

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
@@ -29,6 +28,7 @@ from simpletune.system.checksums import without_sum
 from simpletune.system.gpus import Card
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.explain_errors import memory_by_kind
+from simpletune.training.train import train
 
 MIB = 2**20
 SIZE = (256, 256)  # of the runs of config_of

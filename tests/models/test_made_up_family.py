@@ -28,7 +28,7 @@ from simpletune.estimate.simulate.simulate_stages import of_encoder, simulate_en
 from simpletune.models.shared.conditioning import Conditioning, stack
 from simpletune.models.text.prompts import Prompts
 from simpletune.runs.folder import read_metrics
-from simpletune.stages.sample import PictureRequest, Sampler, noises
+from simpletune.stages.sample import ImageRequest, Sampler, noises
 from simpletune.stages.step.attention import attention_calls
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError, UserError
@@ -185,7 +185,7 @@ def test_the_kernel_of_a_batch_with_a_mask_is_predicted_and_tried(config: dict[s
 def test_a_picture_is_that_of_diffusers_pipeline(config: dict[str, Any], pipeline: Path) -> None:
     """Template, tapped layers, noise levels, statistics of the latents: all but the network's time and sign."""
     read = validate(config, "picture")
-    model, prompts, request = read.model, ("a red dot", ""), PictureRequest("", 0, "", 96, 64, 3, 4.0)
+    model, prompts, request = read.model, ("a red dot", ""), ImageRequest("", 0, "", 96, 64, 3, 4.0)
     assert isinstance(model, made_up.MadeUp)
     ours = Prompts(model.text, torch.float32)
     (encoder,) = ours.encoders
@@ -307,7 +307,7 @@ def test_of_which_family_a_model_is_and_what_it_lacks_is_said(config: dict[str, 
 def test_the_commands_know_it(
     config: dict[str, Any], pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, pictures = tmp_path / "config.json", config["data"]["path"]
+    file, images = tmp_path / "config.json", config["data"]["path"]
     file.write_text(json.dumps(config))
     assert main(["check", str(file)]) == main(["estimate", str(file), "--device", "L4"]) == 0
     said = capsys.readouterr().out
@@ -322,7 +322,7 @@ def test_the_commands_know_it(
     assert main(["inspect", str(lora)]) == 0
     said = capsys.readouterr().out
     assert "Made-up" in said and "ComfyUI    untested; how it reads LoRAs for Made-up is not known" in said
-    assert main(["init", pictures, "--model", str(pipeline), "--out", str(tmp_path / "init.json"), "--yes"]) == 2
+    assert main(["init", images, "--model", str(pipeline), "--out", str(tmp_path / "init.json"), "--yes"]) == 2
     assert "is a Made-up model, and no configuration for those ships" in capsys.readouterr().err
 
 

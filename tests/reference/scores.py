@@ -25,13 +25,13 @@ def mean_of_pairs(generated: Sequence[Vector], real: Sequence[Vector]) -> float:
     return math.fsum(cosine(x, y) for x in generated for y in real) / (len(generated) * len(real))
 
 
-def mean_of_matches(pictures: Sequence[Vector], prompts: Sequence[Vector]) -> float:
+def mean_of_matches(images: Sequence[Vector], prompts: Sequence[Vector]) -> float:
     """CLIP-T."""
-    return math.fsum(cosine(x, y) for x, y in zip(pictures, prompts, strict=True)) / len(pictures)
+    return math.fsum(cosine(x, y) for x, y in zip(images, prompts, strict=True)) / len(images)
 
 
-def diversity(pictures: Sequence[Vector]) -> float:
-    pairs = [(a, b) for i, a in enumerate(pictures) for b in pictures[i + 1 :]]
+def diversity(images: Sequence[Vector]) -> float:
+    pairs = [(a, b) for i, a in enumerate(images) for b in images[i + 1 :]]
     return 1.0 - math.fsum(cosine(a, b) for a, b in pairs) / len(pairs)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import plan
 import pytest
 import torch
-from pictures import fit, list_folder, open_upright
+from images import fit, list_folder, open_upright
 from PIL import Image
 from plan import Settings, buckets, draw_dropped, draw_sigma, micro_batches, nearest, pass_order, stream
 
@@ -44,8 +44,8 @@ def test_buckets_of_64_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("picture", "bucket"), [((300, 200), (80, 48)), ((10, 12), (64, 64)), ((1, 9), (32, 128))])
-def test_nearest_bucket(picture: tuple[int, int], bucket: tuple[int, int]) -> None:
-    assert nearest(buckets(64, 4.0), *picture) == bucket
+def test_nearest_bucket(image: tuple[int, int], bucket: tuple[int, int]) -> None:
+    assert nearest(buckets(64, 4.0), *image) == bucket
 
 
 def test_ties_go_to_the_larger_area_then_the_narrower() -> None:
@@ -142,9 +142,9 @@ def test_exif_turn_and_alpha_on_white(tmp_path: Path) -> None:
 
 
 def test_fit_crops_the_centre_and_ends_at_plus_and_minus_one() -> None:
-    picture = Image.new("RGB", (96, 32), "black")
-    picture.paste("white", (32, 0, 64, 32))
-    pixels = fit(picture, (32, 32))
+    image = Image.new("RGB", (96, 32), "black")
+    image.paste("white", (32, 0, 64, 32))
+    pixels = fit(image, (32, 32))
     assert pixels.shape == (1, 3, 32, 32)
     torch.testing.assert_close(pixels, torch.ones(1, 3, 32, 32), rtol=0, atol=0)
-    assert fit(picture, (96, 32)).min() == -1
+    assert fit(image, (96, 32)).min() == -1

@@ -12,11 +12,11 @@ import pytest
 from launching import Launcher
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs.checkpoint import TRAINABLE, checkpoint_folder
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 REFERENCE = Path(__file__).parent / "train.py"
 AS_A_SCRIPT = """
@@ -36,8 +36,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
     root = tmp_path_factory.mktemp("reference")
     tiny_sd3.build(root / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=5, dtype="fp32")
-    scenes = pictures.sample_scenes(5, seed=4, style="striped")
-    pictures.write_folder(root / "data", scenes, seed=4, pixels=96)
+    scenes = demo_scenes.sample_scenes(5, seed=4, style="striped")
+    demo_scenes.write_folder(root / "data", scenes, seed=4, pixels=96)
     for number, size in enumerate([(96, 48), (48, 96), (50, 90)]):
         file = root / "data" / f"00{number}.png"
         Image.open(file).resize(size).save(file)

@@ -45,7 +45,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
     """Five pictures for two buckets, listed out of order."""
     folder = tmp_path_factory.mktemp("pictures")
     found = []
@@ -74,11 +74,9 @@ def lora(tmp_path_factory: pytest.TempPathFactory, pipeline: Path) -> Path:
     return path
 
 
-def pil_to_tensor(picture: Image.Image) -> Tensor:  # [3, h, w], 0..255
+def pil_to_tensor(image: Image.Image) -> Tensor:  # [3, h, w], 0..255
     return (
-        torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-        .reshape(*picture.size[::-1], 3)
-        .permute(2, 0, 1)
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).reshape(*image.size[::-1], 3).permute(2, 0, 1)
     )
 
 
@@ -137,12 +135,12 @@ def diffusers_losses(
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_losses_norms_and_gradients_equal_diffusers(method: str, pipeline: Path, pictures, lora: Path) -> None:
+def test_losses_norms_and_gradients_equal_diffusers(method: str, pipeline: Path, images, lora: Path) -> None:
     settings = Settings(**SETTINGS)
     file = lora if method == "lora" else None
-    data = train.prepare(pipeline, pictures, settings)
+    data = train.prepare(pipeline, images, settings)
     expected, gradients = diffusers_steps(pipeline, data, settings, file)
-    actual = train.run(pipeline, pictures, SETTINGS, method, file)
+    actual = train.run(pipeline, images, SETTINGS, method, file)
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-5, atol=0)
     assert min(norm for _, norm in actual) > settings.clip_norm
     losses = [loss for loss, _ in actual]
@@ -162,10 +160,10 @@ def test_losses_norms_and_gradients_equal_diffusers(method: str, pipeline: Path,
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: n + m)
 
 
-def test_data_holds_what_the_run_needs(pipeline: Path, pictures) -> None:
+def test_data_holds_what_the_run_needs(pipeline: Path, images) -> None:
     """Both buckets and a dropped caption occur in the run that is compared with diffusers."""
     settings = Settings(**SETTINGS)
-    data = train.prepare(pipeline, pictures, settings)
+    data = train.prepare(pipeline, images, settings)
     batches = [batch for step in data.steps for batch in step]
     assert {tuple(data.z_0[batch.samples[0]].shape) for batch in batches} == {(16, 4, 4), (16, 2, 6)}
     places = [(batch.step, batch.micro, batch.first + i) for batch in batches for i in range(len(batch.samples))]
@@ -186,13 +184,13 @@ def test_clipping_equals_torch(clip_norm: float) -> None:
         torch.testing.assert_close(gradient, parameter.grad)
 
 
-def test_latents_are_the_shifted_and_scaled_mean_of_the_posterior(pipeline: Path, pictures) -> None:
-    path = min(path for path, _ in pictures)  # 40 x 40
+def test_latents_are_the_shifted_and_scaled_mean_of_the_posterior(pipeline: Path, images) -> None:
+    path = min(path for path, _ in images)  # 40 x 40
     pixels = Image.open(path).resize((32, 32), Image.Resampling.LANCZOS)
     vae = StableDiffusion3Pipeline.from_pretrained(pipeline).vae
     with torch.no_grad():
         mean = vae.encoder(pil_to_tensor(pixels)[None] / 127.5 - 1)[:, :16]
-    data = train.prepare(pipeline, pictures, Settings(**SETTINGS))
+    data = train.prepare(pipeline, images, Settings(**SETTINGS))
     torch.testing.assert_close(data.z_0[0], 1.5305 * (mean[0] - 0.0609))
 
 
@@ -224,15 +222,15 @@ def test_clip_state_is_the_penultimate_layer(pipeline: Path) -> None:
 
 
 def test_command_line_prints_the_same_losses(
-    pipeline: Path, pictures, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    pipeline: Path, images, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     settings = SETTINGS | {"steps": 1}
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(settings), encoding="utf-8")
-    arguments = ["train.py", pipeline, pictures[0][0].parent, file, "--lora", lora]
+    arguments = ["train.py", pipeline, images[0][0].parent, file, "--lora", lora]
     monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
     train.main()
-    assert json.loads(capsys.readouterr().out) == train.losses(pipeline, pictures, settings, "lora", lora)
+    assert json.loads(capsys.readouterr().out) == train.losses(pipeline, images, settings, "lora", lora)
 
 
 def test_a_lora_file_that_does_not_fit_is_refused(pipeline: Path, tmp_path: Path) -> None:

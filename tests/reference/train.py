@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import image_files
 import mmdit
 import numpy as np
-import pictures as picture_files
 import text
 import torch
 from plan import MicroBatch, Settings, buckets, draw_dropped, draw_noise, draw_sigma, micro_batches
 from safetensors.torch import load_file
 from torch import Tensor
 
-Pictures = Sequence[tuple[Path | str, str]]
+Images = Sequence[tuple[Path | str, str]]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Prepared:
     steps: list[list[MicroBatch]]
 
 
-def prepare(pipeline: Path, pictures: Pictures, settings: Settings) -> Prepared:
+def prepare(pipeline: Path, images: Images, settings: Settings) -> Prepared:
     """Sorts the pictures by path, encodes them and their captions, and lays out the steps."""
-    samples = sorted((Path(path).absolute().as_posix(), caption) for path, caption in pictures)
+    samples = sorted((Path(path).absolute().as_posix(), caption) for path, caption in images)
     candidates = buckets(settings.resolution, settings.max_aspect)
-    members, z_0 = picture_files.encode(pipeline, [Path(path) for path, _ in samples], candidates)
+    members, z_0 = image_files.encode(pipeline, [Path(path) for path, _ in samples], candidates)
     captions = [caption for _, caption in samples] + [""]
     prompt_embeds, pooled = text.encode(pipeline, captions, settings.t5, settings.t5_length)
     return Prepared(z_0, prompt_embeds, pooled, micro_batches(settings, members))
@@ -119,7 +119,7 @@ def steps(model: mmdit.MMDiT, names: list[str], data: Prepared, settings: Settin
 
 def run(
     pipeline: Path | str,
-    pictures: Pictures,
+    images: Images,
     settings: Mapping[str, Any],
     method: str = "full",
     lora: Path | str | None = None,
@@ -135,12 +135,12 @@ def run(
         model, names = lora_method(model, Path(lora), chosen.lora_alpha)
     else:
         raise ValueError(f'method is "{method}", which is neither "full" nor "lora".')
-    return list(steps(model, names, prepare(Path(pipeline), pictures, chosen), chosen))
+    return list(steps(model, names, prepare(Path(pipeline), images, chosen), chosen))
 
 
 def losses(
     pipeline: Path | str,
-    pictures: Pictures,
+    images: Images,
     settings: Mapping[str, Any],
     method: str = "full",
     lora: Path | str | None = None,
@@ -161,7 +161,7 @@ def losses(
         ValueError: an unknown method or density, or a LoRA file that does not fit the transformer.
         TypeError: an unknown or a missing setting.
     """
-    return [loss for loss, _ in run(pipeline, pictures, settings, method, lora)]
+    return [loss for loss, _ in run(pipeline, images, settings, method, lora)]
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, help="train a LoRA that starts from this file, not the full model")
     arguments = parser.parse_args()
     settings = json.loads(arguments.settings.read_text(encoding="utf-8"))
-    found = picture_files.list_folder(arguments.data_folder)
+    found = image_files.list_folder(arguments.data_folder)
     method = "full" if arguments.lora is None else "lora"
     print(json.dumps(losses(arguments.pipeline, found, settings, method, arguments.lora)))
 

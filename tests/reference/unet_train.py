@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpm
-import pictures as picture_files
+import image_files
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -59,11 +59,11 @@ def encode_prompts(pipeline: Path, captions: list[str]) -> Tensor:
     return encoder(ids).last_hidden_state
 
 
-def prepare(pipeline: Path, pictures: Sequence[tuple[Path, str]], settings: Settings) -> Prepared:
+def prepare(pipeline: Path, images: Sequence[tuple[Path, str]], settings: Settings) -> Prepared:
     """Sorts the pictures by path, encodes them and their captions, and lays out the steps."""
-    samples = sorted((Path(path).absolute().as_posix(), caption) for path, caption in pictures)
+    samples = sorted((Path(path).absolute().as_posix(), caption) for path, caption in images)
     candidates = buckets(settings.resolution, settings.max_aspect, SIDE)
-    members, z_0 = picture_files.encode(pipeline, [Path(path) for path, _ in samples], candidates)
+    members, z_0 = image_files.encode(pipeline, [Path(path) for path, _ in samples], candidates)
     prompt_embeds = encode_prompts(pipeline, [caption for _, caption in samples] + [""])
     return Prepared(z_0, prompt_embeds, micro_batches(settings, members))
 
@@ -115,7 +115,7 @@ def add_adapter(unet: UNet2DConditionModel, lora: Lora, alpha: float) -> dict[st
 
 def run(
     pipeline: Path,
-    pictures: Sequence[tuple[Path, str]],
+    images: Sequence[tuple[Path, str]],
     settings: Mapping[str, Any],
     lora: Lora | None = None,
     examples: bool = False,
@@ -141,7 +141,7 @@ def run(
     optimizer = torch.optim.AdamW(
         trained.values(), chosen.lr, chosen.betas, chosen.eps, weight_decay=chosen.weight_decay
     )
-    data, done = prepare(pipeline, pictures, chosen), []
+    data, done = prepare(pipeline, images, chosen), []
     for batches in data.steps:
         samples, total = sum(len(batch.samples) for batch in batches), 0.0
         for batch in batches:

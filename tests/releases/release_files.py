@@ -137,7 +137,7 @@ def change(folder: Path, name: str, merged: Path) -> float:
     return sum(differences) / sum(tensor.numel() for tensor in old.values())
 
 
-def pictures_in(report: Path) -> int:
+def images_in(report: Path) -> int:
     return report.read_text(encoding="utf-8").count("data:image")
 
 
@@ -147,12 +147,12 @@ def make(folder: Path) -> dict[str, Any]:
     import tiny_sdxl
 
     from benchmarks.tiny_models import tiny_sd3
-    from simpletune.data.demo import pictures
+    from simpletune.data.demo import demo_scenes
 
     tiny_sd3.build(folder / "models" / "sd3", tiny_sd3.MINIMAL, seed=1)
     tiny_sd15.build(folder / "models" / "sd15", dtype="bf16")
     tiny_sdxl.build(folder / "models" / "sdxl", dtype="bf16")
-    pictures.write_folder(folder / "pictures", pictures.sample_scenes(4, seed=3), seed=3)
+    demo_scenes.write_folder(folder / "pictures", demo_scenes.sample_scenes(4, seed=3), seed=3)
 
     expected = {**write_runs(folder), **write_loras(folder)}
     shutil.copytree(ROOT / "configs", folder / "shipped", ignore=shutil.ignore_patterns("schema.json"))
@@ -175,7 +175,7 @@ def write_runs(folder: Path) -> dict[str, Any]:
     simpletune(folder, "train", text)
     half = {"precision": {"weights": "bf16"}}
     simpletune(folder, "train", configuration(folder, "full", "sd3", adapter={"method": "full"}, **half, **QUICK))
-    return {"losses": losses(folder, "finished"), "pictures": pictures_in(folder / "runs/finished/report.html")}
+    return {"losses": losses(folder, "finished"), "pictures": images_in(folder / "runs/finished/report.html")}
 
 
 def write_loras(folder: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_cache(
 
 def test_a_finished_run_is_reported_and_drawn_with(about: dict[str, Any], release: Path) -> None:
     assert main(["report", "runs/finished"]) == 0
-    assert release_files.pictures_in(release / "runs/finished/report.html") == about["pictures"] > 0
+    assert release_files.images_in(release / "runs/finished/report.html") == about["pictures"] > 0
     for run in ("finished", "full", "embeddings"):
         assert main(["compare", "--run", f"runs/{run}", "--prompt", "a red disc", "--steps", "2"]) == 0
         assert main(["generate", "--run", f"runs/{run}", "--prompt", "a red disc", "--steps", "2"]) == 0

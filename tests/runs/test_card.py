@@ -26,12 +26,12 @@ from safetensors import safe_open
 from simpletune.apps.cli.generate import generate_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.generate.generate import generate
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.model_card import code, for_repository, front_matter, licence, shareable, snippet
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.shell import log_in
+from simpletune.training.train import train
 
 MEDIUM = "stabilityai/stable-diffusion-3-medium-diffusers"
 TOKEN = "hf_" + "marker" * 5
@@ -131,7 +131,7 @@ def test_front_matter_and_inline_code_hold_anything() -> None:
 
 def test_the_snippet_follows_the_model() -> None:
     model = {"transformer": "/home/ann/other", "t5": False, "t5_length": 77, "revision": "main"}
-    source = snippet(config_of(model=model), PictureRequest("a", 0))
+    source = snippet(config_of(model=model), ImageRequest("a", 0))
     compile(source, "snippet", "exec")
     for part in (
         f'BASE = "{MEDIUM}"', 'TRANSFORMER = "path/to/other"', "text_encoder_3=None, tokenizer_3=None",
@@ -210,13 +210,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_path_factory) -> Path:
+def finished(tiny_pipeline: Path, tiny_images: Path, shared_cache: Path, tmp_path_factory) -> Path:
     """One run for all tests that only read it."""
     folder = tmp_path_factory.mktemp("push")
     output = {"runs": f"{folder}/runs", "profiles": f"{folder}/profiles", "cache": str(shared_cache)}
     config = {
         "name": "tiny", "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
-        "data": {"path": str(tiny_pictures), "resolution": 32}, "precision": {"weights": "fp32"}, "output": output,
+        "data": {"path": str(tiny_images), "resolution": 32}, "precision": {"weights": "fp32"}, "output": output,
         "train": {"steps": 4}, "memory": {"checkpointing": "none"}, "profile": {"max_traces": 0},
     }  # fmt: skip
     return make_run(config)

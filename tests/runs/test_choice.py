@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import ConfigError, validate
 from simpletune.config.validation_schedule import LEAST, MOST, choose_validation_samples
 from simpletune.runs import best_checkpoint
@@ -38,6 +37,7 @@ from simpletune.runs.report.run_data import RunData
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import WeightReader
+from simpletune.training.train import train
 from simpletune.training.validation_loss import LossEvaluator, ValidationFigures
 
 
@@ -72,7 +72,7 @@ def test_the_last_is_taken_and_the_lowest_loss_is_told(tmp_path: Path) -> None:
         "lowest at step 100, -0.5",
     ):
         assert words in found.why, found.why
-    assert found.in_words("runs/a").startswith("runs/a@300, the last: a loss of")
+    assert found.describe("runs/a").startswith("runs/a@300, the last: a loss of")
     (run / "checkpoints/step-000100").rmdir()  # by hand
     found = choose_best(run)
     assert found is not None and found.step == 300 and "lowest at step 200" in found.why
@@ -201,7 +201,7 @@ def test_an_evaluation_takes_two_percent_within_bounds(
     assert (found.samples, found.times) == expected
     assert found.share == pytest.approx(2 * found.samples * found.times / steps)  # two prompts a sample
     assert asked != "auto" or found.share <= 0.02 or found.samples == LEAST
-    assert ("more than 2%" in found.in_words()) == (found.samples == LEAST)
+    assert ("more than 2%" in found.describe()) == (found.samples == LEAST)
     resumed = choose_validation_samples(validate(tiny_config, "test"), 1.0, 10 * steps, before=5)
     assert resumed.samples == (asked and 5)  # losses stay paired with those before, unless there are none any more
 

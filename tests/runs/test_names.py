@@ -26,8 +26,6 @@ from simpletune.apps.serve.server import _served_models
 from simpletune.commands.generate.compare import models_to_compare
 from simpletune.commands.generate.generate import choose_weights, generate
 from simpletune.commands.generate.session import open_session
-from simpletune.commands.train.finish_early import finish_early
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.push import files_of
@@ -35,19 +33,21 @@ from simpletune.runs.weights import BASE, run_result
 from simpletune.runs.weights_names import CheckpointRef, find_lora, find_named, find_run, split_scale, weight_file
 from simpletune.system.atomic import remove
 from simpletune.system.options import UserError
+from simpletune.training.finish_early import finish_early
+from simpletune.training.train import train
 
 LORA = "pytorch_lora_weights.safetensors"
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_pipeline: Path, tiny_pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tiny_pipeline: Path, tiny_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``lora`` and ``full`` (with an average), finished, with checkpoints of steps 2 and 4; ``q`` and ``p``: the same,
     stopped."""
     place = tmp_path_factory.mktemp("named")
     for name, again in {"lora": "q", "full": "p"}.items():
         config = {
             "name": name, "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
-            "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"method": name},
+            "data": {"path": str(tiny_images), "resolution": 32}, "adapter": {"method": name},
             "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.05}, "train": {"steps": 4},
             "memory": {"checkpointing": "none"}, "checkpoint": {"every": 2}, "profile": {"max_traces": 0},
             "validation": {"prompts": ["a disc"], "steps": 1, "loss_samples": 0},
@@ -175,9 +175,9 @@ def test_a_run_without_a_result_names_the_ways_to_one(words: list[str], here: Pa
 def test_the_picture_by_step_is_that_by_path(run: str, here: Path, tmp_path: Path) -> None:
     def drawn(*words: str) -> Image.Image:
         args = parsed(generate_arguments, *words, "--steps", "2", "--output", tmp_path / "drawn.png", "--overwrite")
-        picture = Image.open(generate(args))
-        picture.load()  # the file is overwritten
-        return picture
+        image = Image.open(generate(args))
+        image.load()  # the file is overwritten
+        return image
 
     named = drawn("--run", f"{run}@2")
     assert named.text["weights"] == {"q": "LoRA q@2 x 1", "p": "p@2"}[run]

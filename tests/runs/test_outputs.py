@@ -24,7 +24,7 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
-from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.train_step import attach
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
@@ -108,7 +108,7 @@ def test_the_full_model_loads_in_diffusers_and_is_drawn_by_default(tiny_config, 
 def test_latents_equal_those_of_diffusers(guidance: float, size: tuple[int, int], tiny_pipeline, shared_cache) -> None:
     model = SD3(t5_length=8).model_copy(update={"pretrained": str(tiny_pipeline)})
     text = TextCache(model, torch.float32, shared_cache)
-    request = PictureRequest("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
+    request = ImageRequest("a red disc", 7, "blurry", *size, steps=6, guidance=guidance)
     text.fill([request.prompt, request.negative_prompt], torch.device("cpu"))
     transformer = model.load_denoiser(FP32(), torch.device("cpu"))
     sampler = Sampler(transformer, model, FP32(), objective=Flow())
@@ -129,11 +129,11 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-DRAWN = {"train": {"steps": 15}, "validation": {"prompts": ["a red disc"], "steps": 3}}
+GENERATED = {"train": {"steps": 15}, "validation": {"prompts": ["a red disc"], "steps": 3}}
 
 
 def test_generate_repeats_the_runs_validation_pictures(tiny_config, copy_run, tmp_path: Path, capsys) -> None:
-    run = copy_run(merged(tiny_config, **DRAWN))
+    run = copy_run(merged(tiny_config, **GENERATED))
     base = generate(arguments("--runs", str(tmp_path / "runs"), "--base"))
     tuned = generate(arguments("--runs", str(tmp_path / "runs")))
     folder = run / "inference"
@@ -179,7 +179,7 @@ def test_a_truncated_lora_is_refused(tiny_config, train_once, tmp_path: Path) ->
 
 
 def test_compare_draws_base_and_strengths_from_the_same_noise(tiny_config, copy_run, tmp_path: Path) -> None:
-    run = copy_run(merged(tiny_config, **DRAWN))
+    run = copy_run(merged(tiny_config, **GENERATED))
     parser = argparse.ArgumentParser()
     compare_arguments(parser)
     words = ["--runs", str(tmp_path / "runs"), "--seeds", "2", "--scale", "0", "--scale", "1"]

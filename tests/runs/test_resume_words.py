@@ -10,13 +10,13 @@ import pytest
 
 from simpletune.apps.cli import train
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.set_up import announce_resume
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder
 from simpletune.runs.folder import CHOSEN, chosen_before
 from simpletune.runs.resume import check_resumable
 from simpletune.system.locks import exclusive
+from simpletune.training.set_up import announce_resume
 
 
 class Imported(Exception):

@@ -28,13 +28,13 @@ from simpletune.models.sd3.option import SD3
 from simpletune.models.sd15.option import SD15 as StableDiffusion
 from simpletune.models.sdxl.option import SDXL
 from simpletune.stages.sample import (
-    PictureRequest,
+    ImageRequest,
     Sampler,
     encode_inputs,
-    generate_pictures,
+    generate_images,
     mask_pixels,
     pasted,
-    reads_pictures,
+    reads_images,
 )
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 SIZE = (128, 64)
 
 
-def picture(file: Path, size: tuple[int, int] = SIZE) -> Path:
+def image(file: Path, size: tuple[int, int] = SIZE) -> Path:
     values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(values).save(file)
     return file
@@ -61,9 +61,9 @@ def mask(file: Path, box: tuple[int, int, int, int] = (19, 10, 91, 50), size: tu
 
 
 @pytest.fixture
-def request_(tmp_path: Path) -> PictureRequest:
-    return PictureRequest(
-        "a red disc", 3, "a blue star", *SIZE, 4, 5.0, picture(tmp_path / "picture.png"), 1.0, mask(tmp_path / "m.png")
+def request_(tmp_path: Path) -> ImageRequest:
+    return ImageRequest(
+        "a red disc", 3, "a blue star", *SIZE, 4, 5.0, image(tmp_path / "picture.png"), 1.0, mask(tmp_path / "m.png")
     )
 
 
@@ -75,7 +75,7 @@ def text_of(family: Any, folder: Path, *prompts: str) -> TextCache:
 
 @pytest.mark.parametrize(("name", "nine"), slow_but([("sd15", True), ("sdxl", False)], product(KINDS, (True, False))))
 def test_pictures_are_those_of_the_inpainting_pipeline(
-    name: str, nine: bool, request_: PictureRequest, unet_pipeline: Callable[..., Path], tmp_path: Path
+    name: str, nine: bool, request_: ImageRequest, unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     """From prompt, picture and mask to the decoded picture, with the generator's draws in the pipeline's order; UNets
     of four channels keep the picture outside the mask as the pipeline does."""
@@ -95,13 +95,13 @@ def test_pictures_are_those_of_the_inpainting_pipeline(
             mask_image=Image.open(str(ours.mask)), width=SIZE[0], height=SIZE[1], strength=strength,
             num_inference_steps=4, guidance_scale=5.0, generator=torch.Generator().manual_seed(3), output_type="np",
         ).images[0]  # fmt: skip
-        (drawn,) = generate_pictures(sampler, theirs.vae, family, [ours], text.load)
+        (drawn,) = generate_images(sampler, theirs.vae, family, [ours], text.load)
         np.testing.assert_allclose(np.asarray(drawn) / 255, expected, atol=0.51 / 255 + 2e-5)
         assert expected.std() > 0.05
 
 
 def test_a_plain_transformer_keeps_what_the_pipeline_keeps(
-    tiny_pipeline: Path, request_: PictureRequest, tmp_path: Path
+    tiny_pipeline: Path, request_: ImageRequest, tmp_path: Path
 ) -> None:
     family = SD3(pretrained=str(tiny_pipeline), t5_length=8)
     ours = replace(request_, width=64, height=32)
@@ -127,8 +127,8 @@ def test_without_a_picture_an_inpainting_model_paints_the_whole_of_a_grey_one(
     family = StableDiffusion(pretrained=str(unet_pipeline("inpainting-sd15")))
     text, vae = text_of(family, tmp_path / "cache", "a red disc", ""), family.autoencoder.load(CPU, torch.float32, None)
     sampler = Sampler(family.load_denoiser(FP32(), CPU), family, FP32(), objective=Ddpm())
-    alone = PictureRequest("a red disc", 3, "", 64, 64, 3, 5.0)
-    assert reads_pictures(family, [alone])
+    alone = ImageRequest("a red disc", 3, "", 64, 64, 3, 5.0)
+    assert reads_images(family, [alone])
     grey = Image.new("RGB", (64, 64), (255, 0, 0))  # of which the mask leaves nothing
     whole = replace(alone, image=grey, mask=Image.new("L", (64, 64), 255), strength=1.0)
     drawn = [sampler.latents([each], text.load, encode_inputs(vae, family, [each]))[0] for each in (alone, whole)]
@@ -136,7 +136,7 @@ def test_without_a_picture_an_inpainting_model_paints_the_whole_of_a_grey_one(
 
 
 def test_requests_of_one_batch_are_drawn_as_alone(
-    request_: PictureRequest, unet_pipeline: Callable[..., Path], tmp_path: Path
+    request_: ImageRequest, unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     family = StableDiffusion(pretrained=str(unet_pipeline("inpainting-sd15")))
     text = text_of(family, tmp_path / "cache", request_.prompt, request_.negative_prompt)
@@ -151,7 +151,7 @@ def test_requests_of_one_batch_are_drawn_as_alone(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_pasting_keeps_every_pixel_outside_the_mask(request_: PictureRequest) -> None:
+def test_pasting_keeps_every_pixel_outside_the_mask(request_: ImageRequest) -> None:
     green = Image.new("RGB", SIZE, (0, 255, 0))
     assert pasted(green, request_) is green
     found = np.asarray(pasted(green, replace(request_, paste=True)))
@@ -161,9 +161,9 @@ def test_pasting_keeps_every_pixel_outside_the_mask(request_: PictureRequest) ->
 
 
 def test_a_mask_of_the_pictures_shape_is_scaled_and_cropped_with_it(tmp_path: Path) -> None:
-    image = picture(tmp_path / "large.png", (512, 128))
+    large = image(tmp_path / "large.png", (512, 128))
     small = mask(tmp_path / "small.png", (64, 0, 96, 32), (128, 32))  # the second half from the middle on
-    inside = mask_pixels(PictureRequest("", 0, width=128, height=64, image=image, mask=small), 8)[0, 0]
+    inside = mask_pixels(ImageRequest("", 0, width=128, height=64, image=large, mask=small), 8)[0, 0]
     assert inside[:, :60].sum() == 0 and inside[:, 68:].all()
 
 
@@ -178,7 +178,7 @@ def test_a_mask_of_the_pictures_shape_is_scaled_and_cropped_with_it(tmp_path: Pa
     ],
 )
 def test_a_mask_that_cannot_be_used_is_refused(
-    changed: dict[str, Any], message: str, request_: PictureRequest, tmp_path: Path
+    changed: dict[str, Any], message: str, request_: ImageRequest, tmp_path: Path
 ) -> None:
     Image.new("L", (64, 64), 255).save(tmp_path / "shape", "PNG")
     Image.new("L", SIZE, 0).save(tmp_path / "black", "PNG")

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 from tiny_runs import merged
 
-from simpletune.apps.web.run.pictures import matrix_of
-from simpletune.commands.train import train as verb
+from simpletune.apps.web.run.matrix import matrix_of
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs.model_card import shareable, snippet
@@ -21,8 +20,9 @@ from simpletune.runs.push import files_of
 from simpletune.runs.weights_names import CheckpointRef
 from simpletune.stages.plan_data import plan_data
 from simpletune.stages.prepared import require_inputs, validation_requests, with_inputs
-from simpletune.stages.sample import PictureRequest, shown_inputs
+from simpletune.stages.sample import ImageRequest, shown_inputs
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training import train as verb
 
 
 @pytest.fixture
@@ -90,18 +90,18 @@ def test_an_inpainting_model_paints_into_the_pictures_of_the_validation_loss(
     own: str | None, tiny_config: dict, unet_pipeline: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = unet_pipeline("inpainting-sd15")
-    pictures = shutil.copytree(tiny_config["data"]["path"], tmp_path / "pictures")
-    for file in [*pictures.glob("*.png")] if own else []:
-        picture = Image.open(file)
+    images = shutil.copytree(tiny_config["data"]["path"], tmp_path / "pictures")
+    for file in [*images.glob("*.png")] if own else []:
+        image = Image.open(file)
         if own == "top":  # a third of a tall picture, of which the middle is drawn
-            picture = picture.resize((64, 192))
-            picture.save(file)
-        mask = Image.new("L", picture.size)
+            image = image.resize((64, 192))
+            image.save(file)
+        mask = Image.new("L", image.size)
         mask.paste(255, (0, 0, mask.width // 2, mask.height) if own == "left" else (0, 0, 64, 40))
         mask.save(file.with_name(f"{file.stem}-masklabel.png"))
     holes = {"mask": "files", "inpainting_mask": "own"} if own else {}
     data = merged(
-        tiny_config, data={"resolution": 64, "path": str(pictures), **holes},
+        tiny_config, data={"resolution": 64, "path": str(images), **holes},
         model={"family": "sd15", "pretrained": str(folder)},
         validation={"prompts": None, "split": 1, "loss_samples": 1},
     )  # fmt: skip
@@ -112,11 +112,11 @@ def test_an_inpainting_model_paints_into_the_pictures_of_the_validation_loss(
     (held_out,) = plan.held_out
     found = shown_inputs(request)
     assert request.prompt == plan.prompt(held_out, 0) and request.strength == 1
-    expected = ImageOps.fit(Image.open(Path(config.data.path) / held_out.picture.name).convert("RGB"), (64, 64))
+    expected = ImageOps.fit(Image.open(Path(config.data.path) / held_out.image.name).convert("RGB"), (64, 64))
     assert np.abs(np.asarray(found["picture"], float) - np.asarray(expected, float)).mean() < 12
     inside = np.asarray(found["mask"]) > 0
     box = inside[:, :32] if own == "left" else inside[16:48, 16:48]
     assert box.all() and inside.sum() == box.size
-    code = snippet(config, PictureRequest("a red disc", 3))
+    code = snippet(config, ImageRequest("a red disc", 3))
     compile(code, "snippet", "exec")
     assert 'image=load_image("input.png")' in code and 'mask_image=load_image("mask.png")' in code

@@ -14,7 +14,7 @@ import torch
 from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor, nn
 
-from simpletune.data.samples import SampleDraw
+from simpletune.data.samples import PlannedSample
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import BF16, FP32, Nf4, WeightPrecision
@@ -59,8 +59,8 @@ def _qwen(model: Any, x: Tensor, prompts: Tensor, time: Tensor, dtype: torch.dty
 
 
 def _z_image(model: Any, x: Tensor, prompts: Tensor, time: Tensor, dtype: torch.dtype) -> Tensor:
-    pictures, texts = [each.to(dtype).unsqueeze(1) for each in x], [each.to(dtype) for each in prompts]
-    return torch.stack(model(pictures, (1000 - time) / 1000, texts, return_dict=False)[0])
+    images, texts = [each.to(dtype).unsqueeze(1) for each in x], [each.to(dtype) for each in prompts]
+    return torch.stack(model(images, (1000 - time) / 1000, texts, return_dict=False)[0])
 
 
 CASES = {
@@ -187,7 +187,7 @@ def plan_of(name: str, window: int) -> ModulationPlan:
     return ModulationPlan(modulation, passes, FlowProcess().time, nobody)
 
 
-def draws(step: int, micro: int) -> list[SampleDraw]:
+def draws(step: int, micro: int) -> list[PlannedSample]:
     return [replace(DRAW, level=(1 + step + 3 * micro + row) / 32) for row in range(2)]
 
 

@@ -31,7 +31,6 @@ from tiny_sd15 import SD15, SD21
 from torch import Tensor, nn
 
 from simpletune.commands.generate.session import GenerationSession, GenerationSpeed
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
@@ -46,9 +45,10 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Autoencoder
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.text.family_text import FamilyText
 from simpletune.runs.weights import BASE
-from simpletune.stages.sample import PictureRequest, Sampler, encode_inputs, noises
+from simpletune.stages.sample import ImageRequest, Sampler, encode_inputs, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.train import train
 
 ZERO = SD21 | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
 SCHEDULES = {"epsilon": SD15, "v": SD21, "zero SNR": ZERO}
@@ -102,7 +102,7 @@ def prompts() -> tuple[Tensor, Tensor]:
 
 
 def drawn(
-    unet: nn.Module, family: Family, request: PictureRequest, start: Tensor | None = None, **options: Any
+    unet: nn.Module, family: Family, request: ImageRequest, start: Tensor | None = None, **options: Any
 ) -> Tensor:
     positive, negative = [[Conditioning(embeds)] for embeds in prompts()]
     return Sampler(unet, family, FP32(), **{"objective": Ddpm()} | options).denoise(
@@ -123,7 +123,7 @@ def pipeline(kind: type, unet: nn.Module, config: dict[str, Any]) -> Any:
     [("epsilon", 5, 5.0), ("v", 5, 5.0), ("zero SNR", 5, 5.0), ("zero SNR", 15, 5.0), ("v", 1, 1.0)],
 )
 def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: float, unet) -> None:
-    config, request = SCHEDULES[schedule], PictureRequest("", 3, width=64, height=48, steps=steps, guidance=guidance)
+    config, request = SCHEDULES[schedule], ImageRequest("", 3, width=64, height=48, steps=steps, guidance=guidance)
     family = Family(config)
     positive, negative = prompts()
     theirs = pipeline(StableDiffusionPipeline, unet, config)(
@@ -141,7 +141,7 @@ def test_pictures_are_those_of_diffusers(schedule: str, steps: int, guidance: fl
 )
 def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: float, unet) -> None:
     config = SCHEDULES[schedule]
-    request = PictureRequest("", 3, width=64, height=48, steps=8, guidance=5.0, image=Path("z"), strength=strength)
+    request = ImageRequest("", 3, width=64, height=48, steps=8, guidance=5.0, image=Path("z"), strength=strength)
     start = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(9))
     positive, negative = prompts()
     generator = torch.Generator().manual_seed(3)
@@ -153,31 +153,31 @@ def test_a_starting_picture_gives_what_diffusers_gives(schedule: str, strength: 
     torch.testing.assert_close(drawn(unet, Family(config), request, start), theirs, rtol=1e-5, atol=1e-5)
 
 
-PIPELINES_FROM_PICTURES: dict[type[Any], tuple[type[Any], ...]] = {
+PIPELINES_FROM_IMAGES: dict[type[Any], tuple[type[Any], ...]] = {
     StableDiffusion: (StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline),
     SDXL: (StableDiffusionXLImg2ImgPipeline, StableDiffusionXLInpaintPipeline),
     SD3: (StableDiffusion3Img2ImgPipeline, StableDiffusion3InpaintPipeline),
 }
 
 
-@pytest.mark.parametrize("kind", PIPELINES_FROM_PICTURES)
+@pytest.mark.parametrize("kind", PIPELINES_FROM_IMAGES)
 def test_a_picture_skips_the_steps_that_it_skips_in_the_familys_pipelines(kind: type[Any]) -> None:
     """Of 1 to 30 steps at ten strengths, most of which make no whole number; what a pipeline refuses, no step at all,
     is one step here."""
     family, strengths = kind(), (0.01, 0.1, 0.25, 0.3, 0.33, 0.6, 0.7, 0.75, 0.9, 1.0)
     whole = Image.new("L", (64, 64), 255)
-    for masked, pipeline in zip((False, True), PIPELINES_FROM_PICTURES[kind], strict=True):
+    for masked, pipeline in zip((False, True), PIPELINES_FROM_IMAGES[kind], strict=True):
         for steps, strength in product(range(1, 31), strengths):
             scheduler = SimpleNamespace(timesteps=torch.arange(steps), order=1)
             _, run = pipeline.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, "cpu")
-            request = PictureRequest("", 0, steps=steps, image=whole, strength=strength, mask=whole if masked else None)
+            request = ImageRequest("", 0, steps=steps, image=whole, strength=strength, mask=whole if masked else None)
             assert steps - request.skipped(family) == max(run, 1), (steps, strength, masked)
-    assert PictureRequest("", 0, steps=8).skipped(family) == 0
+    assert ImageRequest("", 0, steps=8).skipped(family) == 0
 
 
 def test_what_was_trained_decides_over_the_models_schedule(unet) -> None:
     """Zero terminal SNR and v trained on a model whose scheduler config knows neither."""
-    request = PictureRequest("", 3, width=64, height=64, steps=6, guidance=1.0)
+    request = ImageRequest("", 3, width=64, height=64, steps=6, guidance=1.0)
     trained = Ddpm(prediction="v", zero_terminal_snr=True)
     expected = drawn(unet, Family(ZERO), request)
     assert torch.equal(drawn(unet, Family(SD15), request, objective=trained), expected)
@@ -187,7 +187,7 @@ def test_what_was_trained_decides_over_the_models_schedule(unet) -> None:
 
 
 def test_one_guidance_difference_for_two_steps(unet) -> None:
-    request, rows = PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0), []
+    request, rows = ImageRequest("", 3, width=64, height=64, steps=4, guidance=3.0), []
     hook = unet.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     exact, lossy = (drawn(unet, Family(SD15), request, reuse_guidance=n) for n in (1, 2))
     hook.remove()
@@ -206,7 +206,7 @@ def test_one_guidance_difference_for_two_steps(unet) -> None:
 
 def test_a_drawing_does_not_depend_on_the_one_before(unet) -> None:
     """The solver keeps earlier predictions, so each drawing has its own."""
-    request = PictureRequest("", 3, width=64, height=64, steps=4, guidance=3.0)
+    request = ImageRequest("", 3, width=64, height=64, steps=4, guidance=3.0)
     sampler = Sampler(unet, Family(SD15), FP32(), objective=Ddpm())
     positive, negative = [[Conditioning(embeds)] * 2 for embeds in prompts()]
     first = sampler.denoise([request], positive[:1], negative[:1])
@@ -256,7 +256,7 @@ def test_training_and_drawing_say_what_was_trained(tiny_config: dict, monkeypatc
     assert asked == [config.objective] * len(asked) and len(asked) == 2, "before and after training"
     resolved = resolve_folders(config)
     session = GenerationSession(resolved, None, torch.device("cpu"), "cpu", StageTimer(cuda=False), GenerationSpeed())
-    session.draw_all([BASE], [PictureRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
+    session.generate_all([BASE], [ImageRequest("a red disc", 0, width=64, height=64, steps=2, guidance=1.0)])
     assert asked[2:] == [config.objective]
 
 
@@ -271,7 +271,7 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(
 ) -> None:
     """From the prompt and the starting picture on: text, autoencoder, UNet and schedule are the family's own. An empty
     negative prompt is a text to both; zeros take the place of one that is not given."""
-    kind, theirs, from_picture = PIPELINES[version]
+    kind, theirs, from_image = PIPELINES[version]
     folder, prompt, against = unet_pipeline(version), "a red disc", "" if version == "v" else "a blue star"
     family, text = kind(pretrained=str(folder)), tmp_path / "cache"
     cache = TextCache(family, torch.float32, text)
@@ -280,21 +280,21 @@ def test_pictures_of_stable_diffusion_are_those_of_its_pipeline(
     theirs = theirs.from_pretrained(folder, local_files_only=True)
     theirs.scheduler = DPMSolverMultistepScheduler.from_config(theirs.scheduler.config)
     asked = {"prompt": prompt, "num_inference_steps": 4, "guidance_scale": 5.0}
-    for pipe in (theirs, from_picture := from_picture.from_pipe(theirs)):
+    for pipe in (theirs, from_image := from_image.from_pipe(theirs)):
         pipe.set_progress_bar_config(disable=True)
 
     size = {"width": 128, "height": 64}  # which SDXL is also told
     for given in (None, against):
-        request = PictureRequest(prompt, 3, family.text.steered_from(given), 128, 64, 4, 5.0)
+        request = ImageRequest(prompt, 3, family.text.steered_from(given), 128, 64, 4, 5.0)
         latents = noises(request, family)[0]
         expected = theirs(**asked, **size, negative_prompt=given, latents=latents, output_type="latent").images
         torch.testing.assert_close(sampler.latents([request], cache.load)[0], expected, rtol=1e-5, atol=2e-5)
 
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 128, 3), dtype=np.uint8))
-    picture.save(tmp_path / "start.png")
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 128, 3), dtype=np.uint8))
+    image.save(tmp_path / "start.png")
     request = replace(request, image=tmp_path / "start.png", strength=0.6)  # 2 of the 4 steps
-    expected = from_picture(
-        **asked, negative_prompt=against, image=picture, strength=0.6, generator=torch.Generator().manual_seed(3),
+    expected = from_image(
+        **asked, negative_prompt=against, image=image, strength=0.6, generator=torch.Generator().manual_seed(3),
         output_type="latent",
     ).images  # fmt: skip
     starts = encode_inputs(theirs.vae, family, [request])

@@ -24,7 +24,7 @@ from simpletune.adapters.text.files import EmbeddingFile, read_embeddings, write
 from simpletune.adapters.text.side import AppliedText, TextSide
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
-from simpletune.apps.serve.requests import ImageRequest
+from simpletune.apps.serve.requests import ServedImage
 from simpletune.commands.generate.compare import without_twins
 from simpletune.models.text_layers import split_text
 from simpletune.runs.push import files_of
@@ -34,7 +34,7 @@ from simpletune.runs.text_side import embedding_of, text_side_of, with_embedding
 from simpletune.runs.weights import BASE, Weights, find_weights, lora_weights
 from simpletune.runs.weights_names import CheckpointRef, find_named
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.stages.text_cache import PromptStore, TextCache
 from simpletune.system.options import UserError
 
@@ -176,12 +176,12 @@ def test_prompts_that_nothing_changes_share_training_s_files(tiny_pipeline: Path
 @pytest.fixture
 def text_config(tiny_config: dict, tmp_path: Path) -> dict:
     """A LoRA, a LoRA on CLIP and a token of two vectors, all trained in a few steps."""
-    pictures = Path(shutil.copytree(tiny_config["data"]["path"], tmp_path / "pictures"))
-    for caption in pictures.glob("*.txt"):
+    images = Path(shutil.copytree(tiny_config["data"]["path"], tmp_path / "pictures"))
+    for caption in images.glob("*.txt"):
         caption.write_text(f"{caption.read_text().strip()} <dots>")
     embeddings = {"token": "<dots>", "initial": "red", "vectors": 2, "place": "input", "learning_rate": 0.1}
     return tiny_config | {
-        "name": "run", "data": {"path": str(pictures), "resolution": 32}, "train": {"steps": 2},
+        "name": "run", "data": {"path": str(images), "resolution": 32}, "train": {"steps": 2},
         "text": {"embeddings": embeddings, "lora": {"rank": 2, "learning_rate": 0.05}},
         "checkpoint": {"every": 1}, "validation": {"prompts": ["a red circle <dots>"], "loss_samples": 0, "steps": 2},
     }  # fmt: skip
@@ -251,10 +251,10 @@ def test_the_server_keys_prompts_by_the_text_side(
     service = server.build(parse(["serve", "--run", str(run), "--port", "0", "--device", "cpu"]))
     service.socket.close()
     generator = service.worker._load()
-    request = PictureRequest("a red circle <dots>", 0, "", 32, 32, 2, 4.5)
+    request = ImageRequest("a red circle <dots>", 0, "", 32, 32, 2, 4.5)
     drawn = {}
     for name, scale in (("run", 1.0), ("run", 0.5), ("base", 1.0), ("run", 1.0)):
-        image = ImageRequest(request, name, scale)
+        image = ServedImage(request, name, scale)
         generator.encode([image])
         file = tmp_path / f"{name}-{scale}.png"
         file.write_bytes(generator.generate(image, lambda: None))

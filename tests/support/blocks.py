@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
+from simpletune.engine.denoiser import model_units
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import WHOLE, Parts, set_passes
 from simpletune.engine.memory.copy_stream import CopyEvent
@@ -28,7 +29,6 @@ from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.sdxl.text import NUMBERS
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.shared.denoiser import model_units
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.weights import MadeTensors, TensorSource, fill_model
 

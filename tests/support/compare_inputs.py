@@ -17,7 +17,7 @@ import tiny_sdxl
 from PIL import Image, ImageDraw
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 SIDE = 64
 SHAPES = [(64, 64), (96, 32), (32, 96)]  # three buckets
@@ -31,7 +31,7 @@ def write(folder: Path) -> None:
     tiny_sd15.build(folder / "sd2", "sd2", seed=1)
     tiny_sdxl.build(folder / "sdxl", seed=1)
     for name, style, seed in (("flat", "flat", 3), ("striped", "striped", 4), ("masked", "flat", 5)):
-        pictures.write_folder(folder / name, pictures.sample_scenes(6, seed, style=style), seed=seed, pixels=SIDE)
+        demo_scenes.write_folder(folder / name, demo_scenes.sample_scenes(6, seed, style=style), seed=seed, pixels=SIDE)
     (folder / "masks").mkdir()
     masked = sorted((folder / "masked").glob("*.png"))
     for number, file in enumerate(masked):
@@ -50,9 +50,9 @@ def _mask(file: Path, number: int, mask: Path) -> None:
     alpha, upper = Image.new("L", size, 0), Image.new("L", size, 0)
     ImageDraw.Draw(alpha).rectangle((0, 0, size[0] // 2 - 1, size[1] - 1), fill=255)
     ImageDraw.Draw(upper).rectangle((0, 0, size[0] - 1, size[1] // 2 - 1), fill=255)
-    picture = Image.open(file).convert("RGB").resize(size)
-    picture.putalpha(alpha)
-    picture.save(file)
+    image = Image.open(file).convert("RGB").resize(size)
+    image.putalpha(alpha)
+    image.save(file)
     upper.save(mask)
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs import checkpoint
 from simpletune.system.atomic import remove
+from simpletune.training.train import train
 
 STEPS = 6
 
@@ -148,7 +148,7 @@ def make_origin(folder: Path) -> Place:
     inputs, home = folder / "inputs", folder / "origin"
     home.mkdir()
     tiny_sd3.build(inputs / "pipeline", replace(tiny_sd3.MINIMAL, layers=1), seed=1, dtype="fp32")
-    pictures.write_folder(inputs / "pictures", pictures.sample_scenes(6, seed=3, style="flat"), seed=3, pixels=32)
+    demo_scenes.write_folder(inputs / "pictures", demo_scenes.sample_scenes(6, seed=3, style="flat"), seed=3, pixels=32)
     data = {
         "name": "t", "device": "cpu",
         "model": {"pretrained": str(inputs / "pipeline"), "t5_length": 8},

@@ -89,8 +89,8 @@ def _tables(folder: Path) -> None:
     made = folder / "columns"
     rows = [row for file in sorted((folder / "shards").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
     for row in rows:
-        with Image.open(io.BytesIO(row["image"]["bytes"])) as picture, io.BytesIO() as mirrored:
-            ImageOps.mirror(picture).save(mirrored, "png")
+        with Image.open(io.BytesIO(row["image"]["bytes"])) as image, io.BytesIO() as mirrored:
+            ImageOps.mirror(image).save(mirrored, "png")
             other = {"bytes": mirrored.getvalue(), "path": row["image"]["path"]}
         row |= {"other_image": other, "other_text": f"another {row['text']}"}
     for row in rows:

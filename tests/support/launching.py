@@ -271,7 +271,6 @@ def preload() -> None:
 
     import simpletune.adapters.files.write  # noqa: F401
     import simpletune.apps.cli.main  # noqa: F401
-    import simpletune.commands.train.train
     import simpletune.engine.memory.block_offload  # noqa: F401
     import simpletune.engine.memory.recompute  # noqa: F401
     import simpletune.estimate.simulate.simulate  # noqa: F401

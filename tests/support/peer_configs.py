@@ -7,16 +7,16 @@ from pathlib import Path
 
 from simpletune.system.options import Json
 
-PICTURES = "data/my_pictures"
+IMAGES = "data/my_pictures"
 STUDY_RUNS = {"full": 24_000, "lora_r1": 24_000, "lora_r16": 24_000, "lora_r64": 140_000}
 """Steps of the runs of a study of SD3 Medium that used SimpleTuner."""
 STUDY_DATA: list[Json] = [
     {
-        "id": "bucketed", "type": "local", "instance_data_dir": PICTURES, "crop": False, "resolution": 1024,
+        "id": "bucketed", "type": "local", "instance_data_dir": IMAGES, "crop": False, "resolution": 1024,
         "resolution_type": "pixel_area", "repeats": 10, "caption_strategy": "textfile", "minimum_image_size": 768,
     },
     {
-        "id": "square", "type": "local", "instance_data_dir": PICTURES, "crop": True, "crop_aspect": "square",
+        "id": "square", "type": "local", "instance_data_dir": IMAGES, "crop": True, "crop_aspect": "square",
         "resolution": 1024, "resolution_type": "pixel_area", "repeats": 10, "caption_strategy": "textfile",
     },
     {"id": "text", "dataset_type": "text_embeds", "default": True},

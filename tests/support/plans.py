@@ -7,23 +7,23 @@ import hashlib
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import make_samples
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.source import Picture
+from simpletune.data.sources.source import SourceImage
 from simpletune.models.objectives.flow import Flow
 
 SIZES = [(100, 100)] * 5 + [(48, 80)] * 3 + [(80, 48)]
 """At 64 px: five in the square bucket, three upright, one lying."""
 
 
-def some_pictures(sizes: list[tuple[int, int]] = SIZES) -> list[Picture]:
+def some_images(sizes: list[tuple[int, int]] = SIZES) -> list[SourceImage]:
     digests = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(len(sizes))]
     return [
-        Picture(f"{number:03d}.png", f"caption {number}", size, digests[number], bytes)
+        SourceImage(f"{number:03d}.png", f"caption {number}", size, digests[number], bytes)
         for number, size in enumerate(sizes)
     ]
 
 
 def make_plan(
-    pictures: list[Picture] | None = None,
+    images: list[SourceImage] | None = None,
     *,
     seed: int = 7,
     batch_size: int = 2,
@@ -32,5 +32,5 @@ def make_plan(
     **source: object,
 ) -> Plan:
     folder = Folder(**{"path": "x", "resolution": 64, **source})
-    samples = make_samples(some_pictures() if pictures is None else pictures, folder.members)
+    samples = make_samples(some_images() if images is None else images, folder.members)
     return Plan(samples, folder, objective or Flow(), seed, GlobalBatch(batch_size, accumulation))

@@ -8,9 +8,9 @@ from typing import Any
 from tiny_runs import merged
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 
 class Counted(TorchDispatchMode):

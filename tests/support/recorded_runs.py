@@ -13,7 +13,7 @@ from simpletune.config.load import with_default_tags
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.report.run_data import Json
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 
 NASTY = "a <script>alert(\"1\")</script> & `code` | [link](x) 'quoted' " + "very " * 60 + "longprompt" * 12
 GPU = {"text": 1.9, "latents": 2.2, "validate": 2.6, "train": 2.75, "save": 2.05}
@@ -77,10 +77,10 @@ def add_prediction(folder: Path, factor: float = 1.02) -> None:
     file.write_text(json.dumps(summary))
 
 
-def add_pictures(folder: Path, prompts: list[str], steps: tuple[int, ...] = (20, 40), side: int = 64) -> None:
+def add_images(folder: Path, prompts: list[str], steps: tuple[int, ...] = (20, 40), side: int = 64) -> None:
     """Pictures of the base and of some steps."""
     for number, prompt in enumerate(prompts):
-        request = PictureRequest(prompt, number, "", side, side, 2, 1.0)
+        request = ImageRequest(prompt, number, "", side, side, 2, 1.0)
         for step in (0, *steps):
             state = f"step-{step:06d}" if step else "base"
             image = Image.new("RGB", (side, side), (40 + 4 * step, 90 + 20 * number, 200 - 4 * step))

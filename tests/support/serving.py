@@ -25,12 +25,12 @@ from simpletune.apps.http import bind
 from simpletune.apps.serve import server
 from simpletune.apps.serve.app import HttpOptions
 from simpletune.apps.serve.limits import Limits
-from simpletune.apps.serve.requests import Capabilities, ImageRequest
+from simpletune.apps.serve.requests import Capabilities, ServedImage
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
 from simpletune.runs.folder import CONFIG
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.stages.text_cache import TextCache
 
 PROMPT = "a flat picture of a small red circle on the left, on a mint background"
@@ -89,15 +89,15 @@ class BlockingGenerator:
 
     def __init__(self, blocked: bool = True, steps: int = 400):
         self.release, self.steps = threading.Event(), steps
-        self.started: list[ImageRequest] = []
+        self.started: list[ServedImage] = []
         self.cancelled = 0
         if not blocked:
             self.release.set()
 
-    def encode(self, images: Sequence[ImageRequest]) -> None:
+    def encode(self, images: Sequence[ServedImage]) -> None:
         """Nothing."""
 
-    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
+    def generate(self, image: ServedImage, check_cancelled: Callable[[], None]) -> bytes:
         """Steps of 5 ms each until it is released, then the image."""
         self.started.append(image)
         if image.request.prompt == "break":
@@ -114,7 +114,7 @@ class BlockingGenerator:
         Image.new("RGB", (16, 16), self.colour(image)).save(buffer, format="PNG")
         return buffer.getvalue()
 
-    def colour(self, image: ImageRequest) -> str:
+    def colour(self, image: ServedImage) -> str:
         """Of the fixed image."""
         return "red"
 
@@ -147,7 +147,7 @@ class Running:
         body = {"instances": [{"prompt": each} if isinstance(each, str) else each for each in instances]}
         return self.client.post("/predict", json={**body, "parameters": parameters})
 
-    def pictures(self, *instances: Any, **parameters: Any) -> list[bytes]:
+    def images(self, *instances: Any, **parameters: Any) -> list[bytes]:
         """Ask for pictures, and have their pixels."""
         answer = self.predict(*instances, **parameters)
         assert answer.status_code == 200, answer.text
@@ -181,7 +181,7 @@ def blocking(
     **options: Any,
 ) -> server.Service:
     """A server of a generator that waits."""
-    capabilities = Capabilities(names, PictureRequest("", 7, "", 64, 64, 3, 3.0), limits, 8, tuned)
+    capabilities = Capabilities(names, ImageRequest("", 7, "", 64, 64, 3, 3.0), limits, 8, tuned)
     options = {"hosts": {"127.0.0.1"}, "log": lambda line: None, **options}
     return server.Service(lambda: generator, capabilities, bind("127.0.0.1", 0), HttpOptions(**options))
 

@@ -21,7 +21,7 @@ FORMS = ("plain", "zstd", "gz", "bare")
 COUNT = 8  # samples of each committed data set
 
 
-def picture(number: int, alpha: bool = False) -> bytes:
+def image(number: int, alpha: bool = False) -> bytes:
     """The picture that assets/mds/make.py draws for a sample."""
     size = (96, 32) if number % 3 == 2 else (32, 32)
     pixels = np.full((size[1], size[0], 3), (20 * number + 5, 240 - 20 * number, 90), dtype=np.uint8)
@@ -42,10 +42,10 @@ def caption(number: int) -> str:
 
 def rows_of(count: int) -> list[dict]:
     """Rows as Hugging Face lays them out, with the pictures' sizes."""
-    sizes = [Image.open(io.BytesIO(picture(number % COUNT))).size for number in range(count)]
+    sizes = [Image.open(io.BytesIO(image(number % COUNT))).size for number in range(count)]
     return [
         {
-            "image": {"bytes": picture(number % COUNT), "path": f"{number}.png"},
+            "image": {"bytes": image(number % COUNT), "path": f"{number}.png"},
             "text": f"row {number}",
             "width": sizes[number][0],
             "height": sizes[number][1],

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -36,7 +36,7 @@ def write_clip(folder: Path) -> Path:
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
     torch.manual_seed(3)
-    vocabulary.write_clip(folder, pictures.words())
+    vocabulary.write_clip(folder, demo_scenes.words())
     tokens = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
     special = {name: getattr(tokens, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = {**SMALL, **special, "vocab_size": len(tokens), "max_position_embeddings": vocabulary.CLIP_LENGTH}
@@ -50,7 +50,7 @@ def write_siglip(folder: Path) -> Path:
     from transformers import SiglipConfig, SiglipModel, T5TokenizerFast
 
     torch.manual_seed(4)
-    vocabulary.write_t5(folder, pictures.words())
+    vocabulary.write_t5(folder, demo_scenes.words())
     words = len(T5TokenizerFast.from_pretrained(folder, local_files_only=True))
     text = {**SMALL, "vocab_size": words, "max_position_embeddings": 16, "projection_size": 16}
     vision = {**SMALL, "image_size": 32, "patch_size": 8}

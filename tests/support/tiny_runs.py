@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system import signals
+from simpletune.training.train import train
 
 TrainOnce = Callable[[dict], Path]
 """``train_once`` and ``copy_run`` of conftest.py: from a configuration's JSON to a run's folder."""

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers.utils import logging
 
 from benchmarks.tiny_models import networks, tiny_sd3, vocabulary
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 
 Version = Literal["sd15", "sd2"]
 SD15 = {
@@ -94,7 +94,7 @@ def build(
 def write_tokenizer(folder: Path, pad: str | None = None) -> None:
     """Write a CLIP tokenizer for 77 tokens; those of Stable Diffusion 2 and of CLIP-G pad with ``!`` instead of the end
     of the text."""
-    vocabulary.write_clip(folder, pictures.words())
+    vocabulary.write_clip(folder, demo_scenes.words())
     changes: dict[str, object] = {"model_max_length": TOKENS}
     if pad is not None:
         changes["pad_token"] = pad

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_runs import merged
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 
@@ -28,8 +28,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def of_two_blocks(place: Path, count: int, pixels: int) -> dict[str, Any]:
     """The configuration of a run with a model of two blocks, which is written, and its pictures."""
     tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    scenes = pictures.sample_scenes(count, seed=3, style="flat")
-    pictures.write_folder(place / "pictures", scenes, seed=3, pixels=pixels)
+    scenes = demo_scenes.sample_scenes(count, seed=3, style="flat")
+    demo_scenes.write_folder(place / "pictures", scenes, seed=3, pixels=pixels)
     return {
         "name": "whole",
         "device": "cpu",

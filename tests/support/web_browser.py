@@ -34,7 +34,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 HOSTILE = "a<img src=x onerror=document.title='owned'>'\"&amp;"
 
 
-def pictures(folder: Path, count: int = 4) -> Path:
+def images(folder: Path, count: int = 4) -> Path:
     """Write pictures that differ."""
     folder.mkdir(parents=True)
     for number in range(count):
@@ -54,8 +54,8 @@ def make_run(folder: Path, **settings: object) -> Path:
 
 def make_root(root: Path) -> Path:
     """Write pictures and runs, one of each with a hostile name, and a hostile configuration."""
-    pictures(root / "pics")
-    pictures(root / HOSTILE.replace("/", ""))
+    images(root / "pics")
+    images(root / HOSTILE.replace("/", ""))
     make_run(root / "runs" / "old", adapter={"rank": 4})
     make_run(root / "runs" / HOSTILE.replace("/", ""), about=HOSTILE, adapter={"rank": HOSTILE})
     (root / "hostile.json").write_text(

@@ -40,7 +40,7 @@ class Film:
     """Pictures with captions, by the browser's size."""
 
     browser: Browser
-    pictures: dict[tuple[int, int], list[tuple[str, Image.Image]]] = field(
+    images: dict[tuple[int, int], list[tuple[str, Image.Image]]] = field(
         default_factory=lambda: {DESKTOP: [], PHONE: []}
     )
 
@@ -61,7 +61,7 @@ class Film:
             browser.look(dark, (size[0], min(int(height), TALLEST)))
             time.sleep(QUIET)
             data = browser.driver.get_screenshot_as_png()
-            self.pictures[size].append((caption, Image.open(io.BytesIO(data)).convert("RGB")))
+            self.images[size].append((caption, Image.open(io.BytesIO(data)).convert("RGB")))
             if caption in SHOWN and not dark:
                 file = DOCS / f"web_{SHOWN[caption]}_desktop.png"
                 file.write_bytes(data)
@@ -71,17 +71,17 @@ class Film:
         """Write one sheet for each size."""
         for size, (suffix, width, columns) in SHEETS.items():
             file = DOCS / f"web_film_{suffix}.png"
-            sheet(self.pictures[size], width, columns, size == PHONE).save(file, optimize=True)
+            sheet(self.images[size], width, columns, size == PHONE).save(file, optimize=True)
             print(file)
 
 
-def sheet(pictures: list[tuple[str, Image.Image]], width: int, columns: int, dark: bool) -> Image.Image:
+def sheet(images: list[tuple[str, Image.Image]], width: int, columns: int, dark: bool) -> Image.Image:
     """Arrange pictures, scaled to a width and cut at three times that height, in columns of the next free place."""
     paper, ink = ("#101214", "#e8e9ea") if dark else ("#e9e9e5", "#1f2328")
     font = ImageFont.load_default(16)
     bottoms, placed = [GAP] * columns, []
-    for caption, picture in pictures:
-        small = picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)
+    for caption, image in images:
+        small = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
         small = small.crop((0, 0, width, min(small.height, 3 * width)))
         column = bottoms.index(min(bottoms))
         placed.append((caption, small, GAP + column * (width + GAP), bottoms[column]))

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from PIL import Image
 
-from simpletune.commands.train import accelerator
-from simpletune.commands.train.accelerator import make_accelerator
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.system.devices import choose_device, prepare_environment
 from simpletune.system.options import UserError
+from simpletune.training import accelerator
+from simpletune.training.accelerator import make_accelerator
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_120"]
 CUDA_12 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]

@@ -463,23 +463,23 @@ def test_a_lora_comes_from_a_repository_and_then_from_the_cache(hub: FakeHub) ->
     assert lora_weights(NAME, 1.0).lora.read_bytes() == b"a lora"
 
 
-def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_pictures: Path, tmp_path: Path) -> None:
+def test_a_data_set_comes_from_the_hub(hub: FakeHub, tiny_images: Path, tmp_path: Path) -> None:
     from simpletune.data.sources.table import Table
 
     table, source = tmp_path / "rows.parquet", Table(path=NAME, split="train")
-    row = {"image": next(tiny_pictures.glob("*.png")).read_bytes(), "text": "a disc"}
+    row = {"image": next(tiny_images.glob("*.png")).read_bytes(), "text": "a disc"}
     pq.write_table(pa.Table.from_pylist([row]), table)
     hub.files = {"README.md": b"text", "data/test-0.parquet": b"another split"}
     with pytest.raises(UserError, match=r"has no file that matches \*train\*.parquet or .*, only README.md, data/test"):
         source.scan(Path(NAME))
     hub.files["data/train-0.parquet"] = table.read_bytes()
     forget()
-    assert [picture.caption for picture in source.scan(Path(NAME)).pictures] == ["a disc"]
+    assert [image.caption for image in source.scan(Path(NAME)).images] == ["a disc"]
     assert hub.fetched() == {"data/train-0.parquet"}
     assert all("/datasets/" in path for _, path, _, _ in hub.requests)
     forget()
     hub.failure = Failure(403, "GatedRepo")  # and it serves on, from the cache
-    assert [picture.read() for picture in source.scan(Path(NAME)).pictures] == [row["image"]]
+    assert [image.read() for image in source.scan(Path(NAME)).images] == [row["image"]]
     shutil.rmtree(constants.HF_HUB_CACHE)
     forget()
     with pytest.raises(UserError, match="is gated, .* Accept it at huggingface.co/datasets/owner/tiny-sd3"):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from simpletune.engine.fp16_blocks import _wide_parameter
 from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile
 from simpletune.engine.tensors import plain_tensors
-from simpletune.models.shared.fp16_blocks import _wide_parameter
 from simpletune.runs import checkpoint, repair
 from simpletune.runs.outputs import numbered_folder
 from simpletune.runs.weights_names import run_config

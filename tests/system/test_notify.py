@@ -18,8 +18,8 @@ SECRET = "/T00/B00/AbCdEf123"
 LINE = "demo failed: loss <nan> & gone"
 
 
-def message(picture: bytes | None = None) -> Message:
-    return Message("demo", "failed", "loss <nan> &\n gone", picture)
+def message(image: bytes | None = None) -> Message:
+    return Message("demo", "failed", "loss <nan> &\n gone", image)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_without_a_url_nobody_is_notified() -> None:
 
 
 def test_each_service_gets_its_form() -> None:
-    picture = as_jpeg(Image.new("RGBA", (4000, 20), "red"))
-    assert picture.startswith(b"\xff\xd8")
+    image = as_jpeg(Image.new("RGBA", (4000, 20), "red"))
+    assert image.startswith(b"\xff\xd8")
     with Inbox() as inbox:
         for service in ("Slack", "Discord", "ntfy", "JSON"):
             receiver = Receiver(service, "127.0.0.1", inbox.url.replace("//", "//me:p%40ss@") + SECRET)
-            assert receiver.post(message()) == "" == receiver.post(message(picture))
+            assert receiver.post(message()) == "" == receiver.post(message(image))
     slack, _, discord, drawn, ntfy, attached, plain, _ = inbox.posted
     assert {each.path for each in inbox.posted} == {SECRET}
     assert {each.headers["Authorization"] for each in inbox.posted} == {"Basic bWU6cEBzcw=="}
@@ -71,9 +71,9 @@ def test_each_service_gets_its_form() -> None:
     assert kind == "multipart/form-data" and len(parts) == 4 and parts[3] == b"--\r\n"
     assert b'name="payload_json"' in parts[1] and json.loads(parts[1].partition(b"\r\n\r\n")[2])["content"] == LINE
     assert b'name="files[0]"; filename="samples.jpg"' in parts[2]
-    assert parts[2].partition(b"\r\n\r\n")[2] == picture + b"\r\n"
+    assert parts[2].partition(b"\r\n\r\n")[2] == image + b"\r\n"
     assert (ntfy.method, ntfy.headers["Title"], ntfy.body.decode()) == ("POST", "demo failed", LINE)
-    assert (attached.method, attached.headers["Filename"], attached.body) == ("PUT", "samples.jpg", picture)
+    assert (attached.method, attached.headers["Filename"], attached.body) == ("PUT", "samples.jpg", image)
     assert attached.headers["Message"] == LINE
     assert json.loads(plain.body) == {"run": "demo", "event": "failed", "text": LINE}
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import chosen_before
 from simpletune.system import threads
 from simpletune.system.options import UserError
 from simpletune.system.threads import ASKED, AUTO, WAITING, choose_threads, prepare_threads, usable_cores
+from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, MEDIUM = 3_774_016, 2_084_951_104

@@ -22,26 +22,26 @@ from simpletune.adapters.methods.layers import at_strength
 from simpletune.apps.cli.control import wait_for_answer
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
+from simpletune.engine.fp16_blocks import Fp16Blocks
 from simpletune.estimate import generate_memory as predicted
 from simpletune.estimate.job_estimate import needed
-from simpletune.models.shared.fp16_blocks import Fp16Blocks
 from simpletune.runs import checkpoint
 from simpletune.runs.control import (
-    DrawRequest,
+    GenerateRequest,
     SaveRequest,
     StopRequest,
     ask,
     read_answers,
-    read_drawings,
+    read_generated,
     read_requests,
 )
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system import signals
 from simpletune.system.gpus import Card
 from simpletune.system.options import Json, UserError
-from simpletune.training import interrupts, requested_pictures
+from simpletune.training import interrupts, requested_images
 
 
 def folder_of(tiny_config: dict) -> Path:
@@ -81,8 +81,8 @@ def test_pictures_and_checkpoints_on_request_leave_the_run_in_the_same_bits(
     tiny_config |= {"adapter": {"rank": 2, "dropout": 0.5}, "ema": {"decay": 0.9}, "checkpoint": {"every": None}}
     plain = train_once(copy.deepcopy(tiny_config))
     new_prompt, known = f"a prompt that nobody encoded {time.time()}", "a red disc"
-    one = DrawRequest(id="one", prompt=new_prompt, steps=2, seed=7, negative_prompt="blue")
-    half = DrawRequest(id="half", prompt=known, steps=2, strength=0.5, width=16)
+    one = GenerateRequest(id="one", prompt=new_prompt, steps=2, seed=7, negative_prompt="blue")
+    half = GenerateRequest(id="half", prompt=known, steps=2, strength=0.5, width=16)
     in_step(2, asking(tiny_config, one, half, SaveRequest(id="save", ask="save")))
     run = run_with(tiny_config)
     assert losses(run) == losses(plain)
@@ -96,7 +96,7 @@ def test_pictures_and_checkpoints_on_request_leave_the_run_in_the_same_bits(
     found = answers(run)
     assert [(row["state"], row["step"]) for row in found.values()] == [("done", 2)] * 3
     assert found["save"]["file"] == "checkpoints/step-000002"
-    rows = {row["id"]: row for row in read_drawings(run)}
+    rows = {row["id"]: row for row in read_generated(run)}
     assert rows["one"]["prompt"] == new_prompt and rows["one"]["seed"] == 7 and rows["one"]["step"] == 2
     assert rows["half"]["strength"] == 0.5 and rows["half"]["width"] == 16 and rows["half"]["height"] == 32
     told = generation_parameters(run / rows["one"]["file"])
@@ -134,9 +134,11 @@ def test_a_picture_on_request_is_the_one_of_validation(tiny_config: dict) -> Non
     tiny_config["validation"] = {"prompts": ["a red disc"], "every": 2, "steps": 2, "seed": 5, "loss_samples": 0}
     tiny_config["ema"] = {"decay": 0.1}
     same = {"prompt": "a red disc", "seed": 5}
-    in_step(2, asking(tiny_config, DrawRequest(id="now", **same), DrawRequest(id="without", strength=0.0, **same)))
+    in_step(
+        2, asking(tiny_config, GenerateRequest(id="now", **same), GenerateRequest(id="without", strength=0.0, **same))
+    )
     run = run_with(tiny_config)
-    files = {row["id"]: run / row["file"] for row in read_drawings(run)}
+    files = {row["id"]: run / row["file"] for row in read_generated(run)}
     for name, state in (("now", "step-000002"), ("without", "base")):
         validated = Image.open(run / "samples" / state / "prompt-00.png")
         assert Image.open(files[name]).tobytes() == validated.tobytes(), name
@@ -146,7 +148,7 @@ def test_stop_saves_and_one_command_continues_in_the_same_bits(
     tiny_config: dict, train_once: TrainOnce, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = train_once(copy.deepcopy(tiny_config))
-    draw = DrawRequest(id="late", prompt="a red disc")
+    draw = GenerateRequest(id="late", prompt="a red disc")
     in_step(2, asking(tiny_config, StopRequest(id="enough", ask="stop"), draw))
     with pytest.raises(signals.Stopped, match="stopped by a request") as caught:
         run_with(tiny_config, "auto")
@@ -169,7 +171,7 @@ def test_what_is_asked_too_late_or_before_the_start_is_refused(tiny_config: dict
     run = folder_of(tiny_config)
     old = {"id": "old", "ask": "stop", "asked": (datetime.now(UTC) - timedelta(hours=1)).isoformat()}
     in_step(1, lambda: (run / "control.json").write_text(json.dumps({"requests": [old]})))
-    in_step_four = asking(tiny_config, StopRequest(id="late", ask="stop"), DrawRequest(id="too", prompt="x"))
+    in_step_four = asking(tiny_config, StopRequest(id="late", ask="stop"), GenerateRequest(id="too", prompt="x"))
     failpoints.arm("finish.saved", in_step_four)
     run_to_its_end(tiny_config)
     found = answers(run)
@@ -182,10 +184,10 @@ def test_what_is_asked_too_late_or_before_the_start_is_refused(tiny_config: dict
 
 def test_a_picture_does_not_decide_which_blocks_later_evaluations_compute_in_fp32() -> None:
     model, blocks = torch.nn.Linear(1, 1), Fp16Blocks.__new__(Fp16Blocks)
-    model.__dict__["fp16_blocks"], blocks.drawn_wide = blocks, frozenset({3})
-    with requested_pictures.unchanged(model):
-        blocks.drawn_wide = frozenset({3, 7})
-    assert blocks.drawn_wide == {3}
+    model.__dict__["fp16_blocks"], blocks.wide_in_generation = blocks, frozenset({3})
+    with requested_images.unchanged(model):
+        blocks.wide_in_generation = frozenset({3, 7})
+    assert blocks.wide_in_generation == {3}
 
 
 BROKEN = {
@@ -240,15 +242,18 @@ def test_a_file_that_is_being_written_is_read_when_it_is_whole(
 
 
 def test_what_cannot_be_drawn_is_refused_with_its_reason(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = requested_pictures.PictureRequest
+    honest = requested_images.ImageRequest
 
-    def request(prompt: str, *rest: object) -> PictureRequest:
+    def request(prompt: str, *rest: object) -> ImageRequest:
         if prompt == "breaks":
             raise RuntimeError("the autoencoder broke")
         return honest(prompt, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(requested_pictures, "PictureRequest", request)
-    large, breaks = DrawRequest(id="large", prompt="x", width=4096), DrawRequest(id="breaks", prompt="breaks", steps=1)
+    monkeypatch.setattr(requested_images, "ImageRequest", request)
+    large, breaks = (
+        GenerateRequest(id="large", prompt="x", width=4096),
+        GenerateRequest(id="breaks", prompt="breaks", steps=1),
+    )
     in_step(2, asking(tiny_config, large, breaks))
     run = run_with(tiny_config)
     found = answers(run)
@@ -260,15 +265,15 @@ def test_what_cannot_be_drawn_is_refused_with_its_reason(tiny_config: dict, monk
 
 def test_full_fine_tuning_has_no_strength(tiny_config: dict) -> None:
     tiny_config["adapter"] = {"method": "full"}
-    in_step(2, asking(tiny_config, DrawRequest(id="half", prompt="x", strength=0.5)))
+    in_step(2, asking(tiny_config, GenerateRequest(id="half", prompt="x", strength=0.5)))
     assert "has no strength" in answers(run_with(tiny_config))["half"]["why"]
 
 
 def test_a_picture_that_is_predicted_not_to_fit_is_refused(tiny_config: dict, monkeypatch, tmp_path: Path) -> None:
     tiny_config["output"]["cache"] = str(tmp_path)
     config = validate(tiny_config, "tiny")
-    asked = DrawRequest(id="now", prompt="a red disc", steps=2)
-    config = config.model_copy(update={"validation": requested_pictures.validation_for(config, asked)})
+    asked = GenerateRequest(id="now", prompt="a red disc", steps=2)
+    config = config.model_copy(update={"validation": requested_images.validation_for(config, asked)})
 
     def card(size: int) -> None:
         found = Card("Small", size / 2**30, (8, 9), found=1.0), 0
@@ -291,11 +296,11 @@ def test_the_run_s_own_prediction_serves_for_pictures_like_those_of_its_validati
     tiny_config["validation"] = {"prompts": ["x"], "steps": 2}
     config = validate(tiny_config, "tiny")
     for changes, alike in (({}, True), ({"seed": 9}, True), ({"width": 16}, False), ({"steps": 3}, False)):
-        asked = DrawRequest(id="now", prompt="another", **changes)
-        assert requested_pictures.is_alike(config, requested_pictures.validation_for(config, asked)) is alike
+        asked = GenerateRequest(id="now", prompt="another", **changes)
+        assert requested_images.is_alike(config, requested_images.validation_for(config, asked)) is alike
     tiny_config["validation"]["prompts"] = []
     config = validate(tiny_config, "tiny")
-    assert not requested_pictures.is_alike(config, config.validation)
+    assert not requested_images.is_alike(config, config.validation)
 
 
 def test_looking_costs_little_and_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +321,7 @@ def test_every_member_is_answered_once_and_waiting_ones_stay(tmp_path: Path, mon
     for number in range(3):
         ask(tmp_path, SaveRequest(id=f"s{number}", ask="save"))
     (tmp_path / "control_answers.jsonl").write_text('{"id": "s1", "step": 1, "state": "done"}\n{"broken\n')
-    ask(tmp_path, DrawRequest(id="d", prompt='</script> "quoted" \n \x1b'))
+    ask(tmp_path, GenerateRequest(id="d", prompt='</script> "quoted" \n \x1b'))
     assert [request.id for request in read_requests(tmp_path)] == ["s0", "s2", "d"]
     (tmp_path / "control.json").write_text("{")
     ask(tmp_path, SaveRequest(id="new", ask="save"))

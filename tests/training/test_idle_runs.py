@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.config.schema import TrainConfig
 from simpletune.system.signals import listening
 from simpletune.training import trainer
+from simpletune.training.train import train
 
 
 def shipped(name: str, *changes: str) -> TrainConfig:

@@ -13,17 +13,17 @@ import pytest
 from PIL import Image
 
 from simpletune.adapters.methods.full import Full
-from simpletune.apps.web.run.pictures import matrix_of
+from simpletune.apps.web.run.matrix import matrix_of
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
-from simpletune.runs.report.pictures import row_titles, validation_pictures
+from simpletune.runs.report.validation_images import row_titles, validation_images
 from simpletune.stages.png import generation_parameters, save_png
-from simpletune.stages.sample import PictureRequest
-from simpletune.training import validation_pictures as module
-from simpletune.training.validation_pictures import Previews
+from simpletune.stages.sample import ImageRequest
+from simpletune.training import validation_images as module
+from simpletune.training.validation_images import Previews
 
 CONFIG = TrainConfig(name="x", data=Folder(path="."))
-RED, BLUE = PictureRequest("a red circle", 0, "", 32, 32, 4, 5.0), PictureRequest("a blue ring", 1, "", 32, 32, 4, 5.0)
+RED, BLUE = ImageRequest("a red circle", 0, "", 32, 32, 4, 5.0), ImageRequest("a blue ring", 1, "", 32, 32, 4, 5.0)
 OF_BASE, TRAINED = 40, 90  # a picture's grey values, plus a number for each request
 Weights = str  # what stands for a transformer here
 
@@ -31,15 +31,15 @@ Weights = str  # what stands for a transformer here
 class Drawing(Previews):
     """Draws a grey for every request and state."""
 
-    drawn: list[tuple[PictureRequest, bool]]  # and whether the base drew it
+    drawn: list[tuple[ImageRequest, bool]]  # and whether the base drew it
     is_base = False
 
-    def pictures(self, denoiser: object, requests: Sequence[PictureRequest]) -> list[Image.Image]:
+    def images(self, denoiser: object, requests: Sequence[ImageRequest]) -> list[Image.Image]:
         self.drawn = [*getattr(self, "drawn", []), *((request, self.is_base) for request in requests)]
         return [Image.new("RGB", (32, 32), (grey(request, self.is_base),) * 3) for request in requests]
 
 
-def grey(request: PictureRequest, of_base: bool) -> int:
+def grey(request: ImageRequest, of_base: bool) -> int:
     asked = request.prompt, request.seed, request.guidance, request.steps, request.negative_prompt
     number = crc32(repr(asked).encode()) % 40
     return number + (OF_BASE if of_base else TRAINED)
@@ -56,7 +56,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "untrained", of_base)
 
 
-def previews(folder: Path, *requests: PictureRequest, full: bool = False) -> Drawing:
+def previews(folder: Path, *requests: ImageRequest, full: bool = False) -> Drawing:
     config = CONFIG.model_copy(update={"adapter": Full()}) if full else CONFIG
     return Drawing(config, list(requests), None, folder)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def previews(folder: Path, *requests: PictureRequest, full: bool = False) -> Dra
 def validate(at: Drawing, step: int) -> np.ndarray | None:
     """What a validation draws, and the sheet; the transformer tells its own drawing whether it is the base."""
     at.is_base = at.config.adapter.trains_base and step == 0
-    at.draw_base(at, step)  # type: ignore[arg-type]
+    at.generate_base(at, step)  # type: ignore[arg-type]
     at.is_base = False
     if not step:
         return None
@@ -91,7 +91,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_a_resume_with_another_request_shows_no_picture_of_the_old_one(other: PictureRequest, tmp_path: Path) -> None:
+def test_a_resume_with_another_request_shows_no_picture_of_the_old_one(other: ImageRequest, tmp_path: Path) -> None:
     first = previews(tmp_path, RED)
     validate(first, 0)
     assert cells(validate(first, 2)) == [[grey(RED, True), grey(RED, False)]]
@@ -168,7 +168,7 @@ def test_report_and_page_have_a_row_for_each_request(tmp_path: Path) -> None:
     assert [row["title"] for row in matrix.rows] == names and matrix.rows[0]["prompt"] == "a red circle"
     shown = [[bool(cell["file"]) for cell in row["cells"]] for row in matrix.rows]
     assert shown == [[True, False, True], [True, True, False], [True, True, True]]
-    found = validation_pictures(tmp_path, [])
+    found = validation_images(tmp_path, [])
     assert list(row_titles([each.asked for each in found]).values()) == names
     assert [each.step for each in found] == [0, 4, 0, 2, 0, 2, 4]
     spoil(tmp_path / "samples/step-000004/prompt-01.png")

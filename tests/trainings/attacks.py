@@ -173,17 +173,17 @@ def _parquet(folder: Path, place: Place) -> list[str]:
     import pyarrow
     import pyarrow.parquet
 
-    picture = next(Path(place.data["data"]["path"]).glob("*.png")).read_bytes()
-    rows = {"image": [{"bytes": picture, "path": "a.png"}], "text": ["a" * 200_000_000]}
+    image = next(Path(place.data["data"]["path"]).glob("*.png")).read_bytes()
+    rows = {"image": [{"bytes": image, "path": "a.png"}], "text": ["a" * 200_000_000]}
     pyarrow.parquet.write_table(pyarrow.table(rows), folder / "bomb.parquet", compression="zstd")
     return ["data", _config(folder, place, data={"path": str(folder / "bomb.parquet"), "resolution": 32})]
 
 
-def _same_pictures(folder: Path, place: Place) -> list[str]:
-    picture = next(Path(place.data["data"]["path"]).glob("*.png")).read_bytes()
+def _same_images(folder: Path, place: Place) -> list[str]:
+    image = next(Path(place.data["data"]["path"]).glob("*.png")).read_bytes()
     (folder / "same").mkdir()
     for number in range(20_000):
-        (folder / "same" / f"{number}.png").write_bytes(picture + number.to_bytes(4, "little"))
+        (folder / "same" / f"{number}.png").write_bytes(image + number.to_bytes(4, "little"))
     return ["data", _config(folder, place, data={"path": str(folder / "same"), "resolution": 32, "prompt": "a"})]
 
 
@@ -239,7 +239,7 @@ HOSTILE = (
     ),
     Hostile("LoRA: a factor without axes", 10, _without_axes, False),  # inspect describes it
     Hostile("data: a parquet cell of 200 MB", 40, _parquet),
-    Hostile("data: 20,000 like pictures", 120, _same_pictures, False),
+    Hostile("data: 20,000 like pictures", 120, _same_images, False),
 )
 
 

@@ -162,7 +162,7 @@ def test_a_diverged_run_says_why_in_its_report(
     [
         ("training.trainer.Trainer._steps", OUT_OF_MEMORY, "no checkpoint", "memory is full"),
         ("training.metrics.append_metrics", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "is full", "is full"),
-        ("commands.train.load.load_model", ValueError("no such layer"), "no such layer", "ValueError: no such layer"),
+        ("training.load_job.load_model", ValueError("no such layer"), "no such layer", "ValueError: no such layer"),
     ],
 )
 def test_why_a_run_failed_is_kept(
@@ -191,7 +191,7 @@ def test_a_record_that_cannot_be_written_does_not_hide_why(
         monkeypatch.setattr("simpletune.runs.attempts.write_json", full)
         raise ValueError("no such layer")
 
-    monkeypatch.setattr("simpletune.commands.train.load.load_model", broken)
+    monkeypatch.setattr("simpletune.training.load_job.load_model", broken)
     with pytest.raises(ValueError, match="no such layer"):
         run_with(tiny_config)
     assert "warning" in capsys.readouterr().out

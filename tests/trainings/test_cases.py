@@ -28,7 +28,6 @@ from cases import (
 )
 from safetensors.torch import load_file
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -39,6 +38,7 @@ from simpletune.runs.result import result_files
 from simpletune.stages.step.train_step import attach
 from simpletune.stages.text_side import empty_text_side
 from simpletune.system.options import ConfigError, option_classes
+from simpletune.training.train import train
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -19,12 +19,12 @@ import torch
 from damage import DAMAGES, OF_FOLDERS, Place, answer, changed_state, damage, is_alike, make_origin, targets
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.folder import open_again, read_metrics
 from simpletune.system.options import UserError
+from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTINUE = ROOT / "docs" / "how-to" / "continue-a-run.md"

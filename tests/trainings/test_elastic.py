@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from tiny_runs import merged
 from two_processes import of_two_blocks, run_of
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import read_state, with_checksum
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 PLAN = {"modulation": "plan", "modulation_window": 3}
 STREAMED = {"resident_blocks": 1, "offload_checkpoint_inputs": True}

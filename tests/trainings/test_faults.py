@@ -37,7 +37,7 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.system import disk
 from simpletune.system.options import ConfigError, UserError
 from simpletune.training.checkpointer import Checkpointer
-from simpletune.training.validation_pictures import Previews
+from simpletune.training.validation_images import Previews
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -470,7 +470,7 @@ def test_side_stages_do_not_take_the_run_down(
         calls.append(args)
         raise torch.OutOfMemoryError("CUDA out of memory (injected)") if len(calls) < 3 else RuntimeError("broken")
 
-    monkeypatch.setattr("simpletune.training.validation_pictures.generate_pictures", fail)
+    monkeypatch.setattr("simpletune.training.validation_images.generate_images", fail)
     monkeypatch.setattr("simpletune.training.validation_loss.LossEvaluator.evaluate", fail)
     monkeypatch.setattr("simpletune.training.finish.write_card", fail)
     monkeypatch.setattr("simpletune.runs.report.report_at_end", fail)
@@ -489,7 +489,7 @@ def test_side_stages_do_not_take_the_run_down(
 
 def test_after_a_failure_the_next_validation_is_tried(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base's pictures, too, whose drawing fails before the first step and at the first validation."""
-    honest, calls = Previews.pictures, []
+    honest, calls = Previews.images, []
 
     def draw(self: Previews, *args: object) -> list[Image.Image]:
         calls.append(args)
@@ -497,7 +497,7 @@ def test_after_a_failure_the_next_validation_is_tried(tiny_config: dict, monkeyp
             raise torch.OutOfMemoryError("injected")
         return honest(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Previews, "pictures", draw)
+    monkeypatch.setattr(Previews, "images", draw)
     run = run_with(tiny_config, validation={"prompts": ["a disc"], "every": 1, "steps": 2})
     left = sorted(entry.name for entry in (run / "samples").iterdir())
     assert left == ["base", "grid.png", "step-000001", "step-000002", "step-000004"] and len(calls) == 7

@@ -16,7 +16,6 @@ from slow_cases import slow_but
 from tiny_runs import fail_at, run_with, stop_at
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.finish_early import finish_early
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.estimate.disk_needs import DataCounts, checkpoint_bytes, disk_needs
@@ -26,6 +25,7 @@ from simpletune.runs.report.markdown import markdown
 from simpletune.stages.plan_data import plan_data
 from simpletune.system.locks import exclusive
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.finish_early import finish_early
 
 LORA = "pytorch_lora_weights.safetensors"
 FULL = "transformer/diffusion_pytorch_model.safetensors"
@@ -96,10 +96,10 @@ def test_the_text_side_too(adapter: str, tiny_config: dict) -> None:
 
 
 def test_finishing_leaves_what_a_finished_run_leaves(
-    tiny_config: dict, tiny_pictures: Path, tmp_path: Path, capsys
+    tiny_config: dict, tiny_images: Path, tmp_path: Path, capsys
 ) -> None:
     moved = tmp_path / "pictures"
-    shutil.copytree(tiny_pictures, moved)
+    shutil.copytree(tiny_images, moved)
     looks = {"validation": {"prompts": ["a red disc"], "steps": 1, "every": 2, "loss_samples": 2}}
     data = {"data": {**tiny_config["data"], "path": str(moved)}, "output": {**tiny_config["output"], "report": True}}
     run = stopped({**tiny_config, **data}, **looks)

@@ -13,14 +13,14 @@ import torch
 from blocks import BLOCKS, CONFIG
 from safetensors.torch import load_file, save_file
 
-from simpletune.commands.train.prepare import prepare_only
-from simpletune.commands.train.train import train
 from simpletune.config.load import read_config, validate
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import TABLE
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics, read_summary
+from simpletune.training.prepare import prepare_only
+from simpletune.training.train import train
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -50,7 +50,7 @@ def of_unet(place: Path) -> dict[str, Any]:
     pipeline = tiny_sd15.build(place / "sd2", "sd2")
     noise = pipeline / "scheduler" / "scheduler_config.json"
     noise.write_text(json.dumps(json.loads(noise.read_text()) | {"prediction_type": "epsilon"}))
-    pictures.write_folder(place / "pictures", pictures.sample_scenes(4, seed=3, style="flat"), seed=3, pixels=512)
+    demo_scenes.write_folder(place / "pictures", demo_scenes.sample_scenes(4, seed=3, style="flat"), seed=3, pixels=512)
     return {"model": {"pretrained": str(pipeline)}, "data": {"path": str(place / "pictures")}}
 
 

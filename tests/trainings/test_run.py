@@ -120,9 +120,9 @@ def test_an_older_run_of_the_name_is_moved_aside(tiny_config: dict, capsys: pyte
 
 
 def test_resume_is_exact_with_accumulation_dropout_and_schedule(
-    tiny_config: dict, tiny_pictures: Path, tmp_path: Path
+    tiny_config: dict, tiny_images: Path, tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(tiny_pictures, tmp_path / "weighted")
+    folder = shutil.copytree(tiny_images, tmp_path / "weighted")
     for text in folder.glob("*.txt"):
         text.write_text(f"3::{text.read_text()}\na picture, small, plain")
     changes: dict = {

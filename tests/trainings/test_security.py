@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, load_autoencoder
@@ -27,6 +26,7 @@ from simpletune.system.locks import exclusive
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.redact import redact
+from simpletune.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "simpletune"

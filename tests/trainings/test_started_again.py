@@ -23,14 +23,14 @@ EPOCH = 3
 @pytest.fixture
 def two_sources(tiny_config: dict, tmp_path: Path) -> dict:
     """A data set of six pictures and one of three, with crops, flips and dropped captions; two micro-batches a step."""
-    pictures, first = tmp_path / "three", Path(tiny_config["data"]["path"])
-    pictures.mkdir()
+    images, first = tmp_path / "three", Path(tiny_config["data"]["path"])
+    images.mkdir()
     for file in (each for number in range(3) for each in first.glob(f"{number:03d}.*")):
-        shutil.copy(file, pictures)
+        shutil.copy(file, images)
     each = {"resolution": 32, "crop": "random", "flip": True, "variants": 2, "caption_dropout": 0.3}
     sources = [
         {**each, "path": str(first)},
-        {**each, "path": str(pictures), "caption_suffix": ", again", "weight": 0.5},
+        {**each, "path": str(images), "caption_suffix": ", again", "weight": 0.5},
     ]
     train = {"batch_size": 2, "gradient_accumulation": 2}
     return tiny_config | {"data": {"sources": sources}, "train": train}

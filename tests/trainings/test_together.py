@@ -24,7 +24,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from two_processes import LEVERS, changed, require_same, run_of, tensors, together
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.storage.cache import FileCache, crop_key
 from simpletune.runs import checkpoint
@@ -34,6 +33,7 @@ from simpletune.stages.plan_data import make_plan
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.train_step import ignore_frozen_in_ddp
 from simpletune.training.heartbeats import LOST
+from simpletune.training.train import train
 
 ground, whole = two_processes.ground, two_processes.whole
 
@@ -180,7 +180,7 @@ config, rank, port, of = sys.argv[1:]
 os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from simpletune.apps.cli.main import main
-from simpletune.commands.train import class_pictures
+from simpletune.training import class_pictures
 honest = class_pictures.save_png
 def save_png(picture, part, request, **more):
     print("drew", request.seed, flush=True)
@@ -246,14 +246,14 @@ def test_what_is_not_finite_in_the_second_process_is_named_by_the_first(
     train = {"on_nonfinite": "skip", "steps": 1}
     data = unwatched(ground, "odd", train=train, output={"cache": str(tmp_path / "cache")})
     config = validate(data, "test")
-    plan = make_plan(config, config.data.scan(Path(config.data.path)).pictures)
+    plan = make_plan(config, config.data.scan(Path(config.data.path)).images)
     views = [plan.micro_batch(0, RankMicroBatches(process, 2).of(plan.areas(0))[0])[0].view for process in (0, 1)]
     for file in (tmp_path / "cache" / "latents").rglob("*.safetensors"):
         with safe_open(file, "pt") as handle:
             key, z_0 = handle.metadata()["key"], handle.get_tensor("z_0")
         if key == crop_key(views[1]):
             FileCache(file.parent).save(key, {"z_0": z_0 * math.nan})
-    names = [view.picture.name for view in views]
+    names = [view.image.name for view in views]
     said = launcher.train(data, data).said[0]
     assert f"step 1: the loss is nan. Samples: {names[1]}. {names[1]}: its cached latents are non-finite" in said
     assert list(read_rows(run_of(data) / SKIPPED))[0]["samples"] == names

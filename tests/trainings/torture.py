@@ -30,13 +30,13 @@ from launching import preload
 from safetensors.torch import load_file
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.devices import prepare_environment
 from simpletune.system.options import ConfigError
+from simpletune.training.train import train
 
 STEPS = 7
 PER_CASE = 4  # kills of one run
@@ -84,8 +84,8 @@ class Ground:
         shape = replace(tiny_sd3.MINIMAL, layers=2, heads=2)
         tiny_sd3.build(folder / "sd3", shape, seed=1, dtype="fp32")
         tiny_sdxl.build(folder / "sdxl", seed=1)
-        scenes = pictures.sample_scenes(6, seed=3, style="flat")
-        pictures.write_folder(folder / "pictures", scenes, seed=3, pixels=64)
+        scenes = demo_scenes.sample_scenes(6, seed=3, style="flat")
+        demo_scenes.write_folder(folder / "pictures", scenes, seed=3, pixels=64)
 
     def case(self, number: int) -> dict[str, Any]:
         """The configuration of a run; drawn again until the options go together."""

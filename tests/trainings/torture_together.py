@@ -32,7 +32,7 @@ from launching import ROOT, Launcher
 from two_processes import changed, require_same, run_of
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.training.heartbeats import LOST
@@ -81,7 +81,9 @@ class Tally:
 def ground(folder: Path) -> dict[str, Any]:
     """The configuration of a run with a model of two blocks, and its files."""
     tiny_sd3.build(folder / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    pictures.write_folder(folder / "pictures", pictures.sample_scenes(13, seed=3, style="flat"), seed=3, pixels=32)
+    demo_scenes.write_folder(
+        folder / "pictures", demo_scenes.sample_scenes(13, seed=3, style="flat"), seed=3, pixels=32
+    )
     return {
         "name": "x", "device": "cpu", "model": {"pretrained": str(folder / "pipeline"), "t5_length": 8},
         "data": {"path": str(folder / "pictures"), "resolution": 32, "caption_dropout": 0.3},

@@ -215,7 +215,7 @@ def fold_lora(model: nn.Module) -> None:
 def _merged(layer: nn.Module, weight: Tensor) -> Tensor:
     """The fp32 weight of the innermost layer with the updates of all layers that wrap it, inner ones first."""
     if isinstance(layer, UpdateLayer):
-        return layer.merged(_merged(layer.base_layer, weight))
+        return layer.merge(_merged(layer.base_layer, weight))
     if isinstance(layer, LoraLayer):
         weight = _merged(layer.base_layer, weight)
         for adapter in layer.active_adapters:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from simpletune.engine.denoiser import quantised_layer, quantised_layers
 from simpletune.models.families import FAMILIES, family_of, family_of_config
-from simpletune.models.shared.denoiser import quantised_layer, quantised_layers
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
 from simpletune.models.shared.parts import Part

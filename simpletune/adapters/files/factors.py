@@ -28,7 +28,7 @@ def _svd(update: Update) -> tuple[Tensor, Tensor, Tensor]:  # fp64 [o, m], [m], 
         s, order = torch.kron(s1, s2).sort(descending=True)
         signed = torch.kron(u1, u2)[:, order] * (-1 if update.scale < 0 else 1)
         return signed, s * abs(update.scale), torch.kron(v1, v2)[order]
-    lora = update.plain()
+    lora = update.as_lora()
     left, small_left = torch.linalg.qr(lora.up.double() * lora.scale)
     right, small_right = torch.linalg.qr(lora.down.double().T)
     u, s, vt = torch.linalg.svd(small_left @ small_right.T, full_matrices=False)

@@ -91,7 +91,7 @@ class Merger:
         delta = torch.zeros_like(exact)
         for updates, strength in self._loras:
             if layer in updates:
-                delta += strength * updates[layer].difference(exact.flatten(1)).view_as(delta)
+                delta += strength * updates[layer].delta_for(exact.flatten(1)).view_as(delta)
         exact = exact + delta
         merged = _cast(layer, exact, dtype)
         self._error += float((merged.float() - exact).double().square().sum())

@@ -58,7 +58,7 @@ def mix(loras: Sequence[tuple[Updates, float]], recipe: Recipe) -> dict[str, Lor
     require_one(*({name: update.shape for name, update in updates.items()} for updates, _ in loras))
     mixed = {}
     for name in layers:
-        parts = [(updates[name].plain(), weight) for updates, weight in loras if name in updates]
+        parts = [(updates[name].as_lora(), weight) for updates, weight in loras if name in updates]
         if len({part.shape for part, _ in parts}) > 1:
             raise UserError(f"{name} has different shapes in these files: they are for different models. Give others")
         ranks = sorted({part.rank for part, _ in parts})

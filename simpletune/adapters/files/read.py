@@ -47,7 +47,7 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
             for role, tensor in factors.items():
                 require_numbers(f"{header.file}: {module.keys[role]}", tensor)
             update = _update(header, module, factors)
-            parts = update.parts(module.rows) if module.rows else [update]
+            parts = update.split(module.rows) if module.rows else [update]
             for layer, part in zip(module.layers, parts, strict=True):
                 if layer in found:
                     raise UserError(f"{header.file}: {layer} is updated twice, once by {module.name}. {DAMAGED}")
@@ -59,7 +59,7 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
             if isinstance(update, OftUpdate):
                 found[layer] = replace(update, original=(layer, names))
             elif names.halves_swapped(layer, *update.shape):
-                found[layer] = update.swapped()
+                found[layer] = update.swap_halves()
     return found
 
 

@@ -22,8 +22,8 @@ from simpletune.adapters.methods.formulas import (
     hadamard_delta,
     kronecker_delta,
     low_rank,
+    rotate_rows,
     triangle_of,
-    turned_rows,
 )
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_registry import INPUTS
@@ -65,7 +65,7 @@ class Update(ABC):
         own = math.prod(shape[1:])
         return (outputs, inputs or own) == (shape[0], own)
 
-    def difference(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
+    def delta_for(self, weight: Tensor) -> Tensor:  # fp32 [o, i] -> [o, i]
         """What it adds to a weight."""
         return self.delta()
 
@@ -76,23 +76,23 @@ class Update(ABC):
             "base with simpletune merge, then use simpletune extract"
         )
 
-    def plain(self) -> LoraUpdate:
+    def as_lora(self) -> LoraUpdate:
         """The equivalent LoRA, of rank ``rank``; raises what ``delta`` raises."""
         delta = self.delta()
         outputs, inputs = delta.shape  # an identity on the shorter side
         down, up = (delta, torch.eye(outputs)) if outputs <= inputs else (torch.eye(inputs), delta)
         return LoraUpdate(down, up, kernel=self.kernel)
 
-    def saved(self) -> tuple[dict[str, Tensor], float]:
+    def file_factors(self) -> tuple[dict[str, Tensor], float]:
         """The factors for a file, by role, and alpha; not of DoRA and OFT, whose tensors depend on the layout."""
         raise NotImplementedError
 
     @abstractmethod
-    def parts(self, rows: Sequence[Rows]) -> Sequence[Update | None]:
+    def split(self, rows: Sequence[Rows]) -> Sequence[Update | None]:
         """The updates of the layers that a fused one stacks, whose rows these are; None: it does not change a layer."""
 
     @abstractmethod
-    def swapped(self) -> Update:
+    def swap_halves(self) -> Update:
         """The update with the halves of its outputs swapped (scale and shift)."""
 
 
@@ -117,16 +117,16 @@ class LoraUpdate(Update):
     def delta(self) -> Tensor:
         return self.scale * (self.up.float() @ self.down.float())
 
-    def plain(self) -> LoraUpdate:
+    def as_lora(self) -> LoraUpdate:
         return self
 
-    def saved(self) -> tuple[dict[str, Tensor], float]:
+    def file_factors(self) -> tuple[dict[str, Tensor], float]:
         factors = {DOWN: self.down, UP: self.up}
         if self.kernel:
             factors = {DOWN: self.down.reshape(self.rank, -1, *self.kernel), UP: self.up[:, :, None, None]}
         return factors, self.scale * self.rank
 
-    def parts(self, rows: Sequence[Rows]) -> Sequence[LoraUpdate | None]:
+    def split(self, rows: Sequence[Rows]) -> Sequence[LoraUpdate | None]:
         """The inverse of ``fuse`` up to rows and columns of zeros; the scale, alpha / r, stays.
 
         If no columns are shared, each part gets only its own, and a part without columns is None. If columns are
@@ -151,7 +151,7 @@ class LoraUpdate(Update):
             for up, own in zip(ups, used, strict=True)
         ]
 
-    def swapped(self) -> LoraUpdate:
+    def swap_halves(self) -> LoraUpdate:
         return replace(self, up=exchanged_halves(self.up))
 
     def folded(self) -> LoraUpdate:
@@ -230,7 +230,7 @@ class LokrUpdate(Update):
     def delta(self) -> Tensor:
         return self.scale * kronecker_delta(self.factors)[self.skipped : self.skipped + self.outputs]
 
-    def plain(self) -> LoraUpdate:
+    def as_lora(self) -> LoraUpdate:
         pairs = []  # W1 and W2 as two factors each: their own, or the whole and an identity on its shorter side
         for name in ("lokr_w1", "lokr_w2"):
             if name not in self.factors:
@@ -241,10 +241,10 @@ class LokrUpdate(Update):
             pairs.append((whole, torch.eye(wide)) if wide <= tall else (torch.eye(tall), whole))
         up, down = (torch.kron(one, other) for one, other in zip(*pairs, strict=True))
         if len(down) > min(self.shape):
-            return super().plain()
+            return super().as_lora()
         return LoraUpdate(down, up[self.skipped : self.skipped + self.outputs], self.scale, self.kernel)
 
-    def saved(self) -> tuple[dict[str, Tensor], float]:
+    def file_factors(self) -> tuple[dict[str, Tensor], float]:
         factors = self._unfolded(bool(self.kernel))  # LyCORIS loads no matrix into a convolution, one of 1x1 included
         if self.dim is None:  # readers ignore alpha, so the scale goes into W1
             w1 = factors["lokr_w1"]
@@ -261,7 +261,7 @@ class LokrUpdate(Update):
             factors["lokr_w2"] = factors["lokr_w2"].reshape(self.height, -1, *self.kernel)
         return factors
 
-    def parts(self, rows: Sequence[Rows]) -> Sequence[LokrUpdate]:
+    def split(self, rows: Sequence[Rows]) -> Sequence[LokrUpdate]:
         """Each part has only the rows of W1 that it needs."""
         parts = []
         for own in (each.within(self.outputs) for each in rows):
@@ -271,10 +271,10 @@ class LokrUpdate(Update):
             parts.append(replace(self, factors=factors, outputs=outputs, skipped=begin - first * self.height))
         return parts
 
-    def swapped(self) -> LokrUpdate | LoraUpdate:
+    def swap_halves(self) -> LokrUpdate | LoraUpdate:
         rows = self.factors[self.upper]
         if not self.is_own or len(rows) % 2:
-            return self.plain().swapped()
+            return self.as_lora().swap_halves()
         return replace(self, factors={**self.factors, self.upper: exchanged_halves(rows)})
 
 
@@ -299,22 +299,22 @@ class LohaUpdate(Update):
     def delta(self) -> Tensor:
         return self.scale * hadamard_delta(self.factors)
 
-    def plain(self) -> LoraUpdate:
+    def as_lora(self) -> LoraUpdate:
         down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
         if len(down) > min(self.shape):
-            return super().plain()
+            return super().as_lora()
         return LoraUpdate(down, up.contiguous(), self.scale, self.kernel)
 
-    def saved(self) -> tuple[dict[str, Tensor], float]:
+    def file_factors(self) -> tuple[dict[str, Tensor], float]:
         assert self.dim is not None
         return dict(self.factors), self.scale * self.dim
 
-    def parts(self, rows: Sequence[Rows]) -> Sequence[LohaUpdate]:
+    def split(self, rows: Sequence[Rows]) -> Sequence[LohaUpdate]:
         spans = [own.within(self.shape[0]) for own in rows]
         split = [{n: f[own] if n.endswith("_a") else f for n, f in self.factors.items()} for own in spans]
         return [replace(self, factors=factors) for factors in split]
 
-    def swapped(self) -> LohaUpdate:
+    def swap_halves(self) -> LohaUpdate:
         halves = {n: exchanged_halves(f) if n.endswith("_a") else f for n, f in self.factors.items()}
         return replace(self, factors=halves)
 
@@ -339,7 +339,7 @@ class DoraUpdate(Update):
         self.shape, self.scale, self.kernel = self.update.shape, self.update.scale, self.update.kernel
         self.rank = self.dim = self.update.rank
 
-    def difference(self, weight: Tensor) -> Tensor:
+    def delta_for(self, weight: Tensor) -> Tensor:
         turned = weight + self.update.delta()
         if self.magnitude is not None:
             gain = by_norms(self.magnitude, turned.norm(dim=1))
@@ -348,19 +348,19 @@ class DoraUpdate(Update):
             gain = by_norms(self.relative, weight.norm(dim=1))
         return gain[:, None] * turned - weight
 
-    def parts(self, rows: Sequence[Rows]) -> Sequence[DoraUpdate]:
+    def split(self, rows: Sequence[Rows]) -> Sequence[DoraUpdate]:
         spans = [own.within(self.shape[0]) for own in rows]
         return [
             DoraUpdate(
                 part or replace(self.update, up=self.update.up[own].contiguous()),
                 *(None if vector is None else vector[own] for vector in (self.magnitude, self.relative)),
             )
-            for part, own in zip(self.update.parts(rows), spans, strict=True)
+            for part, own in zip(self.update.split(rows), spans, strict=True)
         ]
 
-    def swapped(self) -> DoraUpdate:
+    def swap_halves(self) -> DoraUpdate:
         vectors = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
-        return DoraUpdate(self.update.swapped(), *vectors)
+        return DoraUpdate(self.update.swap_halves(), *vectors)
 
 
 @dataclass(eq=False)
@@ -381,13 +381,13 @@ class OftUpdate(Update):
         self.rank = self.blocks.shape[0] * self.blocks.shape[1]
         self.shape, self.dim = (self.rank, 0), None
 
-    def difference(self, weight: Tensor) -> Tensor:
-        return turned_rows(weight, self.triangle(weight.shape[1]))
+    def delta_for(self, weight: Tensor) -> Tensor:
+        return rotate_rows(weight, self.triangle(weight.shape[1]))
 
-    def parts(self, rows: Sequence[Rows]) -> Sequence[OftUpdate]:
+    def split(self, rows: Sequence[Rows]) -> Sequence[OftUpdate]:
         return [replace(self, blocks=self.blocks[own.within(len(self.blocks))]) for own in rows]
 
-    def swapped(self) -> OftUpdate:
+    def swap_halves(self) -> OftUpdate:
         return self  # records its order itself
 
     def triangle(self, inputs: int) -> Tensor:  # [k, d (d - 1) / 2]

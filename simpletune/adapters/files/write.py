@@ -121,7 +121,7 @@ def _tensors_of(
     update: Update, key: Callable[[str], str], dtype: torch.dtype | None, with_alpha: bool = True
 ) -> dict[str, Tensor]:
     """An update's tensors by key: copies, because layers may share factors, and alpha in fp32."""
-    factors, alpha = update.saved()
+    factors, alpha = update.file_factors()
     tensors = {key(role): factor.to(dtype or factor.dtype, copy=True) for role, factor in factors.items()}
     return tensors | ({key(ALPHA): torch.tensor(alpha, dtype=torch.float32)} if with_alpha else {})
 
@@ -163,7 +163,7 @@ def in_original_names(updates: LoraUpdates, names: LoraNames) -> dict[str, LoraU
                 f"{layer} is not a layer of {names.title}, so it has no name in the original layout"
             ) from None
         if rows is None:
-            found[module] = update.swapped() if names.halves_swapped(layer, *update.shape) else update
+            found[module] = update.swap_halves() if names.halves_swapped(layer, *update.shape) else update
         else:
             parts.setdefault(module, {})[rows] = update
     return found | {module: fuse(own) for module, own in parts.items()}

@@ -260,11 +260,11 @@ class DoraLayer(UpdateLayer):
         state[MAGNITUDE] = self.magnitude.detach()
         return state | ({ALPHA: torch.tensor(self.scale * down.shape[0])} if layout.alpha else {})
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_linear(self, y: Tensor, x: Tensor) -> Tensor:
         """Add k (W' - W) x: gain - 1 times the frozen layer's output without its bias, and gain s B A x."""
         return rescaled(y, *self._operands(y, x))
 
-    def convolved(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_convolution(self, y: Tensor, x: Tensor) -> Tensor:
         return rescaled_convolution(y, *self._operands(y, x), geometry_of(self))
 
     def _operands(self, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -275,11 +275,11 @@ class DoraLayer(UpdateLayer):
         return self.input_dropout(x), self.lora_A.weight, b, (gain - 1) * self.strength, bias
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         """W + k (W' - W). Also scales the rows of other updates in the weight, as ``updated`` does."""
         flat = weight.flatten(1)
-        turned = flat + self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float().flatten(1))
-        return torch.lerp(flat, self.exact_gains()[:, None] * turned, self.strength).view_as(weight)
+        rotate = flat + self.scale * (self.lora_B.weight.float() @ self.lora_A.weight.float().flatten(1))
+        return torch.lerp(flat, self.exact_gains()[:, None] * rotate, self.strength).view_as(weight)
 
 
 def squared_norms(frozen: nn.Module) -> Tensor:  # fp32 [o]

@@ -54,7 +54,7 @@ def by_norms(magnitude: Tensor, norms: Tensor) -> Tensor:
     return magnitude / torch.where(norms > 0, norms, torch.inf)
 
 
-def turn(
+def block_rotations(
     triangle: Tensor,  # [k, d (d - 1) / 2]
     side: int,  # d
 ) -> Tensor:  # fp32 [k, d, d]
@@ -101,13 +101,13 @@ def named_blocks(blocks: Mapping[str, Tensor], layout: Layout) -> dict[str, Tens
     return tensors
 
 
-def turned_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
+def rotate_rows(weight: Tensor, triangle: Tensor) -> Tensor:  # [o, i], [k, d (d - 1) / 2] -> [o, i]
     """(R - I) W."""
-    return turned(weight.t(), triangle).t()
+    return rotate(weight.t(), triangle).t()
 
 
-def turned(z: Tensor, triangle: Tensor) -> Tensor:  # [..., o] -> [..., o]
+def rotate(z: Tensor, triangle: Tensor) -> Tensor:  # [..., o] -> [..., o]
     """Multiply each block of columns by its R^T - I."""
     side = z.shape[-1] // len(triangle)
-    rotation = turn(triangle, side).to(z.dtype)
+    rotation = block_rotations(triangle, side).to(z.dtype)
     return torch.einsum("...kd,kde->...ke", z.unflatten(-1, (-1, side)), rotation).flatten(-2)

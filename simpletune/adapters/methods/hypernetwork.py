@@ -73,8 +73,8 @@ class Hypernetwork(TrainingMethod):
 
     def chosen(self, shapes: Shapes) -> list[int]:
         """The widths that get networks, from the base model's shapes."""
-        text, picture = context_widths(shapes)
-        known = {"text": text, "all": text | picture}
+        text, image = context_widths(shapes)
+        known = {"text": text, "all": text | image}
         return sorted(known[self.widths] if isinstance(self.widths, str) else set(self.widths))
 
     def describe(self, shapes: Shapes) -> str:
@@ -86,10 +86,10 @@ class Hypernetwork(TrainingMethod):
         return sum(self.structure.parameters(width) for width in self.chosen(shapes))
 
     def problems(self, shapes: Shapes) -> Iterator[Problem]:
-        text, picture = context_widths(shapes)
+        text, image = context_widths(shapes)
         for width in self.chosen(shapes):
-            if text and width not in text | picture:
-                known = ", ".join(map(str, sorted(text | picture)))
+            if text and width not in text | image:
+                known = ", ".join(map(str, sorted(text | image)))
                 yield Problem(
                     "adapter.widths", f"{width}: no attention of this model has an input of this width. Use {known}"
                 )

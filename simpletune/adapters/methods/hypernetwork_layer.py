@@ -124,7 +124,7 @@ class HypernetworkLayer(UpdateLayer):
         y: Tensor = self.base_layer(self.network(x, self.strength) if self.enabled else x)
         return y
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         raise UserError(
             "a hypernetwork is a function of the attention's inputs, so no weights can contain it. Draw with it "
             "instead: --lora FILE"

@@ -46,23 +46,23 @@ class UpdateLayer(nn.Module):
         if not self.enabled:
             return y
         if self.shape is None or len(self.shape) == 2:
-            return self.updated(y, x)
+            return self.add_linear(y, x)
         if self.shape[2:] != (1, 1):
-            return self.convolved(y, x)
-        return self.updated(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            return self.add_convolution(y, x)
+        return self.add_linear(y.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
+    def add_linear(self, y: Tensor, x: Tensor) -> Tensor:  # [..., o], [..., i] -> [..., o]
         """Add the update to the base layer's output y, which may be overwritten, in the type of y.
 
         The tensors of a 1x1 convolution have their channels last.
         """
         raise NotImplementedError
 
-    def convolved(self, y: Tensor, x: Tensor) -> Tensor:  # [b, o, h', w'], [b, i, h, w] -> [b, o, h', w']
+    def add_convolution(self, y: Tensor, x: Tensor) -> Tensor:  # [b, o, h', w'], [b, i, h, w] -> [b, o, h', w']
         """``updated`` of a convolution with a larger kernel, with channels first."""
         raise NotImplementedError
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         """The fp32 weight, [o, i] or [o, i, kh, kw], with the update at its strength."""
         raise NotImplementedError
 

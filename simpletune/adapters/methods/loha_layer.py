@@ -32,13 +32,13 @@ class LohaLayer(FactorLayer):
             "hada_w2_b": torch.randn(shapes["hada_w2_b"]),
         }
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_linear(self, y: Tensor, x: Tensor) -> Tensor:
         return add_update(y, x, *low_rank(self.factors), self.strength)  # never builds [o, i]
 
-    def convolved(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_convolution(self, y: Tensor, x: Tensor) -> Tensor:
         assert self.shape is not None
         down, up = low_rank(self.factors)
         return add_convolution_update(y, x, down.view(-1, *self.shape[1:]), up, self.strength, geometry_of(self))
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         return weight + self.strength * hadamard_delta(self.factors).view_as(weight)

@@ -55,7 +55,7 @@ class LokrLayer(FactorLayer):
         w1 = full_factor(self.factors, "lokr_w1")
         return w1 if self.strength == 1 else w1 * self.strength
 
-    def convolved(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_convolution(self, y: Tensor, x: Tensor) -> Tensor:
         assert self.shape is not None
         factors = self.factors
         before, after = factors.get("lokr_w2"), None
@@ -64,7 +64,7 @@ class LokrLayer(FactorLayer):
             before = before.view(len(before), -1, *self.shape[2:])
         return add_kronecker_convolution(y, x, self._first(), before, after, geometry_of(self))
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_linear(self, y: Tensor, x: Tensor) -> Tensor:
         factors, w1 = self.factors, self._first()
         if "lokr_w2" in factors:
             before, after = sides(w1, full_factor(factors, "lokr_w2"))
@@ -77,7 +77,7 @@ class LokrLayer(FactorLayer):
         rows = add_kronecker(y.new_zeros(*y.shape[:-1], height), x, w1, before, after)
         return y + rows[..., self.skipped : self.skipped + y.shape[-1]]
 
-    def merged(self, weight: Tensor) -> Tensor:
+    def merge(self, weight: Tensor) -> Tensor:
         delta = kronecker_delta(self.factors)[self.skipped : self.skipped + len(weight)]
         return weight + self.strength * delta.view_as(weight)
 

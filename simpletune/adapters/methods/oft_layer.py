@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from simpletune.adapters.methods.formulas import turned, turned_rows
+from simpletune.adapters.methods.formulas import rotate, rotate_rows
 from simpletune.adapters.methods.layers import ADAPTER, FactorLayer, innermost_layer
 
 
@@ -32,14 +32,14 @@ class OftLayer(FactorLayer):
         assert self.shape is not None
         self.side = self.shape[0] // len(self.oft_triangle)
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+    def add_linear(self, y: Tensor, x: Tensor) -> Tensor:
         bias = innermost_layer(self).bias  # is not rotated
         own = y if bias is None else y - bias.to(y.dtype)  # type: ignore[operator]
-        return torch.add(y, turned(own, self.oft_triangle), alpha=self.strength)
+        return torch.add(y, rotate(own, self.oft_triangle), alpha=self.strength)
 
-    def convolved(self, y: Tensor, x: Tensor) -> Tensor:  # rotates outputs, so the kernel does not matter
-        return self.updated(y.movedim(1, -1), x).movedim(-1, 1)
+    def add_convolution(self, y: Tensor, x: Tensor) -> Tensor:  # rotates outputs, so the kernel does not matter
+        return self.add_linear(y.movedim(1, -1), x).movedim(-1, 1)
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        return weight + self.strength * turned_rows(weight.flatten(1), self.oft_triangle).view_as(weight)
+    def merge(self, weight: Tensor) -> Tensor:
+        return weight + self.strength * rotate_rows(weight.flatten(1), self.oft_triangle).view_as(weight)

@@ -228,5 +228,5 @@ def _changed(layer: str, weight: Tensor, updates: Sequence[tuple[Update, Applied
                 f"{lora.name}: {layer} has {inputs} inputs and {outputs} outputs; this model has {exact.shape[1]} and "
                 f"{exact.shape[0]}. It belongs to another model"
             )
-        changed += lora.strength * update.difference(exact).to(exact.device)
+        changed += lora.strength * update.delta_for(exact).to(exact.device)
     return changed.to(weight.dtype)

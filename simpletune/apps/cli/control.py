@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from simpletune.runs.control import AnyRequest
 
 LOOK_EVERY = 0.2  # seconds
-DRAWING = ("negative_prompt", "seed", "strength", "steps", "guidance", "width", "height")
+GENERATING = ("negative_prompt", "seed", "strength", "steps", "guidance", "width", "height")
 
 
 def control(args: argparse.Namespace) -> None:
@@ -37,19 +37,19 @@ def build_request(args: argparse.Namespace) -> AnyRequest:
     from pydantic import ValidationError
 
     from simpletune.config.error_text import problems_of
-    from simpletune.runs.control import DrawRequest, SaveRequest, StopRequest, new_id
+    from simpletune.runs.control import GenerateRequest, SaveRequest, StopRequest, new_id
     from simpletune.system.options import ConfigError
 
-    how = {name: value for name in DRAWING if (value := getattr(args, name)) is not None}
+    how = {name: value for name in GENERATING if (value := getattr(args, name)) is not None}
     if args.draw is None:
         if how:
             raise UserError(f"--{next(iter(how)).replace('_', '-')} belongs to --draw. Leave it out")
         return StopRequest(id=new_id("stop"), ask="stop") if args.stop else SaveRequest(id=new_id("save"), ask="save")
     data: Json = {"id": new_id("draw"), "prompt": args.draw, **how}
     try:
-        return DrawRequest(**data)
+        return GenerateRequest(**data)
     except ValidationError as error:
-        raise ConfigError(problems_of(error, data, DrawRequest), "--draw") from None
+        raise ConfigError(problems_of(error, data, GenerateRequest), "--draw") from None
 
 
 def wait_for_answer(run: Path, request: str, seconds: float) -> Json:

@@ -14,7 +14,7 @@ from simpletune.apps.cli.arguments import (
     whole_number,
 )
 from simpletune.apps.cli.estimate import ABOUT_DEVICE
-from simpletune.apps.cli.train import is_folder_of_pictures
+from simpletune.apps.cli.train import is_folder_of_images
 
 PLACE_HELP = "a folder of pictures, or a configuration"
 
@@ -29,7 +29,7 @@ def data(args: argparse.Namespace) -> None:
     from simpletune.commands.inspect_data.folder_config import folder_config, with_model
     from simpletune.system.gpus import find_card
 
-    if is_folder_of_pictures(args.config):
+    if is_folder_of_images(args.config):
         config, about = folder_config(args.config, args.overrides, args.model, args.device)
     else:
         about = ""
@@ -54,7 +54,7 @@ def write_masks(args: argparse.Namespace) -> None:
     if args.json or args.out is not None:
         raise UserError("--masks-from writes masks and no report. Leave out --out and --json, or call data again")
     sources: list[Folder] = []
-    if is_folder_of_pictures(args.config):
+    if is_folder_of_images(args.config):
         sources.append(Folder(path=str(args.config)))
     else:
         from simpletune.config.resolve import resolve_data_folder

@@ -44,7 +44,7 @@ def choose_step(name: Path, step: str) -> None:
         raise UserError(f"--choose {step}: this is not a step. Give a number, or auto")
     put_choice(run, None if step == "auto" else int(step))
     best = choose_best(run)
-    say(f"{run}: no checkpoint" if best is None else f"best    {best.in_words(run)}")
+    say(f"{run}: no checkpoint" if best is None else f"best    {best.describe(run)}")
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ def train(args: argparse.Namespace) -> None:
 
             require_resumable(config, args.resume)
             import_libraries()
-            from simpletune.commands.train.train import train as run
+            from simpletune.training.train import train as run
 
             run(config, args.resume, STARTED, args.force, args.estimate)
         except Stopped as stopped:
@@ -40,17 +40,17 @@ def train(args: argparse.Namespace) -> None:
             raise
 
 
-def is_folder_of_pictures(config: Path) -> bool:
+def is_folder_of_images(config: Path) -> bool:
     """Whether a verb's argument is a folder of pictures; one that only holds configurations is none."""
     from simpletune.config.load import find_config
     from simpletune.data.sources.walk import walk
 
-    return find_config(config).is_dir() and not (any(config.glob("*.json")) and not walk(config, "inside").pictures)
+    return find_config(config).is_dir() and not (any(config.glob("*.json")) and not walk(config, "inside").images)
 
 
 def of_folder(config: Path, overrides: Sequence[str] = ()) -> Path:
     """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
-    if not is_folder_of_pictures(config):
+    if not is_folder_of_images(config):
         return config
     from simpletune.commands.init.command import config_for
 
@@ -68,7 +68,7 @@ def finish(args: argparse.Namespace) -> None:
     """export a stopped run's checkpoint as its result, without training"""
     with listening():
         import_libraries()
-        from simpletune.commands.train.finish_early import finish_early
+        from simpletune.training.finish_early import finish_early
 
         finish_early(args.run)
 
@@ -100,7 +100,7 @@ def prepare(args: argparse.Namespace) -> None:
     config = read_config_arguments(args)
     with listening():
         import_libraries()
-        from simpletune.commands.train.prepare import prepare_only
+        from simpletune.training.prepare import prepare_only
 
         prepare_only(config, args.source)
 

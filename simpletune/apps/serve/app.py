@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Scope
 
 from simpletune.apps.http import CLIENT_CLOSED_REQUEST, CLIENT_LEFT, Guard, read_body
 from simpletune.apps.serve.metrics import CONTENT_TYPE, Metrics
-from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
+from simpletune.apps.serve.requests import Capabilities, RequestError, ServedImage, read_requests
 from simpletune.apps.serve.worker import FAILED, STOPPING, GenerationJob, Worker
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
@@ -59,7 +59,7 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
     pages = {path: (file.read_bytes(), kind) for path, (file, kind) in PAGE_FILES.items()}
     decoding = asyncio.Semaphore(DECODED)
 
-    async def read(request: Request) -> list[ImageRequest]:
+    async def read(request: Request) -> list[ServedImage]:
         body = await read_body(request, "application/json", capabilities.limits.body, "body", "application/json")
         try:
             async with asyncio.timeout(PATIENCE):
@@ -80,11 +80,11 @@ def make_app(worker: Worker, capabilities: Capabilities, metrics: Metrics, optio
         with worker.place():  # before the body, which may have megabytes, is read
             images = await read(request)
             job = worker.submit(images, arrived)
-        request.scope["log"].update(pictures=len(images), loras=sorted({image.lora for image in images}))
-        pictures = await wait_for_images(request, worker, job)
+        request.scope["log"].update(encoded=len(images), loras=sorted({image.lora for image in images}))
+        encoded = await wait_for_images(request, worker, job)
         waited, drew = job.started - job.submitted, time.monotonic() - job.started
         request.scope["log"]["waited"] = round(waited, 3)
-        predictions = pictures if options.predictions == "plain" else [{"output": each} for each in pictures]
+        predictions = encoded if options.predictions == "plain" else [{"output": each} for each in encoded]
         timing = f"wait;dur={1000 * waited:.0f}, draw;dur={1000 * drew:.0f}"  # in ms, as browsers read it
         return JSONResponse({"predictions": predictions}, headers={"Server-Timing": timing})
 
@@ -146,8 +146,8 @@ async def wait_for_images(request: Request, worker: Worker, job: GenerationJob) 
     try:
         seconds = max(0.0, job.deadline - time.monotonic())
         await asyncio.wait((done, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if done.done() and (pictures := done.result()):
-            return pictures
+        if done.done() and (encoded := done.result()):
+            return encoded
         if left.done():
             raise RequestError(CLIENT_CLOSED_REQUEST, CLIENT_LEFT)
         if worker.state != "ready":

@@ -15,7 +15,7 @@ import torch
 from simpletune.adapters.text.encoding import TextEncoding, encode_prompts
 from simpletune.adapters.text.side import TextSide
 from simpletune.apps.serve.models import Models, ServedModels
-from simpletune.apps.serve.requests import BASE, ImageRequest
+from simpletune.apps.serve.requests import BASE, ServedImage
 from simpletune.commands.generate.generate import base_loras
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import Model
@@ -24,7 +24,7 @@ from simpletune.runs.text_side import stand_ins_of, text_side_of
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import Sampler, generate_pictures
+from simpletune.stages.sample import Sampler, generate_images
 from simpletune.system.stage_timer import GIB, peak_rss_gib
 
 MAX_PROMPTS = 64  # SD3 Medium's take 2.7 MB each in bf16
@@ -75,7 +75,7 @@ class ImageGenerator:
         for name in served.names:  # embeddings that do not fit the model fail now
             TextEncoding(config.model, dtype, text_side_of(served.weights_of(name), self._stand_ins))
 
-    def encode(self, images: Sequence[ImageRequest]) -> None:
+    def encode(self, images: Sequence[ServedImage]) -> None:
         """Encode the prompts of images into the cache, each with the text side of its model."""
         wanted: dict[str, tuple[TextSide, list[str]]] = {}
         for image in images:
@@ -84,7 +84,7 @@ class ImageGenerator:
         for side, prompts in wanted.values():
             self.text.fill(prompts, side)
 
-    def side_of(self, image: ImageRequest) -> TextSide:
+    def side_of(self, image: ServedImage) -> TextSide:
         """The embeddings and the text encoders' updates that an image is drawn with."""
         name, scale = image.lora, image.scale
         if (name, scale) not in self._sides:
@@ -93,7 +93,7 @@ class ImageGenerator:
             self._sides[name, scale] = text_side_of(self.served.weights_of(name, scale), self._stand_ins)
         return self._sides[name, scale]
 
-    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes:
+    def generate(self, image: ServedImage, check_cancelled: Callable[[], None]) -> bytes:
         """Generate one image, encoding its prompts if they are not cached; ``check_cancelled`` is called before every
         sampling step, and raises to stop the work. Returns a PNG with the text chunks of ``simpletune generate``."""
         check_cancelled()
@@ -103,7 +103,7 @@ class ImageGenerator:
         self._check_cancelled, config = check_cancelled, self.config
         try:
             sampler = Sampler(denoiser, config.model, config.precision, modulation, objective=config.objective)
-            pictures = generate_pictures(
+            images = generate_images(
                 sampler, self.vae, config.model, [image.request], partial(self.text.load, side=side)
             )
         finally:
@@ -117,7 +117,7 @@ class ImageGenerator:
             model = image.lora
         png, sampled = io.BytesIO(), config.objective.sampler
         under = base_loras(config) if model == config.model.weights_from else {}
-        save_png(pictures[0], png, image.request, weights=label, model=model, **under, loras=loras, sampler=sampled)
+        save_png(images[0], png, image.request, weights=label, model=model, **under, loras=loras, sampler=sampled)
         return png.getvalue()
 
     def peak_bytes(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from simpletune.adapters.files.attach import load_loras
 from simpletune.adapters.methods.layers import ADAPTER, innermost_layer, move_updates, outer_layers, wrap
 from simpletune.apps.serve.requests import BASE
 from simpletune.config.schema import TrainConfig
-from simpletune.models.shared.denoiser import Denoiser
+from simpletune.engine.denoiser import Denoiser
 from simpletune.runs.text_side import with_embeddings
 from simpletune.runs.weights import BASE as BASE_WEIGHTS
 from simpletune.runs.weights import Embedding, Weights, load_weights

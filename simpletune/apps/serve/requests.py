@@ -16,9 +16,9 @@ from pydantic_core import PydanticKnownError
 
 from simpletune.apps.serve.limits import GUIDANCE, SCALE, Limits
 from simpletune.config.error_text import did_you_mean, problems_of, show
-from simpletune.data.sources.pictures import decode, decode_mask, header_size
-from simpletune.data.sources.source import UnusablePicture
-from simpletune.stages.sample import PictureRequest, fitted
+from simpletune.data.sources.image_files import decode, decode_mask, header_size
+from simpletune.data.sources.source import UnusableImage
+from simpletune.stages.sample import ImageRequest, fitted
 from simpletune.system import strict_json
 from simpletune.system.options import Option, Problem, UserError
 from simpletune.system.strict_json import JsonError, JsonValue
@@ -45,10 +45,10 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class ImageRequest:
+class ServedImage:
     """One image to generate."""
 
-    request: PictureRequest
+    request: ImageRequest
     lora: str = BASE  # served name of a LoRA or a model
     scale: float = 1.0  # strength of the LoRA
 
@@ -58,13 +58,13 @@ class Capabilities:
     """What a server offers."""
 
     loras: tuple[str, ...]  # all names, ``base`` first, then the tuned model's
-    defaults: PictureRequest  # values for settings that a request leaves out
+    defaults: ImageRequest  # values for settings that a request leaves out
     limits: Limits
     place: int  # pixels a side of a latent's place
     tuned: str | None = None  # name of the run's full model, if one is served; draws requests that name no model
     inpaints: bool = False  # whether the model reads a mask, so that the page asks for one
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """List all names; if there is a full model, with their kinds: ``base, mine (full model), other (LoRA)``."""
         if self.tuned is None:
             return ", ".join(self.loras)
@@ -186,7 +186,7 @@ class Body(Option):
     """A list such as [{"prompt": "a lighthouse at dusk"}]."""
 
 
-def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]:
+def read_requests(body: bytes, capabilities: Capabilities) -> list[ServedImage]:
     """Parse a body, JSON as UTF-8, into one image request for each instance, in order. A RequestError: 400 if the body
     is not strict JSON or not an object, 422 for invalid values."""
     try:
@@ -236,7 +236,7 @@ def read_requests(body: bytes, capabilities: Capabilities) -> list[ImageRequest]
         except UserError as error:
             without.append(Problem(f"instances.{number}.mask_image", str(error).removeprefix("--mask: ")))
             continue
-        images.append(ImageRequest(request, lora, scale))
+        images.append(ServedImage(request, lora, scale))
         if lora == capabilities.tuned and scale != 1:
             rule = f"{scale:g} is not allowed: {lora} is a full model and has no strength. Leave lora_scale out"
             without.append(Problem(f"instances.{number}.lora_scale", rule))
@@ -268,7 +268,7 @@ class _Inputs:
         self._decoded: dict[tuple[str, str], Image.Image] = {}
 
     def decode(self, name: str, text: str) -> Image.Image:
-        """The picture in a base64 text. UserError: it is too large; UnusablePicture: it cannot be used; ValueError: it
+        """The picture in a base64 text. UserError: it is too large; UnusableImage: it cannot be used; ValueError: it
         is not base64."""
         if (name, text) not in self._decoded:
             data = base64.b64decode(text, validate=True)
@@ -295,7 +295,7 @@ def _unusable_inputs(values: dict[str, Any], inputs: _Inputs) -> Iterator[tuple[
             values[name] = inputs.decode(name, values[name])
         except UserError as too_large:
             yield sent, str(too_large)
-        except UnusablePicture as reason:
+        except UnusableImage as reason:
             yield sent, f"{reason}. Send a PNG, JPEG or WebP in base64"
         except ValueError:
             yield sent, "is not base64"

@@ -28,7 +28,7 @@ from simpletune.runs.stack import require_lora_of
 from simpletune.runs.text_side import embedding_of
 from simpletune.runs.weights import Embedding, run_result
 from simpletune.runs.weights_names import find_lora, refuse_strength
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 from simpletune.system.shell import typed_path
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             f"warning: listening on {service.socket.getsockname()[0]}: anyone who can reach this machine can draw. "
             "There is no password and no encryption; put a proxy with both in front"
         )
-    say(f"serving {service.capabilities.in_words()} at {service.address}; loading")
+    say(f"serving {service.capabilities.describe()} at {service.address}; loading")
     service.run()
     say("stopped")
 
@@ -124,10 +124,10 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
         queue=args.queue, seconds=args.timeout,
     )  # fmt: skip
     option = session.config.validation  # the defaults for a request are those of the run's validation pictures
-    width, height = (min(each, side) for each in session.config.picture_size())
+    width, height = (min(each, side) for each in session.config.image_size())
     steps, guidance = min(option.steps, limits.steps), min(option.guidance, GUIDANCE)
     negative = model.text.steered_from(option.negative_prompt)
-    defaults = PictureRequest("", option.seed, negative, width, height, steps, guidance)
+    defaults = ImageRequest("", option.seed, negative, width, height, steps, guidance)
     tuned = served.tuned[0] if served.tuned else None
     capabilities = Capabilities(served.names, defaults, limits, model.autoencoder.downsampling, tuned, model.inpaints)
 

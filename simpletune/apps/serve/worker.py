@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.metrics import Metrics
-from simpletune.apps.serve.requests import ImageRequest, RequestError
+from simpletune.apps.serve.requests import RequestError, ServedImage
 from simpletune.system.console import say
 
 State = Literal["loading", "ready", "stopping", "ended"]
@@ -27,9 +27,9 @@ FAILED = "The server failed; see its log"
 class SupportsGenerate(Protocol):
     """The part of ``generator.ImageGenerator`` that the worker calls."""
 
-    def encode(self, images: Sequence[ImageRequest]) -> None: ...
+    def encode(self, images: Sequence[ServedImage]) -> None: ...
 
-    def generate(self, image: ImageRequest, check_cancelled: Callable[[], None]) -> bytes: ...
+    def generate(self, image: ServedImage, check_cancelled: Callable[[], None]) -> bytes: ...
 
     def peak_bytes(self) -> dict[str, float]: ...
 
@@ -41,7 +41,7 @@ class JobCancelled(Exception):
 class GenerationJob:
     """The images of one HTTP request, which have some seconds from its arrival to the deadline."""
 
-    def __init__(self, images: Sequence[ImageRequest], seconds: float, arrived: float | None = None):
+    def __init__(self, images: Sequence[ServedImage], seconds: float, arrived: float | None = None):
         self.images = list(images)
         self.submitted = time.monotonic()
         self.started = self.submitted
@@ -112,7 +112,7 @@ class Worker(threading.Thread):
             with self._changed:
                 self._places -= 1
 
-    def submit(self, images: Sequence[ImageRequest], arrived: float | None = None) -> GenerationJob:
+    def submit(self, images: Sequence[ServedImage], arrived: float | None = None) -> GenerationJob:
         """Append a request that has a place to the queue; a RequestError if the server is not ready any more."""
         with self._changed:
             self.require_ready()

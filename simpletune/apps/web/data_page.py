@@ -28,26 +28,26 @@ from simpletune.apps.web.data_set import (
     DataSet,
     card_id,
     faults_of,
+    image_tiles,
     open_data_set,
-    picture_tiles,
-    select_pictures,
+    select_images,
     suggestions,
 )
 from simpletune.apps.web.form.presets import card_here
 from simpletune.apps.web.history import Change, History
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs, stamps_in
-from simpletune.apps.web.scans import WAIT, PictureScan, Scans
+from simpletune.apps.web.scans import WAIT, ImageScan, Scans
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.commands.caption.defaults import CAPTIONERS, TAGGER, default_model
 from simpletune.commands.init import Answers, FolderContents, suggest
-from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, Edit, apply, preview, tag_counts
+from simpletune.commands.inspect_data.caption_edits import CaptionedImage, Edit, apply, preview, tag_counts
 from simpletune.commands.inspect_data.prompt_cuts import Cutter
 from simpletune.commands.inspect_data.report import FIGURES
 from simpletune.commands.inspect_data.scan import DatasetReport
 from simpletune.commands.inspect_data.thumbnails import thumbnail_of
 from simpletune.data.sources.caption_files import ChangedCaption, caption_content, write_caption
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import readable
 from simpletune.system.atomic import write_json
 from simpletune.system.hub import HUB_NAME
@@ -67,7 +67,7 @@ CHECK, CAPTION = "data-check-", "data-caption-"
 PRECISIONS, DEVICES = ("bf16", "int8", "fp32"), ("auto", "cpu", "cuda")
 THRESHOLDS = {"threshold": "Least probability", "character-threshold": "Least probability of a character's name"}
 REDO = "ours"
-FolderScan = PictureScan[FolderContents] | PictureScan[DatasetReport]
+FolderScan = ImageScan[FolderContents] | ImageScan[DatasetReport]
 
 
 def routes() -> list[Route]:
@@ -190,16 +190,16 @@ def _gallery(request: Request, found: DataSet, scan: FolderScan | None) -> Json:
     order = request.query_params.get("order", "name")
     order = order if order in ORDERS else "name"
     report = {} if order == "name" else _read_report(request.app.state.roots, found)
-    entries: Sequence[CaptionedPicture | Path]
+    entries: Sequence[CaptionedImage | Path]
     if show == "all" and order == "name" and not text and not found.is_table:
         entries = found.files()  # of many thousands of captions, only those of this page are read
     else:
-        entries = select_pictures(found, show, text, order, report)
+        entries = select_images(found, show, text, order, report)
     pages = max(1, -(-len(entries) // PAGE))
     page = min(max(1, number or 1), pages)
     scanned = _report(scan)
     faults = {} if scanned is None else faults_of(scanned)
-    cards = picture_tiles(found, found.captioned(entries[(page - 1) * PAGE : page * PAGE]), faults)
+    cards = image_tiles(found, found.captioned(entries[(page - 1) * PAGE : page * PAGE]), faults)
     view = urlencode({**found.given, "show": show, "q": text, "order": order})
     return {
         "cards": cards, "count": len(entries), "show": show, "text": text, "number": page, "pages": pages, "view": view,
@@ -221,7 +221,7 @@ def thumbnail(request: Request) -> Response:
             content.read, content.version, found.source, found.config.model.multiple, roots.own / "thumbnails",
             content.mask,
         )  # fmt: skip
-    except UnusablePicture as reason:
+    except UnusableImage as reason:
         raise HTTPException(404, f"{name} {reason}") from None
     return FileResponse(kept, media_type="image/webp", headers={"cache-control": "private, max-age=86400"})
 
@@ -236,7 +236,7 @@ def summary(request: Request) -> Response:
     cut = {name: sum(any(each.encoder == name for each in one) for one in cuts) for name in cutter.names}
     tags = tag_counts(texts, found.source.tag_separator)
     return render(
-        request, "data_summary.html", data=found, problems=cutter.problems, pictures=len(entries),
+        request, "data_summary.html", data=found, problems=cutter.problems, images=len(entries),
         captioned=len(texts), cut=cut, tags=tags[:TAGS], all_tags=len(tags),
     )  # fmt: skip
 
@@ -275,7 +275,7 @@ def _card(
 ) -> Response:
     """A picture after an attempt to write its caption; ``made`` can be undone."""
     values: Json = {"typed": typed, "said": said, "changed": changed, "made": made}
-    (card,) = picture_tiles(found, [found.entry(name)])
+    (card,) = image_tiles(found, [found.entry(name)])
     response = render(request, "data_card.html", card=card, data=found, query=found.query, **values)
     response.headers["hx-trigger"] = CHANGED
     return response
@@ -465,7 +465,7 @@ def _captioning_part(request: Request, found: DataSet, said: str = "") -> Respon
     entries, state = found.entries(), _state(request.app.state.roots, CAPTION + found.key)
     captioned = sum(bool(entry.text) for entry in entries)
     return render(
-        request, "data_captioning.html", 422 if said else 200, data=found, said=said, pictures=len(entries),
+        request, "data_captioning.html", 422 if said else 200, data=found, said=said, images=len(entries),
         captioned=captioned, **state,
     )  # fmt: skip
 

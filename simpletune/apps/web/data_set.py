@@ -16,9 +16,9 @@ from urllib.parse import urlencode
 from simpletune.apps.http import whole_number
 from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.scans import version_of
-from simpletune.commands.caption.pictures import require_text_captions
 from simpletune.commands.caption.record import Record
-from simpletune.commands.inspect_data.caption_edits import CaptionedPicture, read_captions
+from simpletune.commands.caption.uncaptioned_images import require_text_captions
+from simpletune.commands.inspect_data.caption_edits import CaptionedImage, read_captions
 from simpletune.commands.inspect_data.folder_config import page_config
 from simpletune.commands.inspect_data.prompt_cuts import Cut, Cutter
 from simpletune.commands.inspect_data.scan import DatasetReport
@@ -29,10 +29,10 @@ from simpletune.data.demo import TINY_SD3
 from simpletune.data.sources.caption_files import CaptionFile
 from simpletune.data.sources.captions import one_line
 from simpletune.data.sources.folder import CaptionReader, Folder
+from simpletune.data.sources.image_files import image_size
 from simpletune.data.sources.mask_files import MaskFile, read_mask
 from simpletune.data.sources.masks import without_masks
-from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.source import Mask, UnusablePicture
+from simpletune.data.sources.source import Mask, UnusableImage
 from simpletune.data.sources.table import SUFFIXES as TABLES
 from simpletune.data.sources.table import Table
 from simpletune.data.sources.walk import SUFFIXES, is_text, read_regular, readable, walk
@@ -112,16 +112,16 @@ class DataSet:
         """The pictures of a folder; masks are none."""
         return list(_files(self.folder, self.source, self.version)[0])
 
-    def entries(self) -> list[CaptionedPicture]:
+    def entries(self) -> list[CaptionedImage]:
         if isinstance(self.source, Table):
             return list(_rows(self.source, _version(self.folder)))
         return self.captioned(self.files())
 
-    def captioned(self, pictures: Sequence[CaptionedPicture | Path]) -> list[CaptionedPicture]:
+    def captioned(self, images: Sequence[CaptionedImage | Path]) -> list[CaptionedImage]:
         """Pictures with their captions, of files whose captions are not read yet."""
-        files = [each for each in pictures if isinstance(each, Path)]
+        files = [each for each in images if isinstance(each, Path)]
         if not files or isinstance(self.source, Table):
-            return [each for each in pictures if isinstance(each, CaptionedPicture)]
+            return [each for each in images if isinstance(each, CaptionedImage)]
         others = _files(self.folder, self.source, self.version)[1]
         if self.why_not:
             return _captions_elsewhere(self.source, self.folder, files, others)
@@ -133,14 +133,14 @@ class DataSet:
         reader = self.source.caption_reader(self.folder, files, others)
         return [each if each.text else _read_as_training(each, reader) for each in entries]
 
-    def entry(self, name: str) -> CaptionedPicture:
+    def entry(self, name: str) -> CaptionedImage:
         """One picture with its caption; a UserError if the folder has none of this name."""
-        file = self.picture(name)
+        file = self.image(name)
         if file is None:
             raise UserError(f"{name}: the folder no longer has this picture. Reload the page")
         return read_captions(self.folder, [file])[0]
 
-    def picture(self, name: str) -> Path | None:
+    def image(self, name: str) -> Path | None:
         """The file of a picture; None if there is none, or a link leads out of the folder."""
         parts = PurePosixPath(name).parts
         if not name.lower().endswith(SUFFIXES) or any(part.startswith(".") for part in parts):
@@ -156,25 +156,25 @@ class DataSet:
         """As ``read_mask``, for a picture of the folder."""
         return read_mask(self.folder, self.mask_folder, file)
 
-    def content(self, name: str, masked: bool) -> PictureContent | None:
+    def content(self, name: str, masked: bool) -> ImageContent | None:
         """What to make a thumbnail of; None if there is no such picture, or no mask if it is asked for."""
         if isinstance(self.source, Table):
             row = next((row for row in _rows(self.source, _version(self.folder)) if row.name == name), None)
             if row is None or row.content is None or (masked and row.content.mask is None):
                 return None
             return row.content if masked else replace(row.content, mask=None)
-        file = self.picture(name)
+        file = self.image(name)
         if file is None:
             return None
         read, version = partial(read_regular, file), f"{file}\0{_version(file)}"
         if not masked:
-            return PictureContent(read, version)
+            return ImageContent(read, version)
         if self.source.mask == "alpha":
-            return PictureContent(read, version, Mask("alpha", "", read))
+            return ImageContent(read, version, Mask("alpha", "", read))
         found = self.mask(file).found
         if found is None:
             return None
-        return PictureContent(read, f"{version}\0{_version(found)}", Mask("file", "", partial(read_regular, found)))
+        return ImageContent(read, f"{version}\0{_version(found)}", Mask("file", "", partial(read_regular, found)))
 
     def prompt(self, caption: str) -> str:
         """A caption as the text encoders receive it."""
@@ -183,7 +183,7 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class PictureContent:
+class ImageContent:
     """A picture's bytes, and its mask."""
 
     read: Callable[[], bytes]
@@ -192,15 +192,15 @@ class PictureContent:
 
 
 @dataclass(frozen=True)
-class TableRow(CaptionedPicture):
+class TableRow(CaptionedImage):
     """A row of a table."""
 
-    content: PictureContent | None = None  # None if it cannot be used
+    content: ImageContent | None = None  # None if it cannot be used
     size: Size | None = None
 
 
 @dataclass(frozen=True)
-class UneditedPicture(CaptionedPicture):
+class UneditedImage(CaptionedImage):
     """A picture whose caption lies where this page does not write, such as in a table of all captions."""
 
     read: str = ""
@@ -210,21 +210,21 @@ class UneditedPicture(CaptionedPicture):
         return self.read
 
 
-def _read_as_training(entry: CaptionedPicture, reader: CaptionReader) -> CaptionedPicture:
+def _read_as_training(entry: CaptionedImage, reader: CaptionReader) -> CaptionedImage:
     """A picture without a text of its own, with the caption that training reads from another file, if there is one."""
     try:
         captions = reader.caption_of(entry.file)
-    except UnusablePicture:  # it has none, or the entry says what is wrong with it
+    except UnusableImage:  # it has none, or the entry says what is wrong with it
         return entry
     from_file = any(file.is_file() for file in reader.files_of(entry.file))
-    return UneditedPicture(entry.name, entry.file, None, "", "\n".join(captions)) if from_file else entry
+    return UneditedImage(entry.name, entry.file, None, "", "\n".join(captions)) if from_file else entry
 
 
 @lru_cache(maxsize=4)
 def _files(folder: Path, source: Folder, version: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The pictures of a folder, and its other files; listed again when it changes, which takes a second for 100,000."""
     found = walk(folder, source.links, source.reading)
-    return tuple(without_masks(found.pictures, source.mask, source.mask_path)[0]), tuple(found.others)
+    return tuple(without_masks(found.images, source.mask, source.mask_path)[0]), tuple(found.others)
 
 
 @lru_cache(maxsize=2)
@@ -235,9 +235,9 @@ def _rows(source: Table, version: str) -> tuple[TableRow, ...]:
     rows = [
         TableRow(
             each.name, place / each.name, CaptionFile(place / each.name, each.caption),
-            content=PictureContent(each.read_same, each.digest, each.mask), size=each.size,
+            content=ImageContent(each.read_same, each.digest, each.mask), size=each.size,
         )
-        for each in scan.pictures
+        for each in scan.images
     ]  # fmt: skip
     rows += [TableRow(each.name, place / each.name, None, each.reason) for each in scan.rejected]
     return tuple(sorted(rows, key=lambda row: row.name))
@@ -250,7 +250,7 @@ def _version(file: Path) -> str:
 
 def _captions_elsewhere(
     source: Folder, folder: Path, files: list[Path], others: Sequence[Path]
-) -> list[CaptionedPicture]:
+) -> list[CaptionedImage]:
     """Pictures with the captions that training reads from metadata.jsonl, file names or data.prompt."""
     try:
         caption_of = source.caption_reader(folder, files, others).caption_of
@@ -260,9 +260,9 @@ def _captions_elsewhere(
     for file in files:
         name = readable(file.relative_to(folder).as_posix())
         try:
-            entries.append(CaptionedPicture(name, file, CaptionFile(file, "\n".join(caption_of(file)))))
-        except UnusablePicture as reason:
-            entries.append(CaptionedPicture(name, file, None, str(reason)))
+            entries.append(CaptionedImage(name, file, CaptionFile(file, "\n".join(caption_of(file)))))
+        except UnusableImage as reason:
+            entries.append(CaptionedImage(name, file, None, str(reason)))
     return entries
 
 
@@ -316,11 +316,11 @@ def _config_of(path: Path, version: tuple[int, int], model: str, side: str, upsc
 
 
 @dataclass(frozen=True)
-class PictureTile:
+class ImageTile:
     """A picture with its caption, as the gallery shows it."""
 
     id: str
-    entry: CaptionedPicture
+    entry: CaptionedImage
     version: str  # changes when the file does
     size: Size | None  # in pixels; None if the picture cannot be used
     bucket: Size | None  # that it is cropped to
@@ -342,9 +342,9 @@ def card_id(name: str) -> str:
     return "card-" + hashlib.sha256(name.encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def picture_tiles(
-    data: DataSet, entries: Sequence[CaptionedPicture], faults: Mapping[str, str] | None = None
-) -> list[PictureTile]:
+def image_tiles(
+    data: DataSet, entries: Sequence[CaptionedImage], faults: Mapping[str, str] | None = None
+) -> list[ImageTile]:
     """The pictures with their captions; ``faults``: what a scan found wrong with pictures, by name."""
     prompts = [data.prompt(entry.text) if entry.text else "" for entry in entries]
     every, record = Cutter(data.config).cuts(prompts), Record(data.folder)
@@ -354,25 +354,25 @@ def picture_tiles(
         try:
             if isinstance(entry, TableRow):
                 if entry.content is None or entry.size is None:
-                    raise UnusablePicture(entry.problem)
+                    raise UnusableImage(entry.problem)
                 version, size = entry.content.version, entry.size
                 masked = version if entry.content.mask else ""
             else:
                 version = str(entry.file.stat().st_mtime_ns)
-                size = picture_size(read_regular(entry.file))
+                size = image_size(read_regular(entry.file))
             bucket = data.source.bucket(size, data.config.model.multiple)
             scale, limit = upscaling(size, bucket), data.source.max_upscale
             if limit is not None and scale > limit:
                 problem = f"is too small: it would be scaled up {scale:.1f} times; the limit is {limit:g}"
             if not isinstance(entry, TableRow):  # last: what is wrong with a mask leaves the picture to be shown
                 masked = version if data.source.mask == "alpha" else data.mask(entry.file).digest[:16]
-        except (UnusablePicture, OSError) as reason:
+        except (UnusableImage, OSError) as reason:
             problem = str(reason)
         problem = (faults or {}).get(entry.name, problem)
         cut = min((cut.place for cut in cuts), default=len(prompt))
         made = entry.caption is not None and record.of(entry.caption) is not None
         tiles.append(
-            PictureTile(
+            ImageTile(
                 card_id(entry.name),
                 entry,
                 version,
@@ -389,9 +389,9 @@ def picture_tiles(
     return tiles
 
 
-def select_pictures(
+def select_images(
     data: DataSet, show: str, query: str, order: str = "name", report: Mapping[str, Any] | None = None
-) -> list[CaptionedPicture]:
+) -> list[CaptionedImage]:
     """The pictures that the user asked for: one of ``SHOWN``, with a text in name or caption in any case, in one of
     ``ORDERS``; all but the first need the figures of a check (``report``)."""
     entries = data.entries()
@@ -420,12 +420,12 @@ def select_pictures(
     return sorted(found, key=lambda entry: ranks.get(entry.name, math.inf))  # stable, so by name within a rank
 
 
-def _is_unmasked(data: DataSet, entry: CaptionedPicture) -> bool:
+def _is_unmasked(data: DataSet, entry: CaptionedImage) -> bool:
     if isinstance(entry, TableRow):
         return entry.content is None or entry.content.mask is None
     try:
         return data.source.mask != "alpha" and data.mask(entry.file).found is None
-    except UnusablePicture:
+    except UnusableImage:
         return True
 
 
@@ -438,7 +438,7 @@ def suggestions(roots: Roots) -> list[Path]:
         except OSError:  # unreadable: there is nothing to suggest
             entries = []
         below = (each for each in entries if each.is_dir() and not each.is_symlink() and not each.name.startswith("."))
-        found += [folder for folder in (root, *below) if folder not in found and _holds_pictures(folder)]
+        found += [folder for folder in (root, *below) if folder not in found and _holds_images(folder)]
     return found[:SUGGESTED]
 
 
@@ -448,7 +448,7 @@ class FolderLevel:
 
     path: Path | None  # None: above several roots
     name: str
-    pictures: int = 0
+    images: int = 0
     more: bool = False  # whether there are more entries than were counted
     folders: tuple[FolderLevel, ...] = ()  # each without the folders below it
     above: str | None = None  # to ask for the level above; None: there is none
@@ -478,11 +478,11 @@ def _level(folder: Path, name: str) -> FolderLevel:
             names = [entry.name for entry in islice(entries, COUNTED + 1)]
     except OSError:
         names = []
-    pictures = sum(each.lower().endswith(SUFFIXES) and not each.startswith(".") for each in names)
-    return FolderLevel(folder, name, pictures, len(names) > COUNTED)
+    images = sum(each.lower().endswith(SUFFIXES) and not each.startswith(".") for each in names)
+    return FolderLevel(folder, name, images, len(names) > COUNTED)
 
 
-def _holds_pictures(folder: Path) -> bool:
+def _holds_images(folder: Path) -> bool:
     try:
         names = (entry.name.lower() for _, entry in zip(range(LOOKED_AT), folder.iterdir(), strict=False))
         return any(name.endswith(SUFFIXES) and not name.startswith(".") for name in names)

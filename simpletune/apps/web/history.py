@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simpletune.apps.web.roots import Roots
 from simpletune.data.sources.caption_files import sha256
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import read_regular
 from simpletune.system.atomic import atomic_file, write_text
 from simpletune.system.options import UserError
@@ -144,7 +144,7 @@ def _bytes(file: Path) -> bytes | None:
     """What a file holds; None if it cannot be read, or does not exist."""
     try:
         return read_regular(file)
-    except UnusablePicture:
+    except UnusableImage:
         return None
 
 

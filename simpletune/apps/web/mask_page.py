@@ -23,9 +23,9 @@ from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs
 from simpletune.apps.web.templates import render
 from simpletune.commands.inspect_data.thumbnails import AT_ONCE
+from simpletune.data.sources.image_files import decode, decode_mask, image_size
 from simpletune.data.sources.mask_files import LONGEST_SIDE, painted_mask, painting_size, write_mask
-from simpletune.data.sources.pictures import decode, decode_mask, picture_size
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import is_text, read_regular
 from simpletune.models.shared.buckets import Size
 from simpletune.system.options import Json, UserError
@@ -39,7 +39,7 @@ def routes() -> list[Route]:
     return [
         Route("/data/mask", page, methods=["GET"]),
         Route("/data/mask", save, methods=["POST"]),
-        Route("/data/mask/picture", picture),
+        Route("/data/mask/picture", image),
         Route("/data/mask/painted", painted),
     ]
 
@@ -66,12 +66,12 @@ def page(request: Request) -> Response:
     )
 
 
-def picture(request: Request) -> Response:
+def image(request: Request) -> Response:
     """GET /data/mask/picture?name=PICTURE: the picture as training turns it, at the size at which it is painted on."""
     _, _, file = _asked(request)
     with AT_ONCE:
         data = read_regular(file)
-        image = decode(data, at_least=LONGEST_SIDE).resize(painting_size(picture_size(data)))
+        image = decode(data, at_least=LONGEST_SIDE).resize(painting_size(image_size(data)))
     return _image(image, "JPEG")
 
 
@@ -112,19 +112,19 @@ def _asked(request: Request) -> tuple[DataSet, str, Path]:
     found, name = data_set_of(request, request.query_params), request.query_params.get("name", "")
     if found.why_no_masks:
         raise UserError(f"Masks cannot be painted here: {found.why_no_masks}")
-    file = found.picture(name)
+    file = found.image(name)
     if file is None or file not in found.files():  # a mask is no picture
         raise HTTPException(404, f"{name}: the folder has no such picture. Open the folder again")
     try:
         found.mask(file)
         _size(file)
-    except UnusablePicture as reason:
+    except UnusableImage as reason:
         raise HTTPException(422, f"{name} {reason}") from None
     return found, name, file
 
 
 def _size(file: Path) -> Size:
-    return picture_size(read_regular(file))
+    return image_size(read_regular(file))
 
 
 def _image(image: Image.Image, kind: str) -> Response:

@@ -23,7 +23,7 @@ from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.http import whole_number
 from simpletune.apps.web import processes, queue
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run.pictures import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
+from simpletune.apps.web.run.matrix import COMPARE, Matrix, comparisons_of, matrix_of, small_copy
 from simpletune.apps.web.run.progress import Progress, charts_of, read_progress
 from simpletune.apps.web.run_state import Runs, file_stamp, json_object, stamps_in
 from simpletune.apps.web.templates import Form, render, with_form
@@ -34,16 +34,16 @@ from simpletune.runs.control import (
     LONGEST,
     STRONGEST,
     AnyRequest,
-    DrawRequest,
+    GenerateRequest,
     SaveRequest,
     StopRequest,
     ask,
     new_id,
     read_answers,
-    read_drawings,
+    read_generated,
     read_requests,
 )
-from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, CONTROL, CONTROL_ANSWERS, DRAWN, SAMPLES, SUMMARY
+from simpletune.runs.folder import ATTEMPTS, BEST, CHECKPOINTS, CONTROL, CONTROL_ANSWERS, GENERATED, SAMPLES, SUMMARY
 from simpletune.system.atomic import write_json
 from simpletune.system.options import ConfigError, Json, UserError
 
@@ -109,7 +109,7 @@ def stamps(roots: Roots, runs: Runs) -> dict[str, Hashable]:
         found |= {
             f"held:{name}": held,
             f"pictures:{name}": file_stamp(folder / SAMPLES),
-            f"requests:{name}": tuple(file_stamp(folder / file) for file in (CONTROL, CONTROL_ANSWERS, DRAWN)),
+            f"requests:{name}": tuple(file_stamp(folder / file) for file in (CONTROL, CONTROL_ANSWERS, GENERATED)),
             f"log:{name}": logs.get(f"{job_name(TRAIN, name)}.log"),
             f"after:{name}": (held, *(file_stamp(folder / file) for file in files),
                               file_stamp(RunView(roots, folder).exports)),
@@ -190,7 +190,7 @@ class RunView:
         """The form for requests to the run, if it is training."""
         return {"run": self.progress, "drawing": self.drawing()}
 
-    def pictures(self) -> Json:
+    def images(self) -> Json:
         return {"run": self.progress, "matrix": self.matrix}
 
     def requests(self) -> Json:
@@ -201,11 +201,11 @@ class RunView:
             waiting, broken = [each for each in read_requests(self.folder) if each.id not in answered], ""
         except UserError as error:
             waiting, broken = [], str(error)
-        drawings = [each for each in read_drawings(self.folder) if (self.folder / each["file"]).is_file()]
+        generated = [each for each in read_generated(self.folder) if (self.folder / each["file"]).is_file()]
         answered_last = [answer for answer in answers if answer["state"] != "done" or answer.get("ask") != "draw"]
         return {
             "waiting": waiting, "broken": broken, "answers": answered_last[: -SHOWN - 1 : -1],
-            "drawings": drawings[: -SHOWN - 1 : -1],
+            "drawings": generated[: -SHOWN - 1 : -1],
         }  # fmt: skip
 
     def log(self) -> Json:
@@ -256,7 +256,7 @@ PARTS: dict[str, tuple[str, str, Callable[[RunView], Json]]] = {
     "requests": ("requests", "run_requests.html", RunView.requests),
     "result": ("after", "run_result.html", RunView.after),
     "jobs": ("jobs", "run_jobs.html", RunView.jobs),
-    "pictures": ("pictures", "run_pictures.html", RunView.pictures),
+    "pictures": ("pictures", "run_pictures.html", RunView.images),
     "charts": ("run", "run_charts.html", RunView.charts),
     "after": ("after", "run_after.html", RunView.after),
     "log": ("log", "run_log.html", RunView.log),
@@ -304,14 +304,14 @@ def ask_run(request: Request, form: Form) -> Response:
     elif what == "stop":
         asked = StopRequest(id=new_id("stop"), ask="stop")
     elif what == "draw":
-        asked = _draw_request(form)
+        asked = _generate_request(form)
     else:
         raise UserError(f"{what[:40]!r} cannot be asked of a run. Use draw, save or stop")
     ask(view.folder, asked)
     return render(request, "run_asked.html", asked=asked)
 
 
-def _draw_request(form: Form) -> DrawRequest:
+def _generate_request(form: Form) -> GenerateRequest:
     """Read a request for a picture; empty fields mean the run's settings."""
     data: Json = {"id": new_id("draw"), "prompt": form.get("prompt", "").strip()}
     if form.get("negative_prompt", "").strip():
@@ -323,9 +323,9 @@ def _draw_request(form: Form) -> DrawRequest:
         if text:
             data[name] = int(text) if name in WHOLE and "." not in text else float(text)
     try:
-        return DrawRequest(**data)
+        return GenerateRequest(**data)
     except ValidationError as error:
-        raise ConfigError(problems_of(error, data, DrawRequest), "this picture") from None
+        raise ConfigError(problems_of(error, data, GenerateRequest), "this picture") from None
 
 
 # What can be done with a run

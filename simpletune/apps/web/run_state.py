@@ -33,7 +33,7 @@ class RunState:
     steps: int | None  # planned; None if the configuration does not say
     loss: float | None  # of the last step; None before the first
     settings: Json  # its configuration; empty if it is missing or damaged
-    picture: str | None  # ``newest_picture``, relative to the run's folder
+    image: str | None  # ``newest_image``, relative to the run's folder
     summary: Json  # of a finished run; empty if it is missing or damaged
     notes: tuple[str, ...]  # which files are damaged
 
@@ -52,19 +52,19 @@ def state_of(folder: Path) -> RunState:
     train = settings.get("train")
     planned = train.get("steps") if isinstance(train, dict) else None
     steps = summary.get("steps") or (planned if isinstance(planned, int) else None)
-    drawn = newest_picture(folder / SAMPLES)
-    picture = None if drawn is None else drawn.relative_to(folder).as_posix()
+    newest = newest_image(folder / SAMPLES)
+    image = None if newest is None else newest.relative_to(folder).as_posix()
     return RunState(
-        folder.name, word, reason, row.get("step", 0), steps, row.get("loss"), settings, picture, summary, tuple(notes)
+        folder.name, word, reason, row.get("step", 0), steps, row.get("loss"), settings, image, summary, tuple(notes)
     )
 
 
-def newest_picture(folder: Path) -> Path | None:
+def newest_image(folder: Path) -> Path | None:
     """Find the first prompt's picture of the newest step, else of the base, else the newest sheet."""
     steps = sorted(folder.glob("step-*/"), key=lambda step: (len(step.name), step.name), reverse=True)
     for place in (*steps, folder / "base"):
-        if pictures := sorted(place.glob("prompt-*.png")):
-            return pictures[0]
+        if images := sorted(place.glob("prompt-*.png")):
+            return images[0]
     sheets = [(stamp, file) for file in folder.glob("*.png") if (stamp := file_stamp(file))]
     return max(sheets)[1] if sheets else None
 

@@ -102,8 +102,8 @@ def thumbnail(request: Request) -> Response:
 
     roots: Roots = request.app.state.roots
     run = roots.run(request.path_params["name"])
-    picture = state_of(run).picture if run is not None else None
-    file = roots.inside(run, picture) if run is not None and picture is not None else None
+    image = state_of(run).image if run is not None else None
+    file = roots.inside(run, image) if run is not None and image is not None else None
     if file is None:
         raise HTTPException(404)
     found = file.stat()
@@ -112,10 +112,10 @@ def thumbnail(request: Request) -> Response:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with Image.open(file) as image:
-                image.thumbnail((SIDE, SIDE))
+            with Image.open(file) as small:
+                small.thumbnail((SIDE, SIDE))
                 with atomic_file(target, shared=True) as part:
-                    image.convert("RGB").save(part, "JPEG", quality=85)
+                    small.convert("RGB").save(part, "JPEG", quality=85)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise HTTPException(404, f"{file.name} is not a readable picture ({error})") from None
     return FileResponse(target, headers={"cache-control": "private, max-age=86400"})
@@ -140,14 +140,14 @@ def run_row(folder: Path, stamp: Hashable) -> tuple[Json, dict[str, str]]:
     summary = state.summary
     seconds = total_seconds(attempts_of(folder))
     best, after, peak = (summary.get(key) for key in ("best", "eval_loss_after", "peak_allocated_gib"))
-    drawn = None if state.picture is None else file_stamp(folder / state.picture)
+    newest = None if state.image is None else file_stamp(folder / state.image)
     row: Json = {
         "state": state,
         "best": f"{after:.4f}" if isinstance(after, float) else "",  # the best held-out loss, or the one at the end
         "peak": peak if isinstance(peak, float) else None,  # GiB of device memory; None if it was not measured
         "time": duration(seconds) if seconds else "",  # of all attempts
         # the end of the thumbnail's address
-        "picture": str(drawn[0]) if drawn else "",
+        "picture": str(newest[0]) if newest else "",
     }
     if isinstance(best, dict) and best.get("by") != "last":
         row["best"] = f"step {best.get('step')} by {best.get('by')}"

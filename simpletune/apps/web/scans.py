@@ -42,7 +42,7 @@ FAILED = "The scan failed; the terminal that runs this page says why"
 
 
 @dataclass
-class PictureScan(Generic[Found]):
+class ImageScan(Generic[Found]):
     """A scan, under way or ended."""
 
     version: str  # of the files that it reads
@@ -111,17 +111,17 @@ class Scans:
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
-        self._scans: dict[tuple[Kind, str], PictureScan[Any]] = {}  # the one asked for last at the end
+        self._scans: dict[tuple[Kind, str], ImageScan[Any]] = {}  # the one asked for last at the end
         self._lock = threading.Lock()
 
     def folder(
         self, folder: Path, chosen: Mapping[str, object] | None = None, wait: float = WAIT
-    ) -> PictureScan[FolderContents]:
+    ) -> ImageScan[FolderContents]:
         """What a folder holds, as ``simpletune init`` sees it; ``chosen``: fields that the user's answers set."""
         fields = {path: value for path, value in (chosen or {}).items() if value is not None and path not in SKIPS}
         return self._look("folder", json.dumps([str(folder), fields]), folder, wait)
 
-    def data_set(self, config: TrainConfig, folder: Path, wait: float = WAIT) -> PictureScan[DatasetReport]:
+    def data_set(self, config: TrainConfig, folder: Path, wait: float = WAIT) -> ImageScan[DatasetReport]:
         """What a configuration finds in its folder."""
         return self._look("data set", config.model_dump_json(by_alias=True), folder, wait)
 
@@ -131,14 +131,14 @@ class Scans:
             for scan in self._scans.values():
                 scan.unwanted = True
 
-    def _look(self, kind: Kind, text: str, folder: Path, wait: float) -> PictureScan[Any]:
+    def _look(self, kind: Kind, text: str, folder: Path, wait: float) -> ImageScan[Any]:
         version, count = version_of(folder)
         with self._lock:
             scan = self._scans.pop((kind, text), None)
             if scan is None or scan.version != version or scan.unwanted:
                 if scan is not None:
                     scan.unwanted = True
-                scan = PictureScan(version)
+                scan = ImageScan(version)
                 work = partial(scan.here, kind, text)
                 if count > FEW:
                     work = partial(scan.beside, self._roots, kind, text)

@@ -190,7 +190,7 @@ def _values(request: Request, filled: FilledForm, form: str, last: object) -> di
 def _thumbnails(filled: FilledForm) -> list[str]:
     """The first pictures of the folder by name, without masks."""
     seen = filled.seen
-    return [picture.name for picture in seen.pictures[:SHOWN]] if seen else []
+    return [image.name for image in seen.images[:SHOWN]] if seen else []
 
 
 def _live(roots: Roots, key: str | None, last: str | None, why: str) -> dict[str, object]:

@@ -24,10 +24,10 @@ from simpletune.commands.inspect_data.thumbnails import AT_ONCE
 from simpletune.data.sources import captions
 from simpletune.data.sources.captions import METADATA, TEXTS, validate_caption
 from simpletune.data.sources.folder_names import meaning
+from simpletune.data.sources.image_files import decode
 from simpletune.data.sources.masks import LABEL
-from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import UnusablePicture
-from simpletune.data.sources.walk import MAX_BYTES, OTHER_PICTURES, SUFFIXES, read_regular, too_large
+from simpletune.data.sources.source import UnusableImage
+from simpletune.data.sources.walk import MAX_BYTES, OTHER_IMAGES, SUFFIXES, read_regular, too_large
 from simpletune.system.atomic import remove, remove_stale, temporary_path
 from simpletune.system.disk import DiskFull, existing, format_bytes, free_disk_bytes, reason_full
 from simpletune.system.options import UserError, plural
@@ -62,19 +62,19 @@ BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def path_parts(path: str) -> tuple[str, ...]:
-    """Split the relative path of an uploaded file. UnusablePicture: a name in it is not harmless on every system."""
+    """Split the relative path of an uploaded file. UnusableImage: a name in it is not harmless on every system."""
     parts = PurePosixPath(path).parts
     if path.startswith("/") or "\\" in path or DRIVE.match(path) or ".." in parts:
-        raise UnusablePicture("has a name that leads out of the folder. Use plain names and / between folders")
+        raise UnusableImage("has a name that leads out of the folder. Use plain names and / between folders")
     if STEERING.search(path) or "\n" in path or "\t" in path:
-        raise UnusablePicture("has control or direction characters in its name. Rename it")
+        raise UnusableImage("has control or direction characters in its name. Rename it")
     if not parts or len(parts) > DEEPEST:
-        raise UnusablePicture(f"is in more than {DEEPEST} folders, or has no name. Move it up")
+        raise UnusableImage(f"is in more than {DEEPEST} folders, or has no name. Move it up")
     if len(path.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST for part in parts):
-        raise UnusablePicture(f"has more than {LONGEST} bytes in its name, or {LONGEST_PATH} in its path. Rename it")
+        raise UnusableImage(f"has more than {LONGEST} bytes in its name, or {LONGEST_PATH} in its path. Rename it")
     for part in parts:
         if part.partition(".")[0].rstrip().upper() in RESERVED or part[-1] in ". " or FORBIDDEN & set(part):
-            raise UnusablePicture(f"has a name that Windows cannot use ({part}). Rename it")
+            raise UnusableImage(f"has a name that Windows cannot use ({part}). Rename it")
     return parts
 
 
@@ -83,8 +83,8 @@ def new_folder_name(text: str) -> str:
     name = unicodedata.normalize("NFC", text.strip()) or DEFAULT
     try:
         if len(path_parts(name)) > 1 or "/" in name or name.startswith("."):
-            raise UnusablePicture("is not a folder's name. Use one without /, and without a dot in front")
-    except UnusablePicture as reason:
+            raise UnusableImage("is not a folder's name. Use one without /, and without a dot in front")
+    except UnusableImage as reason:
         raise UserError(f"{printable_name(text)!r} {reason}") from None
     return name
 
@@ -94,7 +94,7 @@ def is_skipped(parts: tuple[str, ...]) -> bool:
 
 
 def kind_of(parts: tuple[str, ...]) -> str | None:
-    """Return which of ``LIMITS`` a file is by its path; None if it is skipped silently. UnusablePicture: none."""
+    """Return which of ``LIMITS`` a file is by its path; None if it is skipped silently. UnusableImage: none."""
     if is_skipped(parts):
         return None
     if parts == (METADATA,):
@@ -102,11 +102,11 @@ def kind_of(parts: tuple[str, ...]) -> str | None:
     suffix = PurePosixPath(parts[-1]).suffix.lower()
     if suffix in LIMITS:
         return suffix
-    if suffix in OTHER_PICTURES:
-        raise UnusablePicture(f"is a picture of a kind that is not read ({suffix}). Save it as JPEG or PNG")
+    if suffix in OTHER_IMAGES:
+        raise UnusableImage(f"is a picture of a kind that is not read ({suffix}). Save it as JPEG or PNG")
     if suffix in ARCHIVES:
-        raise UnusablePicture("is an archive of another kind than zip. Unpack it, or pack the pictures as a zip file")
-    raise UnusablePicture(f"is neither a picture nor a caption ({', '.join((*SUFFIXES, *TEXTS, METADATA))})")
+        raise UnusableImage("is an archive of another kind than zip. Unpack it, or pack the pictures as a zip file")
+    raise UnusableImage(f"is neither a picture nor a caption ({', '.join((*SUFFIXES, *TEXTS, METADATA))})")
 
 
 class Upload:
@@ -120,7 +120,7 @@ class Upload:
         self._bytes = self._files = 0
         self._taken: dict[str, str] = {}  # paths of files by how any system would compare them; and of their folders:
         self._folders: set[str] = set()
-        self._pictures: dict[str, str] = {}  # paths by SHA-256
+        self._images: dict[str, str] = {}  # paths by SHA-256
         self._captions: list[str] = []
         self._kept, self._dropped = set[str](), set[str]()  # paths of pictures and of what is left out, without endings
         with self._room():
@@ -134,10 +134,10 @@ class Upload:
             raise UserError(f"The upload has more than {MOST_FILES:,} files. Divide it over several folders")
         kind = kind_of(path_parts(path))
         if kind is not None and size > LIMITS[kind]:
-            raise UnusablePicture(too_large(size, LIMITS[kind]))
+            raise UnusableImage(too_large(size, LIMITS[kind]))
         return kind
 
-    def leave_out(self, path: str, reason: UnusablePicture, within: str = "") -> None:
+    def leave_out(self, path: str, reason: UnusableImage, within: str = "") -> None:
         """Record that a file was left out, and which zip file it was in."""
         self._dropped.add(os.path.splitext(path)[0])
         self.left_out.append(f"{printable_name(within)}: " * bool(within) + f"{printable_name(path)} {reason}")
@@ -147,7 +147,7 @@ class Upload:
         """Give what writes a file's content, which ``settle`` then takes.
 
         Raises:
-            UnusablePicture: it has more bytes than its kind may have.
+            UnusableImage: it has more bytes than its kind may have.
             UserError: the files together have too many, or the disk is full.
         """
         with self._room(), open(self._incoming, "wb") as file:
@@ -158,7 +158,7 @@ class Upload:
                 size += len(chunk)
                 self._bytes += len(chunk)
                 if size > LIMITS[kind]:
-                    raise UnusablePicture(too_large(size, LIMITS[kind]))
+                    raise UnusableImage(too_large(size, LIMITS[kind]))
                 if self._bytes > MOST_BYTES:
                     most = format_bytes(MOST_BYTES)
                     raise UserError(f"The upload is larger than {most}. Divide it over several folders")
@@ -168,7 +168,7 @@ class Upload:
             yield write
 
     def settle(self, path: str, kind: str) -> None:
-        """Check the content that has come in for a path of a kind, and give it its name, or unpack it. UnusablePicture:
+        """Check the content that has come in for a path of a kind, and give it its name, or unpack it. UnusableImage:
         it is left out."""
         name = PurePosixPath(*path_parts(path))
         if kind == ZIP:
@@ -180,14 +180,14 @@ class Upload:
                 decode(data, THUMBNAIL)  # training turns pictures as their EXIF says, so the file keeps its bytes
             if not name.stem.endswith(LABEL):  # masks may well be equal
                 digest = hashlib.sha256(data).hexdigest()
-                if digest in self._pictures:
-                    raise UnusablePicture(f"has the same content as {printable_name(self._pictures[digest])}")
+                if digest in self._images:
+                    raise UnusableImage(f"has the same content as {printable_name(self._images[digest])}")
         else:
             name = name.with_suffix(name.suffix.lower())
             try:
                 text = data.decode("utf-8-sig")
             except UnicodeDecodeError:
-                raise UnusablePicture("is not UTF-8 text. Save it as UTF-8") from None
+                raise UnusableImage("is not UTF-8 text. Save it as UTF-8") from None
             if kind in TEXTS:
                 validate_caption(text.replace("\r\n", "\n"), "its text")
         self._claim(name)
@@ -196,7 +196,7 @@ class Upload:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(self._incoming, self.folder / name)
         if digest:
-            self._pictures[digest] = str(name)
+            self._images[digest] = str(name)
         if kind in SUFFIXES:
             self._kept.add(os.path.splitext(name)[0])
         elif kind in TEXTS:
@@ -205,7 +205,7 @@ class Upload:
     def finish(self) -> Path:
         """Give the folder its name, or the next free one such as NAME-2, and return it; a UserError if it has no
         picture."""
-        if not self._pictures:
+        if not self._images:
             why = "; ".join(self.left_out[:3]) or "there was none"
             raise UserError(f"No picture could be used, so no folder was made: {why}. Choose others")
         emptied = set[Path]()
@@ -237,28 +237,28 @@ class Upload:
         raise UserError(f"All names like {self.name} are taken. Choose another")
 
     @property
-    def pictures(self) -> int:
+    def images(self) -> int:
         """How many pictures it has taken, without masks."""
-        return len(self._pictures)
+        return len(self._images)
 
     @property
     def _incoming(self) -> Path:
         return self.folder / ".incoming"
 
     def _claim(self, name: PurePosixPath) -> None:
-        """Take a path for a file. UnusablePicture: some system would confuse it with one that is taken."""
+        """Take a path for a file. UnusableImage: some system would confuse it with one that is taken."""
         folders = [_folded(folder) for folder in name.parents[:-1]]
         key = _folded(name)
         if key in self._folders or any(folder in self._taken for folder in folders):
-            raise UnusablePicture("has the name of a folder. Rename it")
+            raise UnusableImage("has the name of a folder. Rename it")
         if key in self._taken:
             other = printable_name(self._taken[key])
-            raise UnusablePicture(f"has the name of {other}, apart from case or the spelling of accents. Rename one")
+            raise UnusableImage(f"has the name of {other}, apart from case or the spelling of accents. Rename one")
         self._taken[key] = str(name)
         self._folders.update(folders)
 
     def _unpack(self, name: PurePosixPath) -> None:
-        """Take the entries of the zip file that has come in. UnusablePicture: the whole file is left out."""
+        """Take the entries of the zip file that has come in. UnusableImage: the whole file is left out."""
         packed = self.folder / ".zip"
         os.replace(self._incoming, packed)
         try:
@@ -266,14 +266,14 @@ class Upload:
                 try:
                     archive = zipfile.ZipFile(file)
                 except DAMAGE as error:
-                    raise UnusablePicture(f"is not a zip file that can be read ({error})") from None
+                    raise UnusableImage(f"is not a zip file that can be read ({error})") from None
                 entries = [each for each in archive.infolist() if not each.filename.endswith("/")]
                 size = sum(each.file_size for each in entries)
                 if len(entries) > MOST_FILES - self._files:
-                    raise UnusablePicture(f"holds {len(entries):,} files; an upload takes {MOST_FILES:,}. Divide it")
+                    raise UnusableImage(f"holds {len(entries):,} files; an upload takes {MOST_FILES:,}. Divide it")
                 if size > MOST_BYTES - self._bytes:
                     most = format_bytes(MOST_BYTES)
-                    raise UnusablePicture(f"would unpack to {format_bytes(size)}; an upload takes {most}. Divide it")
+                    raise UnusableImage(f"would unpack to {format_bytes(size)}; an upload takes {most}. Divide it")
                 _check_ratio(size, packed.stat().st_size)
                 check_room(self.folder, size)
                 paths = [PurePosixPath(each.filename).parts for each in entries]
@@ -284,14 +284,14 @@ class Upload:
                 for entry in entries:
                     try:
                         self._take_entry(archive, entry, name.parent, int(alone))
-                    except UnusablePicture as reason:
+                    except UnusableImage as reason:
                         path = name.parent.joinpath(*PurePosixPath(entry.filename).parts[alone:])
                         self.leave_out(str(path), reason, name.name)
         finally:
             packed.unlink(missing_ok=True)
 
     def _take_entry(self, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, under: PurePosixPath, drop: int) -> None:
-        """Take an entry, without its first ``drop`` folders. UnusablePicture: it is left out."""
+        """Take an entry, without its first ``drop`` folders. UnusableImage: it is left out."""
         parts = path_parts(entry.orig_filename)  # not filename, which ends at a null byte
         if is_skipped(parts):
             return
@@ -300,24 +300,24 @@ class Upload:
         if kind is None:
             return
         if kind == ZIP:
-            raise UnusablePicture("is a zip file in a zip file. Unpack it first")
+            raise UnusableImage("is a zip file in a zip file. Unpack it first")
         if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
-            raise UnusablePicture("is a link or a device, not a file. Pack the file itself")
+            raise UnusableImage("is a link or a device, not a file. Pack the file itself")
         if entry.flag_bits & 1:
-            raise UnusablePicture("is encrypted. Pack it without a password")
+            raise UnusableImage("is encrypted. Pack it without a password")
         if entry.compress_type not in BOUNDED:
             known = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}
             method = known.get(entry.compress_type, f"method {entry.compress_type}")
-            raise UnusablePicture(f"cannot be unpacked, because it is packed by {method}. Pack it by deflate, as usual")
+            raise UnusableImage(f"cannot be unpacked, because it is packed by {method}. Pack it by deflate, as usual")
         _check_ratio(entry.file_size, entry.compress_size)
         try:
             with self.incoming(kind) as write, archive.open(entry) as stream:
                 while chunk := stream.read(CHUNK):
                     write(chunk)
-        except (UnusablePicture, UserError):
+        except (UnusableImage, UserError):
             raise
         except DAMAGE as error:
-            raise UnusablePicture(f"cannot be unpacked ({error})") from None
+            raise UnusableImage(f"cannot be unpacked ({error})") from None
         self.settle(path, kind)
 
     @contextmanager
@@ -407,7 +407,7 @@ def _disk_full(folder: Path, what: str) -> DiskFull:
 
 def _check_ratio(size: int, packed: int) -> None:
     if size > SMALL and size > MOST_RATIO * packed:
-        raise UnusablePicture(f"would unpack to {size // max(1, packed):,} times its size, as no picture does")
+        raise UnusableImage(f"would unpack to {size // max(1, packed):,} times its size, as no picture does")
 
 
 def _folded(path: PurePosixPath) -> str:

@@ -18,7 +18,7 @@ from simpletune.apps.web.roots import Roots
 from simpletune.apps.web.run_state import Runs
 from simpletune.apps.web.templates import Form, render, with_form
 from simpletune.apps.web.upload import LIMITS, Upload, Uploads
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 
 CLOSE = {"Connection": "close"}  # what is still under way is not read
 ENDED = "This upload has ended, and nothing of it was kept. Upload again"
@@ -58,11 +58,11 @@ async def receive(request: Request) -> Response:
             if kind is not None:
                 await _read(request, upload, kind)
                 await run_in_threadpool(upload.settle, path, kind)
-        except UnusablePicture as reason:
+        except UnusableImage as reason:
             upload.leave_out(path, reason)
         left_out = upload.left_out[before:]
         is_read = kind is not None and not left_out
-        values = {"pictures": upload.pictures, "left_out": left_out}
+        values = {"pictures": upload.images, "left_out": left_out}
         return JSONResponse(values, headers=None if is_read else CLOSE)
 
 
@@ -90,7 +90,7 @@ async def finish(request: Request) -> Response:
         folder = await run_in_threadpool(upload.finish)
         request.app.state.uploads.end(upload)
         left_out = upload.left_out[before:]
-        return JSONResponse({"folder": str(folder), "pictures": upload.pictures, "left_out": left_out})
+        return JSONResponse({"folder": str(folder), "pictures": upload.images, "left_out": left_out})
 
 
 def cancel(request: Request) -> Response:

@@ -34,12 +34,12 @@ class Blip(Captioner):
         widest = 4 * vision.hidden_size + max(2 * vision.intermediate_size, 3 * vision.num_attention_heads * patches)
         return CaptionerSizes(patches, widest, patches + PROMPT_TOKENS, 6 * text.hidden_size, cached, text.vocab_size)
 
-    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Return pixels and the beginning of the caption; the model replaces the first token and drops the last."""
-        pixels = self.processor(list(pictures), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
+        pixels = self.processor(list(images), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
         text = self.model.config.text_config
         words = self.tokenizer(self.prompt, add_special_tokens=False).input_ids if self.prompt else []
-        rows = torch.tensor([[text.bos_token_id, *words, text.sep_token_id]] * len(pictures))
+        rows = torch.tensor([[text.bos_token_id, *words, text.sep_token_id]] * len(images))
         return {"pixel_values": pixels, "input_ids": rows, "attention_mask": torch.ones_like(rows)}
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]

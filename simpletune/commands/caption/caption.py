@@ -14,11 +14,11 @@ from PIL import Image
 from simpletune.commands.caption.captioner import Captioner
 from simpletune.commands.caption.defaults import default_model
 from simpletune.commands.caption.loading import PRECISIONS, estimate_memory, find_captioner, load_captioner
-from simpletune.commands.caption.pictures import UncaptionedPicture, find_work, sources_of
 from simpletune.commands.caption.tagger import TagChoice, Tagger, TaggerInfo, find_tagger, read_blacklist
+from simpletune.commands.caption.uncaptioned_images import UncaptionedImage, find_work, sources_of
 from simpletune.data.sources.caption_files import ChangedCaption, plain_line, sha256, write_caption
-from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.image_files import decode
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import read_regular
 from simpletune.estimate.job_estimate import MIB, shortage
 from simpletune.estimate.run_estimate import card_at_hand
@@ -186,18 +186,18 @@ def _require_room(request: CaptionRequest, weights: int, working: int, device: t
 
 
 def _caption_all(
-    request: CaptionRequest, writer: CaptionWriter, wanted: Sequence[UncaptionedPicture], outcome: CaptionOutcome
+    request: CaptionRequest, writer: CaptionWriter, wanted: Sequence[UncaptionedImage], outcome: CaptionOutcome
 ) -> None:
-    for folder in {one.picture.parent for one in wanted}:
+    for folder in {one.image.parent for one in wanted}:
         remove_stale(folder)  # left by a run that was killed
     captioner = writer.load()
     with progress("caption", len(wanted), "pictures") as advance:
         for start in range(0, len(wanted), request.batch):
-            batch: list[tuple[UncaptionedPicture, Image.Image]] = []
+            batch: list[tuple[UncaptionedImage, Image.Image]] = []
             for one in wanted[start : start + request.batch]:
                 try:  # as training sees them: rotated by EXIF, on white, in sRGB
-                    batch.append((one, decode(read_regular(one.picture))))
-                except UnusablePicture as reason:
+                    batch.append((one, decode(read_regular(one.image))))
+                except UnusableImage as reason:
                     outcome.failed.append(f"{one.name}: {reason}")
             for one, written, cut in _captions(captioner, batch, request.length, outcome.failed):
                 caption = add_prefixes(written, request.prefix, request.trigger)
@@ -217,15 +217,15 @@ def _caption_all(
 
 def _captions(
     captioner: Captioner | Tagger,
-    batch: Sequence[tuple[UncaptionedPicture, Image.Image]],
+    batch: Sequence[tuple[UncaptionedImage, Image.Image]],
     length: int,
     failed: list[str],
-) -> Iterator[tuple[UncaptionedPicture, str, bool]]:
+) -> Iterator[tuple[UncaptionedImage, str, bool]]:
     """Caption a batch; if the model rejects one of its pictures, caption them one by one."""
     if not batch:
         return
     try:
-        captions, cut = captioner.caption([picture for _, picture in batch], length)
+        captions, cut = captioner.caption([image for _, image in batch], length)
     except torch.OutOfMemoryError:
         raise UserError(
             "memory: the device is full. Captions so far are written; use --precision int8, a smaller --batch-size or "

@@ -95,7 +95,7 @@ class Captioner(ABC):
         """Return the sizes for the largest picture that the model is given."""
 
     @abstractmethod
-    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Prepare a batch: pixels and token ids, on the CPU.
 
         Raises:
@@ -103,7 +103,7 @@ class Captioner(ABC):
         """
 
     @torch.no_grad()
-    def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
+    def caption(self, images: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
         """Write the most likely caption of each RGB picture, of at most ``length`` tokens, and whether it was cut off.
 
         Raises:
@@ -114,7 +114,7 @@ class Captioner(ABC):
         dtype = next(each.dtype for each in self.model.parameters() if each.is_floating_point())
         inputs = {
             name: value.to(device, dtype if value.is_floating_point() else None)
-            for name, value in self.inputs(pictures).items()
+            for name, value in self.inputs(images).items()
         }
         given = inputs["input_ids"]
         room = self.model.config.text_config.max_position_embeddings - given.shape[1] * self.continues

@@ -53,18 +53,18 @@ class Florence(Captioner):
         """Return the sizes at 768 px, the size of all Florence-2 models."""
         vision, text = model.config.vision_config, model.config.text_config
         side, stride = 768, vision.patch_stride[0]
-        tokens = picture_tokens(model.config, side) + PROMPT_TOKENS
+        tokens = image_tokens(model.config, side) + PROMPT_TOKENS
         cached = 2 * text.decoder_layers * text.d_model * 2  # keys and values of its own tokens and of the picture's
         widest = int(vision.embed_dim[0] * (2 * vision.mlp_ratio + 14))  # attention copies its windows
         return CaptionerSizes((side // stride) ** 2, widest, tokens, 6 * text.encoder_ffn_dim, cached, text.vocab_size)
 
-    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Return the picture's tokens, then the task's sentence between the begin and end tokens."""
-        pixels = self.processor(list(pictures), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
+        pixels = self.processor(list(images), return_tensors="pt")["pixel_values"]  # [n, 3, s, s]
         text = self.tokenizer.bos_token + TASKS[self.prompt] + self.tokenizer.eos_token
         words = self.tokenizer(text, add_special_tokens=False).input_ids
-        ids = [self.model.config.image_token_id] * picture_tokens(self.model.config, pixels.shape[-1]) + words
-        rows = torch.tensor([ids] * len(pictures))
+        ids = [self.model.config.image_token_id] * image_tokens(self.model.config, pixels.shape[-1]) + words
+        rows = torch.tensor([ids] * len(images))
         return {"pixel_values": pixels, "input_ids": rows, "attention_mask": torch.ones_like(rows)}
 
     def new_ids(self, ids: Tensor, given: Tensor) -> Tensor:  # [n, t], [n, t] -> [n, t]
@@ -76,7 +76,7 @@ class Florence(Captioner):
         return {self.tokenizer.pad_token_id}
 
 
-def picture_tokens(config: PretrainedConfig, side: int) -> int:
+def image_tokens(config: PretrainedConfig, side: int) -> int:
     """Count the tokens of a picture: one for each position of the last stage's grid, and one for their mean."""
     for stride in config.vision_config.patch_stride:
         side = -(-side // stride)

@@ -71,10 +71,10 @@ class Qwen(Captioner):
             text.vocab_size,
         )  # fmt: skip
 
-    def inputs(self, pictures: Sequence[Image.Image]) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Build a conversation turn for each picture, padded on the left; the image placeholder expands to the
         picture's tokens."""
-        prepared = self.processor(list(pictures), return_tensors="pt")
+        prepared = self.processor(list(images), return_tensors="pt")
         grids = prepared["image_grid_thw"]  # [n, 3]: frames, rows, columns of patches
         merged = self.processor.merge_size**2
         image = self.model.config.image_token_id

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from simpletune.data.sources.caption_files import CaptionFile
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import read_regular
 from simpletune.system import strict_json
 from simpletune.system.disk import room_for
@@ -46,7 +46,7 @@ class Record:
             raise UserError(f"{self.place} is a symbolic link. Remove it")
         try:
             lines = read_regular(self.place, MAX_BYTES).decode("utf-8", "replace").split("\n")
-        except UnusablePicture as reason:
+        except UnusableImage as reason:
             raise UserError(f"{self.place} {reason}. Remove it, and its captions count as written by hand") from None
         for line in lines:
             try:

@@ -166,9 +166,9 @@ class Tagger:
         self.side = shape[1] if isinstance(shape[1], int) else SIDE
         self._require_outputs(self._session.get_outputs()[0].shape[-1])
 
-    def caption(self, pictures: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
+    def caption(self, images: Sequence[Image.Image], length: int) -> tuple[list[str], list[bool]]:
         """Write the tags of each RGB picture; none is cut off."""
-        batch = np.stack([bgr_square(picture, self.side) for picture in pictures])  # [n, side, side, 3]
+        batch = np.stack([bgr_square(image, self.side) for image in images])  # [n, side, side, 3]
         try:
             (probabilities, *_) = self._session.run(None, {self._input.name: batch})  # [n, tags]
         except Exception as error:
@@ -176,7 +176,7 @@ class Tagger:
                 f"tags: onnxruntime failed ({first_line(error)}). Use --batch-size 1 or --device cpu"
             ) from None
         self._require_outputs(probabilities.shape[-1])
-        return [", ".join(self.choice.tags(self.about.tags, row)) for row in probabilities], [False] * len(pictures)
+        return [", ".join(self.choice.tags(self.about.tags, row)) for row in probabilities], [False] * len(images)
 
     def _require_outputs(self, outputs: int | str) -> None:
         rows = len(self.about.tags)
@@ -184,10 +184,10 @@ class Tagger:
             raise self.about.place.damaged(f"has {rows:,} tags in {TAGS}, and {MODEL} gives {outputs:,}")
 
 
-def bgr_square(picture: Image.Image, side: int) -> np.ndarray:  # [side, side, 3]
+def bgr_square(image: Image.Image, side: int) -> np.ndarray:  # [side, side, 3]
     """Pad a picture with white to a square and scale it: BGR, 0 to 255, as the published taggers were trained."""
-    longest = max(picture.size)
+    longest = max(image.size)
     padded = Image.new("RGB", (longest, longest), "white")
-    padded.paste(picture, ((longest - picture.width) // 2, (longest - picture.height) // 2))
+    padded.paste(image, ((longest - image.width) // 2, (longest - image.height) // 2))
     scaled = padded.resize((side, side), Image.Resampling.BICUBIC)
     return np.ascontiguousarray(np.asarray(scaled, np.float32)[..., ::-1])

@@ -48,7 +48,7 @@ def written_folders() -> dict[str, Path]:
     """The folders that simpletune writes to by default, by name."""
     from huggingface_hub import constants
 
-    from simpletune.config.schema import Output
+    from simpletune.config.output import Output
 
     output = Output()
     return {

@@ -17,8 +17,8 @@ from simpletune.commands.evaluate.encoders import EncoderInfo
 from simpletune.commands.evaluate.generate import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
-from simpletune.data.sources.pictures import decode_picture
-from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.data.sources.image_files import decode_image
+from simpletune.data.sources.source import SourceImage, UnusableImage
 from simpletune.data.storage.cache import FileCache
 from simpletune.stages.latent_cache import free_memory
 from simpletune.system.checksums import sha256_of
@@ -29,16 +29,16 @@ EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True)
-class PictureEmbeddings:
+class ImageEmbeddings:
     """Embeddings of an evaluation by one encoder."""
 
     about: EncoderInfo
-    drawn: Mapping[EvaluatedWeights, Array]  # embeddings by point, one row per shot
+    generated: Mapping[EvaluatedWeights, Array]  # embeddings by point, one row per shot
     real: Array  # embeddings of the real pictures
     prompts: Array | None  # embeddings of the scored prompts, one row each; None if the encoder reads pictures only
 
 
-def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> PictureEmbeddings:
+def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> ImageEmbeddings:
     """Embed everything with one encoder; load it only if something is missing."""
     store = FileCache(gallery.folder / EMBEDDINGS / about.digest)
     device = plan.session.device
@@ -49,8 +49,8 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
         # The name includes a hash of the bytes, so that a redrawn picture is embedded again.
         names[point] = [f"picture {key} {sha256_of(gallery.file(key))}" for key in keys]
         jobs |= {name: partial(gallery.open, key) for name, key in zip(names[point], keys, strict=True)}
-    real = [f"real {picture.digest} {picture.decoding.changes}".rstrip() for picture in plan.real]
-    jobs |= {name: partial(_open_real, picture) for name, picture in zip(real, plan.real, strict=True)}
+    real = [f"real {image.digest} {image.decoding.changes}".rstrip() for image in plan.real]
+    jobs |= {name: partial(_open_real, image) for name, image in zip(real, plan.real, strict=True)}
     reads_prompts = about.kind.reads_prompts
     texts = [f"prompt {prompt.scored}" for prompt in plan.prompts.prompts] if reads_prompts else []
     missing = store.lacking([*jobs, *texts])
@@ -63,23 +63,23 @@ def embed(plan: EvaluationPlan, gallery: Gallery, about: EncoderInfo) -> Picture
                 with progress(about.title, len(unseen), "pictures") as advance:
                     for name in unseen:
                         # One at a time: in a batch the last bits of an embedding would depend on its neighbours.
-                        store.save(name, {"of": encoder.of_pictures([jobs[name]()])[0]})
+                        store.save(name, {"of": encoder.embed_images([jobs[name]()])[0]})
                         advance()
             for name in missing:
                 if name not in jobs:
-                    store.save(name, {"of": encoder.of_prompts([name.removeprefix("prompt ")])[0]})
+                    store.save(name, {"of": encoder.embed_texts([name.removeprefix("prompt ")])[0]})
         del encoder
         free_memory(device)
 
     def load_rows(names: Sequence[str]) -> Array:  # [n, d]
         return np.asarray(torch.stack([store.load(name)["of"] for name in names]).numpy(), dtype=np.float64)
 
-    drawn = {point: load_rows(own) for point, own in names.items()}
-    return PictureEmbeddings(about, drawn, load_rows(real), load_rows(texts) if reads_prompts else None)
+    generated = {point: load_rows(own) for point, own in names.items()}
+    return ImageEmbeddings(about, generated, load_rows(real), load_rows(texts) if reads_prompts else None)
 
 
-def _open_real(picture: Picture) -> Image.Image:
+def _open_real(image: SourceImage) -> Image.Image:
     try:
-        return decode_picture(picture)
-    except (UnusablePicture, OSError) as error:
-        raise UserError(f"{picture.name} {error}. Put it back; what is drawn already stays") from None
+        return decode_image(image)
+    except (UnusableImage, OSError) as error:
+        raise UserError(f"{image.name} {error}. Put it back; what is drawn already stays") from None

@@ -98,7 +98,7 @@ class ImageEncoder(ABC):
         """Return s for a model's configuration."""
 
     @abstractmethod
-    def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
+    def pixels(self, images: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Scale, crop and normalise pictures as the encoder's paper does."""
 
     @abstractmethod
@@ -110,13 +110,13 @@ class ImageEncoder(ABC):
         raise UserError(f"{self.about.name} is a {self.name} encoder, which reads no prompts. Use CLIP or SigLIP")
 
     @torch.no_grad()
-    def of_pictures(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, d], fp32 on the CPU
+    def embed_images(self, images: Sequence[Image.Image]) -> Tensor:  # [n, d], fp32 on the CPU
         """Embed pictures; a ``UserError`` says that an embedding is not finite."""
         # One at a time: in a batch the last bits of an embedding would depend on its neighbours.
-        return self._finite([self.embed(self.pixels([picture]).to(self.device)) for picture in pictures])
+        return self._finite([self.embed(self.pixels([image]).to(self.device)) for image in images])
 
     @torch.no_grad()
-    def of_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], fp32 on the CPU
+    def embed_texts(self, prompts: Sequence[str]) -> Tensor:  # [n, d], fp32 on the CPU
         """Embed prompts, one at a time, too; a ``UserError`` also says that the encoder reads pictures only."""
         return self._finite([self.embed_prompts([prompt]) for prompt in prompts])
 
@@ -129,22 +129,22 @@ class ImageEncoder(ABC):
         return found
 
 
-def scale_and_crop(picture: Image.Image, shorter: int, side: int) -> Image.Image:
+def scale_and_crop(image: Image.Image, shorter: int, side: int) -> Image.Image:
     """Scale a picture's shorter side by a bicubic filter, keeping its aspect ratio, and crop the centre square;
     all in pixels."""
-    width, height = picture.size
+    width, height = image.size
     scale = shorter / min(width, height)
     # as torchvision, which the papers' code uses: round the longer side down to whole pixels
     size = (shorter, int(height * scale)) if width <= height else (int(width * scale), shorter)
-    scaled = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+    scaled = image.convert("RGB").resize(size, Image.Resampling.BICUBIC)
     # as torchvision's CenterCrop, too; transformers' processor of CLIP rounds down, which may be a pixel beside this
     left, top = round((size[0] - side) / 2), round((size[1] - side) / 2)
     return scaled.crop((left, top, left + side, top + side))
 
 
-def normalise(pictures: Sequence[Image.Image], norm: Norm) -> Tensor:  # [n, 3, s, s]
+def normalise(images: Sequence[Image.Image], norm: Norm) -> Tensor:  # [n, 3, s, s]
     """Stack pictures of one size and normalise their values."""
-    values = torch.from_numpy(np.stack([np.asarray(picture, dtype=np.float32) for picture in pictures]))
+    values = torch.from_numpy(np.stack([np.asarray(image, dtype=np.float32) for image in images]))
     mean, deviation = (torch.tensor(each).view(1, 3, 1, 1) for each in norm)
     return (values.permute(0, 3, 1, 2) / 255 - mean) / deviation
 
@@ -162,10 +162,10 @@ class Dino(ImageEncoder):
         """Return the side that the model's position embeddings were trained for."""
         return int(config.image_size)  # type: ignore[attr-defined]
 
-    def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
+    def pixels(self, images: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Scale the shorter side to s x 256 / 224, and crop the centre."""
         side = self.side(self.model.config)
-        cut = [scale_and_crop(picture, round(side * SHORTER / TRAINED), side) for picture in pictures]
+        cut = [scale_and_crop(image, round(side * SHORTER / TRAINED), side) for image in images]
         return normalise(cut, IMAGENET)
 
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
@@ -202,10 +202,10 @@ class Clip(ImageEncoder):
     def side(config: object) -> int:
         return int(config.vision_config.image_size)  # type: ignore[attr-defined]
 
-    def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
+    def pixels(self, images: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Scale the shorter side to s, and crop the centre."""
         side = self.side(self.model.config)
-        return normalise([scale_and_crop(picture, side, side) for picture in pictures], CLIP)
+        return normalise([scale_and_crop(image, side, side) for image in images], CLIP)
 
     def embed(self, pixels: Tensor) -> Tensor:  # [n, 3, s, s] -> [n, d]
         """Return the projected embedding of pictures."""
@@ -231,12 +231,12 @@ class Siglip(Clip):
     classes = ("SiglipModel", "SiglipConfig")
     about_preprocessing = "squashed to a square, values -1 to 1; prompts in lower case, padded to 64 tokens"
 
-    def pixels(self, pictures: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
+    def pixels(self, images: Sequence[Image.Image]) -> Tensor:  # [n, 3, s, s]
         """Squash pictures to a square, as both papers do: by a bicubic filter for SigLIP's published models, by a
         bilinear one for SigLIP 2's, recognised by their vocabulary."""
         side, words = self.side(self.model.config), self.model.config.text_config.vocab_size
         chosen = Image.Resampling.BICUBIC if words == FIRST_VOCABULARY else Image.Resampling.BILINEAR
-        squares = [picture.convert("RGB").resize((side, side), chosen) for picture in pictures]
+        squares = [image.convert("RGB").resize((side, side), chosen) for image in images]
         return normalise(squares, HALF)
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:  # [n, d]

@@ -68,11 +68,11 @@ def estimate_stages(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], undra
         decoding = Recorder(on_card)
         size = decoding_bytes(config, first, decoding)
         stages["decode"] = StageEstimate(size, undrawn * alone(decoding.sections, speeds))
-    pictures = len(plan.points) * len(plan.shots) + len(plan.real)
+    images = len(plan.points) * len(plan.shots) + len(plan.real)
     for about in encoders:
         seen = Recorder(on_card)
         size = encoding_bytes(about, seen)
-        stages[about.title] = StageEstimate(size, pictures * alone(seen.sections, speeds))
+        stages[about.title] = StageEstimate(size, images * alone(seen.sections, speeds))
     forget_values()
     say(f"predict by speeds {source}")
     for name, stage in stages.items():

@@ -10,11 +10,11 @@ from simpletune import __version__
 from simpletune.commands.evaluate.embed import embed
 from simpletune.commands.evaluate.encoders import EncoderInfo, find_encoder
 from simpletune.commands.evaluate.estimate import estimate_stages
-from simpletune.commands.evaluate.generate import FOLDER, PICTURES, Gallery, generate_missing
+from simpletune.commands.evaluate.generate import FOLDER, IMAGES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure
-from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_pictures, shots_of
+from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_images, shots_of
 from simpletune.commands.evaluate.prompts import find_prompts, subject_words
-from simpletune.commands.generate.generate import picture_size
+from simpletune.commands.generate.generate import image_size
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS
 from simpletune.estimate.job_estimate import MIB
@@ -22,7 +22,7 @@ from simpletune.runs.best_checkpoint import choose_best
 from simpletune.runs.folder import SCORES
 from simpletune.runs.report.evaluations import about_scores
 from simpletune.runs.weights_names import find_whole_run, run_config
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.atomic import write_json
 from simpletune.system.checksums import with_sum
 from simpletune.system.console import say
@@ -48,21 +48,21 @@ def evaluate(args: argparse.Namespace) -> Path:
     gallery = Gallery(args.run)
     gallery.folder.mkdir(exist_ok=True)
     with exclusive(gallery.folder, "wait for the other evaluation of this run"):
-        undrawn = len(gallery.lacking(plan.keys.values()))
+        not_generated = len(gallery.lacking(plan.keys.values()))
         say(
             f"evaluate {plural(len(plan.points), 'model')} x {plural(len(plan.shots), 'picture')} "
-            f"({plan.prompts.name}), {undrawn} to draw, on {session.reason}"
+            f"({plan.prompts.name}), {not_generated} to draw, on {session.reason}"
         )
-        stages = estimate_stages(plan, encoders, undrawn)
+        stages = estimate_stages(plan, encoders, not_generated)
         if args.predict:
             return args.run / SCORES
-        drawn = generate_missing(plan, gallery)
+        generated = generate_missing(plan, gallery)
         embedded = [embed(plan, gallery, about) for about in encoders]
         result = evaluation_record(plan, encoders, gallery)
         for entry, found in zip(result["points"], measure(plan, embedded).values(), strict=True):
             entry["scores"] = found
         result["cost"] = {  # a resumed call measures only its own part
-            "drawn": drawn,
+            "drawn": generated,
             "predicted": {
                 name: {"peak_mib": round(stage.bytes / MIB, 1), "seconds": round(stage.seconds, 1)}
                 for name, stage in stages.items()
@@ -75,7 +75,7 @@ def evaluate(args: argparse.Namespace) -> Path:
     say(f"{args.run / SCORES}: every score with its interval{memory}")
     best = choose_best(args.run)
     if best is not None:
-        say(f"best    {best.in_words(args.run)}")
+        say(f"best    {best.describe(args.run)}")
     return args.run / SCORES
 
 
@@ -97,13 +97,13 @@ def encoders_of(is_demo: bool, names: Sequence[str] | None) -> list[EncoderInfo]
 def plan_of(session: GenerationSession, args: argparse.Namespace) -> EvaluationPlan:
     """Gather points, prompts, requests and real pictures."""
     config, option = session.config, session.config.validation
-    real, everything = real_pictures(config, args.run)
+    real, everything = real_images(config, args.run)
     written = run_config(args.run)  # its data may be the demo's, by name
     words = subject_words(written, args.token, args.kind)
-    prompts = find_prompts(args.prompts, written, words, [picture.caption for picture in real])
-    width, height = picture_size(config, args)
+    prompts = find_prompts(args.prompts, written, words, [image.caption for image in real])
+    width, height = image_size(config, args)
     asked, negative = given_arguments(args, "steps", "guidance"), config.model.text.steered_from(option.negative_prompt)
-    first = PictureRequest(
+    first = ImageRequest(
         "", FIRST_SEED if args.seed is None else args.seed, negative, width, height,
         asked.get("steps", option.steps), asked.get("guidance", option.guidance),
     )  # fmt: skip
@@ -125,7 +125,7 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
         for about in encoders
     ]  # fmt: skip
     own = [number for number, shot in enumerate(plan.shots) if not shot.of_class]
-    drawn = {point: [f"{FOLDER}/{PICTURES}/{gallery.file(plan.keys[point, plan.shots[n]]).name}" for n in own]
+    generated = {point: [f"{FOLDER}/{IMAGES}/{gallery.file(plan.keys[point, plan.shots[n]]).name}" for n in own]
              for point in plan.points}  # fmt: skip
     return {
         "version": VERSION, "simpletune": __version__,
@@ -144,7 +144,7 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
         "main": main_encoders(known),
         "points": [
             {"title": point.title, "name": point.name(session.run), "step": point.step, "strength": point.strength,
-             "pictures": drawn[point]}
+             "pictures": generated[point]}
             for point in plan.points
         ],
     }  # fmt: skip
@@ -153,9 +153,9 @@ def evaluation_record(plan: EvaluationPlan, encoders: Sequence[EncoderInfo], gal
 def main_encoders(encoders: Sequence[Json]) -> dict[str, str | None]:
     """Choose the encoder for each fidelity: for the subject, the first that reads only pictures, otherwise the first;
     for prompts, the first that reads prompts."""
-    pictures = [each["title"] for each in encoders if not each["reads_prompts"]]
+    images = [each["title"] for each in encoders if not each["reads_prompts"]]
     prompts = [each["title"] for each in encoders if each["reads_prompts"]]
-    return {SUBJECT: (pictures or prompts)[0], PROMPT: prompts[0] if prompts else None}
+    return {SUBJECT: (images or prompts)[0], PROMPT: prompts[0] if prompts else None}
 
 
 def lines(result: Json) -> list[str]:

@@ -19,7 +19,7 @@ from simpletune.system.atomic import atomic_file, quarantine
 from simpletune.system.console import progress, say
 from simpletune.system.options import UserError, plural
 
-FOLDER, PICTURES, LATENTS = "evaluation", "pictures", "latents"
+FOLDER, IMAGES, LATENTS = "evaluation", "pictures", "latents"
 
 
 class Gallery:
@@ -30,7 +30,7 @@ class Gallery:
         self.latents = FileCache(self.folder / LATENTS)
 
     def file(self, key: str) -> Path:
-        return self.folder / PICTURES / f"{key}.png"
+        return self.folder / IMAGES / f"{key}.png"
 
     def lacking(self, keys: Iterable[str]) -> list[str]:
         """List the pictures that are still to be drawn. Renames and reports damaged ones."""
@@ -66,9 +66,9 @@ def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
     missing = gallery.lacking(keys)
     if not missing:
         return 0
-    undrawn = set(gallery.latents.lacking(missing))
-    if undrawn:
-        generate_latents(plan, gallery, undrawn)
+    not_generated = set(gallery.latents.lacking(missing))
+    if not_generated:
+        generate_latents(plan, gallery, not_generated)
     session = plan.session
     with session.stages.stage("decode"), progress("decode", len(missing), "pictures") as advance:
         vae = session.autoencoder()
@@ -85,13 +85,13 @@ def generate_missing(plan: EvaluationPlan, gallery: Gallery) -> int:
     return len(missing)
 
 
-def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) -> None:
+def generate_latents(plan: EvaluationPlan, gallery: Gallery, not_generated: set[str]) -> None:
     """Draw latents with every point's weights; a base is loaded once for all its LoRAs."""
     session = plan.session
     points: dict[Weights, EvaluatedWeights] = {}
     wanted: dict[Weights, list[list[Shot]]] = {}
     for point in plan.points:
-        groups = [group for group in plan.groups() if any(plan.keys[point, shot] in undrawn for shot in group)]
+        groups = [group for group in plan.groups() if any(plan.keys[point, shot] in not_generated for shot in group)]
         if groups:
             points[point.weights], wanted[point.weights] = point, groups
     asked = {tuple(group): [shot.request for shot in group] for groups in wanted.values() for group in groups}
@@ -103,7 +103,7 @@ def generate_latents(plan: EvaluationPlan, gallery: Gallery, undrawn: set[str]) 
     if every:
         say_what_is_painted(session, every[0])
     with progress("draw", len(every), "pictures") as advance:
-        for weights, number, latents, _ in session.draw_latents(requests, texts):
+        for weights, number, latents, _ in session.generate_latents(requests, texts):
             for shot, z in zip(wanted[weights][number], latents, strict=True):
                 gallery.latents.save(plan.keys[points[weights], shot], {"z": z})
                 advance()

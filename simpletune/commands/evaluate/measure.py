@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from simpletune.commands.evaluate import scores
-from simpletune.commands.evaluate.embed import PictureEmbeddings
+from simpletune.commands.evaluate.embed import ImageEmbeddings
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array, mean_over_prompts, over_sets
 from simpletune.system.options import Json
@@ -25,17 +25,17 @@ SETS: Mapping[str, Callable[[Array, Array], float]] = {"cmmd": scores.cmmd, "kid
 """Distances between the sets of drawn and real pictures."""
 
 
-def measure(plan: EvaluationPlan, embedded: Sequence[PictureEmbeddings]) -> dict[EvaluatedWeights, Scores]:
+def measure(plan: EvaluationPlan, embedded: Sequence[ImageEmbeddings]) -> dict[EvaluatedWeights, Scores]:
     """Compute every score of every point by every encoder."""
     found: dict[EvaluatedWeights, Scores] = {point: {} for point in plan.points}
     base = plan.points[0]
     for one in embedded:
-        means = {point: means_of(plan, one, one.drawn[point]) for point in plan.points}
+        means = {point: means_of(plan, one, one.generated[point]) for point in plan.points}
         for point in plan.points:
-            for score, (values, pictures) in means[point].items():
+            for score, (values, images) in means[point].items():
                 each = list(values.values())
                 entry = mean_over_prompts(each).as_json()
-                entry |= {"n": pictures, "prompts": len(each), "by_prompt": [round(value, 6) for value in each]}
+                entry |= {"n": images, "prompts": len(each), "by_prompt": [round(value, 6) for value in each]}
                 if point is not base:
                     other = means[base][score][0]
                     paired = [values[number] - other[number] for number in values]
@@ -48,7 +48,7 @@ def measure(plan: EvaluationPlan, embedded: Sequence[PictureEmbeddings]) -> dict
     return found
 
 
-def means_of(plan: EvaluationPlan, one: PictureEmbeddings, drawn: Array) -> dict[str, tuple[ByPrompt, int]]:
+def means_of(plan: EvaluationPlan, one: ImageEmbeddings, drawn: Array) -> dict[str, tuple[ByPrompt, int]]:
     """Compute the scores that are means over pictures from a point's embeddings [n, d]: by prompt, with the number of
     pictures."""
 
@@ -74,11 +74,11 @@ def means_of(plan: EvaluationPlan, one: PictureEmbeddings, drawn: Array) -> dict
 
 
 def of_sets(
-    plan: EvaluationPlan, one: PictureEmbeddings, point: EvaluatedWeights, statistic: Callable[[Array, Array], float]
+    plan: EvaluationPlan, one: ImageEmbeddings, point: EvaluatedWeights, statistic: Callable[[Array, Array], float]
 ) -> Json | None:
     """Compute the distance of a point's pictures of the subject from the real ones; None for fewer than 2 of either."""
     rows = rows_by_prompt(plan, of_class=False)
-    prompts, drawn = subject_prompts(plan), one.drawn[point]
+    prompts, drawn = subject_prompts(plan), one.generated[point]
     count = sum(len(rows[number]) for number in prompts)
     smallest = count - max(len(rows[number]) for number in prompts)  # with one prompt left out, as for the interval
     if min(count, len(one.real)) < 2:

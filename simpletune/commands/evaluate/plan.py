@@ -13,12 +13,12 @@ from simpletune.commands.evaluate.prompts import Prompt, PromptSet
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import scan_sources
-from simpletune.data.sources.source import Picture
+from simpletune.data.sources.source import SourceImage
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, read_json_or_none, read_summary
 from simpletune.runs.weights import BASE, Weights, find_weights, precision_of
 from simpletune.runs.weights_names import CheckpointRef, find_in_run, is_unfinished
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.checksums import sha256_of
 from simpletune.system.model_folder import fingerprint
 from simpletune.system.options import Json, UserError, join_names, plural
@@ -54,7 +54,7 @@ class EvaluatedWeights:
 class Shot:
     """One picture that every point draws."""
 
-    request: PictureRequest  # what to draw
+    request: ImageRequest  # what to draw
     prompt: int  # index of its prompt
     of_class: bool = False  # whether it shows another member of the class, for PRES
 
@@ -67,7 +67,7 @@ class EvaluationPlan:
     points: tuple[EvaluatedWeights, ...]  # points to evaluate, the base first
     prompts: PromptSet  # prompts with the name of their slice
     shots: tuple[Shot, ...]  # pictures to draw, the same for every point
-    real: tuple[Picture, ...]  # training pictures to compare with
+    real: tuple[SourceImage, ...]  # training pictures to compare with
     all_real: int  # total number of training pictures
 
     def groups(self) -> list[list[Shot]]:
@@ -133,7 +133,7 @@ def evaluated_weights(run: Path, strengths: Sequence[float] | None) -> list[Eval
     return points
 
 
-def shots_of(first: PictureRequest, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
+def shots_of(first: ImageRequest, prompts: Sequence[Prompt], seeds: int) -> list[Shot]:
     """List the shots: every prompt with its own seeds, then one picture of every class prompt."""
     shots = [
         Shot(replace(first, prompt=prompt.text, seed=first.seed + number * seeds + which), number)
@@ -148,11 +148,11 @@ def shots_of(first: PictureRequest, prompts: Sequence[Prompt], seeds: int) -> li
     return shots
 
 
-def real_pictures(config: TrainConfig, run: Path) -> tuple[list[Picture], int]:
+def real_images(config: TrainConfig, run: Path) -> tuple[list[SourceImage], int]:
     """Return the pictures that a run trained on, evenly thinned to `REAL`, without those of regularization sources."""
     members = config.data.members
-    wanted = [each for each in scan_sources(config.data).pictures if not members[each.source].regularization]
-    there = {(picture.source, picture.name): picture for picture in wanted}
+    wanted = [each for each in scan_sources(config.data).images if not members[each.source].regularization]
+    there = {(image.source, image.name): image for image in wanted}
     trained: Json = {} if config.data.streamed else read_json_or_none(run / DATA) or {}  # a stream lists no pictures
     rows = {(row.get("source", 0), row["file"]): row["sha256"] for row in trained.get("samples", [])}
     rows = {key: digest for key, digest in rows.items() if not members[key[0]].regularization}

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Formatter
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import DATA, pictures
+from simpletune.data.demo import DATA, demo_scenes
 from simpletune.system.options import UserError, first_lines, plural
 
 PLACES = (
@@ -76,8 +76,8 @@ class Words:
 
 def subject_words(config: TrainConfig, token: str | None, kind: str | None) -> Words:
     """Take the words that the user gave, or the demo's own."""
-    style = (pictures.STYLE_TRIGGER, "")
-    own = {"demo:subject": (pictures.SUBJECT_TRIGGER, "figure"), "demo:style": style, "demo:pictures": style}
+    style = (demo_scenes.STYLE_TRIGGER, "")
+    own = {"demo:subject": (demo_scenes.SUBJECT_TRIGGER, "figure"), "demo:style": style, "demo:pictures": style}
     known = own.get(config.data.place, ("", ""))
     return Words(known[0] if token is None else token, known[1] if kind is None else kind)
 
@@ -92,12 +92,12 @@ def find_prompts(name: str | None, config: TrainConfig, words: Words, captions: 
     if name in DREAMBOOTH:
         return PromptSet(name, tuple(fill_template(template, words, name) for template in dreambooth(name)))
     if name == DEMO:
-        scenes = pictures.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
+        scenes = demo_scenes.sample_scenes(DEMO_PROMPTS, seed=2024, held_out=True)
         if config.data.place == "demo:subject":  # its figure in the places of held-out scenes
-            template = pictures.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
+            template = demo_scenes.SUBJECT_TEMPLATE.replace("{subject} figure", "{{token}} {{class}}")
             prompts = [fill_template(template.format(**vars(scene)), words, DEMO) for scene in scenes]
         else:  # held-out scenes in the demo's style
-            prompts = _without_token([pictures.caption(scene, 0, words.token or None) for scene in scenes], words)
+            prompts = _without_token([demo_scenes.caption(scene, 0, words.token or None) for scene in scenes], words)
         return PromptSet(f"demo, {DEMO_PROMPTS} prompts", tuple(prompts))
     if name == RUN:
         texts = config.validation.prompts or list(dict.fromkeys(filter(None, captions)))[:MOST_CAPTIONS]

@@ -44,7 +44,7 @@ from simpletune.runs.weights import (
 from simpletune.runs.weights_names import find_named, is_run, is_unfinished, split_scale
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import request_values, save_png
-from simpletune.stages.sample import PictureRequest, shown_inputs
+from simpletune.stages.sample import ImageRequest, shown_inputs
 from simpletune.system.atomic import write_json, write_text
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -167,15 +167,15 @@ def compare(args: argparse.Namespace) -> Path:
         say(f"settings of {session.run}{'' if args.run else ', the newest run'}")
     if args.predict:
         require_memory(session, models, requests)
-    columns = session.draw_all(models, requests)
+    columns = session.generate_all(models, requests)
     own = session.run / "compare" if session.run else Path("inference-out") / "compare"
     folder = args.output or numbered_folder(own)
     figures = [figures_of(session, column, columns[0]) for column in columns]
     add_scores(session, args, columns, requests, figures)
     for column, figure in zip(columns, figures, strict=True):
         made = made_with(session, column.weights)
-        for number, (picture, request) in enumerate(zip(column.pictures, requests, strict=True)):
-            save_png(picture, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
+        for number, (image, request) in enumerate(zip(column.images, requests, strict=True)):
+            save_png(image, folder / folder_name(column.weights.label) / f"{number:03d}.png", request, **made)
         away = np.mean(figure["difference_from_base"])
         seconds = figure["seconds_per_picture"]
         say(f"{column.weights.label}: {seconds:.2f} s per picture, mean difference from the base {away:.4f}")
@@ -183,7 +183,7 @@ def compare(args: argparse.Namespace) -> Path:
     rows = [
         (
             f"{request.prompt}  (seed {request.seed})",
-            [*shown_inputs(request).values(), *(c.pictures[n] for c in columns)],
+            [*shown_inputs(request).values(), *(c.images[n] for c in columns)],
         )
         for n, request in enumerate(requests)
     ]
@@ -213,7 +213,7 @@ def compare(args: argparse.Namespace) -> Path:
     return sheet
 
 
-def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> None:
+def require_memory(session: GenerationSession, models: Sequence[Weights], requests: Sequence[ImageRequest]) -> None:
     """Predict and print the memory of every stage; on the CPU nothing is refused.
 
     Text encoders, transformer and autoencoder are never in memory together.
@@ -252,7 +252,7 @@ def figures_of(session: GenerationSession, column: GeneratedImages, base: Genera
         "precision": precision_of(session.config, column.weights).weights,
         "seconds_per_picture": column.denoise + column.decode,
         "seconds": {"denoise": column.denoise, "decode": column.decode},
-        "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.pictures, base.pictures, strict=True)],
+        "difference_from_base": [pixel_difference(a, b) for a, b in zip(column.images, base.images, strict=True)],
         "latent_distance_from_base": [latent_distance(a, b) for a, b in zip(column.latents, base.latents, strict=True)],
     }
 
@@ -266,25 +266,25 @@ def add_scores(
     session: GenerationSession,
     args: argparse.Namespace,
     columns: Sequence[GeneratedImages],
-    requests: Sequence[PictureRequest],
+    requests: Sequence[ImageRequest],
     figures: Sequence[ModelFigures],
 ) -> None:
     """Add cosines by the chosen encoders to the figures, with one encoder in memory at a time."""
     if args.clip:
         with session.stages.stage("clip"):
             clip = open_encoder("--clip", args.clip, session.device)
-            prompts = normalize(clip.of_prompts([request.prompt for request in requests]), dim=-1)
-            seen = [normalize(clip.of_pictures(column.pictures), dim=-1) for column in columns]
+            prompts = normalize(clip.embed_texts([request.prompt for request in requests]), dim=-1)
+            seen = [normalize(clip.embed_images(column.images), dim=-1) for column in columns]
             del clip
             free_memory(session.device)
-        for figure, pictures in zip(figures, seen, strict=True):
-            figure["clip_prompt"] = (pictures * prompts).sum(-1).tolist()
-            figure["clip_base"] = (pictures * seen[0]).sum(-1).tolist()
+        for figure, images in zip(figures, seen, strict=True):
+            figure["clip_prompt"] = (images * prompts).sum(-1).tolist()
+            figure["clip_base"] = (images * seen[0]).sum(-1).tolist()
     if args.dino:
         with session.stages.stage("dino"):
             dino = open_encoder("--dino", args.dino, session.device)
-            seen = [normalize(dino.of_pictures(column.pictures), dim=-1) for column in columns]
+            seen = [normalize(dino.embed_images(column.images), dim=-1) for column in columns]
             del dino
             free_memory(session.device)
-        for figure, pictures in zip(figures, seen, strict=True):
-            figure["dino_base"] = (pictures * seen[0]).sum(-1).tolist()
+        for figure, images in zip(figures, seen, strict=True):
+            figure["dino_base"] = (images * seen[0]).sum(-1).tolist()

@@ -13,7 +13,7 @@ from PIL import Image
 
 from simpletune.commands.generate.session import GeneratedImages
 from simpletune.runs.report.page import page_style, page_template
-from simpletune.stages.sample import PictureRequest, shown_inputs
+from simpletune.stages.sample import ImageRequest, shown_inputs
 from simpletune.system.atomic import write_text
 from simpletune.system.options import plural
 
@@ -57,7 +57,7 @@ MEASURES: dict[Measure, tuple[str, str]] = {
 def write_page(
     file: Path,
     columns: Sequence[GeneratedImages],
-    requests: Sequence[PictureRequest],
+    requests: Sequence[ImageRequest],
     figures: Sequence[ModelFigures],
     about: Mapping[str, object],
 ) -> None:
@@ -72,8 +72,8 @@ def write_page(
             "prompt": request.prompt, "seed": request.seed, "size": f"{request.width} x {request.height}",
             "how": f"{plural(request.steps, 'step')}, guidance {request.guidance:g}",
             "negative": request.negative_prompt,
-            "inputs": {title: picture_data_uri(image) for title, image in shown_inputs(request).items()},
-            "cells": [picture_data_uri(column.pictures[number]) for column in columns],
+            "inputs": {title: image_data_uri(image) for title, image in shown_inputs(request).items()},
+            "cells": [image_data_uri(column.images[number]) for column in columns],
             "away": [figure["difference_from_base"][number] for figure in figures],
         }
         for number, request in enumerate(requests)
@@ -96,7 +96,7 @@ def write_page(
     write_text(file, text)
 
 
-def picture_data_uri(image: Image.Image) -> str:
+def image_data_uri(image: Image.Image) -> str:
     """A picture within a page: a small one losslessly, a large one as WebP."""
     data = io.BytesIO()
     lossless = max(image.size) <= LOSSLESS

@@ -29,7 +29,7 @@ from simpletune.runs.weights import (
 )
 from simpletune.runs.weights_names import DENOISERS, LORA_FILE
 from simpletune.stages.png import generation_parameters, save_png
-from simpletune.stages.sample import PictureRequest, mask_pixels
+from simpletune.stages.sample import ImageRequest, mask_pixels
 from simpletune.system.atomic import atomic_file
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
@@ -37,11 +37,11 @@ from simpletune.system.options import UserError, plural
 
 def build_requests(
     session: GenerationSession, args: argparse.Namespace, default: Sequence[str | None] = (None,)
-) -> list[PictureRequest]:
+) -> list[ImageRequest]:
     """Combine every prompt with every seed, with the settings of the run's validation pictures, changed by the
     arguments. Of the default prompts, None stands for the run's first."""
     option = session.config.validation
-    width, height = picture_size(session.config, args)
+    width, height = image_size(session.config, args)
     changed = given_arguments(
         args, "seed", "negative_prompt", "steps", "guidance", "image", "strength", "mask", "paste"
     )
@@ -50,7 +50,7 @@ def build_requests(
     requests, negative = [], session.config.model.text.steered_from(option.negative_prompt)
     for prompt in args.prompt or default:
         prompt = default_prompt(session) if prompt is None else prompt
-        first = PictureRequest(prompt, option.seed, negative, width, height, option.steps, option.guidance)
+        first = ImageRequest(prompt, option.seed, negative, width, height, option.steps, option.guidance)
         first = replace(first, **changed)
         place = session.config.model.autoencoder.downsampling
         require_inputs(first, "strength" in given_arguments(args, "strength"), place)
@@ -58,9 +58,9 @@ def build_requests(
     return requests
 
 
-def picture_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
+def image_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
     """The size to draw, by the arguments or the run; a UserError if the model cannot."""
-    width, height = args.size or config.picture_size()
+    width, height = args.size or config.image_size()
     step, title = config.model.generated_multiple or config.model.multiple, config.model.title
     if width % step or height % step:
         near = "x".join(str(max(step, side // step * step)) for side in (width, height))
@@ -72,7 +72,7 @@ def picture_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, in
     return width, height
 
 
-def require_inputs(request: PictureRequest, strength: bool, place: int) -> None:
+def require_inputs(request: ImageRequest, strength: bool, place: int) -> None:
     """Check that a request's arguments have the picture and the mask that they need, and that these can be used.
 
     Raises:
@@ -151,14 +151,14 @@ def generate(args: argparse.Namespace) -> Path:
         outputs = [first] if count == 1 else several
         for file in outputs:
             require_new(file, args.overwrite)
-    (drawn,) = session.draw_all([weights], requests)
+    (drawn,) = session.generate_all([weights], requests)
     precision = precision_of(session.config, weights).weights
     more = made_with(session, weights)
     files: list[Path] = []
-    for number, (picture, request) in enumerate(zip(drawn.pictures, requests, strict=True)):
+    for number, (image, request) in enumerate(zip(drawn.images, requests, strict=True)):
 
-        def save(file: Path, picture: Image.Image = picture, request: PictureRequest = request) -> None:
-            save_png(picture, file, request, **more)
+        def save(file: Path, image: Image.Image = image, request: ImageRequest = request) -> None:
+            save_png(image, file, request, **more)
 
         if outputs:
             files.append(outputs[number])
@@ -182,7 +182,7 @@ def generate(args: argparse.Namespace) -> Path:
     return files[0]
 
 
-def say_what_is_painted(session: GenerationSession, request: PictureRequest) -> None:
+def say_what_is_painted(session: GenerationSession, request: ImageRequest) -> None:
     """Say what an inpainting model paints if no mask tells it."""
     if session.config.model.inpaints and request.mask is None:
         say("  an inpainting model without a mask: it paints the whole picture")

@@ -21,11 +21,11 @@ from simpletune.config.compute import compute_to_generate
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import DEMO, TrainConfig
+from simpletune.engine.compile import compile_blocks
+from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.quant import Precision
 from simpletune.models.families import family_by_name, family_of
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.compile import compile_blocks
-from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs.folder import newest_run
 from simpletune.runs.stack import require_lora_of, require_stack
 from simpletune.runs.text_side import stand_ins_of, text_side_of
@@ -35,13 +35,13 @@ from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
 from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.sample import (
-    EncodedPicture,
-    PictureRequest,
+    EncodedImage,
+    ImageRequest,
     Sampler,
     decode,
     encode_inputs,
     pasted,
-    reads_pictures,
+    reads_images,
 )
 from simpletune.stages.text_cache import PromptStore
 from simpletune.system.devices import capability_of, choose_device
@@ -72,7 +72,7 @@ class GeneratedImages:
     """The pictures of one model."""
 
     weights: Weights
-    pictures: list[Image.Image]  # one for each request
+    images: list[Image.Image]  # one for each request
     latents: list[Tensor]  # [1, c, h, w], fp32
     denoise: float  # seconds per picture in the transformer
     decode: float  # seconds per picture in the autoencoder
@@ -151,7 +151,7 @@ class GenerationSession:
     step: int | None = None  # step of the run's checkpoint to use; None: the run's result
     strength: float = 1.0  # of the run's LoRA, if none is given
 
-    def draw_all(self, models: Sequence[Weights], requests: Sequence[PictureRequest]) -> list[GeneratedImages]:
+    def generate_all(self, models: Sequence[Weights], requests: Sequence[ImageRequest]) -> list[GeneratedImages]:
         """Draw the same requests with several models, from the same noise.
 
         Text encoders, transformer and autoencoder are never in memory together: prompts are encoded first, then all
@@ -160,7 +160,7 @@ class GenerationSession:
         config = self.config
         texts = self.encode_prompts(models, [text for request in requests for text in request.texts])
         latents: dict[Weights, tuple[list[Tensor], float]] = {}
-        for weights, _, z, seconds in self.draw_latents({weights: [requests] for weights in models}, texts):
+        for weights, _, z, seconds in self.generate_latents({weights: [requests] for weights in models}, texts):
             latents[weights] = z, seconds / len(requests)
         with self.stages.stage("load"):
             vae = self.autoencoder()
@@ -169,18 +169,18 @@ class GenerationSession:
             with self.stages.stage("decode"):
                 clock = time.perf_counter()
                 decoded = decode(vae, config.model, z)
-                pictures = [pasted(picture, request) for picture, request in zip(decoded, requests, strict=True)]
-            done[weights] = GeneratedImages(weights, pictures, z, denoise, (time.perf_counter() - clock) / len(z))
+                images = [pasted(image, request) for image, request in zip(decoded, requests, strict=True)]
+            done[weights] = GeneratedImages(weights, images, z, denoise, (time.perf_counter() - clock) / len(z))
         del vae
         free_memory(self.device)
         return [done[weights] for weights in models]
 
-    def _encode_inputs(self, groups: Iterable[Sequence[PictureRequest]]) -> dict[int, list[EncodedPicture]]:
+    def _encode_inputs(self, groups: Iterable[Sequence[ImageRequest]]) -> dict[int, list[EncodedImage]]:
         """Encode the pictures and masks of groups of requests, by the groups' ids; empty if drawing reads none. The
         autoencoder is freed again."""
-        model, found = self.config.model, dict[int, list[EncodedPicture]]()
+        model, found = self.config.model, dict[int, list[EncodedImage]]()
         different = {id(group): group for group in groups}
-        if not any(reads_pictures(model, group) for group in different.values()):
+        if not any(reads_images(model, group) for group in different.values()):
             return found
         with self.stages.stage("encode"):
             vae = self.autoencoder()
@@ -189,9 +189,9 @@ class GenerationSession:
             free_memory(self.device)
         return found
 
-    def draw_latents(
+    def generate_latents(
         self,
-        groups: Mapping[Weights, Sequence[Sequence[PictureRequest]]],
+        groups: Mapping[Weights, Sequence[Sequence[ImageRequest]]],
         texts: Mapping[Weights, PromptStore],
     ) -> Iterator[tuple[Weights, int, list[Tensor], float]]:
         """Draw every model's groups of requests; yield the model, the number of the group, its latents and the seconds

@@ -32,7 +32,7 @@ def translate(settings: Json, folder: Path, data: Path | None) -> tuple[Translat
     options = _options(used)
     refuse_by_table(options, trainer_tables(kohya.NAME))
     rows = [line for line in str(used.get("sample_prompts", "")).splitlines() if line.strip()]
-    general, sources = kohya.translate(options, folder, data, _pictures(used))
+    general, sources = kohya.translate(options, folder, data, _images(used))
     own.leave_others(tables)
     general.lines += own.lines
     if rows:
@@ -102,7 +102,7 @@ def _options(used: Json) -> Json:
     return found
 
 
-def _pictures(used: Json) -> Json | None:
+def _images(used: Json) -> Json | None:
     """Return the data set of the GUI's fine-tuning: one folder without the names of kohya's folders."""
     if "image_folder" not in used:
         return None

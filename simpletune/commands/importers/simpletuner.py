@@ -297,7 +297,7 @@ def _leave(general: Translation, section: str, entry: Json, kind: str) -> None:
 
 def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
     source.set("path", "")
-    _pictures(source)
+    _images(source)
     source.by_table(
         [
             KeyRule("caption_dropout_probability", "caption_dropout", number),
@@ -321,7 +321,7 @@ def _data_set(source: Translation, masks: dict[Any, Json], step: int) -> None:
     source.leave_others(trainer_tables(NAME), "_data")
 
 
-def _pictures(source: Translation) -> None:
+def _images(source: Translation) -> None:
     kind = source.read("type", as_text) or "local"
     path = source.read("instance_data_dir", as_text)
     if kind == "huggingface":

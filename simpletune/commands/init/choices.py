@@ -18,14 +18,14 @@ from simpletune.commands.init.inspect_folder import (
     inspect_folder,
     source_of,
 )
-from simpletune.commands.inspect_data.text import limit_in_words
+from simpletune.commands.inspect_data.text import format_limit
 from simpletune.config.load import read_json, shipped_names
 from simpletune.config.schema import DEMO, run_name
 from simpletune.data.clip_words import is_clip_word
 from simpletune.data.demo import MODELS, TINY_SD3, TINY_SDXL
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.masks import LABEL
-from simpletune.data.split import split_pictures
+from simpletune.data.split import split_images
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
 from simpletune.system.console import silent
@@ -112,7 +112,7 @@ class Suggestion:
 
 def guess_what(seen: FolderContents) -> tuple[What, str]:
     """Guess what the pictures teach; also return the evidence."""
-    count, captioned = len(seen.pictures), 2 * len(set(seen.own_captions)) > len(seen.pictures)
+    count, captioned = len(seen.images), 2 * len(set(seen.own_captions)) > len(seen.images)
     if not captioned and count <= FEW:
         return "subject", f"{plural(count, 'picture')} without captions of their own"
     if captioned and count >= MANY:
@@ -234,16 +234,16 @@ class Choices:
         else:
             self.set("memory.profile", profile, fits)
 
-    def pictures(self) -> None:
+    def images(self) -> None:
         """Choose the folder, the resolution, and what to do about unusable pictures."""
         seen = self.seen
-        sizes = sorted((picture.size for picture in seen.pictures), key=lambda size: size[0] * size[1])
+        sizes = sorted((image.size for image in seen.images), key=lambda size: size[0] * size[1])
         sides = [(width * height) ** 0.5 for width, height in sizes]  # of squares with the pictures' areas
         (low_width, low_height), (width, height) = sizes[0], sizes[-1]
         range_ = f"{low_width}x{low_height}" + (f" to {width}x{height}" if sizes[0] != sizes[-1] else "")
         self.config["data"] = source_of(seen)
         self.reasons.append(
-            Reason("data.path", str(seen.folder), f"{plural(len(seen.pictures), 'usable picture')} of {range_} px")
+            Reason("data.path", str(seen.folder), f"{plural(len(seen.images), 'usable picture')} of {range_} px")
         )
         if seen.kohya:
             self.reasons.append(Reason("data.folder_names", "kohya", "; ".join(seen.report.notes)))
@@ -308,7 +308,7 @@ class Choices:
                 )
         if report.long:
             many = plural(len(report.long), "caption")
-            self.notes.append(f"{many} longer than {limit_in_words(report)}. simpletune data lists them")
+            self.notes.append(f"{many} longer than {format_limit(report)}. simpletune data lists them")
         if not self.seen.kohya and not self.seen.masks.aside:
             self.notes.extend(report.hints)
 
@@ -324,7 +324,7 @@ class Choices:
         if not masks.aside or "data.mask" in self.chosen:
             return
         of = {file.relative_to(seen.folder).as_posix() for file in masks.masks}
-        without = [picture.name for picture in seen.pictures if picture.name not in of]
+        without = [image.name for image in seen.images if image.name not in of]
         whole = Choice("learn from the whole pictures; the masks are left alone", {"data.mask": None})
         if lost := seen.lost_masks:
             self.ask(
@@ -361,7 +361,7 @@ class Choices:
             return
         names = join_names([printable_name(name) for name in without], LISTED)
         self.ask(
-            f"{_of(len(masks.masks), len(seen.pictures), 'picture')} a mask; without one: {names}",
+            f"{_of(len(masks.masks), len(seen.images), 'picture')} a mask; without one: {names}",
             whole,
             Choice(f"leave out the {len(without)} without a mask", {**use, "data.on_error": "skip"}),
         )
@@ -395,7 +395,7 @@ class Choices:
         refused = [each for each in seen.refused if each.kind == "picture"]
         if len(refused) >= len(self.captioned):
             self.ask(
-                f"{_of(len(refused), len(seen.pictures) + len(refused), 'picture')} a caption that cannot be used. "
+                f"{_of(len(refused), len(seen.images) + len(refused), 'picture')} a caption that cannot be used. "
                 f"{describe_refused(seen)}",
                 Choice("mend the files, and call this again", {}),
                 Choice(f"leave {_these(len(refused))} out", {"data.on_error": "skip"}),
@@ -416,7 +416,7 @@ class Choices:
                 else f"lines with some cannot be used. {describe_refused(seen)}"
             )
             self.ask(
-                f"{_of(len(seen.lacking), len(seen.pictures), 'picture')} no caption, and {found}",
+                f"{_of(len(seen.lacking), len(seen.images), 'picture')} no caption, and {found}",
                 Choice("mend the files, and call this again", {}),
                 Choice(f"use one prompt for {_these(len(seen.lacking))}", {"data.missing_prompt": one}),
                 Choice(
@@ -425,7 +425,7 @@ class Choices:
             )
         if seen.lacking:
             names = join_names([printable_name(name) for name in seen.lacking], LISTED)
-            of = f"{_of(len(seen.lacking), len(seen.pictures), 'picture')} no caption ({names})"
+            of = f"{_of(len(seen.lacking), len(seen.images), 'picture')} no caption ({names})"
             get, them = ("it gets", "it") if len(seen.lacking) == 1 else ("they get", "them")
             others = f"write captions for {them}, or leave {them} out: data.missing_prompt=null data.on_error=skip"
             self.set("data.missing_prompt", one, f"{of}: {get} this one. Or {others}")
@@ -485,7 +485,7 @@ class Choices:
 
     def length(self) -> None:
         """Choose steps, warm-up and checkpoints."""
-        count, train = len(self.seen.pictures), self.config.setdefault("train", {})
+        count, train = len(self.seen.images), self.config.setdefault("train", {})
         batch = min(train.get("batch_size", 1), count)
         each, least, most = STEPS[self.what]
         normal = self.shipped_steps if self.tiny else min(max(each * count // batch, least), most)
@@ -507,7 +507,7 @@ class Choices:
 
     def validation(self) -> None:
         """Choose prompts to draw, and pictures to hold out."""
-        count = len(self.seen.pictures)
+        count = len(self.seen.images)
         self.set("validation.every", self.config["checkpoint"]["every"])
         prefix = self.config["data"].get("caption_prefix")
         captions = list(dict.fromkeys(self.captioned))
@@ -527,7 +527,7 @@ class Choices:
             return
         split: float = HELD_OUT
         try:
-            split_pictures(self.seen.pictures, split)
+            split_images(self.seen.images, split)
         except UserError:  # by chance no hash lies below the share
             split = max(1, round(HELD_OUT * count))
         self.set(
@@ -539,7 +539,7 @@ class Choices:
 
     def describe(self) -> None:
         """Describe what the configuration is for; put its sections in the order of the schema."""
-        count, model = plural(len(self.seen.pictures), "picture"), self.config["model"]["pretrained"]
+        count, model = plural(len(self.seen.images), "picture"), self.config["model"]["pretrained"]
         teaches = f"A LoRA of {count} ({self.what}), written by simpletune init."
         about = (
             f"For trying out: {teaches} The tiny model draws flat figures of 64 px, no photos; on a machine with an "
@@ -577,7 +577,7 @@ def suggest(
             seen = inspect_folder(folder, data_fields(chosen))
     choices = Choices(seen, answers, device, chosen)
     choices.base()
-    choices.pictures()
+    choices.images()
     choices.masks()
     choices.remarks()
     choices.captions()

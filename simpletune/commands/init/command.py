@@ -72,7 +72,7 @@ def init_command(
     card, why_none = card_for(device)
     seen = inspect_folder(folder, data_fields(chosen))
     say(
-        f"{'pictures':<10} {seen.folder}: {plural(len(seen.pictures), 'usable picture')}, "
+        f"{'pictures':<10} {seen.folder}: {plural(len(seen.images), 'usable picture')}, "
         f"{plural(len(seen.report.rejected), 'unusable entry', 'unusable entries')}"
     )
     for number, line in enumerate(sentences(seen.report.files)):

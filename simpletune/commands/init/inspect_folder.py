@@ -16,10 +16,10 @@ from simpletune.data.clip_words import is_clip_word
 from simpletune.data.sources.captions import filename_caption
 from simpletune.data.sources.folder import split_names
 from simpletune.data.sources.folder_names import meaning, naming_folder
+from simpletune.data.sources.image_files import image_size
 from simpletune.data.sources.masks import FoundMasks, find_masks
-from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.sidecars import NO_PICTURE, SECOND, UNUSED
-from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
+from simpletune.data.sources.sidecars import NO_IMAGE, SECOND, UNUSED
+from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
 from simpletune.data.sources.table import SUFFIXES as TABLES
 from simpletune.data.sources.walk import SUFFIXES, USUAL, read_regular, walk
 from simpletune.runs.folder import METRICS, SUMMARY
@@ -64,20 +64,20 @@ class FolderContents:
     named: tuple[str, ...] = ()  # folders named as for sd-scripts (10_sks dog) deeper than their names are read
 
     @property
-    def pictures(self) -> list[Picture]:
-        return [seen.picture for seen in self.report.usable]
+    def images(self) -> list[SourceImage]:
+        return [seen.image for seen in self.report.usable]
 
     @cached_property
     def own_captions(self) -> list[str]:
         """The captions of the usable pictures that have one, in order."""
         if self.captions == "none" and not self.kohya:
             return []
-        return [picture.caption for picture in self.pictures if not picture.as_it_is]
+        return [image.caption for image in self.images if not image.as_it_is]
 
     @property
     def lacking(self) -> list[str]:
         """The pictures without a caption, beside others that have one."""
-        return [picture.name for picture in self.pictures if picture.as_it_is] if self.captions == "files" else []
+        return [image.name for image in self.images if image.as_it_is] if self.captions == "files" else []
 
     @property
     def refused(self) -> list[RejectedEntry]:
@@ -88,8 +88,8 @@ class FolderContents:
     def unread(self) -> list[tuple[str, str]]:
         """Files that may hold captions and are not read, and why."""
         left = [(name, why) for name, (kind, why) in self.report.files.files.items() if kind == "left over"]
-        texts = [each for each in left if each[1] == NO_PICTURE]
-        bare = len(self.pictures) - len(self.own_captions)
+        texts = [each for each in left if each[1] == NO_IMAGE]
+        bare = len(self.images) - len(self.own_captions)
         misnamed = texts if len(texts) >= max(FEWEST, bare / 2) else []  # fewer: a note, a licence
         return [*(each for each in left if _may_hold(*each)), *misnamed]
 
@@ -111,7 +111,7 @@ class FolderContents:
 
 
 def _may_hold(name: str, why: str) -> bool:
-    return not name.endswith("/") and not name.lower().endswith(SUFFIXES) and why not in (NO_PICTURE, SECOND, UNUSED)
+    return not name.endswith("/") and not name.lower().endswith(SUFFIXES) and why not in (NO_IMAGE, SECOND, UNUSED)
 
 
 def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
@@ -126,7 +126,7 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
         raise UserError(f"{folder} is the folder of a run. Give the folder that holds your own pictures")
     folder = folder.resolve()
     found = walk(folder, chosen.get("links", "inside"), chosen.get("reading", "any"))
-    if not found.pictures:
+    if not found.images:
         others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.left_alone.items()))
         rejected = f" {printable_name(found.rejected[0].name)} {found.rejected[0].reason}." if found.rejected else ""
         remedy = f"It has {others}: convert them" if others else "Add some, or name another folder"
@@ -136,19 +136,19 @@ def inspect_folder(folder: Path, chosen: Json | None = None) -> FolderContents:
                 command = to_paste("simpletune", "train", "CONFIG", f"data.source={source}", f"data.path={folder}")
                 remedy = f"It holds {kinds}: {command} trains on them"
         raise UserError(f"{folder} contains no pictures ({USUAL}).{rejected} {remedy}")
-    by_split = split_names(folder, found.pictures)
+    by_split = split_names(folder, found.images)
     data: Json = {"split": "train"} if "train" in by_split and "split" not in chosen else {}
-    files = by_split["train"] if data else found.pictures
+    files = by_split["train"] if data else found.images
     masks = find_masks(files)
-    if not masks.pictures:
+    if not masks.images:
         raise UserError(f"{folder} holds {plural(len(masks.aside), 'mask')} and no pictures. Add the pictures")
-    names = [file.relative_to(folder).as_posix() for file in masks.pictures]
+    names = [file.relative_to(folder).as_posix() for file in masks.images]
     kohya = all(meaning(naming_folder(folder, name)) for name in names) and chosen.get("folder_names") != "plain"
     captions: Captions = "none" if "prompt" in chosen else "files"
     report = _scan(folder, captions, kohya, {**data, **chosen})
     seen = FolderContents(folder, captions, kohya, report, masks)
     if captions == "files" and not seen.own_captions:
-        captions = "names" if not seen.refused and not seen.unread and _are_named(masks.pictures) else "none"
+        captions = "names" if not seen.refused and not seen.unread and _are_named(masks.images) else "none"
         if captions == "names":
             _take_names(report)
         elif seen.refused:  # the pictures may be used without their captions
@@ -173,14 +173,14 @@ def _named_deeper(names: Sequence[str]) -> tuple[str, ...]:
 
 def _other_sizes(seen: FolderContents, masks: FoundMasks) -> list[str]:
     """The names of the pictures whose masks have another size, or cannot be read."""
-    sizes = {seen.folder / picture.name: picture.size for picture in seen.pictures}
+    sizes = {seen.folder / image.name: image.size for image in seen.images}
     other = []
-    for picture, mask in masks.masks.items():
+    for image, mask in masks.masks.items():
         try:
-            same = picture not in sizes or picture_size(read_regular(mask)) == sizes[picture]
-        except UnusablePicture:
+            same = image not in sizes or image_size(read_regular(mask)) == sizes[image]
+        except UnusableImage:
             same = False
-        other += [] if same else [picture.relative_to(seen.folder).as_posix()]
+        other += [] if same else [image.relative_to(seen.folder).as_posix()]
     return other
 
 
@@ -189,10 +189,10 @@ def _take_names(report: DatasetReport) -> None:
     usable, unnamed = [], []
     for seen in report.usable:
         try:
-            (caption,) = filename_caption(Path(seen.picture.name))
-            usable.append(replace(seen, picture=replace(seen.picture, caption=caption, as_it_is=False)))
-        except UnusablePicture as reason:
-            unnamed.append(RejectedEntry(seen.picture.name, str(reason)))
+            (caption,) = filename_caption(Path(seen.image.name))
+            usable.append(replace(seen, image=replace(seen.image, caption=caption, as_it_is=False)))
+        except UnusableImage as reason:
+            unnamed.append(RejectedEntry(seen.image.name, str(reason)))
     report.usable, report.captions = usable, "the file names"
     report.rejected += unnamed
     report.files = report.files.with_class("left over", ((each.name, each.reason) for each in unnamed))

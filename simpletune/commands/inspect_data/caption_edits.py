@@ -11,7 +11,7 @@ from typing import Literal
 
 from simpletune.data.sources.caption_files import CaptionFile, ChangedCaption, caption_file, write_caption
 from simpletune.data.sources.captions import one_line
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import is_text, readable
 from simpletune.system.options import UserError
 
@@ -19,7 +19,7 @@ LONGEST_TAG = 60  # characters; longer text between two separators is a sentence
 
 
 @dataclass(frozen=True)
-class CaptionedPicture:
+class CaptionedImage:
     name: str  # relative to the data folder
     file: Path
     caption: CaptionFile | None  # None if it cannot be read
@@ -30,18 +30,18 @@ class CaptionedPicture:
         return "" if self.caption is None else self.caption.text
 
 
-def read_captions(root: Path, pictures: Iterable[Path]) -> list[CaptionedPicture]:
+def read_captions(root: Path, images: Iterable[Path]) -> list[CaptionedImage]:
     """Read the caption of every picture without opening pictures."""
     entries = []
-    for file in pictures:
+    for file in images:
         name = file.relative_to(root).as_posix()
         if not is_text(name):
-            entries.append(CaptionedPicture(readable(name), file, None, "its file name is not UTF-8 text. Rename it"))
+            entries.append(CaptionedImage(readable(name), file, None, "its file name is not UTF-8 text. Rename it"))
             continue
         try:
-            entries.append(CaptionedPicture(name, file, caption_file(root, file)))
-        except UnusablePicture as reason:
-            entries.append(CaptionedPicture(name, file, None, str(reason)))
+            entries.append(CaptionedImage(name, file, caption_file(root, file)))
+        except UnusableImage as reason:
+            entries.append(CaptionedImage(name, file, None, str(reason)))
     return entries
 
 
@@ -72,14 +72,14 @@ class Edit:
 class Preview:
     """Effect that an edit would have."""
 
-    changes: list[tuple[CaptionedPicture, str]]  # captions that would change, and what they would become
+    changes: list[tuple[CaptionedImage, str]]  # captions that would change, and what they would become
     emptied: list[str]  # names of captions that would become empty, which are left unchanged
     fingerprint: str  # digest of the current text of all captions that would change
 
 
-def preview(edit: Edit, entries: Sequence[CaptionedPicture]) -> Preview:
+def preview(edit: Edit, entries: Sequence[CaptionedImage]) -> Preview:
     """Determine what an edit would do, without writing."""
-    changes: list[tuple[CaptionedPicture, str]] = []
+    changes: list[tuple[CaptionedImage, str]] = []
     emptied: list[str] = []
     texts: set[Path] = set()
     for entry in entries:

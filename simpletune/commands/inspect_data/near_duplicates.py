@@ -16,24 +16,24 @@ COMPARED = 50_000  # distinct hashes compared with each other; the time grows wi
 
 
 @dataclass(frozen=True)
-class PictureHash:
+class ImageHash:
     """The hash by which pictures are compared."""
 
     bits: int  # the difference hash
     colours: bytes  # 8 x 8 mean colours, 192 bytes
 
 
-def hash_of(image: Image.Image) -> PictureHash:
+def hash_of(image: Image.Image) -> ImageHash:
     import numpy as np
     from PIL import Image
 
     grey = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
     rising = (grey[:, 1:] > grey[:, :-1]).ravel()
     small = image.resize((8, 8), Image.Resampling.BOX)
-    return PictureHash(int.from_bytes(np.packbits(rising).tobytes(), "big"), small.tobytes())
+    return ImageHash(int.from_bytes(np.packbits(rising).tobytes(), "big"), small.tobytes())
 
 
-def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
+def near_duplicates(hashes: Sequence[ImageHash]) -> list[list[int]]:
     """Group the indices of nearly identical pictures, at least two each; those similar to a third share its group.
 
     Beyond ``COMPARED`` distinct hashes, only equal ones are grouped.
@@ -46,7 +46,7 @@ def near_duplicates(hashes: Sequence[PictureHash]) -> list[list[int]]:
     return sorted(group for group in [*grouped, *left_over] if len(group) > 1)
 
 
-def _alike(hashes: Sequence[PictureHash]) -> list[list[PictureHash]]:
+def _alike(hashes: Sequence[ImageHash]) -> list[list[ImageHash]]:
     """Group distinct hashes by transitive similarity.
 
     A group grows from one hash: move the hashes similar to it out of the rest, then search the rest for hashes similar

@@ -19,15 +19,15 @@ from simpletune.commands.inspect_data.text import (
     as_json,
     aspects,
     describe_unusable,
+    format_limit,
     format_report,
-    limit_in_words,
     sizes,
 )
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.source_mix import SOURCE_COLUMNS, source_rows
-from simpletune.data.sources.pictures import decode_picture
-from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.data.sources.image_files import decode_image
+from simpletune.data.sources.source import SourceImage, UnusableImage
 from simpletune.runs.report.page import page_style, page_template
 from simpletune.system.console import say, silent
 from simpletune.system.options import UserError, first_lines, plural
@@ -85,8 +85,8 @@ def report(
 def tiles(found: DatasetReport) -> list[tuple[tuple[int, int], list[ScannedImage]]]:
     """Return the training pictures that have a tile, grouped by bucket, the largest group first."""
     order = {row.size: place for place, row in enumerate(found.buckets)}
-    trained = [seen for seen in found.usable if seen.tile and seen.picture.name not in found.held_out]
-    with_tile = sorted(trained, key=lambda s: (order[s.bucket], s.picture.name))
+    trained = [seen for seen in found.usable if seen.tile and seen.image.name not in found.held_out]
+    with_tile = sorted(trained, key=lambda s: (order[s.bucket], s.image.name))
     return [(bucket, list(group)) for bucket, group in groupby(with_tile, key=lambda seen: seen.bucket)]
 
 
@@ -103,14 +103,14 @@ def sheet(found: DatasetReport) -> Image.Image:
     top = GAP
     for (bucket, group), row, height in zip(groups, rows, heights, strict=True):
         count = counts[bucket]
-        head = f"{bucket[0]}x{bucket[1]}: {plural(count.pictures, 'picture')}, {count.lost:.1%} cropped"
-        pen.text((GAP, top), head if len(group) == count.pictures else f"{head}, {len(group)} shown", "black", font)
+        head = f"{bucket[0]}x{bucket[1]}: {plural(count.images, 'picture')}, {count.lost:.1%} cropped"
+        pen.text((GAP, top), head if len(group) == count.images else f"{head}, {len(group)} shown", "black", font)
         for place, seen in enumerate(group):
             line, column = divmod(place, columns)
             left, upper = GAP + column * (TILE + GAP), top + LINE + GAP // 2 + line * row
             assert seen.tile is not None
             image.paste(seen.tile, (left, upper))
-            label = shorten_to_width(printable_name(seen.picture.name), TILE, pen, font)
+            label = shorten_to_width(printable_name(seen.image.name), TILE, pen, font)
             pen.text((left, upper + seen.tile.height + 1), label, "dimgray", font)
         top += height
     return image
@@ -150,16 +150,16 @@ def page(found: DatasetReport, title: str) -> str:
     )
 
 
-def _captions_of(picture: Picture) -> list[str]:
+def _captions_of(image: SourceImage) -> list[str]:
     """A picture's captions for its tile, each with its share if some are used more often."""
-    shares = [f"{weight / sum(picture.weights):.0%}: " for weight in picture.weights] or [""] * len(picture.captions)
-    return first_lines([share + caption for share, caption in zip(shares, picture.captions, strict=True)], CAPTIONS)
+    shares = [f"{weight / sum(image.weights):.0%}: " for weight in image.weights] or [""] * len(image.captions)
+    return first_lines([share + caption for share, caption in zip(shares, image.captions, strict=True)], CAPTIONS)
 
 
 def _tables(found: DatasetReport) -> Iterator[PageTable]:
     """Yield the tables that have rows."""
     small = [
-        (printable_name(s.picture.name), f"{s.picture.size[0]} x {s.picture.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
+        (printable_name(s.image.name), f"{s.image.size[0]} x {s.image.size[1]}", f"{s.bucket[0]} x {s.bucket[1]}",
          f"{s.upscale:.2f}")
         for s in found.small
     ]  # fmt: skip
@@ -175,7 +175,7 @@ def _tables(found: DatasetReport) -> Iterator[PageTable]:
         ("Captions shared by several pictures", "", ("caption", "pictures"), same),
         (
             "Captions that are too long",
-            f"longer than {limit_in_words(found)}; the text encoders see only the beginning",
+            f"longer than {format_limit(found)}; the text encoders see only the beginning",
             ("picture", "length"),
             [(printable_name(name), f"{length:,}") for name, length in found.long],
         ),
@@ -211,12 +211,12 @@ class DuplicateGroups:
 
 def look_alikes(found: DatasetReport, embed: Callable[[Image.Image], str]) -> list[DuplicateGroups]:
     """Group identical and nearly identical pictures. Decodes the shown ones again; ``embed`` gives a data URI."""
-    by_name = {seen.picture.name: seen for seen in found.usable}
+    by_name = {seen.image.name: seen for seen in found.usable}
 
     def small(seen: ScannedImage) -> str:
         try:
-            image = decode_picture(seen.picture, at_least=2 * SIDE)
-        except UnusablePicture:  # changed since the scan: show only its name
+            image = decode_image(seen.image, at_least=2 * SIDE)
+        except UnusableImage:  # changed since the scan: show only its name
             return ""
         image.thumbnail((SIDE, SIDE))
         return embed(image)

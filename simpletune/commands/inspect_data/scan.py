@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from simpletune.commands.inspect_data.near_duplicates import PictureHash, hash_of, near_duplicates
+from simpletune.commands.inspect_data.near_duplicates import ImageHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.prompt_cuts import token_counts
 from simpletune.commands.inspect_data.thumbnails import grey_hole, tile
 from simpletune.config.resolve import known_to_inpaint
@@ -21,10 +21,10 @@ from simpletune.data.plan import Plan
 from simpletune.data.samples import Crop, drop_rejected
 from simpletune.data.source_mix import SourceShare
 from simpletune.data.sources.accounts import Accounts
-from simpletune.data.sources.augmentation import augmentation_in_words
+from simpletune.data.sources.augmentation import format_augmentation
+from simpletune.data.sources.image_files import decode, has_more_frames
 from simpletune.data.sources.multi_source import scan_sources, source_notes, stopping, too_small
-from simpletune.data.sources.pictures import decode, has_more_frames
-from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
 from simpletune.models.shared.buckets import Size, covering_size, upscaling
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.stages.plan_data import make_plan
@@ -44,9 +44,9 @@ LONG = 300  # characters taken to be 77 tokens if no tokenizer is available
 class ScannedImage:
     """A usable picture."""
 
-    picture: Picture
+    image: SourceImage
     bucket: Size
-    hash: PictureHash
+    hash: ImageHash
     tile: Image.Image | None = None  # a thumbnail of the crop that training sees; None if it is not shown
     variants: tuple[Image.Image, ...] = ()  # thumbnails of its variants, of a few augmented pictures
     animated: bool = False  # has more frames or pages than the first, which is used
@@ -54,12 +54,12 @@ class ScannedImage:
     @property
     def upscale(self) -> float:
         """The factor by which it is scaled up; at most 1 if it is not."""
-        return upscaling(self.picture.size, self.bucket)
+        return upscaling(self.image.size, self.bucket)
 
     @property
     def lost(self) -> float:
         """Fraction of its pixels that the crop to its bucket removes."""
-        width, height = covering_size(self.picture.size, self.bucket)
+        width, height = covering_size(self.image.size, self.bucket)
         return 1 - self.bucket[0] * self.bucket[1] / (width * height)
 
 
@@ -68,7 +68,7 @@ class BucketRow:
     """A bucket: its pictures, its samples and batches in an epoch, and the fillers in its last batch."""
 
     size: Size
-    pictures: int
+    images: int
     samples: int
     batches: int
     fillers: int
@@ -126,7 +126,7 @@ class DatasetReport:
     @property
     def animated(self) -> list[str]:
         """Names of the pictures of which only the first frame or page is used."""
-        return [seen.picture.name for seen in self.usable if seen.animated]
+        return [seen.image.name for seen in self.usable if seen.animated]
 
     @property
     def uncaptioned(self) -> list[RejectedEntry]:
@@ -139,8 +139,8 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
-    small = too_small(scan.pictures, config.data, config.model.multiple)
-    pictures = _named(drop_rejected(scan.pictures, small), config)
+    small = too_small(scan.images, config.data, config.model.multiple)
+    images = _named(drop_rejected(scan.images, small), config)
     found = DatasetReport(
         ", ".join(dict.fromkeys(names)) or config.data.place,
         scan.captions,
@@ -151,54 +151,54 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     found.on_error = "stop" if stopping(config.data, found.rejected) else "skip"
     found.resolution, found.hints = config.data.resolution, scan.hints
     found.files = scan.files
-    found.notes = (*scan.notes, *source_notes(config.data, scan.pictures, inpaints))
-    if not pictures:
+    found.notes = (*scan.notes, *source_notes(config.data, scan.images, inpaints))
+    if not images:
         return found
-    plan = make_plan(config, pictures, inpaints)
-    samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.picture.name)
-    firsts = {_place(sample.picture): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
-    trained = [firsts[_place(sample.picture)] for sample in plan.samples if sample.repeat == 0]
-    ordered = sorted(trained, key=lambda view: (view.bucket, view.picture.name))
-    chosen = {_place(ordered[place].picture) for place in spread_indices(len(ordered), shown)}
-    ranges = [augmentation_in_words(source) if source.variants > 1 else "" for source in plan.sources]
+    plan = make_plan(config, images, inpaints)
+    samples = sorted([*plan.samples, *plan.held_out], key=lambda sample: sample.image.name)
+    firsts = {_place(sample.image): plan.view(sample, 0) for sample in samples if sample.repeat == 0}
+    trained = [firsts[_place(sample.image)] for sample in plan.samples if sample.repeat == 0]
+    ordered = sorted(trained, key=lambda view: (view.bucket, view.image.name))
+    chosen = {_place(ordered[place].image) for place in spread_indices(len(ordered), shown)}
+    ranges = [format_augmentation(source) if source.variants > 1 else "" for source in plan.sources]
     found.augmentation = [words for words in ranges if words]
     found.holes = sorted({source.inpainting_mask for source in plan.sources}) if plan.inpaints else []
     differ = [bool(words) or (plan.inpaints and s.variants > 1) for words, s in zip(ranges, plan.sources, strict=True)]
-    varied = [sample for sample in plan.samples if not sample.repeat and differ[sample.picture.source]]
+    varied = [sample for sample in plan.samples if not sample.repeat and differ[sample.image.source]]
     variants = {
-        _place(sample.picture): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
+        _place(sample.image): [plan.view(sample, n) for n in range(min(EACH, plan.source_of(sample).variants))]
         for sample in (varied[place] for place in spread_indices(len(varied), min(AUGMENTED, shown)))
     }
-    firsts_by_name = {view.picture.name for view in firsts.values()}
+    firsts_by_name = {view.image.name for view in firsts.values()}
     place = config.model.autoencoder.downsampling
     with progress("look", len(firsts), "pictures") as advance:
-        for result in _scan_pictures(firsts.values(), chosen, variants, place, advance):
+        for result in _scan_images(firsts.values(), chosen, variants, place, advance):
             (found.usable if isinstance(result, ScannedImage) else found.rejected).append(result)  # type: ignore[arg-type]
-    seen = {seen.picture.name for seen in found.usable}
+    seen = {seen.image.name for seen in found.usable}
     broken = [each for each in found.rejected if each.name in firsts_by_name - seen]
     found.files = scan.files.with_class("damaged", ((each.name, each.reason) for each in broken))
     if found.usable:
         _compare(found)
         _read_captions(found, config)
-        plan = make_plan(config, [seen.picture for seen in found.usable], inpaints)
+        plan = make_plan(config, [seen.image for seen in found.usable], inpaints)
         _count(found, plan)
         found.sources = plan.shares(names)
     return found
 
 
-def _named(pictures: Sequence[Picture], config: TrainConfig) -> list[Picture]:
+def _named(images: Sequence[SourceImage], config: TrainConfig) -> list[SourceImage]:
     """Prefix pictures' names with their folder's, to distinguish several sources."""
     paths = [source.path for source in config.data.members]
     if len(set(paths)) == 1:
-        return list(pictures)
+        return list(images)
     folders = Counter(Path(path).name for path in set(paths))
     labels = [path if folders[Path(path).name] > 1 else Path(path).name for path in paths]
-    return [replace(picture, name=f"{labels[picture.source]}/{picture.name}") for picture in pictures]
+    return [replace(image, name=f"{labels[image.source]}/{image.name}") for image in images]
 
 
-def _place(picture: Picture) -> tuple[int, str]:
+def _place(image: SourceImage) -> tuple[int, str]:
     """Identify a picture by source and name; the same folder may be listed twice."""
-    return picture.source, picture.name
+    return image.source, image.name
 
 
 def spread_indices(count: int, room: int) -> list[int]:
@@ -206,7 +206,7 @@ def spread_indices(count: int, room: int) -> list[int]:
     return sorted({place * count // min(room, count) for place in range(min(room, count))}) if room else []
 
 
-def _scan_pictures(
+def _scan_images(
     views: Iterable[Crop],
     tiles: Collection[tuple[int, str]],
     variants: Mapping[tuple[int, str], Sequence[Crop]],
@@ -214,11 +214,11 @@ def _scan_pictures(
     advance: Callable[[], None],
 ) -> Iterator[ScannedImage | RejectedEntry]:
     """Decode pictures in several threads, but large ones in one: a thread never returns the memory of its largest."""
-    scan = partial(_scan_picture, place=place, advance=advance)
+    scan = partial(_scan_image, place=place, advance=advance)
     with ThreadPoolExecutor(THREADS) as small, ThreadPoolExecutor(1) as large:
         futures = deque(
-            (large if view.picture.size[0] * view.picture.size[1] > LARGE else small).submit(
-                scan, view, _place(view.picture) in tiles, variants.get(_place(view.picture), ())
+            (large if view.image.size[0] * view.image.size[1] > LARGE else small).submit(
+                scan, view, _place(view.image) in tiles, variants.get(_place(view.image), ())
             )
             for view in views
         )
@@ -226,7 +226,7 @@ def _scan_pictures(
             yield futures.popleft().result()
 
 
-def _scan_picture(
+def _scan_image(
     view: Crop, with_tile: bool, variants: Sequence[Crop], place: int, advance: Callable[[], None]
 ) -> ScannedImage | RejectedEntry:
     """Decode and hash one picture. Decodes a JPEG at a reduced size that suffices for a tile."""
@@ -236,25 +236,25 @@ def _scan_picture(
         return small if each.hole is None else grey_hole(small, each, place)
 
     try:
-        data = view.picture.read_same()
-        image, animated = decode(data, at_least=2 * TILE, background=view.picture.background), has_more_frames(data)
+        data = view.image.read_same()
+        image, animated = decode(data, at_least=2 * TILE, background=view.image.background), has_more_frames(data)
         shown, varied = thumbnail(view) if with_tile else None, tuple(map(thumbnail, variants))
-    except UnusablePicture as reason:
-        return RejectedEntry(view.picture.name, str(reason), source=view.picture.source)
+    except UnusableImage as reason:
+        return RejectedEntry(view.image.name, str(reason), source=view.image.source)
     finally:
         advance()
-    return ScannedImage(view.picture, view.bucket, hash_of(image), shown, varied, animated)
+    return ScannedImage(view.image, view.bucket, hash_of(image), shown, varied, animated)
 
 
 def _compare(found: DatasetReport) -> None:
     by_digest = defaultdict(list)
     for seen in found.usable:
-        by_digest[seen.picture.digest].append(seen)
-    named = (list(dict.fromkeys(seen.picture.name for seen in group)) for group in by_digest.values())
+        by_digest[seen.image.digest].append(seen)
+    named = (list(dict.fromkeys(seen.image.name for seen in group)) for group in by_digest.values())
     found.exact = [names for names in named if len(names) > 1]
     firsts = [group[0] for group in by_digest.values()]
     groups = near_duplicates([seen.hash for seen in firsts])
-    found.near = [[firsts[place].picture.name for place in group] for group in groups]
+    found.near = [[firsts[place].image.name for place in group] for group in groups]
 
 
 def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
@@ -262,9 +262,9 @@ def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     prompted = {index for index, source in enumerate(config.data.members) if source.prompt is not None}
     shared = set[str]()
     for seen in found.usable:
-        for caption in seen.picture.captions:
-            names[caption][seen.picture.name] = None
-            shared |= set() if seen.picture.source in prompted else {caption}
+        for caption in seen.image.captions:
+            names[caption][seen.image.name] = None
+            shared |= set() if seen.image.source in prompted else {caption}
     found.same_caption = {
         caption: list(group) for caption, group in names.items() if len(group) > 1 and caption in shared
     }
@@ -273,23 +273,23 @@ def _read_captions(found: DatasetReport, config: TrainConfig) -> None:
     found.reader = config.model.text.encoders[0]
     limit = found.reader.limit if found.tokens else LONG
     lengths = dict(zip(names, counts or map(len, names), strict=True))
-    longest = {seen.picture.name: max(map(lengths.__getitem__, seen.picture.captions)) for seen in found.usable}
+    longest = {seen.image.name: max(map(lengths.__getitem__, seen.image.captions)) for seen in found.usable}
     found.long = [(name, length) for name, length in longest.items() if length > limit]
 
 
 def _count(found: DatasetReport, plan: Plan) -> None:
     lost: dict[Size, list[float]] = defaultdict(list)
-    found.held_out = [sample.picture.name for sample in plan.held_out]
+    found.held_out = [sample.image.name for sample in plan.held_out]
     held = set(found.held_out)
     for seen in found.usable:
-        if seen.picture.name not in held:
+        if seen.image.name not in held:
             lost[seen.bucket].append(seen.lost)
     for size, members in plan.buckets.items():
         batches = -(-len(members) // plan.batch_size)
         shares: Sequence[float] = lost[size]
         row = BucketRow(
             size=size,
-            pictures=len(shares),
+            images=len(shares),
             samples=len(members),
             batches=batches,
             fillers=batches * plan.batch_size - len(members),

@@ -21,7 +21,7 @@ def sizes(found: DatasetReport) -> list[tuple[str, int]]:
     """Count sizes, as the side of a square with the same area, relative to the training resolution."""
     counts = [0] * len(SIZES)
     for seen in found.usable:
-        side = (seen.picture.size[0] * seen.picture.size[1]) ** 0.5 / found.resolution
+        side = (seen.image.size[0] * seen.image.size[1]) ** 0.5 / found.resolution
         counts[sum(side >= edge for edge in (0.5, 1, 2.0001, 4.0001))] += 1
     edges = [round(found.resolution * edge) for edge in (0.5, 1, 2, 4)]
     names = [
@@ -36,7 +36,7 @@ def aspects(found: DatasetReport) -> list[tuple[str, int]]:
     """Count aspect ratios, width to height."""
     counts = dict.fromkeys(ASPECTS, 0)
     for seen in found.usable:
-        aspect = seen.picture.size[0] / seen.picture.size[1]
+        aspect = seen.image.size[0] / seen.image.size[1]
         counts[next(name for name, edge in ASPECTS.items() if aspect < edge or edge == float("inf"))] += 1
     return list(counts.items())
 
@@ -50,7 +50,7 @@ def describe_unusable(found: DatasetReport) -> str:
     return "training would stop (data.on_error=stop). Fix them, or set data.on_error=skip"
 
 
-def limit_in_words(found: DatasetReport) -> str:
+def format_limit(found: DatasetReport) -> str:
     if not found.tokens or found.reader is None:
         return f"{LONG} characters (no tokenizer is available)"
     return f"{found.reader.limit} {found.reader.kind} tokens"
@@ -97,7 +97,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
         yield from _listed([f"{printable_name(each.name)}: {each.reason}" for each in found.rejected])
     if found.small:
         yield "small", f"{plural(len(found.small), 'picture')} scaled up to fill a bucket"
-        yield from _listed([f"{printable_name(seen.picture.name)}: {seen.upscale:.2f} times" for seen in found.small])
+        yield from _listed([f"{printable_name(seen.image.name)}: {seen.upscale:.2f} times" for seen in found.small])
     for title, groups, what in (
         ("duplicate", found.exact, "identical files"),
         ("alike", found.near, "nearly identical pictures"),
@@ -109,7 +109,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
         yield "same text", f"{plural(len(found.same_caption), 'caption')} shared by several pictures"
         yield from _listed([f"{len(names)} pictures: {printable_name(c)}" for c, names in found.same_caption.items()])
     if found.long:
-        yield "too long", f"{plural(len(found.long), 'caption')} longer than {limit_in_words(found)}"
+        yield "too long", f"{plural(len(found.long), 'caption')} longer than {format_limit(found)}"
         yield from _listed([f"{printable_name(name)}: {length:,}" for name, length in found.long])
     if not found.usable:
         return
@@ -117,7 +117,7 @@ def _lines(found: DatasetReport) -> Iterator[tuple[str, str]]:
     yield "aspects", ", ".join(f"{name}: {count}" for name, count in aspects(found) if count)
     yield "buckets", f"{len(found.buckets)}; pictures, batches, fillers in the last batch, share cropped after scaling"
     yield from _listed([
-        f"{row.size[0]}x{row.size[1]}: {row.pictures}, {row.batches}, {row.fillers}, {row.lost:.1%}"
+        f"{row.size[0]}x{row.size[1]}: {row.images}, {row.batches}, {row.fillers}, {row.lost:.1%}"
         for row in found.buckets
     ])  # fmt: skip
     batches, fillers = sum(row.batches for row in found.buckets), sum(row.fillers for row in found.buckets)
@@ -143,20 +143,20 @@ def as_json(found: DatasetReport) -> Json:
         "inpainting_masks": found.holes,
          "held_out": found.held_out, "held_out_and_alike": found.across,
         "usable": [
-            {"name": seen.picture.name, "size": seen.picture.size, "bucket": seen.bucket,
-             "caption": seen.picture.caption, "captions": seen.picture.captions, "weights": seen.picture.weights,
+            {"name": seen.image.name, "size": seen.image.size, "bucket": seen.bucket,
+             "caption": seen.image.caption, "captions": seen.image.captions, "weights": seen.image.weights,
              "upscale": round(seen.upscale, 4),
-             "cut_away": round(seen.lost, 4), "sha256": seen.picture.digest}
+             "cut_away": round(seen.lost, 4), "sha256": seen.image.digest}
             for seen in found.usable
         ],
         "unusable": [{"name": each.name, "kind": each.kind, "reason": each.reason} for each in found.rejected],
         "animated": found.animated, "without_caption": [each.name for each in found.uncaptioned],
-        "scaled_up": {seen.picture.name: round(seen.upscale, 4) for seen in found.small},
+        "scaled_up": {seen.image.name: round(seen.upscale, 4) for seen in found.small},
         "duplicates": found.exact, "alike": found.near, "same_caption": found.same_caption,
-        "too_long": {"limit": limit_in_words(found), "captions": dict(found.long)},
+        "too_long": {"limit": format_limit(found), "captions": dict(found.long)},
         "sizes": dict(sizes(found)) if found.usable else {}, "aspects": dict(aspects(found)),
         "buckets": [
-            {"size": row.size, "pictures": row.pictures, "samples": row.samples, "batches": row.batches,
+            {"size": row.size, "pictures": row.images, "samples": row.samples, "batches": row.batches,
              "fillers": row.fillers, "cut_away": round(row.lost, 4)}
             for row in found.buckets
         ],

@@ -13,7 +13,7 @@ from PIL import Image
 from simpletune.data.samples import Crop
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation
 from simpletune.data.sources.holes import hole_pixels
-from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask, picture_size
+from simpletune.data.sources.image_files import crop_to_bucket, decode, decode_mask, image_size
 from simpletune.data.sources.source import Mask, Source
 from simpletune.models.shared.buckets import Size
 from simpletune.system.atomic import atomic_file
@@ -60,7 +60,7 @@ def thumbnail_of(
         return kept
     with AT_ONCE:
         data = read()
-        bucket = source.bucket(picture_size(data), step)
+        bucket = source.bucket(image_size(data), step)
         image = decode(data, 2 * SIDE, source.background)
         if mask is not None:
             learned = decode_mask(mask.read(), mask.kind).resize(image.size, Image.Resampling.BILINEAR)

@@ -220,7 +220,7 @@ def merge(args: argparse.Namespace) -> Path:
         raise UserError(f"--out: {args.out} names a file, but --format diffusers writes a folder. Name a folder")
     base, under = full_result(args.base) or BaseReader(args.base or base_name(sources)), list[tuple[str, float]]()
     if not args.base and (stack := stack_of(sources[0])) is not None:
-        base.tensors = stack.merged(BaseReader(base.name))
+        base.tensors = stack.merger(BaseReader(base.name))
         under = [(each["name"], each["scale"]) for each in stack.about]
     if single and base.rest is not None:
         refuse_same(args.out, base.rest)

@@ -116,7 +116,7 @@ def base_fields(header: LoraHeader) -> dict[str, str]:
 def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]:
     """Translate a run's configuration to sd-scripts' fields."""
     public = shareable(config)
-    width, height = config.picture_size()
+    width, height = config.image_size()
     terms = licence(config)
     base = public_name(config.model.weights_from)
     train, adapter = config.train, config.adapter

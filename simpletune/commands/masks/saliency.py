@@ -11,10 +11,10 @@ from PIL import Image
 
 from simpletune.commands.caption.onnx_model import open_onnx
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.image_files import decode
 from simpletune.data.sources.mask_files import mask_content, read_mask, write_mask
 from simpletune.data.sources.masks import without_masks
-from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusableImage
 from simpletune.data.sources.walk import read_regular, readable, walk
 from simpletune.system.console import progress, say
 from simpletune.system.extras import require_extra
@@ -42,7 +42,7 @@ class SaliencyModel:
         self.file = file
         try:
             self._session = open_onnx(read_regular(file, MODEL_BYTES))  # as bytes, a model cannot name other files
-        except UnusablePicture as reason:
+        except UnusableImage as reason:
             raise UserError(f"--masks-from: {file} {reason}. Name an ONNX file") from None
         except ValueError as error:
             raise UserError(f"--masks-from: {file} cannot be loaded ({error}). Name an ONNX file") from None
@@ -71,9 +71,9 @@ class SaliencyModel:
         entries = self._session.get_modelmeta().custom_metadata_map
         return ", ".join(text for name, text in sorted(entries.items()) if name.lower() in ("license", "licence"))
 
-    def mask(self, picture: Image.Image) -> Image.Image:
-        """The mask of an RGB picture: white where it stands out. UnusablePicture: nothing does."""
-        pixels = np.asarray(picture.resize(self.size, Image.Resampling.LANCZOS), np.float32)
+    def mask(self, image: Image.Image) -> Image.Image:
+        """The mask of an RGB picture: white where it stands out. UnusableImage: nothing does."""
+        pixels = np.asarray(image.resize(self.size, Image.Resampling.LANCZOS), np.float32)
         scaled = (pixels / max(float(pixels.max()), 1e-6) - MEAN) / STD  # as U2-Net's RescaleT and ToTensorLab do
         batch = scaled.transpose(2, 0, 1)[None].astype(np.float32)  # [1, 3, height, width]
         try:
@@ -87,9 +87,9 @@ class SaliencyModel:
             )
         low, high = saliency.min(), saliency.max()
         if not high > low:  # neither are NaNs
-            raise UnusablePicture("has nothing that stands out. Paint its mask")
+            raise UnusableImage("has nothing that stands out. Paint its mask")
         grey = ((saliency - low) / (high - low) * 255).round().astype(np.uint8)
-        return Image.fromarray(grey).resize(picture.size, Image.Resampling.BILINEAR)
+        return Image.fromarray(grey).resize(image.size, Image.Resampling.BILINEAR)
 
 
 @dataclass
@@ -109,7 +109,7 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
     for source in sources:
         root = Path(source.path)
         folder = None if source.mask_path is None else Path(source.mask_path)
-        files, _ = without_masks(walk(root, source.links, source.reading).pictures, "files", folder)
+        files, _ = without_masks(walk(root, source.links, source.reading).images, "files", folder)
         with progress("masks", len(files), "pictures") as advance:
             for each in files:
                 try:
@@ -119,7 +119,7 @@ def write_masks(sources: Sequence[Folder], file: Path) -> MaskResult:
                         result.written += 1
                     else:
                         result.kept += 1
-                except UnusablePicture as reason:
+                except UnusableImage as reason:
                     result.rejected.append(RejectedEntry(readable(each.relative_to(root).as_posix()), str(reason)))
                 advance()
     say(f"masks    {result.written:,} written; {plural(result.kept, 'picture')} had one")

@@ -16,7 +16,7 @@ TINY_SD3, TINY_SDXL = "demo:tiny-sd3", "demo:tiny-sdxl"
 MODELS = {name: ASSETS / name.removeprefix(PREFIX).replace("-", "_") for name in (TINY_SD3, TINY_SDXL)}
 """Pipeline folders, created by `make tiny-sd3` and `make tiny-sdxl`."""
 SHIPPED = MODELS[TINY_SD3]
-STYLE, PICTURES, SUBJECT = DATA = ("demo:style", "demo:pictures", "demo:subject")
+STYLE, IMAGES, SUBJECT = DATA = ("demo:style", "demo:pictures", "demo:subject")
 
 ENCODERS = {
     f"{PREFIX}{name}": SHIPPED.parent / "tiny_encoders" / name.replace("-", "_") for name in ("tiny-dino", "tiny-clip")
@@ -36,17 +36,17 @@ def resolve(name: str, cache: Path) -> Path:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"{name}: unknown demo name.{hint} Use one of {', '.join(known)}.")
-    from simpletune.data.demo import pictures
+    from simpletune.data.demo import demo_scenes
 
-    folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{pictures.VERSION}"
+    folder = cache / "demo" / f"{name.removeprefix(PREFIX)}-v{demo_scenes.VERSION}"
     if not folder.exists():
         try:
             if name == SUBJECT:
-                pictures.write_subject_folder(folder)
+                demo_scenes.write_subject_folder(folder)
             else:
-                whole, trigger = name == STYLE, pictures.STYLE_TRIGGER
-                scenes = pictures.balanced_scenes(64 if whole else 32, "striped")
-                pictures.write_folder(folder, scenes, seed=0, trigger=trigger, all_captions=whole)
+                whole, trigger = name == STYLE, demo_scenes.STYLE_TRIGGER
+                scenes = demo_scenes.balanced_scenes(64 if whole else 32, "striped")
+                demo_scenes.write_folder(folder, scenes, seed=0, trigger=trigger, all_captions=whole)
         except FileExistsError:  # another process created the same content first
             pass
     return folder

@@ -52,7 +52,7 @@ def draw_augmentation(source: Source, seed: int, digest: str, variant: int) -> A
     return Augmentation(*(float(limit * draw) for limit, draw in zip(limits, draws, strict=True)))
 
 
-def augmentation_in_words(source: Source) -> str:
+def format_augmentation(source: Source) -> str:
     """The ranges of a source that are not 0: ``brightness ±0.1, hue ±5 degrees``."""
     limits = {name: getattr(source, name) for name in RANGES}
     return ", ".join(f"{name} ±{limit:g}{UNITS.get(name, '')}" for name, limit in limits.items() if limit)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from simpletune.data.sources.captions import MAX_BYTES, TEXTS, one_line, texts_beside, validate_caption
 from simpletune.data.sources.sidecars import decode_text
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import OUTSIDE, is_outside, is_text, read_regular
 from simpletune.system.atomic import write_text
 from simpletune.system.options import UserError
@@ -29,34 +29,34 @@ class CaptionFile:
     digest: str = ""  # SHA-256 of the file's bytes; empty if it does not exist
 
 
-def caption_file(root: Path, picture: Path) -> CaptionFile:
+def caption_file(root: Path, image: Path) -> CaptionFile:
     """Read the caption file of a picture; if there is none, return where it would be.
 
     Raises:
-        UnusablePicture: there are two files, or the only one links out of the data folder, or is not text.
+        UnusableImage: there are two files, or the only one links out of the data folder, or is not text.
     """
-    found = _texts_of(picture)
+    found = _texts_of(image)
     if len(found) > 1:
-        raise UnusablePicture(f"has two caption files: {' and '.join(file.name for file in found)}. Keep one")
+        raise UnusableImage(f"has two caption files: {' and '.join(file.name for file in found)}. Keep one")
     if not found:
-        return CaptionFile(picture.with_suffix(TEXTS[0]))
+        return CaptionFile(image.with_suffix(TEXTS[0]))
     (file,) = found
     if is_outside(file, root):
-        raise UnusablePicture(f"its caption {file.name} {OUTSIDE}")
+        raise UnusableImage(f"its caption {file.name} {OUTSIDE}")
     data = read_regular(file, MAX_BYTES)
     try:
         text = decode_text(data)
-    except UnusablePicture as reason:
-        raise UnusablePicture(f"its caption {file.name} {reason}") from None
+    except UnusableImage as reason:
+        raise UnusableImage(f"its caption {file.name} {reason}") from None
     return CaptionFile(file, text.replace("\r\n", "\n").strip(), sha256(data))
 
 
-def _texts_of(picture: Path) -> list[Path]:
+def _texts_of(image: Path) -> list[Path]:
     """The caption files of a picture: NAME.txt or NAME.caption, or if there is none, those in capital letters or named
     NAME.jpg.txt, once where the file system knows no case."""
-    capital = [picture.with_suffix(suffix.upper()) for suffix in TEXTS]
-    whole = [picture.with_name(picture.name + suffix) for suffix in (*TEXTS, *map(str.upper, TEXTS))]
-    return texts_beside(picture) or [file for file in (*capital, *whole) if os.path.lexists(file)]
+    capital = [image.with_suffix(suffix.upper()) for suffix in TEXTS]
+    whole = [image.with_name(image.name + suffix) for suffix in (*TEXTS, *map(str.upper, TEXTS))]
+    return texts_beside(image) or [file for file in (*capital, *whole) if os.path.lexists(file)]
 
 
 def caption_content(file: Path, caption: str) -> str:
@@ -64,7 +64,7 @@ def caption_content(file: Path, caption: str) -> str:
     text is empty, too long, or contains control characters."""
     try:
         text = validate_caption(caption.replace("\r\n", "\n"), "the caption")
-    except UnusablePicture as reason:
+    except UnusableImage as reason:
         raise UserError(f"{file.name}: {reason}. Nothing was written") from None
     content = f"{text}\n"
     if not is_text(content) or len(content.encode()) > MAX_BYTES:
@@ -91,7 +91,7 @@ def write_caption(before: CaptionFile, caption: str) -> CaptionFile:
     if os.path.lexists(before.file):
         try:
             now = sha256(read_regular(before.file, MAX_BYTES))
-        except UnusablePicture:
+        except UnusableImage:
             now = "unreadable"
     if now != before.digest:
         raise ChangedCaption(

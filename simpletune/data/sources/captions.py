@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from simpletune.data.sources.folder_names import MissingCaption
-from simpletune.data.sources.source import Picture, RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, SourceImage, UnusableImage
 from simpletune.data.sources.walk import OUTSIDE, USUAL, Links, is_outside, is_text, read_regular, too_large
 from simpletune.system.options import UserError, plural
 from simpletune.system.portable import name_inside
@@ -27,13 +27,13 @@ def validate_caption(caption: str, what: str) -> str:
     """Strip and validate a caption; ``what`` is the subject of the message, such as ``its caption 001.txt``.
 
     Raises:
-        UnusablePicture: it is empty, or contains control characters.
+        UnusableImage: it is empty, or contains control characters.
     """
     for place, character in enumerate(caption):  # a control character could drive a terminal
         if unicodedata.category(character) == "Cc" and not character.isspace():
-            raise UnusablePicture(f"{what} contains the control character U+{ord(character):04X} at {place + 1}")
+            raise UnusableImage(f"{what} contains the control character U+{ord(character):04X} at {place + 1}")
     if not caption.strip():
-        raise UnusablePicture(f"{what} is empty")
+        raise UnusableImage(f"{what} is empty")
     return caption.strip()
 
 
@@ -42,28 +42,28 @@ def one_line(caption: str) -> str:
     return " ".join(line.strip() for line in re.split("[\r\n]", caption) if line.strip())
 
 
-def settle_captions(picture: Picture, several: bool) -> Picture:
+def settle_captions(image: SourceImage, several: bool) -> SourceImage:
     """Join the lines of each caption as read, or (``several``) take each line as a caption; separate captions from
     their weights, and add up those of a caption that is there more than once.
 
     Raises:
-        UnusablePicture: a weight is wrong, or before a line that would be joined.
+        UnusableImage: a weight is wrong, or before a line that would be joined.
     """
     weights: dict[str, float] = {}
-    for caption in picture.captions:
+    for caption in image.captions:
         lines = [line.strip() for line in re.split("[\r\n]", caption) if line.strip()]
         if not several and len(lines) > 1:
-            if any(WEIGHT.fullmatch(line) for line in lines[bool(picture.more) :]):  # a text of a list has one in front
-                raise UnusablePicture(
+            if any(WEIGHT.fullmatch(line) for line in lines[bool(image.more) :]):  # a text of a list has one in front
+                raise UnusableImage(
                     "has lines with weights, and lines are joined into one caption. Set data.caption_lines=several"
                 )
             lines = [one_line(caption)]
         for line in lines:
-            weight, text = _weighted(line) if len(lines) > 1 or picture.more else (1.0, line)  # one alone has no weight
+            weight, text = _weighted(line) if len(lines) > 1 or image.more else (1.0, line)  # one alone has no weight
             weights[text] = weights.get(text, 0) + weight
     first, *more = weights
     differ = len(set(weights.values())) > 1
-    return replace(picture, caption=first, more=tuple(more), weights=tuple(weights.values()) if differ else ())
+    return replace(image, caption=first, more=tuple(more), weights=tuple(weights.values()) if differ else ())
 
 
 def _weighted(line: str) -> tuple[float, str]:
@@ -77,30 +77,28 @@ def _weighted(line: str) -> tuple[float, str]:
     except ValueError:
         weight = 0.0
     if not 0 < weight <= MAX_WEIGHT:
-        raise UnusablePicture(
+        raise UnusableImage(
             f"has a caption of weight {given:.20}, which is not a number above 0 and up to {MAX_WEIGHT}. Write one "
             "such as 2::a dog, or remove the caption"
         )
     if not text:
-        raise UnusablePicture(
-            f"has the weight {given:.20} without a caption. Write one behind the colons, or remove it"
-        )
+        raise UnusableImage(f"has the weight {given:.20} without a caption. Write one behind the colons, or remove it")
     return weight, text
 
 
 def settle_lines(
-    pictures: Sequence[Picture], described: str, several: bool
-) -> tuple[list[Picture], list[RejectedEntry], str]:
+    images: Sequence[SourceImage], described: str, several: bool
+) -> tuple[list[SourceImage], list[RejectedEntry], str]:
     """``settle_captions`` of all pictures, and those that it rejects; adds to the description of where captions come
     from how many captions had several lines, or how many pictures have several captions."""
     settled, rejected, joined = [], [], 0
-    for picture in pictures:
+    for image in images:
         try:
-            settled.append(settle_captions(picture, several))
-            joined += "\n" in picture.caption or "\r" in picture.caption
-        except UnusablePicture as reason:
-            rejected.append(RejectedEntry(picture.name, str(reason)))
-    if several or any(picture.more for picture in settled):
+            settled.append(settle_captions(image, several))
+            joined += "\n" in image.caption or "\r" in image.caption
+        except UnusableImage as reason:
+            rejected.append(RejectedEntry(image.name, str(reason)))
+    if several or any(image.more for image in settled):
         count, weighted = sum(bool(each.more) for each in settled), sum(bool(each.weights) for each in settled)
         said = f"{plural(count, 'picture')} with several captions" + (f", {weighted} with weights" if weighted else "")
         return settled, rejected, f"{described} ({said})" if count else described
@@ -112,20 +110,20 @@ def cell_captions(value: object, what: str) -> list[str]:
     """The captions in a cell of a table (``what``): a string, or a list of strings.
 
     Raises:
-        UnusablePicture: there is none, or one cannot be used.
+        UnusableImage: there is none, or one cannot be used.
     """
     values = value if isinstance(value, list) and value else [value]
     texts = [text for text in values if isinstance(text, str) and text.strip()]
     if len(texts) < len(values):
-        raise UnusablePicture(f"{what} is empty or not a string")
+        raise UnusableImage(f"{what} is empty or not a string")
     size = sum(len(text.encode()) for text in texts)
     if size > MAX_BYTES:
-        raise UnusablePicture(f"{what} {too_large(size, MAX_BYTES)}")
+        raise UnusableImage(f"{what} {too_large(size, MAX_BYTES)}")
     return [validate_caption(text, what) for text in texts]
 
 
 def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
-    """Read the caption beside a picture, NAME.txt or NAME.caption. UnusablePicture: none is usable, or both differ."""
+    """Read the caption beside a picture, NAME.txt or NAME.caption. UnusableImage: none is usable, or both differ."""
     files = texts_beside(file)
     if not files:
         raise MissingCaption(f"has no caption: {file.with_suffix(TEXTS[0]).name} is missing")
@@ -133,16 +131,16 @@ def txt_caption(root: Path, links: Links, file: Path) -> tuple[str, ...]:
     for text_file in files:
         what = f"its caption {text_file.name}"
         if links == "inside" and text_file.is_symlink() and is_outside(text_file, root):
-            raise UnusablePicture(f"{what} {OUTSIDE}")
+            raise UnusableImage(f"{what} {OUTSIDE}")
         try:
             caption = read_regular(text_file, MAX_BYTES).decode("utf-8-sig")
-        except UnusablePicture as reason:
-            raise UnusablePicture(f"{what} {reason}") from None
+        except UnusableImage as reason:
+            raise UnusableImage(f"{what} {reason}") from None
         except UnicodeDecodeError:
-            raise UnusablePicture(f"{what} is not UTF-8 text") from None
+            raise UnusableImage(f"{what} is not UTF-8 text") from None
         captions.add(validate_caption(caption.replace("\r\n", "\n"), what))
     if len(captions) > 1:
-        raise UnusablePicture(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
+        raise UnusableImage(f"has two different captions: {' and '.join(text.name for text in files)}. Keep one")
     return tuple(captions)
 
 
@@ -157,17 +155,17 @@ def endings_of_texts(files: Sequence[Path]) -> list[str]:
 
 
 def filename_caption(file: Path) -> tuple[str, ...]:
-    """Turn a file name into a caption. UnusablePicture: it contains no words."""
+    """Turn a file name into a caption. UnusableImage: it contains no words."""
     caption = " ".join(file.stem.replace("_", " ").replace("-", " ").split())
     if not any(character.isalpha() for character in caption):
-        raise UnusablePicture(
+        raise UnusableImage(
             f"has no caption, and its file name has no words. Set data.prompt or add {file.with_suffix('.txt').name}"
         )
     return (validate_caption(caption, "its file name"),)
 
 
 def jsonl_caption(path: Path, captions: dict[str, tuple[str, ...]], file: Path) -> tuple[str, ...]:
-    """Look up a picture's captions among those of metadata.jsonl. UnusablePicture: none is usable."""
+    """Look up a picture's captions among those of metadata.jsonl. UnusableImage: none is usable."""
     name = file.relative_to(path).as_posix()
     if name not in captions:
         raise MissingCaption(f"has no line in {METADATA}")
@@ -198,7 +196,7 @@ def read_metadata(file: Path) -> Metadata:
     """Read a metadata.jsonl (the Hugging Face imagefolder convention). UserError: the file cannot be read."""
     try:
         text = read_regular(file).decode("utf-8-sig")
-    except (UnusablePicture, UnicodeDecodeError) as error:
+    except (UnusableImage, UnicodeDecodeError) as error:
         raise UserError(
             f"data.captions: {file} cannot be read as UTF-8 text ({error}). Fix the file, or set data.captions"
         ) from None
@@ -214,30 +212,30 @@ def read_lines(text: str, keys: Sequence[str] = ("text",)) -> Metadata:
         try:
             name, texts = _read_line(line, keys)
             if name in found.captions:
-                raise UnusablePicture(f"repeats {name!r} from line {found.lines[name]}. Keep one")
+                raise UnusableImage(f"repeats {name!r} from line {found.lines[name]}. Keep one")
             found.captions[name], found.lines[name] = texts, number
-        except UnusablePicture as reason:
+        except UnusableImage as reason:
             found.rejected.append(RejectedEntry(f"{METADATA}:{number}", str(reason), "line"))
     return found
 
 
 def _read_line(line: str, keys: Sequence[str] = ("text",)) -> tuple[str, tuple[str, ...]]:
-    """A line's file name, relative and normalised, and its texts. UnusablePicture: the line cannot be used."""
+    """A line's file name, relative and normalised, and its texts. UnusableImage: the line cannot be used."""
     try:
         row = json.loads(line)
         name, text = row["file_name"], row[next(key for key in keys if key in row)]
     except (ValueError, KeyError, TypeError, RecursionError, StopIteration):
-        raise UnusablePicture(f'is not a JSON object with "file_name" and {_quoted(keys)}') from None
+        raise UnusableImage(f'is not a JSON object with "file_name" and {_quoted(keys)}') from None
     texts = text if isinstance(text, list) and text else [text]
     if not isinstance(name, str) or not all(isinstance(each, str) for each in texts):
-        raise UnusablePicture("file_name must be a string, and text a string or a list of them")
+        raise UnusableImage("file_name must be a string, and text a string or a list of them")
     if "\\" in name and len(keys) > 1:  # written on Windows
         name = name.replace("\\", "/")
     if not is_text("".join([name, *texts])):
-        raise UnusablePicture("contains a lone surrogate, which is not valid text")
+        raise UnusableImage("contains a lone surrogate, which is not valid text")
     inside = name_inside(name)
     if inside is None:
-        raise UnusablePicture(f"file_name {name!r} is outside the folder. Use paths inside it")
+        raise UnusableImage(f"file_name {name!r} is outside the folder. Use paths inside it")
     return inside, tuple(texts)
 
 

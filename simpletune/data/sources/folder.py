@@ -35,13 +35,13 @@ from simpletune.data.sources.folder_names import (
     naming_folder,
     split_named,
 )
+from simpletune.data.sources.image_files import decoding_of, image_size
 from simpletune.data.sources.masks import Kind, alpha_mask, mask_file, without_masks
-from simpletune.data.sources.pictures import decoding_of, picture_size
 from simpletune.data.sources.sidecars import CAPTION_LIKE, Sidecars
-from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, Scan, Source, SourceImage, UnusableImage
 from simpletune.data.sources.walk import (
     FOREIGN_FOLDERS,
-    OTHER_PICTURES,
+    OTHER_IMAGES,
     OUTSIDE,
     SUFFIXES,
     USUAL,
@@ -65,7 +65,7 @@ NO_CAPTIONS = f"the file names (no {METADATA}, no {' or '.join(TEXTS)} files, no
 class CaptionReader:
     """How the captions of a folder are read."""
 
-    caption_of: Callable[[Path], tuple[str, ...]]  # the captions of a picture; UnusablePicture: none is usable
+    caption_of: Callable[[Path], tuple[str, ...]]  # the captions of a picture; UnusableImage: none is usable
     files_of: Callable[[Path], list[Path]]  # the files that hold them
     described: str  # where captions come from
     rejected: list[RejectedEntry]  # lines that cannot be used
@@ -81,7 +81,7 @@ def _accounts(root: Path, classes: Mapping[Path, tuple[FileClass, str]], rejecte
     return Accounts(files)
 
 
-class DamagedPicture(UnusablePicture):
+class DamagedImage(UnusableImage):
     """A picture's file is damaged, or none that can be read."""
 
 
@@ -136,10 +136,10 @@ class Folder(Source):
             yield Problem("data.path", f"{self.path} is a file. Give the folder that holds the pictures")
         else:
             found = walk(path, self.links, self.reading)
-            if not found.pictures and not found.rejected:
+            if not found.images and not found.rejected:
                 yield Problem("data.path", f"{self.path} contains no pictures ({USUAL}). Add some")
             elif self.split is not None and (
-                split_named(self.split.lower()) not in (splits := split_names(path, found.pictures))
+                split_named(self.split.lower()) not in (splits := split_names(path, found.images))
             ):
                 known = f"Its splits: {', '.join(splits)}" if splits else "It has none"
                 yield Problem("data.split", f"{self.path} has no pictures of the split {self.split!r}. {known}")
@@ -151,41 +151,41 @@ class Folder(Source):
     def scan(self, path: Path) -> Scan:
         """As for ``Source``. UserError: metadata.jsonl cannot be read."""
         found = walk(path, self.links, self.reading)
-        splits = split_names(path, found.pictures) if self.split is not None or self.reading == "0.1" else {}
-        wanted = splits.get(split_named(self.split.lower()), []) if self.split is not None else found.pictures
+        splits = split_names(path, found.images) if self.split is not None or self.reading == "0.1" else {}
+        wanted = splits.get(split_named(self.split.lower()), []) if self.split is not None else found.images
         files, said = without_masks(wanted, self.mask, self.mask_path)
         chosen = set(files)
-        apart = [file for file in found.pictures if file not in chosen]
+        apart = [file for file in found.images if file not in chosen]
         reader, hints = self._reader(path, files, found.others, apart)
         rejected = [*reader.rejected, *found.rejected]
         classes: dict[Path, tuple[FileClass, str]] = {file: ("mask", "") for file in wanted}
-        classes |= dict.fromkeys(set(found.pictures) - set(wanted), ("left over", f"data.split is {self.split}"))
-        pictures, used, refused = [], set[Path](), dict[Path, str]()
+        classes |= dict.fromkeys(set(found.images) - set(wanted), ("left over", f"data.split is {self.split}"))
+        images, used, refused = [], set[Path](), dict[Path, str]()
         with progress("scan", len(files), "pictures") if len(files) >= MANY else nullcontext(int) as advance:
             for file in files:
                 try:
-                    pictures.append(self._picture(path, file, reader.caption_of))
+                    images.append(self._image(path, file, reader.caption_of))
                     classes[file] = "picture", ""
                     used.update(reader.files_of(file))
-                except UnusablePicture as reason:
+                except UnusableImage as reason:
                     name = readable(file.relative_to(path).as_posix())
                     rejected.append(RejectedEntry(name, str(reason)))
-                    classes[file] = ("damaged" if isinstance(reason, DamagedPicture) else "left over", str(reason))
+                    classes[file] = ("damaged" if isinstance(reason, DamagedImage) else "left over", str(reason))
                     refused |= dict.fromkeys(reader.files_of(file), f"its picture is not used: {name} {reason}")
                 advance()
         if self.prompt is None:
             several = self.caption_lines == "several"
-            pictures, unsettled, described = settle_lines(pictures, reader.described, several)
+            images, unsettled, described = settle_lines(images, reader.described, several)
             rejected += unsettled
             classes |= {path / each.name: ("left over", each.reason) for each in unsettled}
         else:
             described = reader.described
-        names = [picture.name for picture in pictures]
+        names = [image.name for image in images]
         if self.folder_names == "kohya":
             notes = explain_folder_names(path, names)
         else:
             notes, said = [], [*said, *(hints_at_repeats(path, names) if self.repeats == 1 else ())]
-        lacking = sum(picture.as_it_is for picture in pictures)
+        lacking = sum(image.as_it_is for image in images)
         if lacking:
             without = plural(lacking, "picture")
             notes = [*notes, f"{without} without a caption: {self.missing_prompt!r} (data.missing_prompt)"]
@@ -193,7 +193,7 @@ class Folder(Source):
             said += self._unseen(path, found, splits)
         classes |= self._class_others(found, reader, used, refused)
         return Scan(
-            pictures, rejected, described, dict(found.left_alone), tuple([*said, *hints]), tuple(notes),
+            images, rejected, described, dict(found.left_alone), tuple([*said, *hints]), tuple(notes),
             _accounts(path, classes, found.rejected),
         )  # fmt: skip
 
@@ -203,7 +203,7 @@ class Folder(Source):
         if suffixes:
             counted = ", ".join(f"{count} {suffix}" for suffix, count in sorted(suffixes.items()))
             yield f"{counted}: pictures that this configuration does not see. Set data.reading=any to train on them"
-        parts = [{part.lower() for part in file.relative_to(path).parts[:-1]} for file in found.pictures]
+        parts = [{part.lower() for part in file.relative_to(path).parts[:-1]} for file in found.images]
         if count := sum(not each.isdisjoint(FOREIGN_FOLDERS) for each in parts):
             yield f"{plural(count, 'picture')} of another program's folder. Set data.reading=any to leave them out"
         if splits and self.split is None:
@@ -227,7 +227,7 @@ class Folder(Source):
                 classes[file] = "left over", left.get(file) or refused[file]
             elif suffix in SUFFIXES:
                 classes[file] = "not read", f"{suffix} pictures are read with data.reading=any"
-            elif suffix in OTHER_PICTURES:
+            elif suffix in OTHER_IMAGES:
                 classes[file] = "not read", f"{suffix} pictures are not read. Convert them to jpg, png or webp"
             else:
                 classes[file] = "not read", "neither a picture nor a caption"
@@ -311,19 +311,19 @@ class Folder(Source):
 
         return CaptionReader(caption_of, files_of, self._with_folders(described), rejected, left_over), hints
 
-    def _picture(self, path: Path, file: Path, caption_of: Callable[[Path], tuple[str, ...]]) -> Picture:
+    def _image(self, path: Path, file: Path, caption_of: Callable[[Path], tuple[str, ...]]) -> SourceImage:
         """Read one picture. Its size and digest come from the same read."""
         name = file.relative_to(path).as_posix()
         if not is_text(name):
-            raise UnusablePicture("its file name is not UTF-8 text. Rename it")
+            raise UnusableImage("its file name is not UTF-8 text. Rename it")
         known = meaning(naming_folder(path, name)) if self.folder_names == "kohya" else None
         repeats, words = (1, "") if known is None else known
         read = partial(read_regular, file)
         try:
             data = read()
-            size, digest = picture_size(data), hashlib.sha256(data).hexdigest()
-        except UnusablePicture as reason:  # said before a missing caption, which hides it
-            raise DamagedPicture(str(reason)) from None
+            size, digest = image_size(data), hashlib.sha256(data).hexdigest()
+        except UnusableImage as reason:  # said before a missing caption, which hides it
+            raise DamagedImage(str(reason)) from None
         plain = False
         try:
             first, *more = caption_of(file)
@@ -338,7 +338,7 @@ class Folder(Source):
         elif self.mask == "alpha":
             mask = alpha_mask(data, digest, read)
         decoding = decoding_of(data, self.background)
-        return Picture(
+        return SourceImage(
             name, first, size, digest, read, more=tuple(more), repeats=repeats, mask=mask, as_it_is=plain,
             decoding=decoding, background=self.background,
         )  # fmt: skip

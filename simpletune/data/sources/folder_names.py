@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.system.options import join_names, plural
 from simpletune.system.printable import printable_name
 
@@ -38,7 +38,7 @@ def meaning(folder: str) -> tuple[int, str] | None:
     return int(match[1]), " ".join(match[2].split())
 
 
-class MissingCaption(UnusablePicture):
+class MissingCaption(UnusableImage):
     """A picture has no caption at all, rather than an unusable one."""
 
 

@@ -40,7 +40,7 @@ def draw_hole(source: Source, seed: int, digest: str, variant: int) -> Hole:
 
 def hole_pixels(view: Crop, place: int) -> np.ndarray:
     """The hole of a crop that has one, in its pixels: bool [h, w], True inside. One that is drawn covers a latent's
-    place of ``place`` pixels a side. UnusablePicture: its mask is unusable."""
+    place of ``place`` pixels a side. UnusableImage: its mask is unusable."""
     import numpy as np
 
     assert view.hole is not None

@@ -9,9 +9,9 @@ from pathlib import Path
 from PIL import Image
 
 from simpletune.data.sources.caption_files import sha256
+from simpletune.data.sources.image_files import decode_mask, image_size
 from simpletune.data.sources.masks import find_mask, mask_target
-from simpletune.data.sources.pictures import decode_mask, picture_size
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import OUTSIDE, is_outside, read_regular
 from simpletune.models.shared.buckets import Size
 from simpletune.system.atomic import atomic_file
@@ -34,35 +34,35 @@ class MaskFile:
     digest: str = ""  # SHA-256 of that file's bytes; empty if there is none
 
 
-def read_mask(root: Path, folder: Path | None, picture: Path) -> MaskFile:
-    """Find the mask of a picture of the data folder ``root``; ``folder`` is ``data.mask_path``. UnusablePicture: it
+def read_mask(root: Path, folder: Path | None, whole: Path) -> MaskFile:
+    """Find the mask of a picture of the data folder ``root``; ``folder`` is ``data.mask_path``. UnusableImage: it
     cannot be read, or links out of its folder."""
-    target = mask_target(root, folder, picture)
+    target = mask_target(root, folder, whole)
     found, within = find_mask(target), folder or root
     if any(is_outside(file, within) for file in (target.parent, *([found] if found else []))):
-        raise UnusablePicture(f"its mask {(found or target).name} {OUTSIDE}")
+        raise UnusableImage(f"its mask {(found or target).name} {OUTSIDE}")
     return MaskFile(target, found, sha256(read_regular(found)) if found else "")
 
 
-def painting_size(picture: Size) -> Size:
+def painting_size(whole: Size) -> Size:
     """The size in pixels at which a mask of a picture is painted."""
-    scale = min(1.0, LONGEST_SIDE / max(picture))
-    return max(1, round(picture[0] * scale)), max(1, round(picture[1] * scale))
+    scale = min(1.0, LONGEST_SIDE / max(whole))
+    return max(1, round(whole[0] * scale)), max(1, round(whole[1] * scale))
 
 
-def painted_mask(data: bytes, picture: Size) -> bytes:
+def painted_mask(data: bytes, whole: Size) -> bytes:
     """Turn a painted mask into the file that training reads: grey, of the picture's size. UserError: it is no PNG of
     the size at which it is painted, is damaged, or is black everywhere."""
-    size = painting_size(picture)
+    size = painting_size(whole)
     try:
-        if not data.startswith(PNG) or picture_size(data) != size:
+        if not data.startswith(PNG) or image_size(data) != size:
             raise UserError(f"The mask is not a PNG of {size[0]}x{size[1]}. Reload the page, and paint it again")
         image = decode_mask(data, "file")
-    except UnusablePicture as reason:
+    except UnusableImage as reason:
         raise UserError(f"The mask {reason}. Nothing was written") from None
     if not image.getextrema()[1]:  # training refuses it
         raise UserError("The mask is empty, so nothing would be learned, and nothing was written. Paint what to learn")
-    return mask_content(image if image.size == picture else image.resize(picture, Image.Resampling.BILINEAR))
+    return mask_content(image if image.size == whole else image.resize(whole, Image.Resampling.BILINEAR))
 
 
 def mask_content(image: Image.Image) -> bytes:
@@ -78,7 +78,7 @@ def write_mask(before: MaskFile, content: bytes) -> None:
     found = find_mask(before.target)
     try:
         now = sha256(read_regular(found)) if found else ""
-    except UnusablePicture:
+    except UnusableImage:
         now = "unreadable"
     if now != before.digest:
         name = (found or before.target).name

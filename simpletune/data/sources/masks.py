@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import Augmentation
-from simpletune.data.sources.pictures import crop_to_bucket, decode_mask, picture_size, require_alpha
+from simpletune.data.sources.image_files import crop_to_bucket, decode_mask, image_size, require_alpha
 from simpletune.data.sources.sidecars import folded
-from simpletune.data.sources.source import Mask, UnusablePicture
+from simpletune.data.sources.source import Mask, UnusableImage
 from simpletune.data.sources.walk import OUTSIDE, SUFFIXES, Links, is_outside, read_regular
 from simpletune.models.shared.buckets import Size
 from simpletune.system.options import Json, plural
@@ -41,7 +41,7 @@ Kind = Literal["alpha", "files"]
 class FoundMasks:
     """Pictures and masks of a folder, told apart by their names."""
 
-    pictures: list[Path]
+    images: list[Path]
     masks: dict[Path, Path]  # by picture
     aside: list[Path]  # masks, also those without a picture, and conditioning pictures: never trained on
     folder: Path | None = None  # the only folder of masks, with the paths of the pictures beside it
@@ -49,7 +49,7 @@ class FoundMasks:
 
     def lost(self, root: Path) -> list[Path]:
         """The masks that training does not find: ``data.mask_path`` is one folder, with the paths of the pictures."""
-        targets = {mask: mask_target(root, self.folder, picture) for picture, mask in self.masks.items()}
+        targets = {mask: mask_target(root, self.folder, image) for image, mask in self.masks.items()}
         return [mask for mask, target in targets.items() if find_mask(target) != mask]
 
     @property
@@ -69,30 +69,30 @@ def find_masks(files: Sequence[Path]) -> FoundMasks:
     folders = _mask_folders(files)
     if not folders and not any(label in file.name.lower() for file in files for label in ASIDE):
         return FoundMasks(list(files), {}, [])
-    names = _Pictures(files)
+    names = _Images(files)
     masks, aside = dict[Path, Path](), set[Path]()
     for file in files:
         label = _label_of(file)
-        picture = names.find(file.with_name(file.stem[: -len(label)])) if label else None
-        if label in PLAIN_LABELS and picture is None:  # a picture that somebody has called so
+        image = names.find(file.with_name(file.stem[: -len(label)])) if label else None
+        if label in PLAIN_LABELS and image is None:  # a picture that somebody has called so
             continue
         if label is not None:
             aside.add(file)
-            if label != CONDITIONING and picture is not None:
-                masks.setdefault(picture, file)
+            if label != CONDITIONING and image is not None:
+                masks.setdefault(image, file)
     beside = bool(masks)
     places = []
     for place in folders:
         inside = [file for file in files if file.is_relative_to(place)]
-        base, of = _pictures_of(place, inside, files, names)
+        base, of = _images_of(place, inside, files, names)
         if base is None:
             continue
         places.append((place, base))
         aside.update(inside)
-        for file, picture in of.items():
-            masks.setdefault(picture, file)
-    masks = {picture: mask for picture, mask in masks.items() if picture not in aside}
-    same = all(picture.stem == mask.stem for picture, mask in masks.items())
+        for file, image in of.items():
+            masks.setdefault(image, file)
+    masks = {image: mask for image, mask in masks.items() if image not in aside}
+    same = all(image.stem == mask.stem for image, mask in masks.items())
     single = len(places) == 1 and not beside and same and places[0][1] == places[0][0].parent
     folder = places[0][0] if single else None
     return FoundMasks([file for file in files if file not in aside], masks, sorted(aside), folder, beside)
@@ -104,7 +104,7 @@ def _label_of(file: Path) -> str | None:
     return next((label for label in ASIDE if low.endswith(label) and low != label), None)
 
 
-class _Pictures:
+class _Images:
     """Pictures by path, without or with suffix, composed and in any case of letters; an exact path is preferred."""
 
     def __init__(self, files: Sequence[Path]):
@@ -118,8 +118,8 @@ class _Pictures:
         return self._exact.get(str(path)) or self._folded.get(folded(str(path)))
 
 
-def _pictures_of(
-    place: Path, inside: Sequence[Path], files: Sequence[Path], names: _Pictures
+def _images_of(
+    place: Path, inside: Sequence[Path], files: Sequence[Path], names: _Images
 ) -> tuple[Path | None, dict[Path, Path]]:
     """The folder whose pictures have their masks in ``place``, and the picture of each mask; None: half of neither the
     masks nor the pictures belong together. It is the folder around ``place``, or one beside it."""
@@ -131,9 +131,9 @@ def _pictures_of(
         for file in inside:
             label = _label_of(file)
             path = base / file.relative_to(place).with_suffix("")
-            picture = names.find(path) or (names.find(path.with_name(path.name[: -len(label)])) if label else None)
-            if picture is not None and not picture.is_relative_to(place):
-                of[file] = picture
+            image = names.find(path) or (names.find(path.with_name(path.name[: -len(label)])) if label else None)
+            if image is not None and not image.is_relative_to(place):
+                of[file] = image
         if of and 2 * len(of) >= min(len(inside), sum(file.is_relative_to(base) for file in rest)):
             return base, of
     return None, {}
@@ -153,11 +153,11 @@ def without_masks(files: Sequence[Path], kind: Kind | None, folder: str | Path |
     if kind == "files" and folder is not None:
         files = [file for file in files if is_outside(file, folder)]
     found = find_masks(files)
-    return found.pictures, [found.hint] if found.aside and kind != "files" else []
+    return found.images, [found.hint] if found.aside and kind != "files" else []
 
 
 def alpha_mask(data: bytes, digest: str, read: partial[bytes]) -> Mask:
-    """The mask given by a picture's opacity. UnusablePicture: it has no transparency."""
+    """The mask given by a picture's opacity. UnusableImage: it has no transparency."""
     require_alpha(data)
     return Mask("alpha", digest, read)
 
@@ -182,24 +182,24 @@ def find_mask(target: Path) -> Path | None:
 
 def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, size: Size) -> Mask:
     """Find and check the mask of a picture of the data folder ``root`` in a separate file; ``folder`` is
-    ``data.mask_path``. UnusablePicture: there is no mask, it cannot be read, or its aspect ratio differs from the
+    ``data.mask_path``. UnusableImage: there is no mask, it cannot be read, or its aspect ratio differs from the
     picture's."""
     target = mask_target(root, folder, file)
     place = find_mask(target)
     if place is None:
         where = "" if folder is None else f" in {Path(folder)}"
-        raise UnusablePicture(f"has no mask: {target.name} is missing{where}")
+        raise UnusableImage(f"has no mask: {target.name} is missing{where}")
     what = f"its mask {place.name}"
     if links == "inside" and place.is_symlink() and is_outside(place, folder or root):
-        raise UnusablePicture(f"{what} {OUTSIDE}")
+        raise UnusableImage(f"{what} {OUTSIDE}")
     read = partial(read_regular, place)
     try:
         data = read()
-        width, height = picture_size(data)
-    except UnusablePicture as reason:
-        raise UnusablePicture(f"{what} {reason}") from None
+        width, height = image_size(data)
+    except UnusableImage as reason:
+        raise UnusableImage(f"{what} {reason}") from None
     if abs(width * size[1] / (height * size[0]) - 1) > SHAPE_TOLERANCE:
-        raise UnusablePicture(
+        raise UnusableImage(
             f"{what} is {width}x{height}, another shape than the picture's {size[0]}x{size[1]}. Draw it on the picture"
         )
     return Mask("file", hashlib.sha256(data).hexdigest(), read)
@@ -207,20 +207,20 @@ def mask_file(root: Path, folder: str | Path | None, links: Links, file: Path, s
 
 def mask_pixels(view: Crop) -> np.ndarray:
     """The mask of a crop (of a picture that has one), cropped, rotated and mirrored like the picture: fp32 [h, w], its
-    brightness or opacity, 0 to 255. UnusablePicture: it cannot be read, has changed since the scan, or is black
+    brightness or opacity, 0 to 255. UnusableImage: it cannot be read, has changed since the scan, or is black
     everywhere."""
     from PIL import Image
 
-    mask = view.picture.mask
+    mask = view.image.mask
     assert mask is not None
     try:
         image = decode_mask(mask.read_same(), mask.kind)
     except OSError as error:
-        raise UnusablePicture(f"its mask cannot be read ({error.strerror or error})") from None
+        raise UnusableImage(f"its mask cannot be read ({error.strerror or error})") from None
     if not image.getextrema()[1]:
-        raise UnusablePicture("its mask is black everywhere, so nothing would be learned. Paint white what to learn")
-    if mask.kind == "file" and image.size != view.picture.size:
-        image = image.resize(view.picture.size, Image.Resampling.BILINEAR)
+        raise UnusableImage("its mask is black everywhere, so nothing would be learned. Paint white what to learn")
+    if mask.kind == "file" and image.size != view.image.size:
+        image = image.resize(view.image.size, Image.Resampling.BILINEAR)
     turned = Augmentation(rotation=view.augmentation.rotation)  # without the change of colours
     pixels: np.ndarray = crop_to_bucket(image.convert("RGB"), view.bucket, view.offset, view.flip, turned)[0]
     return (pixels + 1) * 127.5
@@ -228,7 +228,7 @@ def mask_pixels(view: Crop) -> np.ndarray:
 
 def latent_mask(view: Crop, place: int) -> np.ndarray:
     """The mask of a crop at the latents' resolution: uint8 [1, h / place, w / place], the mean of each square of
-    ``place`` pixels a side. UnusablePicture: as ``mask_pixels``."""
+    ``place`` pixels a side. UnusableImage: as ``mask_pixels``."""
     import numpy as np
 
     pixels = mask_pixels(view)
@@ -239,6 +239,6 @@ def latent_mask(view: Crop, place: int) -> np.ndarray:
 
 def mask_identity(view: Crop) -> Json:
     """Everything that a crop's mask depends on beside the crop itself."""
-    mask = view.picture.mask
+    mask = view.image.mask
     assert mask is not None
-    return {"digest": mask.digest, "kind": mask.kind, "size": view.picture.size, "version": VERSION}
+    return {"digest": mask.digest, "kind": mask.kind, "size": view.image.size, "version": VERSION}

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field
 
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.accounts import joined
-from simpletune.data.sources.augmentation import augmentation_in_words
+from simpletune.data.sources.augmentation import format_augmentation
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source
+from simpletune.data.sources.source import RejectedEntry, Scan, Source, SourceImage
 from simpletune.data.sources.stream import Stream
 from simpletune.data.sources.table import Table
 from simpletune.models.shared.buckets import STEP
@@ -120,18 +120,20 @@ def inpainting_rules(data: Source | MultiSource, model: Family) -> Iterator[Prob
                 )
 
 
-def source_notes(data: Source | MultiSource, pictures: Sequence[Picture] = (), inpaints: bool = False) -> Iterator[str]:
-    """What a user should know about variants; ``pictures`` are all sources', if they were scanned. ``inpaints``:
+def source_notes(
+    data: Source | MultiSource, images: Sequence[SourceImage] = (), inpaints: bool = False
+) -> Iterator[str]:
+    """What a user should know about variants; ``images`` are all sources', if they were scanned. ``inpaints``:
     whether the model does, as far as is known."""
     for index, source in enumerate(data.members):
-        several = any(len(picture.captions) > 1 for picture in pictures if picture.source == index)
+        several = any(len(image.captions) > 1 for image in images if image.source == index)
         prompts_vary = several or source.shuffle_tags or source.tag_dropout > 0
         if source.variants == 1 and prompts_vary:
             yield (
                 f"{field_of(data, index, 'variants')} is 1, so each picture keeps one prompt: one of its captions, one "
                 "order of its tags. Use 4 or more to vary it"
             )
-        if source.variants == 1 and augmentation_in_words(source):
+        if source.variants == 1 and format_augmentation(source):
             yield (
                 f"{field_of(data, index, 'variants')} is 1, so no picture is augmented: the first variant stays as it "
                 "is. Use 4 or more"
@@ -169,7 +171,7 @@ def scan_sources(data: Source | MultiSource) -> Scan:
     for index, scan in enumerate(scans):
         by_captions.setdefault(scan.captions, []).append(str(index))
     return Scan(
-        [replace(picture, source=index) for index, scan in enumerate(scans) for picture in scan.pictures],
+        [replace(image, source=index) for index, scan in enumerate(scans) for image in scan.images],
         [replace(each, source=index) for index, scan in enumerate(scans) for each in scan.rejected],
         "; ".join(f"{text} (source {', '.join(indices)})" for text, indices in by_captions.items()),
         sum((Counter(scan.left_alone) for scan in scans), Counter[str]()),
@@ -181,11 +183,11 @@ def scan_sources(data: Source | MultiSource) -> Scan:
 
 def _with_hint_at_hdr(scan: Scan) -> Scan:
     """A source's scan with a hint at its pictures of high dynamic range."""
-    hdr = [picture for picture in scan.pictures if picture.decoding.hdr]
+    hdr = [image for image in scan.images if image.decoding.hdr]
     if not hdr:
         return scan
-    kinds = " and ".join(sorted({picture.decoding.hdr for picture in hdr}))
-    names = join_names([printable_name(picture.name) for picture in hdr])
+    kinds = " and ".join(sorted({image.decoding.hdr for image in hdr}))
+    names = join_names([printable_name(image.name) for image in hdr])
     hint = (
         f"{plural(len(hdr), 'picture has', 'pictures have')} a high dynamic range ({kinds}), which is not converted: "
         f"the colours would be learned washed out. Export without HDR: {names}"
@@ -206,9 +208,9 @@ def with_paths(
 def example_prompt(data: Source | MultiSource, seed: int) -> str:
     """The prompt of the first picture that is not for regularization; ``demo:`` names are resolved. UserError: there is
     no such picture, or a source cannot be scanned."""
-    for picture in scan_sources(data).pictures:
-        if not data.members[picture.source].regularization:
-            return prompt_of(picture, data.members[picture.source], seed, 0)
+    for image in scan_sources(data).images:
+        if not data.members[image.source].regularization:
+            return prompt_of(image, data.members[image.source], seed, 0)
     raise UserError(f"data.path: {data.place} contains no usable pictures. Add some")
 
 
@@ -217,12 +219,12 @@ def stopping(data: Source | MultiSource, rejected: Sequence[RejectedEntry]) -> l
     return [each for each in rejected if data.members[each.source].on_error == "stop"]
 
 
-def too_small(pictures: Sequence[Picture], data: Source | MultiSource, step: int = STEP) -> list[RejectedEntry]:
+def too_small(images: Sequence[SourceImage], data: Source | MultiSource, step: int = STEP) -> list[RejectedEntry]:
     """Reject pictures that would have to be scaled up by more than their source's ``max_upscale``; ``step`` is that of
     buckets, in pixels."""
     rejected = []
-    for picture in pictures:
-        source = data.members[picture.source]
-        if reason := source.too_small(picture.size, step, field_of(data, picture.source, "max_upscale")):
-            rejected.append(RejectedEntry(picture.name, reason, source=picture.source))
+    for image in images:
+        source = data.members[image.source]
+        if reason := source.too_small(image.size, step, field_of(data, image.source, "max_upscale")):
+            rejected.append(RejectedEntry(image.name, reason, source=image.source))
     return rejected

@@ -13,7 +13,7 @@ from typing import Any
 
 from simpletune.data.sources.captions import MAX_BYTES, METADATA, TEXTS, Metadata, read_lines, validate_caption
 from simpletune.data.sources.folder_names import MissingCaption
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusableImage
 from simpletune.data.sources.walk import OUTSIDE, Links, is_outside, is_text, read_regular, readable
 from simpletune.system.options import join_names
 from simpletune.system.portable import name_inside
@@ -27,7 +27,7 @@ TELLING = ("caption", "captions", "prompt", "prompts", "label", "labels", "tags"
 """Names of text files that may hold the captions of many pictures."""
 MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"),
          (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
-NO_PICTURE = "no picture has this name"
+NO_IMAGE = "no picture has this name"
 ELSEWHERE = "the picture of this name lies in another folder. Put both into one"
 UNKNOWN = "may hold captions, in a form that is not read. Write a .txt beside each picture"
 SECOND = "its picture has its caption from another file"
@@ -36,11 +36,11 @@ NOT_TEXT = "is not UTF-8 text, nor UTF-16 with a mark"
 
 
 def decode_text(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 or UTF-32 with a mark. UnusablePicture: it is none of them."""
+    """Decode UTF-8, or UTF-16 or UTF-32 with a mark. UnusableImage: it is none of them."""
     try:
         return data.decode(next((encoding for mark, encoding in MARKS if data.startswith(mark)), "utf-8-sig"))
     except UnicodeDecodeError:
-        raise UnusablePicture(NOT_TEXT) from None
+        raise UnusableImage(NOT_TEXT) from None
 
 
 def folded(name: str) -> str:
@@ -71,7 +71,7 @@ class Sidecars:
     def __init__(
         self,
         root: Path,
-        pictures: Sequence[Path],
+        images: Sequence[Path],
         others: Iterable[Path],
         links: Links,
         kind: str = "auto",
@@ -80,7 +80,7 @@ class Sidecars:
         self.root, self.links = root, links
         self.rejected: list[RejectedEntry] = []  # lines of metadata that cannot be used
         self.damaged: dict[Path, str] = {}  # files of many captions that cannot be read, and why
-        self._pictures, self._apart = _Names(root, pictures), _Names(root, apart)
+        self._images, self._apart = _Names(root, images), _Names(root, apart)
         self._of_apart: set[Path] = set()  # metadata of pictures that are apart
         self._likely = [file for file in others if file.suffix.lower() in CAPTION_LIKE]
         self._lines: dict[Path, tuple[Path, tuple[str, ...], str]] = {}  # by picture: file, captions, what they are
@@ -88,9 +88,9 @@ class Sidecars:
         if kind != "txt":
             self._read_metadata()
         if kind != "jsonl":
-            self._find_texts(pictures)
+            self._find_texts(images)
         if kind == "auto":
-            self._read_json([each for each in pictures if each not in self._lines and each not in self._beside])
+            self._read_json([each for each in images if each not in self._lines and each not in self._beside])
 
     def __len__(self) -> int:
         """How many pictures have a caption, usable or not."""
@@ -99,32 +99,32 @@ class Sidecars:
     def described(self) -> str:
         """Where the captions come from."""
         lines = dict.fromkeys(file.name for file, _, _ in self._lines.values())
-        ends = dict.fromkeys(_ending(picture, file) for picture, files in self._beside.items() for file in files)
+        ends = dict.fromkeys(_ending(image, file) for image, files in self._beside.items() for file in files)
         texts = [f"{join_names(sorted(ends))} files beside the pictures"] if ends else []
         return " and ".join([*(list(lines) if len(lines) < 4 else [f"{len(lines):,} .json files"]), *texts])
 
-    def files_of(self, picture: Path) -> list[Path]:
+    def files_of(self, image: Path) -> list[Path]:
         """The files that hold a picture's captions."""
-        line = self._lines.get(picture)
-        return [*([line[0]] if line else []), *self._beside.get(picture, [])]
+        line = self._lines.get(image)
+        return [*([line[0]] if line else []), *self._beside.get(image, [])]
 
-    def caption_of(self, picture: Path) -> tuple[str, ...]:
-        """The captions of a picture. UnusablePicture: none is usable, or two files differ; MissingCaption: none."""
-        texts = {file: self._text(file) for file in self._beside.get(picture, [])}
+    def caption_of(self, image: Path) -> tuple[str, ...]:
+        """The captions of a picture. UnusableImage: none is usable, or two files differ; MissingCaption: none."""
+        texts = {file: self._text(file) for file in self._beside.get(image, [])}
         found: set[tuple[str, ...]] = {(text,) for text in texts.values()}
-        if picture in self._lines:
-            _, captions, what = self._lines[picture]
+        if image in self._lines:
+            _, captions, what = self._lines[image]
             found.add(tuple(validate_caption(caption, what) for caption in captions))
         if not found:
-            raise MissingCaption(f"has no caption: {picture.with_suffix(TEXTS[0]).name} is missing")
+            raise MissingCaption(f"has no caption: {image.with_suffix(TEXTS[0]).name} is missing")
         if len(found) > 1:
-            names = " and ".join(readable(file.name) for file in self.files_of(picture))
-            raise UnusablePicture(f"has two different captions: {names}. Keep one")
+            names = " and ".join(readable(file.name) for file in self.files_of(image))
+            raise UnusableImage(f"has two different captions: {names}. Keep one")
         return found.pop()
 
     def left_over(self, used: set[Path]) -> dict[Path, str]:
         """The files that may hold captions and were not used, with the reason."""
-        taken = {file for picture in self._beside.keys() | self._lines.keys() for file in self.files_of(picture)}
+        taken = {file for image in self._beside.keys() | self._lines.keys() for file in self.files_of(image)}
         left = {}
         for file in self._likely:
             if file in used:
@@ -134,35 +134,35 @@ class Sidecars:
             elif file in taken or file in self._of_apart or self._apart.beside(file) is not None:
                 left[file] = UNUSED
             elif file.suffix.lower() in TEXTS and folded(file.stem) not in TELLING:
-                left[file] = ELSEWHERE if self._pictures.somewhere(file.stem) else NO_PICTURE
+                left[file] = ELSEWHERE if self._images.somewhere(file.stem) else NO_IMAGE
             else:
-                picture = self._pictures.beside(file)
-                left[file] = SECOND if picture is not None and self.files_of(picture) else UNKNOWN
+                image = self._images.beside(file)
+                left[file] = SECOND if image is not None and self.files_of(image) else UNKNOWN
         return left
 
     def _text(self, file: Path) -> str:
         what = f"its caption {readable(file.name)}"
         if self.links == "inside" and file.is_symlink() and is_outside(file, self.root):
-            raise UnusablePicture(f"{what} {OUTSIDE}")
+            raise UnusableImage(f"{what} {OUTSIDE}")
         try:
             text = decode_text(read_regular(file, MAX_BYTES))
-        except UnusablePicture as reason:
-            raise UnusablePicture(f"{what} {reason}") from None
+        except UnusableImage as reason:
+            raise UnusableImage(f"{what} {reason}") from None
         return validate_caption(text.replace("\r\n", "\n"), what)
 
-    def _find_texts(self, pictures: Sequence[Path]) -> None:
+    def _find_texts(self, images: Sequence[Path]) -> None:
         by_name: dict[tuple[Path, str], list[Path]] = {}
         for file in self._likely:
             if file.suffix.lower() in TEXTS:
                 by_name.setdefault((file.parent, folded(file.stem)), []).append(file)
-        for picture in pictures:
+        for image in images:
             found = [
-                *by_name.get((picture.parent, folded(picture.stem)), ()),
-                *by_name.get((picture.parent, folded(picture.name)), ()),
+                *by_name.get((image.parent, folded(image.stem)), ()),
+                *by_name.get((image.parent, folded(image.name)), ()),
             ]
-            exact = [file for file in found if file.stem in (picture.stem, picture.name)]
+            exact = [file for file in found if file.stem in (image.stem, image.name)]
             if found:
-                self._beside[picture] = exact or found
+                self._beside[image] = exact or found
 
     def _read_metadata(self) -> None:
         files = [file for file in self._likely if file.name.lower() in (METADATA, METADATA_CSV)]
@@ -173,10 +173,10 @@ class Sidecars:
                 continue
             try:
                 if self.links == "inside" and file.is_symlink() and is_outside(file, self.root):
-                    raise UnusablePicture(OUTSIDE)
+                    raise UnusableImage(OUTSIDE)
                 text = decode_text(read_regular(file))
                 found = read_lines(text, KEYS) if file.name.lower() == METADATA else _read_csv(text)
-            except UnusablePicture as reason:
+            except UnusableImage as reason:
                 self.damaged[file] = str(reason)
                 continue
             self._take_lines(file, found)
@@ -187,25 +187,25 @@ class Sidecars:
             RejectedEntry(f"{place}:{each.name.rpartition(':')[2]}", each.reason, "line") for each in found.rejected
         ]
         for name, captions in found.captions.items():
-            picture = self._pictures.named(file.parent, name)
-            if picture is None and self._apart.named(file.parent, name) is not None:
+            image = self._images.named(file.parent, name)
+            if image is None and self._apart.named(file.parent, name) is not None:
                 self._of_apart.add(file)
-            elif picture is None:
+            elif image is None:
                 why = f"names {name!r}, which is no picture here"
                 self.rejected.append(RejectedEntry(f"{place}:{found.lines[name]}", why, "line"))
-            elif picture not in self._lines:
-                self._lines[picture] = file, captions, f"its text in {place}"
+            elif image not in self._lines:
+                self._lines[image] = file, captions, f"its text in {place}"
 
-    def _read_json(self, pictures: Sequence[Path]) -> None:
+    def _read_json(self, images: Sequence[Path]) -> None:
         """The JSON of each picture, then those for many."""
         files = {(file.parent, folded(file.stem)): file for file in self._likely if file.suffix.lower() == ".json"}
-        wanted = set(pictures)
-        for picture in pictures:
-            for name in (picture.stem, picture.name):
-                file = files.get((picture.parent, folded(name)))
+        wanted = set(images)
+        for image in images:
+            for name in (image.stem, image.name):
+                file = files.get((image.parent, folded(name)))
                 if file is not None and (captions := _captions_in(_load(file))):
-                    self._lines[picture] = file, captions, f"its text in {readable(file.name)}"
-                    wanted.discard(picture)
+                    self._lines[image] = file, captions, f"its text in {readable(file.name)}"
+                    wanted.discard(image)
         taken = {file for file, _, _ in self._lines.values()}
         for file in files.values() if wanted else ():
             if file not in taken:
@@ -217,20 +217,20 @@ class Sidecars:
             return
         for name, entry in entries.items():
             captions = _kohya_captions(entry)
-            picture = self._pictures.any_form(file.parent, name) if captions else None
-            if picture in wanted:
-                self._lines[picture] = file, captions, f"its entry in {readable(file.name)}"
-                wanted.discard(picture)
+            image = self._images.any_form(file.parent, name) if captions else None
+            if image in wanted:
+                self._lines[image] = file, captions, f"its entry in {readable(file.name)}"
+                wanted.discard(image)
 
 
 class _Names:
     """Pictures by name: exact, composed, or in another case."""
 
-    def __init__(self, root: Path, pictures: Sequence[Path]) -> None:
+    def __init__(self, root: Path, images: Sequence[Path]) -> None:
         self.root = root
-        self._exact, self._folded = {str(each): each for each in pictures}, dict[str, Path | None]()
+        self._exact, self._folded = {str(each): each for each in images}, dict[str, Path | None]()
         self._stems, self._bare = dict[str, Path | None](), dict[str, Path | None]()
-        for each in pictures:
+        for each in images:
             for index, key in (
                 (self._folded, folded(str(each))), (self._stems, folded(str(each.with_suffix("")))),
                 (self._bare, folded(each.stem)), (self._bare, folded(each.name)),
@@ -270,15 +270,15 @@ class _Names:
         return self._bare.get(folded(PurePosixPath(plain).name))
 
 
-def _ending(picture: Path, file: Path) -> str:
-    return file.suffix if file.stem != picture.name else f"{picture.suffix}{file.suffix}"
+def _ending(image: Path, file: Path) -> str:
+    return file.suffix if file.stem != image.name else f"{image.suffix}{file.suffix}"
 
 
 def _load(file: Path, most: int = MAX_BYTES) -> Any:
     """A file's JSON; None: it is none, or cannot be read."""
     try:
         return json.loads(decode_text(read_regular(file, most)))
-    except (UnusablePicture, ValueError, RecursionError):  # left over, and named
+    except (UnusableImage, ValueError, RecursionError):  # left over, and named
         return None
 
 
@@ -300,13 +300,13 @@ def _kohya_captions(entry: object) -> tuple[str, ...]:
 
 
 def _read_csv(text: str) -> Metadata:
-    """Read a metadata.csv. UnusablePicture: it lacks a column."""
+    """Read a metadata.csv. UnusableImage: it lacks a column."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     columns = list(rows.fieldnames or [])
     key = next((key for key in KEYS if key in columns), None)
     if "file_name" not in columns or key is None:
         known = join_names([repr(column) for column in columns]) or "none"
-        raise UnusablePicture(f"has no columns file_name and text (or caption, prompt). Its columns are {known}")
+        raise UnusableImage(f"has no columns file_name and text (or caption, prompt). Its columns are {known}")
     found = Metadata()
     try:
         for number, row in enumerate(rows, 2):
@@ -321,5 +321,5 @@ def _read_csv(text: str) -> Metadata:
                 continue
             found.captions[name], found.lines[name] = (row[key] or "",), number
     except csv.Error as error:
-        raise UnusablePicture(f"is not CSV ({error})") from None
+        raise UnusableImage(f"is not CSV ({error})") from None
     return found

@@ -18,7 +18,7 @@ from simpletune.system.options import Json, Option, Problem
 HOLES_VERSION = 1  # increment when a hole's pixels change
 
 
-class UnusablePicture(Exception):
+class UnusableImage(Exception):
     """A picture cannot be used, for the reason given."""
 
 
@@ -30,10 +30,10 @@ class BytesOnDemand:
     by_row: bool
 
     def read_same(self) -> bytes:
-        """Read the bytes again. UnusablePicture: they cannot be read, or have changed since the scan."""
+        """Read the bytes again. UnusableImage: they cannot be read, or have changed since the scan."""
         data = self.read()
         if not self.by_row and hashlib.sha256(data).hexdigest() != self.digest:
-            raise UnusablePicture("has changed since the folder was scanned. Restart")
+            raise UnusableImage("has changed since the folder was scanned. Restart")
         return data
 
 
@@ -75,7 +75,7 @@ class Decoding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Picture(BytesOnDemand):
+class SourceImage(BytesOnDemand):
     """A usable picture."""
 
     name: str  # a path relative to the source; messages show it, and samples are sorted by it
@@ -115,7 +115,7 @@ class RejectedEntry:
 class Scan:
     """The result of scanning a data source."""
 
-    pictures: list[Picture]  # the usable pictures, sorted by name
+    images: list[SourceImage]  # the usable pictures, sorted by name
     rejected: list[RejectedEntry]  # the unusable entries
     captions: str  # a description of where the captions come from
     left_alone: Mapping[str, int] = field(default_factory=dict)
@@ -237,19 +237,19 @@ class Source(Option):
         """The path as the configuration names it, for messages."""
         return self.path
 
-    def bucket(self, picture: Size, step: int = STEP) -> Size:
+    def bucket(self, image: Size, step: int = STEP) -> Size:
         """The size in pixels that a picture of this size is cropped to, in multiples of ``step``."""
         if self.aspect == "square":
             return self.resolution, self.resolution
-        return nearest_bucket(picture, self.resolution, self.max_aspect, step)
+        return nearest_bucket(image, self.resolution, self.max_aspect, step)
 
-    def too_small(self, picture: Size, step: int, field: str) -> str | None:
+    def too_small(self, image: Size, step: int, field: str) -> str | None:
         """Why a picture of this size would have to be scaled up by more than ``max_upscale``, which messages call
         ``field``; None: it would not."""
-        scale = upscaling(picture, self.bucket(picture, step))
+        scale = upscaling(image, self.bucket(image, step))
         if self.max_upscale is None or scale <= self.max_upscale:
             return None
-        size, limit = f"{picture[0]}x{picture[1]}", f"the limit is {field}={self.max_upscale:g}"
+        size, limit = f"{image[0]}x{image[1]}", f"the limit is {field}={self.max_upscale:g}"
         return f"is too small: {size} would be scaled up {scale:.1f} times; {limit}"
 
     def problems(self, path: Path) -> Iterator[Problem]:

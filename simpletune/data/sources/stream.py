@@ -12,8 +12,8 @@ from pydantic import Field
 
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.captions import cell_captions, settle_captions
-from simpletune.data.sources.pictures import decoding_of, picture_size, require_alpha
-from simpletune.data.sources.source import Decoding, Mask, Picture, RejectedEntry, Scan, Source, UnusablePicture
+from simpletune.data.sources.image_files import decoding_of, image_size, require_alpha
+from simpletune.data.sources.source import Decoding, Mask, RejectedEntry, Scan, Source, SourceImage, UnusableImage
 from simpletune.data.sources.walk import account_tables
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.system.options import Problem, UserError, plural
@@ -64,7 +64,7 @@ class Stream(Source):
     def scan(self, path: Path) -> Scan:
         """As for ``Source``, but examine only ``LOOKED_AT`` rows or fewer, from blocks spread over the data set."""
         rows = self.rows()
-        pictures, rejected = list[Picture](), list[RejectedEntry]()
+        images, rejected = list[SourceImage](), list[RejectedEntry]()
         count = len(rows.starts) - 1  # of blocks, of which BLOCKS evenly spread ones are looked into
         blocks = sorted({place * count // min(BLOCKS, count) for place in range(min(BLOCKS, count))})
         each, starts = LOOKED_AT // len(blocks), rows.starts
@@ -72,20 +72,20 @@ class Stream(Source):
         for row in chosen:
             try:
                 data, read = _bytes(rows, row), partial(_bytes, rows, row)
-                found = self.picture(rows, row, picture_size(data), STEP)
+                found = self.image(rows, row, image_size(data), STEP)
                 found = replace(found, decoding=decoding_of(data, self.background))
                 if found.mask is not None:
                     require_alpha(data)
-                pictures.append(replace(found, read=read, mask=found.mask and replace(found.mask, read=read)))
-            except UnusablePicture as reason:
+                images.append(replace(found, read=read, mask=found.mask and replace(found.mask, read=read)))
+            except UnusableImage as reason:
                 rejected.append(RejectedEntry(rows.name(row), str(reason)))
         looked = (
             f"{plural(len(chosen), 'row')} of {len(rows):,} were examined, from up to {BLOCKS} parts of the data set"
         )
         notes = (*([looked] if len(chosen) < len(rows) else []), *rows.notes())
         files = account_tables(path, {shard.name for shard in rows.shards}, {}) if path.is_dir() else Accounts()
-        pictures.sort(key=lambda picture: picture.name)
-        return Scan(pictures, rejected, self.captions_from, notes=notes, files=files)
+        images.sort(key=lambda image: image.name)
+        return Scan(images, rejected, self.captions_from, notes=notes, files=files)
 
     def problems(self, path: Path) -> Iterator[Problem]:
         """Check the index without reading a row; the index at a URL is checked only when the run starts."""
@@ -118,46 +118,46 @@ class Stream(Source):
             return f"one prompt for all pictures: {self.prompt!r}"
         return f"the column {self.caption_column}"
 
-    def picture(self, rows: ShardedRows, row: int, size: Size, step: int) -> Picture:
+    def image(self, rows: ShardedRows, row: int, size: Size, step: int) -> SourceImage:
         """A row as a picture of the size that its columns give (with squares, that of the square), without reading its
-        bytes yet. UnusablePicture: its caption cannot be used. UserError: its shard is damaged."""
+        bytes yet. UnusableImage: its caption cannot be used. UserError: its shard is damaged."""
         if self.prompt is not None:
             captions = [self.prompt]
         else:
             cell, what = rows.caption(row), f"its {self.caption_column}"
             if any(isinstance(text, bytes) for text in (cell if isinstance(cell, list) else [cell])):
-                raise UnusablePicture(f"{what} is not UTF-8 text")
+                raise UnusableImage(f"{what} is not UTF-8 text")
             captions = cell_captions(cell, what)
         first, *more = captions
         digest, read = rows.key(row), partial(self._read, rows, row, self.bucket(size, step), step)
         mask = Mask("alpha", digest, read, by_row=True) if self.mask == "alpha" else None
         on = "" if self.background == "white" else f", on {self.background}"
         decoding = Decoding(f"each row by its header{on}")  # which nobody has read yet
-        found = Picture(
+        found = SourceImage(
             rows.name(row), first, size, digest, read, more=tuple(more), mask=mask, by_row=True, decoding=decoding,
             background=self.background,
         )  # fmt: skip
         return settle_captions(found, self.caption_lines == "several") if self.prompt is None else found
 
     def _read(self, rows: ShardedRows, row: int, bucket: Size, step: int) -> bytes:
-        """Read a row's picture, and make the checks that other sources make while scanning. UnusablePicture: it is
+        """Read a row's picture, and make the checks that other sources make while scanning. UnusableImage: it is
         missing, damaged or too small, or its aspect ratio differs from its columns. UserError: its shard is damaged."""
         value = _bytes(rows, row)
-        size = picture_size(value)
+        size = image_size(value)
         if self.bucket(size, step) != bucket:
-            raise UnusablePicture(f"is {size[0]}x{size[1]}, and its columns say another shape. Fix the columns")
+            raise UnusableImage(f"is {size[0]}x{size[1]}, and its columns say another shape. Fix the columns")
         if reason := self.too_small(size, step, "data.max_upscale"):
-            raise UnusablePicture(reason)
+            raise UnusableImage(reason)
         if self.mask == "alpha":
             require_alpha(value)
         return value
 
 
 def _bytes(rows: ShardedRows, row: int) -> bytes:
-    """The bytes in a row's cell: plain, or in {bytes, path}. UnusablePicture: there are none."""
-    value = rows.picture(row)
+    """The bytes in a row's cell: plain, or in {bytes, path}. UnusableImage: there are none."""
+    value = rows.image(row)
     if isinstance(value, dict):
         value = value.get("bytes")
     if not isinstance(value, bytes) or not value:
-        raise UnusablePicture("its cell contains no picture, or only a path. Write the pictures' bytes")
+        raise UnusableImage("its cell contains no picture, or only a path. Write the pictures' bytes")
     return value

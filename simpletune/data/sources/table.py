@@ -18,9 +18,9 @@ from pydantic import Field
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.captions import MAX_BYTES, cell_captions, settle_lines
 from simpletune.data.sources.folder_names import SPLITS, split_named
+from simpletune.data.sources.image_files import decoding_of, image_size
 from simpletune.data.sources.masks import alpha_mask
-from simpletune.data.sources.pictures import decoding_of, picture_size
-from simpletune.data.sources.source import Picture, RejectedEntry, Scan, Source, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, Scan, Source, SourceImage, UnusableImage
 from simpletune.data.sources.walk import account_tables, is_outside, read_regular, too_large
 from simpletune.system.options import Problem, UserError, join_names, plural
 from simpletune.system.printable import printable_name
@@ -91,14 +91,14 @@ class Table(Source):
                     f"data.path: {self.path} contains no .parquet file of the split {self.split!r}. Set data.split"
                 )
         self._require_columns(files)
-        pictures, rejected, rows = [], [], 0
+        images, rejected, rows = [], [], 0
         for file in files:
             for cell in islice(self._cells(file), None if self.limit is None else self.limit - rows):
                 name = f"{file.name}#{rows:08d}"
                 rows += 1
                 try:
-                    pictures.append(self._picture(name, *cell))
-                except UnusablePicture as reason:
+                    images.append(self._image(name, *cell))
+                except UnusableImage as reason:
                     rejected.append(RejectedEntry(name, str(reason)))
         described = (
             f"the column {self.caption_column}"
@@ -106,7 +106,7 @@ class Table(Source):
             else f"one prompt for all pictures: {self.prompt!r}"
         )
         if self.prompt is None:
-            pictures, unsettled, described = settle_lines(pictures, described, self.caption_lines == "several")
+            images, unsettled, described = settle_lines(images, described, self.caption_lines == "several")
             rejected += unsettled
         accounts = Accounts()
         if path.is_dir():
@@ -114,7 +114,7 @@ class Table(Source):
             names = {file.relative_to(path).as_posix() for file in _table_files(path)}
             left = dict.fromkeys(names - used, "not of this data set, or of another split")
             accounts = account_tables(path, used, left)
-        return Scan(pictures, rejected, described, notes=tuple(notes), files=accounts)
+        return Scan(images, rejected, described, notes=tuple(notes), files=accounts)
 
     def _files(self, path: Path) -> tuple[list[Path], list[str]]:
         """The files on disk to read, and notes about those that are left out.
@@ -193,19 +193,19 @@ class Table(Source):
                     yield images[place], caption, file, number, row
                     row += 1
 
-    def _picture(
+    def _image(
         self, name: str, image: pyarrow.Scalar, caption: pyarrow.Scalar | str, file: Path, number: int, row: int
-    ) -> Picture:
+    ) -> SourceImage:
         what = f"its {self.caption_column}"
         if isinstance(caption, str):
             captions = [caption]
         elif (length := _text_bytes(caption)) > MAX_BYTES:
-            raise UnusablePicture(f"{what} {too_large(length, MAX_BYTES)}")
+            raise UnusableImage(f"{what} {too_large(length, MAX_BYTES)}")
         else:
             try:
                 captions = cell_captions(caption.as_py(), what)
             except UnicodeDecodeError:
-                raise UnusablePicture(f"{what} is not UTF-8 text") from None
+                raise UnusableImage(f"{what} is not UTF-8 text") from None
         first, *more = captions
         value = image.as_py()
         if isinstance(text := value.get("path") if isinstance(value, dict) else value, str) and text.startswith(BASE64):
@@ -215,10 +215,10 @@ class Table(Source):
             )
         data = _bytes_of(value, file)
         read, digest = partial(_read_again, file, number, self.image_column, row), hashlib.sha256(data).hexdigest()
-        size = picture_size(data)
+        size = image_size(data)
         mask = alpha_mask(data, digest, read) if self.mask == "alpha" else None
         decoding = decoding_of(data, self.background)
-        return Picture(
+        return SourceImage(
             name, first, size, digest, read, more=tuple(more), mask=mask, decoding=decoding, background=self.background
         )
 
@@ -247,7 +247,7 @@ def _saved_files(folder: Path, files: Sequence[Path]) -> list[Path]:
         state = json.loads(read_regular(folder / STATE))
         listed = {each["filename"] for each in state["_data_files"]}
         chosen = bool(state.get("_indices_data_files") or state.get("_indices_files"))
-    except (UnusablePicture, ValueError, TypeError, KeyError, AttributeError):  # there is none, or it is another tool's
+    except (UnusableImage, ValueError, TypeError, KeyError, AttributeError):  # there is none, or it is another tool's
         return [file for file in files if not file.name.startswith("cache-") or file.suffix != ".arrow"]
     if chosen:
         raise UserError(
@@ -389,7 +389,7 @@ def _bytes_of(value: object, file: Path) -> bytes:
     """Read a picture's bytes from a cell: bytes, or {bytes, path} with a path inside the table's folder.
 
     Raises:
-        UnusablePicture: the cell contains neither.
+        UnusableImage: the cell contains neither.
     """
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
@@ -397,14 +397,14 @@ def _bytes_of(value: object, file: Path) -> bytes:
         return value
     if isinstance(value, str):
         if "\0" in value:
-            raise UnusablePicture(f"its path {printable_name(value)!r} is not a valid file name")
+            raise UnusableImage(f"its path {printable_name(value)!r} is not a valid file name")
         if is_outside(file.parent / value, file.parent):
-            raise UnusablePicture(f"its path {printable_name(value)!r} is outside the dataset's folder")
+            raise UnusableImage(f"its path {printable_name(value)!r} is outside the dataset's folder")
         try:
             return read_regular(file.parent / value)
-        except UnusablePicture as reason:
-            raise UnusablePicture(f"its file {printable_name(value)!r} {reason}") from None
-    raise UnusablePicture("its cell contains no picture")
+        except UnusableImage as reason:
+            raise UnusableImage(f"its file {printable_name(value)!r} {reason}") from None
+    raise UnusableImage("its cell contains no picture")
 
 
 def _read_again(file: Path, number: int, column: str, row: int) -> bytes:

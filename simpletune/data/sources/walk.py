@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from simpletune.data.sources.accounts import Accounts, FileClass
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusableImage
 from simpletune.system import regular_files
 
 FIRST = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".heic", ".heif", ".tif", ".tiff")
@@ -22,7 +22,7 @@ SUFFIXES = (
 DATA_SET_FILES = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "readme.md", "license")
 """Files that datasets, or the hub, keep beside tables, in lower case."""
 USUAL = "jpg, png, webp, avif, heic, tiff and others"  # in messages
-OTHER_PICTURES = (
+OTHER_IMAGES = (
     ".jxl", ".psd", ".psb", ".svg", ".xcf", ".kra", ".exr", ".hdr", ".eps",
     ".3fr", ".arw", ".cr2", ".cr3", ".dng", ".erf", ".iiq", ".nef", ".nrw", ".orf", ".pef", ".raf", ".raw", ".rw2",
     ".srw", ".x3f",
@@ -42,7 +42,7 @@ Reading = Literal["0.1", "any"]  # data.reading
 class FoundFiles:
     """The result of walking a data folder."""
 
-    pictures: list[Path] = field(default_factory=list)
+    images: list[Path] = field(default_factory=list)
     """Files with a picture's extension, sorted by relative name; may include dangling links."""
     others: list[Path] = field(default_factory=list)
     """All other files, but those of other programs, sorted by relative name."""
@@ -95,18 +95,18 @@ def walk(root: Path, links: Links, reading: Reading = "any") -> FoundFiles:
                 (linked if entry.is_symlink() else waiting).append(entry.path)
             elif suffix not in suffixes:
                 found.others.append(Path(entry.path))
-                found.left_alone.update([suffix] if suffix in OTHER_PICTURES else [])
+                found.left_alone.update([suffix] if suffix in OTHER_IMAGES else [])
             elif links == "inside" and entry.is_symlink() and is_outside(entry.path, root):
                 found.rejected.append(RejectedEntry(_relative(entry.path, root), OUTSIDE))
             else:
-                found.pictures.append(Path(entry.path))
+                found.images.append(Path(entry.path))
         if links == "inside":
             outside = [path for path in linked if is_outside(path, root)]
             found.rejected += [RejectedEntry(_relative(path, root), OUTSIDE, "folder") for path in outside]
             found.linked += [Path(path) for path in linked if path not in outside]
             linked = []
     above = os.path.join(root, "")
-    for files in (found.pictures, found.others, found.foreign):  # paths' own methods take seconds for 100,000 files
+    for files in (found.images, found.others, found.foreign):  # paths' own methods take seconds for 100,000 files
         files.sort(key=lambda file: os.fspath(file).removeprefix(above).replace(os.sep, "/"))
     return found
 
@@ -136,18 +136,18 @@ def read_regular(file: str | Path, limit: int = MAX_BYTES) -> bytes:
     """Read a file's bytes. Refuses pipes and devices, which may never end.
 
     Raises:
-        UnusablePicture: it cannot be read, is not a regular file, or is larger than the limit.
+        UnusableImage: it cannot be read, is not a regular file, or is larger than the limit.
     """
     try:
         return regular_files.read_regular(file, limit)
     except regular_files.NotRegular:
-        raise UnusablePicture("is not a regular file") from None
+        raise UnusableImage("is not a regular file") from None
     except regular_files.TooLarge as error:
-        raise UnusablePicture(too_large(error.size or limit + 1, limit)) from None
+        raise UnusableImage(too_large(error.size or limit + 1, limit)) from None
     except OSError as error:
-        raise UnusablePicture(f"cannot be read ({error.strerror or error})") from None
+        raise UnusableImage(f"cannot be read ({error.strerror or error})") from None
     except ValueError:
-        raise UnusablePicture("cannot be read (not a valid file name)") from None
+        raise UnusableImage("cannot be read (not a valid file name)") from None
 
 
 def too_large(size: int, limit: int) -> str:
@@ -173,9 +173,9 @@ def account_tables(root: Path, used: Collection[str], left: Mapping[str, str]) -
     """What each file of a folder of tables or shards is. ``used``: the names, relative or not, of those that are read;
     ``left``: those that are not, with the reason."""
     found = walk(root, "inside")
-    pictures, foreign = set(found.pictures), set(found.foreign)
+    images, foreign = set(found.images), set(found.foreign)
     classes: dict[str, tuple[FileClass, str]] = {}
-    for file in (*found.pictures, *found.others, *found.foreign):
+    for file in (*found.images, *found.others, *found.foreign):
         name = file.relative_to(root).as_posix()
         if file in foreign or file.name.lower() in DATA_SET_FILES:
             classes[readable(name)] = "foreign", ""
@@ -183,7 +183,7 @@ def account_tables(root: Path, used: Collection[str], left: Mapping[str, str]) -
             classes[readable(name)] = "table", ""
         elif name in left:
             classes[readable(name)] = "left over", left[name]
-        elif file in pictures:
+        elif file in images:
             classes[readable(name)] = "left over", "lies beside tables, and is read only where a row names it"
         else:
             classes[readable(name)] = "not read", "neither a table nor a picture"

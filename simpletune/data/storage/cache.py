@@ -342,10 +342,10 @@ def crop_key(crop: Crop) -> str:
     if crop.hole is not None and crop.hole.kind == "whole":  # nothing of the picture is left
         return json.dumps({"bucket": crop.bucket, "hole": crop.hole.identity(), "version": LATENTS_VERSION})
     cut = {"bucket": crop.bucket, "offset": crop.offset, "flip": crop.flip, "version": LATENTS_VERSION}
-    masked = crop.picture.mask is not None and (crop.hole is None or crop.hole.kind == "own")
+    masked = crop.image.mask is not None and (crop.hole is None or crop.hole.kind == "own")
     mask = {"mask": mask_identity(crop)} if masked else {}
     hole = {} if crop.hole is None else {"hole": crop.hole.identity()}
     changes = crop.augmentation.changes()
     augmented = {"augmentation": changes} if changes else {}  # older caches have no such key
-    decoded = {"decoding": crop.picture.decoding.changes} if crop.picture.decoding.changes else {}  # nor this one
-    return json.dumps({"sha256": crop.picture.digest, **cut, **augmented, **decoded, **mask, **hole}, sort_keys=True)
+    decoded = {"decoding": crop.image.decoding.changes} if crop.image.decoding.changes else {}  # nor this one
+    return json.dumps({"sha256": crop.image.digest, **cut, **augmented, **decoded, **mask, **hole}, sort_keys=True)

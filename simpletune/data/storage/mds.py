@@ -29,7 +29,7 @@ PIECE = 2**22  # bytes to hash at once
 ALGORITHMS = frozenset(hashlib.algorithms_guaranteed) - {"shake_128", "shake_256"}
 CODECS = {"zstd": "zstd", "snappy": "snappy", "br": "brotli"}  # pyarrow's names
 OTHERS = ("gz", "bz2")  # Python's own
-PICTURES = ("bytes", "jpeg", "png")
+IMAGES = ("bytes", "jpeg", "png")
 CAPTIONS = ("str", "json")
 SIZES = {name: np.dtype(name) for kind in ("int", "uint") for name in (f"{kind}{bits}" for bits in (8, 16, 32, 64))}
 SIZES["int"] = np.dtype("int64")
@@ -105,7 +105,7 @@ class MDSRows(ShardedRows):
         kinds = {column: kind for column, kind, _ in entry.columns}
         require_columns(columns, list(kinds), name)
         for field, column in columns.named().items():
-            known = {"image_column": PICTURES, "caption_column": CAPTIONS}.get(field, tuple(SIZES))
+            known = {"image_column": IMAGES, "caption_column": CAPTIONS}.get(field, tuple(SIZES))
             if kinds[column] not in known:
                 raise UserError(
                     f"data.{field}: the column {column!r} of {name} is of the kind {kinds[column]!r}, which is not "
@@ -115,7 +115,7 @@ class MDSRows(ShardedRows):
     def _digest(self, entry: MDSShard, columns: Columns) -> str:
         """Identify a shard's content by its hashes, or, if it has none, by its length and the bytes at some places."""
         file, hashes = entry.file, {**entry.raw.hashes, **{f"zip {n}": h for n, h in entry.file.hashes.items()}}
-        about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.picture}
+        about: Json = {"hashes": hashes, "bytes": file.bytes, "samples": entry.samples, "column": columns.image}
         if not hashes:
             about |= self._files.identity(self._folder + file.name)
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
@@ -140,7 +140,7 @@ class MDSRows(ShardedRows):
     def _cell(self, block: int, row: int, column: str) -> object:
         data = self._sample(block, row)[column]
         kind = next(k for name, k, _ in self._entries[int(self._shard_of[block])].columns if name == column)
-        if kind in PICTURES:
+        if kind in IMAGES:
             return data
         try:
             text = data.decode()

@@ -49,7 +49,7 @@ class ParquetRows(ShardedRows):
     def __init__(self, files: DataFiles, columns: Columns, split: str | None = None):
         self._files, self._lock = files, threading.Lock()
         self._open = lru_cache(maxsize=OPEN)(self._opened)
-        self._pictures: LruCache[ChunkedArray] = LruCache()
+        self._images: LruCache[ChunkedArray] = LruCache()
         self._captions: LruCache[ChunkedArray] = LruCache(MOST_CAPTIONS)
         shards, blocks = list[Shard](), list[Block]()
         for name, size in files.shards(PARQUET, split).items():
@@ -70,7 +70,7 @@ class ParquetRows(ShardedRows):
                 require_columns(columns, opened.schema_arrow.names, name)
             tail = self._files.read(name, size - 8, size)
             footer = self._files.read(name, size - 8 - int.from_bytes(tail[:4], "little"), size)
-            about = json.dumps([size, hashlib.sha256(footer).hexdigest(), columns.picture])
+            about = json.dumps([size, hashlib.sha256(footer).hexdigest(), columns.image])
             found = opened.metadata
             opened.close()
         return found, hashlib.sha256(about.encode()).hexdigest()
@@ -95,7 +95,7 @@ class ParquetRows(ShardedRows):
             table = self._table(block, [column])
             return table[column], table.nbytes
 
-        cache = self._captions if column == self.columns.caption else self._pictures
+        cache = self._captions if column == self.columns.caption else self._images
         with reading(self.shards[self._shard_of[block]].name, f"its column {column}"):
             cell = cache.get(block, read)[row]
             try:
@@ -139,4 +139,4 @@ def _block(footer: FileMetaData, shards: list[Shard], number: int, columns: Colu
             f"data.path: {shards[-1].name}: row group {number} has {sizes[columns.caption]:,} bytes of captions; "
             f"the limit is {MAX_BLOCK:,}. Write smaller row groups"
         )
-    return Block(len(shards) - 1, number, group.num_rows, sizes[columns.picture])
+    return Block(len(shards) - 1, number, group.num_rows, sizes[columns.image])

@@ -32,13 +32,13 @@ class Columns:
         size: the columns of the pictures' widths and heights in pixels; None: they are not needed.
     """
 
-    picture: str
+    image: str
     caption: str | None
     size: tuple[str, str] | None = None
 
     def named(self) -> dict[str, str]:
         """The columns, by the configuration field that names them."""
-        found = {"image_column": self.picture}
+        found = {"image_column": self.image}
         if self.caption is not None:
             found["caption_column"] = self.caption
         return found | (dict(zip(("width_column", "height_column"), self.size, strict=True)) if self.size else {})
@@ -175,9 +175,9 @@ class ShardedRows(ABC):
             return None
         return self._notes.get(row, lambda: self._cell(*_located(self.starts, row), column))
 
-    def picture(self, row: int) -> object:
+    def image(self, row: int) -> object:
         """A row's picture cell; a ``UserError`` if its shard is damaged."""
-        return self._cell(*_located(self.starts, row), self.columns.picture)
+        return self._cell(*_located(self.starts, row), self.columns.image)
 
     def sizes(self) -> np.ndarray:
         """The pictures' (width, height) from the size columns: int64 [rows, 2]; a ``UserError`` if a shard is damaged,
@@ -194,7 +194,7 @@ class ShardedRows(ABC):
 
     @abstractmethod
     def _cell(self, block: int, row: int, column: str) -> object:
-        """The picture's or caption's cell in a row of a block; bytes for text that is not UTF-8. UnusablePicture: it
+        """The picture's or caption's cell in a row of a block; bytes for text that is not UTF-8. UnusableImage: it
         cannot be used."""
 
     @abstractmethod

@@ -21,8 +21,8 @@ import numpy as np
 
 from simpletune.data.sources.captions import MAX_BYTES as MAX_CAPTION
 from simpletune.data.sources.captions import TEXTS
-from simpletune.data.sources.pictures import picture_size
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.image_files import image_size
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, readable, too_large
 from simpletune.data.storage.files import TARS, DataFiles
 from simpletune.data.storage.rows import BLOCKS_IN_MEMORY, MAX_BLOCK, Block, Columns, LruCache, Shard, ShardedRows
@@ -66,7 +66,7 @@ class TarRows(ShardedRows):
         """For each row: first byte and size of its picture, the same of its caption, and whether this is JSON."""
         if not len(self._places) and self._endings:
             raise UserError(
-                f"data.image_column: the files of {files.place} have no {columns.picture!r}, but members that end in "
+                f"data.image_column: the files of {files.place} have no {columns.image!r}, but members that end in "
                 f"{', '.join(sorted(self._endings)[:20])}. Use one of these"
             )
         super().__init__(files.place, shards, blocks, columns)
@@ -91,10 +91,10 @@ class TarRows(ShardedRows):
 
     def _listed(self, name: str, columns: Columns) -> tuple[dict[str, list[int]], str]:
         """A tar's rows by their names, and a digest of its members' heads and of what identifies its content."""
-        pictures = [suffix[1:] for suffix in SUFFIXES] if columns.picture == "image" else [columns.picture.lower()]
+        images = [suffix[1:] for suffix in SUFFIXES] if columns.image == "image" else [columns.image.lower()]
         captions = [suffix[1:] for suffix in TEXTS] if columns.caption == "text" else [(columns.caption or "").lower()]
         rows = dict[str, list[int]]()
-        digest = hashlib.sha256(json.dumps([columns.picture, self._files.identity(name)]).encode())
+        digest = hashlib.sha256(json.dumps([columns.image, self._files.identity(name)]).encode())
         for member in self._members(name):
             folder, _, base = member.name.rpartition("/")
             stem, _, ending = base.partition(".")
@@ -106,7 +106,7 @@ class TarRows(ShardedRows):
             at, size, ending = member.offset_data, member.size, ending.lower()
             digest.update(f"{ascii(member.name)} {at} {size} {member.mtime}\n".encode())
             row = rows.setdefault(f"{folder}/{stem}" if folder else stem, [0] * 5)
-            if ending in pictures and not row[0]:
+            if ending in images and not row[0]:
                 row[:2] = at, size
             elif columns.caption is not None and (ending in captions or (ending == "json" and not row[2])):
                 row[2:] = at, size, ending not in captions
@@ -154,15 +154,15 @@ class TarRows(ShardedRows):
     def _cell(self, block: int, row: int, column: str) -> object:
         name = self.shards[int(self._shard_of[block])].name
         at, size, caption_at, caption_size, in_json = map(int, self._places[int(self.starts[block]) + row])
-        if column == self.columns.picture:
+        if column == self.columns.image:
             if size > MAX_BYTES:
-                raise UnusablePicture(too_large(size, MAX_BYTES))
+                raise UnusableImage(too_large(size, MAX_BYTES))
             return self._read(name, at, size)
         if not caption_at:
             ending = TEXTS[0] if column == "text" else f".{column}"
-            raise UnusablePicture(f"has no caption: no {ending} and no .json has its name")
+            raise UnusableImage(f"has no caption: no {ending} and no .json has its name")
         if caption_size > MAX_CAPTION:
-            raise UnusablePicture(f"its caption {too_large(caption_size, MAX_CAPTION)}")
+            raise UnusableImage(f"its caption {too_large(caption_size, MAX_CAPTION)}")
         data = self._read(name, caption_at, caption_size)
         try:
             text = data.decode("utf-8-sig")
@@ -170,12 +170,12 @@ class TarRows(ShardedRows):
         except UnicodeDecodeError:
             return data
         except (ValueError, RecursionError):
-            raise UnusablePicture("has no caption: its .json is not JSON") from None
+            raise UnusableImage("has no caption: its .json is not JSON") from None
         if not isinstance(fields, dict) or column not in fields:
             known = (
                 f" has no field {column!r}, but {', '.join(fields)}" if isinstance(fields, dict) else " has no fields"
             )
-            raise UnusablePicture(f"has no caption: its .json{known[:200]}. Set data.caption_column")
+            raise UnusableImage(f"has no caption: its .json{known[:200]}. Set data.caption_column")
         return fields[column]
 
     def _sizes(self, block: int, columns: tuple[str, str]) -> np.ndarray:
@@ -183,8 +183,8 @@ class TarRows(ShardedRows):
         found = np.ones((int(self.starts[block + 1] - self.starts[block]), 2), dtype=np.int64)
         for row in range(len(found)):
             try:
-                found[row] = picture_size(self._cell(block, row, self.columns.picture))  # type: ignore[arg-type]
-            except UnusablePicture:
+                found[row] = image_size(self._cell(block, row, self.columns.image))  # type: ignore[arg-type]
+            except UnusableImage:
                 continue
         return found
 

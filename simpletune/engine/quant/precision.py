@@ -58,7 +58,7 @@ class WeightPrecision(Option):
         return self.auto_compute() if self.compute == "auto" else self.compute
 
     @property
-    def in_words(self) -> str:
+    def compute_label(self) -> str:
         """The compute type for messages."""
         if self.compute != "auto":
             return self.compute
@@ -106,7 +106,7 @@ class WeightPrecision(Option):
 
     def describe_matmul(self) -> str:
         """Describe how products are computed."""
-        return f"products in {self.in_words}"
+        return f"products in {self.compute_label}"
 
     def describe(self) -> str:
         """Describe weights and products in words."""
@@ -256,11 +256,11 @@ class Int8(QuantisedPrecision):
     def describe_matmul(self) -> str:
         turned = describe_rotation(self.rotation)
         if self.products != "int8":
-            return f"products in {self.in_words}, with dequantised weights{turned}"
-        gradient = "too" if self.input_gradient == "int8" else f"in {self.in_words}"
+            return f"products in {self.compute_label}, with dequantised weights{turned}"
+        gradient = "too" if self.input_gradient == "int8" else f"in {self.compute_label}"
         return (
             f"products in int8 by Triton (dequantised for 16 rows or fewer), input gradients {gradient}, "
-            f"everything else in {self.in_words}{turned}"
+            f"everything else in {self.compute_label}{turned}"
         )
 
 

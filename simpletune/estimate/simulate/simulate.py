@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from simpletune.config.schema import Kernel, TrainConfig
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.memory import fake
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.cuda_libraries import cublas_workspace, most_multiprocessors
@@ -22,13 +23,13 @@ from simpletune.engine.memory.kernel_workspace import cuda_layouts, temporaries
 from simpletune.engine.memory.snapshot import HOST, MemorySnapshot
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.rounding import RoundedOptimizer
+from simpletune.engine.speed import Kernel
 from simpletune.engine.tensors import all_tensors, trained_parameters
 from simpletune.estimate.simulate.equal_updates import count_equal_updates
 from simpletune.estimate.simulate.processes import counting_gathered, fake_processes, simulated_processes
 from simpletune.estimate.simulate.reports import L4, StepReport, kernel_of, square, with_workspace
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Denoiser
 from simpletune.stages.load import empty_base
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches, batch_tensors
 from simpletune.stages.step.train_step import TrainStep, assemble, average_of
@@ -104,7 +105,7 @@ def train(
     """
     size = size or square(config)
     if denoiser is None:
-        sizes = [size, config.picture_size()]
+        sizes = [size, config.image_size()]
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, sizes)
     on_cpu = recorder is not None and not recorder.cuda
     with Accounting() if on_cpu else accounting_like_cuda(config, capability) as accounting:
@@ -118,7 +119,7 @@ def snapshots_of_step(
     traces. Excludes the CUDA libraries' workspaces. ``capability``: of the device's attention; None: an L4's."""
     # Counting every allocation would slow a real step many times over.
     with fake_tensors(), without_collection():
-        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.picture_size()])
+        denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size, config.image_size()])
         with accounting_like_cuda(config, capability, keep=True) as accounting:
             take_steps(accounting, config, denoiser, size)
     return accounting.snapshots or []

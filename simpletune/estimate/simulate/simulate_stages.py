@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from simpletune.config.prior import ClassPictures
+from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.denoiser import Denoiser, model_device, model_units
 from simpletune.engine.memory.accounting import Accounting
 from simpletune.engine.memory.cuda_libraries import cublas_workspace
 from simpletune.engine.memory.fake import autocast_like_cuda, fake_tensors
@@ -42,11 +43,10 @@ from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import TrainingObjective
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
 from simpletune.models.text.encoder import BATCH, OpenEncoder, Tokens
 from simpletune.stages.load import empty_autoencoder, empty_base, modulation_of
 from simpletune.stages.modulation_plan import ModulationSource
-from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.console import silent
@@ -86,8 +86,8 @@ def simulate_parts(
         trained = trained or train(config, size, capability, Recorder(cuda=True))
         validate = validation(config, trained, recorders)
         snapshots = {"text": largest([each for each in texts if each[0] not in resident])}
-        if isinstance(config.prior, ClassPictures):
-            snapshots["class"] = simulate_class_pictures(config, capability, recorders)
+        if isinstance(config.prior, ClassImages):
+            snapshots["class"] = simulate_class_images(config, capability, recorders)
         snapshots["latents"] = simulate_encoding(config.model, vae, size, recorders)
         snapshots["train"] = trained.report.peak
         if validate is not None:
@@ -104,7 +104,7 @@ def simulate_stage(
         if stage == "text":
             snapshot = largest(text_snapshots(config, recorders))
         elif stage == "class":
-            snapshot = simulate_class_pictures(config, capability)
+            snapshot = simulate_class_images(config, capability)
         elif stage == "latents":
             snapshot = simulate_encoding(config.model, empty_autoencoder(config), square(config))
         else:
@@ -210,25 +210,25 @@ def validation(
                 core.loss(denoiser, trained.batches.one_by_one())
             snapshots.append(accounting.peak)
         if config.validation.prompts != []:
-            option, (width, height) = config.validation, config.picture_size()
-            request = PictureRequest("", 0, "", width, height, option.steps, option.guidance)
+            option, (width, height) = config.validation, config.image_size()
+            request = ImageRequest("", 0, "", width, height, option.steps, option.guidance)
             batch = trained.batches.batch(1)
             text = config.model.text.blank(batch.conditioning.embeds.dtype)
             with recording(accounting, recorders, "draw"):
-                drawn = simulate_generation(accounting, config, request, denoiser, vae, core.modulation, text)
-                snapshots.append(drawn)
+                generated = simulate_generation(accounting, config, request, denoiser, vae, core.modulation, text)
+                snapshots.append(generated)
     return max(snapshots, key=lambda snapshot: snapshot.bytes, default=None)
 
 
-def simulate_class_pictures(
+def simulate_class_images(
     config: TrainConfig,
     capability: tuple[int, int] | None = None,
     recorders: Recorders | None = None,
-    pictures: int = 1,
+    images: int = 1,
 ) -> MemorySnapshot:
     """Draw class pictures in one batch with the base alone."""
     prior = config.prior
-    assert isinstance(prior, ClassPictures)
+    assert isinstance(prior, ClassImages)
     memory, side, dtype = config.memory, config.data.resolution, config.precision.encoder_dtype()
     denoiser = empty_base(config.model, memory, config.precision, CPU, [(side, side)])
     vae = empty_autoencoder(config)
@@ -236,21 +236,21 @@ def simulate_class_pictures(
         accounting.register(all_tensors(denoiser), "weights")
         modulation = modulation_of(denoiser, config, CPU)
         memory.attach(model_units(denoiser), model_device(denoiser))
-        request = PictureRequest("", 0, "", side, side, prior.steps, prior.guidance)
+        request = ImageRequest("", 0, "", side, side, prior.steps, prior.guidance)
         text = config.model.text.blank(dtype)
         with recording(accounting, recorders, "class"):
-            return simulate_generation(accounting, config, request, denoiser.eval(), vae, modulation, text, pictures)
+            return simulate_generation(accounting, config, request, denoiser.eval(), vae, modulation, text, images)
 
 
 def simulate_generation(
     accounting: Accounting,
     config: TrainConfig,
-    request: PictureRequest,
+    request: ImageRequest,
     denoiser: Denoiser,
     vae: nn.Module,
     modulation: ModulationSource | None,
     text: Conditioning,  # of one prompt
-    pictures: int = 1,
+    images: int = 1,
 ) -> MemorySnapshot:
     """Draw pictures in one batch; load the autoencoder before sampling begins, and decode one by one."""
     wanted, request = request.steps, replace(request, steps=min(SIMULATED, request.steps))
@@ -262,9 +262,9 @@ def simulate_generation(
         with phase("sample"):
             kernel = partial(attention_by, simulated_attention(config))
             sampler = Sampler(denoiser, model, config.precision, whole, attention=kernel, objective=config.objective)
-            read = inpainting_input(config.model, (request.width, request.height), pictures)
+            read = inpainting_input(config.model, (request.width, request.height), images)
             away = shortened(config.model, text)
-            z = sampler.denoise([request] * pictures, [text] * pictures, [away] * pictures, inpainting=read)
+            z = sampler.denoise([request] * images, [text] * images, [away] * images, inpainting=read)
         with phase("decode"):
             for one in z.split(1):
                 config.model.autoencoder.decode(vae, one)
@@ -277,10 +277,10 @@ def shortened(model: Model, text: Conditioning) -> Conditioning:
     return text if model.text.one_length else replace(text, embeds=text.embeds[:-1])
 
 
-def inpainting_input(model: Model, size: Size, pictures: int) -> Tensor | None:
+def inpainting_input(model: Model, size: Size, images: int) -> Tensor | None:
     """What a model that inpaints reads beside z_t [b, 1 + c, h, w], without values; None for another."""
     c, h, w = model.autoencoder.shape(*size)
-    return torch.zeros(pictures, 1 + c, h, w) if model.inpaints else None
+    return torch.zeros(images, 1 + c, h, w) if model.inpaints else None
 
 
 class ShapesOnlyModel:

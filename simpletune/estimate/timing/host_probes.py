@@ -120,9 +120,9 @@ def machine_rates() -> dict[str, float]:
     from PIL import Image
 
     values = (stream(0, "calibrate").random((SIDE // 8, SIDE // 8, 3)) * 255).astype(np.uint8)
-    picture = Image.fromarray(values).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    image = Image.fromarray(values).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     jpeg = io.BytesIO()
-    picture.save(jpeg, "JPEG", quality=92)
+    image.save(jpeg, "JPEG", quality=92)
 
     def read() -> None:
         np.asarray(Image.open(io.BytesIO(jpeg.getvalue())).convert("RGB").resize((SIDE // 2, SIDE // 2)))
@@ -130,7 +130,7 @@ def machine_rates() -> dict[str, float]:
     pixels = SIDE**2
     return {
         "read_jpeg": _seconds(read) / pixels,
-        "write_png": _seconds(lambda: picture.save(io.BytesIO(), "PNG")) / pixels,
+        "write_png": _seconds(lambda: image.save(io.BytesIO(), "PNG")) / pixels,
         "write_byte": _seconds(_write_file) / WRITTEN,
     }
 

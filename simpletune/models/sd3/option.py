@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from simpletune.engine.denoiser import Denoiser
     from simpletune.models.shared.conditioning import Conditioning
-    from simpletune.models.shared.denoiser import Denoiser
     from simpletune.models.shared.weights import TensorSource
 
 STABILITY_LICENCE = "stabilityai-ai-community"

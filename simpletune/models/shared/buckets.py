@@ -24,21 +24,21 @@ def bucket_sizes(resolution: int, max_aspect: float, step: int = STEP) -> tuple[
     return tuple(sorted(sizes))
 
 
-def nearest_bucket(picture: Size, resolution: int, max_aspect: float, step: int = STEP) -> Size:
+def nearest_bucket(image: Size, resolution: int, max_aspect: float, step: int = STEP) -> Size:
     """The bucket with the aspect ratio nearest to a picture's; breaks ties by larger area, then smaller width."""
-    aspect, sizes = math.log(picture[0] / picture[1]), bucket_sizes(resolution, max_aspect, step)
+    aspect, sizes = math.log(image[0] / image[1]), bucket_sizes(resolution, max_aspect, step)
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size[0]))
 
 
-def upscaling(picture: Size, bucket: Size) -> float:
+def upscaling(image: Size, bucket: Size) -> float:
     """The factor by which a picture is scaled to cover a bucket; above 1 if that enlarges it."""
-    return max(bucket[0] / picture[0], bucket[1] / picture[1])
+    return max(bucket[0] / image[0], bucket[1] / image[1])
 
 
-def covering_size(picture: Size, bucket: Size) -> Size:
+def covering_size(image: Size, bucket: Size) -> Size:
     """The smallest size with the picture's aspect ratio that covers a bucket."""
-    scale = upscaling(picture, bucket)
-    return max(bucket[0], round(picture[0] * scale)), max(bucket[1], round(picture[1] * scale))
+    scale = upscaling(image, bucket)
+    return max(bucket[0], round(image[0] * scale)), max(bucket[1], round(image[1] * scale))
 
 
 class Framing(NamedTuple):
@@ -55,17 +55,17 @@ class Framing(NamedTuple):
         return cls(size, (0, 0), size)
 
 
-def crop_corner(picture: Size, bucket: Size, offset: tuple[float, float]) -> tuple[int, int]:
+def crop_corner(image: Size, bucket: Size, offset: tuple[float, float]) -> tuple[int, int]:
     """(left, top) of a crop in the picture that was scaled to cover its bucket. ``offset``: position within the excess
     width and height, 0 to 1."""
-    width, height = covering_size(picture, bucket)
+    width, height = covering_size(image, bucket)
     # Half a pixel is dropped, where train_text_to_image_lora_sdxl.py rounds it to the even number. Crops are cached by
     # their offset, so another rounding would need other keys, and change losses.
     return int((width - bucket[0]) * offset[0]), int((height - bucket[1]) * offset[1])
 
 
-def framing_of(picture: Size, bucket: Size, offset: tuple[float, float], flip: bool) -> Framing:
+def framing_of(image: Size, bucket: Size, offset: tuple[float, float], flip: bool) -> Framing:
     """The framing of a crop; see ``crop_corner``."""
-    left, top = crop_corner(picture, bucket, offset)
-    right = covering_size(picture, bucket)[0] - bucket[0] - left
-    return Framing(picture, (right if flip else left, top), bucket)
+    left, top = crop_corner(image, bucket, offset)
+    right = covering_size(image, bucket)[0] - bucket[0] - left
+    return Framing(image, (right if flip else left, top), bucket)

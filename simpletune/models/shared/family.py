@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from simpletune.engine.denoiser import Denoiser
     from simpletune.engine.quant.precision import WeightPrecision
     from simpletune.models.objectives.objective import Solver, TrainingObjective
-    from simpletune.models.shared.denoiser import Denoiser
     from simpletune.models.shared.flops import Flops, TrainedParameters
     from simpletune.models.shared.weights import TensorSource
 
@@ -311,7 +311,7 @@ class Family(FamilyFacts):
         Raises:
             UserError: weights are missing or do not match the config.
         """
-        from simpletune.models.shared.fp16_blocks import watch_fp16
+        from simpletune.engine.fp16_blocks import watch_fp16
         from simpletune.models.shared.quantised_cache import QuantisedBase
         from simpletune.models.shared.weights import fill_model, open_tensors
 
@@ -348,7 +348,7 @@ class Family(FamilyFacts):
 
         Takes no memory under fake tensors, and otherwise as much as the real one.
         """
-        from simpletune.models.shared.fp16_blocks import watch_fp16
+        from simpletune.engine.fp16_blocks import watch_fp16
         from simpletune.models.shared.weights import fill_model
 
         config = self.known_config()

@@ -39,7 +39,7 @@ class LoraNames:
     residual: ClassVar[re.Pattern[str] | None] = None
     """The layers that a named choice gets with ``adapter.conv_rank``, as with kohya's ``conv_dim``."""
     contexts: ClassVar[re.Pattern[str] | None] = None
-    """The projections to keys and values of attentions that read the picture (group ``picture``) or the prompt alone;
+    """The projections to keys and values of attentions that read the picture (group ``image``) or the prompt alone;
     None: the family's attention reads both at once."""
     input: ClassVar[str | None] = None
     """The layer that reads the latents, and more in inpainting models; None: the family has no such models."""

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from simpletune.engine.denoiser import Denoiser, quantised_layer, quantised_layers
 from simpletune.engine.memory.machine_weights import host_copy
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import to_device
-from simpletune.models.shared.denoiser import Denoiser, quantised_layer, quantised_layers
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.weights import put_module

@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from simpletune.engine.denoiser import quantised_layer, quantised_layers
 from simpletune.engine.memory.machine_weights import keep_on_host
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import own_tensors, set_tensor, to_device
-from simpletune.models.shared.denoiser import quantised_layer, quantised_layers
 from simpletune.models.shared.model_config import Shape
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.single_file import OriginalReader

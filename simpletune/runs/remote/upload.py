@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from simpletune.config.schema import Checkpoint
+from simpletune.config.checkpoint import Checkpoint
 from simpletune.runs.best_checkpoint import step_to_keep
 from simpletune.runs.checkpoint_folders import STATE, checkpoint_folder, list_checkpoints, read_state
 from simpletune.runs.folder import REMOTE, SUMMARY

@@ -1,6 +1,6 @@
 """Every chart of the package: others give it data.
 
-- In Vega-Lite, for pages that contain Vega (reports) and for files (``picture``); strings that begin with @ name
+- In Vega-Lite, for pages that contain Vega (reports) and for files (``image``); strings that begin with @ name
   colours of the page's theme.
 - As SVG without scripts, for the page of a run that trains (``svg_lines``).
 - As text, for terminals and Markdown.
@@ -325,7 +325,7 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> ReportChart
     Args:
         x: the other figure's field, with ``_low`` and ``_high``.
         axis: its title.
-        points: ``run``, ``title``, ``subject``, ``picture``, ``place`` in the order of steps, and the other field.
+        points: ``run``, ``title``, ``subject``, ``image``, ``place`` in the order of steps, and the other field.
         several: whether they belong to several runs, distinguished by colour.
     """
     scale: Json = {"zero": False, "padding": 36}
@@ -368,7 +368,7 @@ def scatter(x: str, axis: str, points: list[Json], several: bool) -> ReportChart
 # Pictures in files
 
 
-def picture(spec: Json, suffix: str = ".png") -> bytes:
+def image(spec: Json, suffix: str = ".png") -> bytes:
     """Draw a chart in Vega-Lite on white, as ``.svg``, or ``.png`` with twice its pixels."""
     import vl_convert
 
@@ -417,11 +417,11 @@ def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None) 
         lines: in the order in which they are drawn.
         steps: last step of the axis; None: the lines' last step.
     """
-    drawn = [line for line in lines if line.dots]
-    if max((len(line.dots) for line in drawn), default=0) < 2:
+    plotted = [line for line in lines if line.dots]
+    if max((len(line.dots) for line in plotted), default=0) < 2:
         return ""
-    last = max(max(dot[0] for line in drawn for dot in line.dots), steps or 0) or 1
-    low, high = limits(drawn)
+    last = max(max(dot[0] for line in plotted for dot in line.dots), steps or 0) or 1
+    low, high = limits(plotted)
 
     def x(step: float) -> float:
         return round(LEFT + step / last * (WIDTH - LEFT - RIGHT), 1)
@@ -431,8 +431,8 @@ def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None) 
         return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
 
     name = escape(title)
-    ends = [f"{each.name or title} {each.dots[-1][1]:.4g} at step {each.dots[-1][0]:,.0f}" for each in drawn]
-    keys = [f' <span class="key {line.kind}">{escape(line.name)}</span>' for line in drawn if line.name]
+    ends = [f"{each.name or title} {each.dots[-1][1]:.4g} at step {each.dots[-1][0]:,.0f}" for each in plotted]
+    keys = [f' <span class="key {line.kind}">{escape(line.name)}</span>' for line in plotted if line.name]
     parts = [
         f'<figure class="chart">\n<figcaption><b>{name}</b>{"".join(keys)} <output></output></figcaption>',
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{name} by step: '
@@ -445,7 +445,7 @@ def svg_lines(title: str, lines: Sequence[ChartLine], steps: int | None = None) 
         ]
     for step in ticks(0, last, most=6):
         parts += [f'<text x="{x(step)}" y="{HEIGHT - 10}" text-anchor="middle">{step:,.0f}</text>']
-    for line in drawn:
+    for line in plotted:
         points = " ".join(f"{x(step)},{y(value)}" for step, value in line.dots)
         values = " ".join(f"{step:g}:{value:.6g}" for step, value in line.dots)
         own = f'data-name="{escape(line.name)}" data-values="{values}"'
@@ -488,12 +488,12 @@ STEEP = "▁▂▃▄▅▆▇█"
 
 def text_bar(parts: Sequence[float], most: float, width: int, signs: str = "█") -> str:
     """Draw a bar of characters: parts, each in its own sign; a bar of the value ``most`` has ``width`` characters."""
-    total, upto, drawn = sum(parts), 0.0, ""
+    total, upto, plotted = sum(parts), 0.0, ""
     length = round(width * total / (most or 1))
     for part, sign in zip(parts, signs, strict=True):
         upto += part
-        drawn += sign * (round(length * upto / (total or 1)) - len(drawn))
-    return drawn
+        plotted += sign * (round(length * upto / (total or 1)) - len(plotted))
+    return plotted
 
 
 def sparkline(values: list[float], width: int = 60) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simpletune.runs.report import charts, pictures
+from simpletune.runs.report import charts, validation_images
 from simpletune.runs.report.content import (
     Fact,
     Report,
@@ -23,13 +23,13 @@ NAMES = ("name", "about", "output.runs", "output.profiles", "output.cache", "out
 WEIGHTY = (
     "model.pretrained", "data.path", "data.resolution", "train.batch_size", "train.gradient_accumulation",
 )  # fmt: skip
-PICTURES = 12  # maximum of prompts on the page
+IMAGES = 12  # maximum of prompts on the page
 
 
 def comparison_report(runs: list[RunData], price: float | None, title: str = "", lead: str = "") -> Report:
     """Build the report of several runs, in percent of the first; the price is in dollars per hour."""
     differences = differing(runs)
-    grid = picture_grid(runs)
+    grid = image_grid(runs)
     status = [f"{run.name}: {note}" for run in runs for note in run.notes]
     if weighty := [path for path in WEIGHTY if path in differences]:
         status.append(f"These runs differ in {', '.join(weighty)}, which affects times and peaks.")
@@ -198,29 +198,29 @@ def environment_section(runs: list[RunData]) -> ReportSection:
     return section
 
 
-def picture_grid(runs: list[RunData]) -> list[Json]:
+def image_grid(runs: list[RunData]) -> list[Json]:
     """For each prompt, the base's picture and each run's last one as data URIs; empty if no run drew any."""
     prompts: dict[str, Json] = {}
     for run in runs:
-        for picture in pictures.validation_pictures(run.folder, run.notes):
-            if picture.is_start:
+        for image in validation_images.validation_images(run.folder, run.notes):
+            if image.is_start:
                 continue
-            row = prompts.setdefault(picture.asked, {"seed": picture.seed, "base": None, "runs": {}})
-            if picture.step == 0:
-                row["base"] = row["base"] or picture
+            row = prompts.setdefault(image.asked, {"seed": image.seed, "base": None, "runs": {}})
+            if image.step == 0:
+                row["base"] = row["base"] or image
             else:
-                row["runs"][run.name] = picture  # ordered by step, so the last one wins
-    kept = list(prompts.items())[:PICTURES]
-    titles = pictures.row_titles([asked for asked, _ in kept], ("prompt", "seed"))
-    side = pictures.side_for(sum(1 + len(row["runs"]) for _, row in kept))
+                row["runs"][run.name] = image  # ordered by step, so the last one wins
+    kept = list(prompts.items())[:IMAGES]
+    titles = validation_images.row_titles([asked for asked, _ in kept], ("prompt", "seed"))
+    side = validation_images.side_for(sum(1 + len(row["runs"]) for _, row in kept))
     return [
         {
             "prompt": titles[asked],
             "seed": row["seed"],
             "pictures": [
-                {"name": name, "step": picture.step, "src": pictures.data_uri(picture.file, side)}
-                for name, picture in [("base", row["base"]), *row["runs"].items()]
-                if picture is not None
+                {"name": name, "step": image.step, "src": validation_images.data_uri(image.file, side)}
+                for name, image in [("base", row["base"]), *row["runs"].items()]
+                if image is not None
             ],
         }
         for asked, row in kept

@@ -158,8 +158,8 @@ def _thumbnail(file: Path) -> str | None:
     """A small version of a picture as a data URL; None if the file is gone."""
     if not file.is_file():
         return None
-    with Image.open(file) as picture:
-        small = picture.convert("RGB")
+    with Image.open(file) as image:
+        small = image.convert("RGB")
     small.thumbnail((charts.MODEL, charts.MODEL))
     written = io.BytesIO()
     small.save(written, "JPEG", quality=85)

@@ -39,30 +39,30 @@ def _short(value: object) -> float | int | None:
 def loss_section(runs: list[RunData]) -> ReportSection:
     """Draw the curve, and its text version for the Markdown file."""
     section = ReportSection("loss", "Loss", block="loss")
-    drawn = [run for run in runs if run.metrics]
-    if not drawn:
+    plotted = [run for run in runs if run.metrics]
+    if not plotted:
         section.block = ""
         section.notes.append("No step was recorded.")
         return section
     points = [
         {"run": run.name, "step": step, "eval_loss": round(loss, 6)}
-        for run in drawn
+        for run in plotted
         for step, loss in [*run.evaluations, *([] if run.start_loss is None else [(0, run.start_loss)])]
     ]
-    fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in run.metrics[-1] for run in drawn)]
-    title = loss_title(drawn)
-    section.charts.append(charts.loss([run.name for run in drawn], points, fields, title))
+    fields = [field for field in ("lr", "grad_norm", "seconds") if any(field in run.metrics[-1] for run in plotted)]
+    title = loss_title(plotted)
+    section.charts.append(charts.loss([run.name for run in plotted], points, fields, title))
     if points:
         section.notes.append(f"Diamonds: {title}, averaged over a fixed set, so the points of a run can be compared.")
         if title == MIXED:
-            measured = "; ".join(f"{run.name}: {run.loss_is}" for run in drawn if run.evaluations)
+            measured = "; ".join(f"{run.name}: {run.loss_is}" for run in plotted if run.evaluations)
             section.notes.append(f"Runs used different pictures: {measured}.")
-    if any(len(run.metrics) > ROOM for run in drawn):
+    if any(len(run.metrics) > ROOM for run in plotted):
         section.notes.append(f"Beyond {ROOM:,} steps, neighbouring steps are averaged.")
-    for run in drawn:
-        name = f"{run.name}: " if len(drawn) > 1 else ""
+    for run in plotted:
+        name = f"{run.name}: " if len(plotted) > 1 else ""
         section.lines.append(f"{name}`{charts.sparkline([row['loss'] for row in run.metrics])}`")
-        if len(drawn) == 1:
+        if len(plotted) == 1:
             section.tables.append(_table(run))
     return section
 

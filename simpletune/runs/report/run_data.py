@@ -199,7 +199,7 @@ def state_notes(run: RunData) -> list[str]:
         lines = without_folders(attempt.reason).splitlines() or ["no reason was recorded"]
         return [f"This run failed: {lines[0]}", *lines[1:], f"{steps}."]
     if attempt.ended == "stopped":
-        return [f"This run was {attempt.in_words()}. {steps}."]
+        return [f"This run was {attempt.describe()}. {steps}."]
     return [f"This run was killed, or its machine went down: no end was recorded. {steps}."]
 
 
@@ -208,7 +208,7 @@ def outcome(run: RunData) -> str:
     if status := run.summary.get("status"):
         return str(status)
     if run.attempts and run.attempts[-1].ended:
-        return run.attempts[-1].in_words()
+        return run.attempts[-1].describe()
     if run.locked:
         return "running"
     if run.attempts:

@@ -16,7 +16,7 @@ from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, overflow_words
 from simpletune.runs.model_card import parent_words
-from simpletune.runs.report import charts, pictures
+from simpletune.runs.report import charts, validation_images
 from simpletune.runs.report.content import Fact, Report, ReportSection, ReportTable, format_gib, seconds
 from simpletune.runs.report.evaluations import choice_sections, fidelity_sections
 from simpletune.runs.report.losses import loss_data, loss_section
@@ -27,22 +27,22 @@ from simpletune.system.console import duration
 from simpletune.system.options import UserError, join_names, plural
 from simpletune.system.stage_timer import peak_of_stages
 
-PICTURE_STEPS = 12  # maximum of steps whose pictures are on the page
+IMAGE_STEPS = 12  # maximum of steps whose pictures are on the page
 POINTS = 800  # maximum of points of a line
 
 
 def single_run_report(run: RunData, price: float | None) -> Report:
     """Build the report of one run; the price is in dollars per hour."""
     settings = [row for row in settings_of(run.config, run.settings) if row.path != "about"]  # shown under the title
-    found = list(pictures.validation_pictures(run.folder, run.notes))
-    shown, shown_pictures = picture_section(run, found)
+    found = list(validation_images.validation_images(run.folder, run.notes))
+    shown, shown_images = image_section(run, found)
     warnings = [str(text) for text in run.summary.get("warnings", [])]
     none = "None." if run.summary else "Warnings are recorded when a run finishes."
     warned = ReportSection("warnings", "Warnings", notes=warnings or [none])
     sections = [
         *([warned] if warnings else []),  # first, if there are any
         shown,
-        *checkpoint_sections(run, sorted({picture.step for picture in found} - {0})),
+        *checkpoint_sections(run, sorted({each.step for each in found} - {0})),
         loss_section([run]),
         *choice_sections(run),
         *source_sections(run),
@@ -63,7 +63,7 @@ def single_run_report(run: RunData, price: float | None) -> Report:
         priced += [("the steps", run.seconds_per_step * run.steps_done), ("1,000 steps", run.seconds_per_step * 1000)]
     if run.seconds_total is not None:
         priced.append(("the whole job" if run.summary else "the time so far", run.seconds_total))
-    data = {"losses": [loss_data(run)], "pictures": shown_pictures, "settings": settings}
+    data = {"losses": [loss_data(run)], "pictures": shown_images, "settings": settings}
     about = str(run.settings.get("about", ""))
     return Report(run.name, summary_sentence(run), about, run.notes, headline(run), sections, price, priced, data)
 
@@ -158,20 +158,20 @@ def step_section(run: RunData) -> ReportSection:
     return section
 
 
-def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tuple[ReportSection, list[Json]]:
+def image_section(run: RunData, found: list[validation_images.ValidationImage]) -> tuple[ReportSection, list[Json]]:
     """Compare the base with the tuned model over the steps; also the pictures by prompt, as data URIs."""
     section = ReportSection("pictures", "Base and tuned model")
-    steps = sorted({picture.step for picture in found} - {0})
+    steps = sorted({each.step for each in found} - {0})
     if not steps:
         none = "This run drew no validation pictures (validation.prompts)."
         section.notes.append("Only the base has been drawn so far." if found else none)
         return section, []
     section.block = "pictures"
-    shown = pictures.spread_steps(steps, PICTURE_STEPS)
-    kept = [picture for picture in found if picture.step in {0, *shown}]
-    last = [picture for picture in kept if picture.step == steps[-1]]  # of the requests whose inputs are kept
-    inputs = {picture.asked: pictures.painted_inputs(run.folder, picture.file.name) for picture in last}
-    side = pictures.side_for(len(kept) + sum(map(len, inputs.values())))
+    shown = validation_images.spread_steps(steps, IMAGE_STEPS)
+    kept = [each for each in found if each.step in {0, *shown}]
+    last = [each for each in kept if each.step == steps[-1]]  # of the requests whose inputs are kept
+    inputs = {each.asked: validation_images.painted_inputs(run.folder, each.file.name) for each in last}
+    side = validation_images.side_for(len(kept) + sum(map(len, inputs.values())))
     choose = " Choose the step with the slider." if len(shown) > 1 else ""
     section.notes.append(f"Both are drawn from the same noise. Drag the line to compare.{choose}")
     if len(shown) < len(steps):
@@ -182,13 +182,15 @@ def picture_section(run: RunData, found: list[pictures.ValidationPicture]) -> tu
         section.notes.append(f"Scaled down to {side} px and compressed; the originals are in samples/.")
     if (run.folder / "samples" / "grid.png").exists():
         section.lines.append("![Base and tuned model, one row per prompt, one column per step](samples/grid.png)")
-    titles = pictures.row_titles([picture.asked for picture in kept], ("prompt", "seed"))
+    titles = validation_images.row_titles([each.asked for each in kept], ("prompt", "seed"))
     prompts: dict[str, Json] = {}
-    for picture in kept:
-        row = prompts.setdefault(picture.asked, {"prompt": titles[picture.asked], "seed": picture.seed, "steps": {}})
-        row["steps"][pictures.START if picture.is_start else picture.step] = pictures.data_uri(picture.file, side)
+    for each in kept:
+        row = prompts.setdefault(each.asked, {"prompt": titles[each.asked], "seed": each.seed, "steps": {}})
+        row["steps"][validation_images.START if each.is_start else each.step] = validation_images.data_uri(
+            each.file, side
+        )
     for asked, row in prompts.items():
-        row["inputs"] = {kind: pictures.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
+        row["inputs"] = {kind: validation_images.data_uri(file, side) for kind, file in inputs.get(asked, {}).items()}
     return section, [row for row in prompts.values() if any(row["steps"])]
 
 
@@ -205,7 +207,7 @@ def checkpoint_sections(run: RunData, drawn: list[int]) -> Iterator[ReportSectio
         section.notes.append(f"Use a step by its name, as in: simpletune generate --run {rows[-1][1]}")
         section.tables.append(ReportTable("Available steps", ("step", "name", "pictures above"), rows))
     if gone:
-        rule = f" ({run.config.checkpoint.in_words()})" if run.config is not None else ""
+        rule = f" ({run.config.checkpoint.describe()})" if run.config is not None else ""
         section.notes.append(
             f"Pictures without a checkpoint: step {join_names([f'{step:,}' for step in gone], 12)}{rule}. "
             "To keep more, set checkpoint.keep_every=N or keep_last=all."
@@ -282,7 +284,7 @@ def attempts_sections(run: RunData) -> Iterator[ReportSection]:
         steps = f"{row.from_step + 1:,} to {row.last_step:,}" if row.last_step > row.from_step else "none"
         on_gpu = peak_of_stages(row.stages, "peak_allocated_gib")
         peak = format_gib(on_gpu if on_gpu is not None else peak_of_stages(row.stages, "peak_rss_gib"))
-        ending = row.in_words()
+        ending = row.describe()
         if row.ended is None:
             ending = "running" if run.locked and row is rows[-1] else "killed"
         elif row.ended == "failed" and row.reason:

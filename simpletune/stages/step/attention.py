@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simpletune.config.schema import Kernel, TrainConfig
+from simpletune.config.schema import TrainConfig
+from simpletune.engine.speed import Kernel
 from simpletune.models.shared.buckets import Size
 from simpletune.system.console import say
 from simpletune.system.options import UserError
@@ -64,13 +65,13 @@ class AttentionCall(NamedTuple):
 def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[AttentionCall]:
     """List the shapes of attention in a run's training on pictures of these sizes, validation loss and validation
     pictures, largest first."""
-    drawn = config.validation
-    rows = 2 if drawn.guidance > 1 else 1  # both halves of guidance are one batch
+    validation = config.validation
+    rows = 2 if validation.guidance > 1 else 1  # both halves of guidance are one batch
     passes = [(size, config.train.micro_batch, True, "training") for size in sizes]
-    if drawn.loss_samples:
+    if validation.loss_samples:
         passes += [(size, 1, False, "the validation loss") for size, *_ in passes]
-    if drawn.prompts != []:
-        passes.append((config.picture_size(), rows, False, "validation pictures"))
+    if validation.prompts != []:
+        passes.append((config.image_size(), rows, False, "validation pictures"))
     found: dict[AttentionCall, None] = {}
     for size, batch, trained, what in passes:
         masked = config.model.text.masked and batch > 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from simpletune.adapters.text.inputs import TextInputs
 from simpletune.config.prior import NoPrior, PriorOption
 from simpletune.data.plan import Plan
-from simpletune.data.samples import SampleDraw
+from simpletune.data.samples import PlannedSample
 from simpletune.data.storage.cache import Cache, crop_key
 from simpletune.engine.memory.copy_stream import pinned
 from simpletune.models.shared.conditioning import Conditioning, stack
@@ -40,7 +40,7 @@ NO_PRIOR, WHOLE = NoPrior(), RankMicroBatches()
 class Pass(NamedTuple):
     """One forward and backward pass of a step."""
 
-    draws: list[SampleDraw]
+    samples: list[PlannedSample]
     second: bool = False
     """Whether it is the second pass of its micro-batch."""
     number: int = 0
@@ -77,22 +77,22 @@ class TrainingPasses:
     def of_step(self, step: int) -> Iterator[list[Pass]]:
         """Yield the passes of each micro-batch that this process computes in a step, in order."""
         for place in self.places(step):
-            draws, number = self.plan.micro_batch(step, place), place * self._each
-            second = [Pass(self._with_class(draws), True, number + 1)] if self._each == 2 else []
-            yield [Pass(draws, False, number), *second]
+            samples, number = self.plan.micro_batch(step, place), place * self._each
+            second = [Pass(self._with_class(samples), True, number + 1)] if self._each == 2 else []
+            yield [Pass(samples, False, number), *second]
 
-    def micro_batches(self, step: int) -> list[list[SampleDraw]]:
+    def micro_batches(self, step: int) -> list[list[PlannedSample]]:
         """The draws of this process's micro-batches in a step, each once."""
         return [self.plan.micro_batch(step, place) for place in self.places(step)]
 
-    def micro_batch(self, step: int, number: int) -> list[SampleDraw]:
+    def micro_batch(self, step: int, number: int) -> list[PlannedSample]:
         """The draws of this process's pass of some number; beyond its last one, fillers."""
         places, (own, second) = self.places(step), divmod(number, self._each)
-        draws = self.plan.micro_batch(step, places[own] if own < len(places) else len(self.plan.micros(step)))
-        return self._with_class(draws) if second else draws
+        samples = self.plan.micro_batch(step, places[own] if own < len(places) else len(self.plan.micros(step)))
+        return self._with_class(samples) if second else samples
 
-    def _with_class(self, draws: list[SampleDraw]) -> list[SampleDraw]:
-        return [replace(draw, caption=self.prior.class_prompt(draw.caption)) for draw in draws]
+    def _with_class(self, samples: list[PlannedSample]) -> list[PlannedSample]:
+        return [replace(sample, caption=self.prior.class_prompt(sample.caption)) for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -182,23 +182,23 @@ class BatchLoader:
         found = []
         for passes in self.passes.of_step(step):
             for each, batch in zip(passes, self._read(passes), strict=True):
-                real = sum(draw.weight for draw in each.draws)
+                real = sum(sample.weight for sample in each.samples)
                 parts, key = samples / real if real else math.inf, (self.seed, "step", step, each.number)
-                found.append(replace(batch, fillers=len(each.draws) - real, parts=parts, key=key))
+                found.append(replace(batch, fillers=len(each.samples) - real, parts=parts, key=key))
         return found
 
     def needs(self, step: int) -> Iterator[tuple[Cache, str]]:
         """What a step reads from the caches, as pairs of a cache and a key; with a modulation plan also its window's
         prompts, unless an earlier call returned them."""
-        draws = [draw for passes in self.passes.of_step(step) for each in passes for draw in each.draws]
-        views = dict.fromkeys(crop for draw in draws for crop in draw.view.cached)
+        samples = [sample for passes in self.passes.of_step(step) for each in passes for sample in each.samples]
+        views = dict.fromkeys(crop for sample in samples for crop in sample.view.cached)
         yield from dict.fromkeys((self.latents.cache, crop_key(crop)) for crop in views)
         window = None if self.modulations is None else self.modulations.prompts_with(step)
         if window is not None and window != self._named:
             self._named = window
             for later, number in product(window, range(self.passes.accumulation)):
-                draws += self.passes.micro_batch(later, number)
-        for prompt in dict.fromkeys(draw.caption for draw in draws):
+                samples += self.passes.micro_batch(later, number)
+        for prompt in dict.fromkeys(sample.caption for sample in samples):
             yield from self.text.places(prompt)
 
     def place(self, step: int, fetched: list[Batch]) -> list[Batch]:
@@ -209,58 +209,60 @@ class BatchLoader:
         rows = self.modulations.of_step(step)  # [micro-batches, b, m]
         return [batch.modulated(own) for batch, own in zip(batches, rows[: len(batches)], strict=True)]
 
-    def trial(self, draws: list[SampleDraw]) -> Batch:
+    def trial(self, samples: list[PlannedSample]) -> Batch:
         """Load a micro-batch that takes as much memory as one of the first step, with that step's modulations."""
-        (fetched,) = self._read([Pass(draws, self.passes.prior.second_pass)])
+        (fetched,) = self._read([Pass(samples, self.passes.prior.second_pass)])
         batch = fetched.map(self._to_device)
         return batch if self.modulations is None else batch.modulated(self.modulations.of_step(0)[0])
 
-    def one_by_one(self, draws: Sequence[SampleDraw]) -> Iterator[Batch]:
+    def one_by_one(self, samples: Sequence[PlannedSample]) -> Iterator[Batch]:
         """Yield a batch of one for each draw, without the base's predictions as targets."""
         if self.modulations is None:
-            yield from (replace(self.load([draw]), prior=None) for draw in draws)
+            yield from (replace(self.load([sample]), prior=None) for sample in samples)
             return
         window = self.modulations.modulation.window
-        for start in range(0, len(draws), window):
-            portion = draws[start : start + window]
-            rows = self.modulations.of_draws(portion)  # [n, m]
-            for draw, row in zip(portion, rows, strict=True):
-                yield replace(self.load([draw]).modulated(row[None]), prior=None)
+        for start in range(0, len(samples), window):
+            portion = samples[start : start + window]
+            rows = self.modulations.modulations_of(portion)  # [n, m]
+            for sample, row in zip(portion, rows, strict=True):
+                yield replace(self.load([sample]).modulated(row[None]), prior=None)
 
-    def load(self, draws: list[SampleDraw]) -> Batch:
+    def load(self, samples: list[PlannedSample]) -> Batch:
         """Load one micro-batch."""
-        return self._read([Pass(draws)])[0].map(self._to_device)
+        return self._read([Pass(samples)])[0].map(self._to_device)
 
     def _read(self, passes: list[Pass]) -> list[Batch]:
         """Read the passes of one micro-batch into host memory, pinned for CUDA: each picture's latents with its mask
         once, and each distinct prompt once."""
-        draws = passes[0].draws
-        pictures = {view: self.latents.load(view) for view in dict.fromkeys(draw.view for draw in draws)}
-        captions = dict.fromkeys(draw.caption for each in passes for draw in each.draws)
+        samples = passes[0].samples
+        images = {view: self.latents.load(view) for view in dict.fromkeys(sample.view for sample in samples)}
+        captions = dict.fromkeys(sample.caption for each in passes for sample in each.samples)
         prompts = {caption: self.text.load(caption) for caption in captions}
-        z_0 = torch.stack([pictures[draw.view].z_0 for draw in draws])
-        framings = [framing for draw in draws if (framing := pictures[draw.view].framing) is not None]
+        z_0 = torch.stack([images[sample.view].z_0 for sample in samples])
+        framings = [framing for sample in samples if (framing := images[sample.view].framing) is not None]
         # Noise is drawn in fp32 on the CPU from its key, so that it is the same on every device.
         objective, shape = self.plan.objective, z_0.shape[1:]
-        noise = [torch.from_numpy(objective.noise(stream(self.seed, *draw.noise_key), shape)) for draw in draws]
+        noise = [torch.from_numpy(objective.noise(stream(self.seed, *sample.noise_key), shape)) for sample in samples]
         first = Batch(
             z_0=z_0,
             noise=torch.stack(noise),
-            level=torch.tensor([draw.level for draw in draws], dtype=torch.float32),
+            level=torch.tensor([sample.level for sample in samples], dtype=torch.float32),
             conditioning=Conditioning(torch.empty(0)),
-            names=tuple(draw.view.picture.name for draw in draws),
+            names=tuple(sample.view.image.name for sample in samples),
         )
         holes = None
-        painted = [read for draw in draws if (read := pictures[draw.view].inpainting) is not None]
+        painted = [read for sample in samples if (read := images[sample.view].inpainting) is not None]
         if painted:  # of all draws, or of none
             first = replace(first, inpainting=torch.stack(painted))
             holes = torch.stack([read[:1] for read in painted])  # [b, 1, h, w]
         masks = None
-        if any(draw.view.picture.mask is not None for draw in draws):
-            masks = torch.stack(torch.broadcast_tensors(*(pictures[draw.view].mask for draw in draws)))  # [b, 1, h, w]
+        if any(sample.view.image.mask is not None for sample in samples):
+            masks = torch.stack(
+                torch.broadcast_tensors(*(images[sample.view].mask for sample in samples))
+            )  # [b, 1, h, w]
         found = []
         for each in passes:
-            own = [draw.caption for draw in each.draws]
+            own = [sample.caption for sample in each.samples]
             weight, prior = self._weights(each, masks, holes)
             batch = replace(
                 first,
@@ -281,7 +283,7 @@ class BatchLoader:
         The base's predictions are the targets of a second pass and of regularization sources. A second pass skips the
         latter, which have already had their prompt.
         """
-        prior, sources = self.passes.prior, [self.plan.sources[draw.view.picture.source] for draw in each.draws]
+        prior, sources = self.passes.prior, [self.plan.sources[sample.view.image.source] for sample in each.samples]
 
         def column(values: Sequence[float]) -> Tensor:  # [b, 1, 1, 1]
             return torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1)
@@ -290,7 +292,7 @@ class BatchLoader:
         learned = column([float(not each.second and not one) for one in predicted])
         factor, outside_masks = prior.prediction_weights
         kept = column([factor * one for one in predicted])
-        weights, inside = column([draw.loss_weight for draw in each.draws]), torch.ones(())
+        weights, inside = column([sample.loss_weight for sample in each.samples]), torch.ones(())
         if masks is not None:
             inside = torch.lerp(column([source.unmasked_weight for source in sources]), inside, masks)
             kept = kept + learned * outside_masks * (1 - masks)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from simpletune.engine.fp16_blocks import Fp16Blocks, flagged_blocks
 from simpletune.engine.optim.loss_scale import SMALLEST, LossScale
-from simpletune.models.shared.fp16_blocks import Fp16Blocks, flagged_blocks
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.variant import GradientNorms, StepVariant
 from simpletune.system.options import Json

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import Crop, SampleDraw
-from simpletune.data.sources.source import Picture
+from simpletune.data.samples import Crop, PlannedSample
+from simpletune.data.sources.source import SourceImage
 from simpletune.models.shared.buckets import Framing, Size
 from simpletune.stages.modulation_plan import ModulationPlan
 from simpletune.stages.step.batch_loader import Batch
@@ -18,7 +18,7 @@ from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.text_side import empty_text_inputs
 
 CPU = torch.device("cpu")
-DRAW = SampleDraw(Crop(Picture("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
+SAMPLE = PlannedSample(Crop(SourceImage("", "", (64, 64), "", bytes), (64, 64), (0.5, 0.5), False), "", 0.5, ())
 
 
 class SyntheticBatches:
@@ -59,14 +59,14 @@ class SyntheticBatches:
         rows = self.modulations.of_step(step)
         return [batch.modulated(own) for batch, own in zip(batches, rows, strict=True)]
 
-    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
+    def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
         """Like ``Plan.micro_batch``, for the modulation plan: draws with placeholder captions and pictures."""
-        return [DRAW] * self.batch_size
+        return [SAMPLE] * self.batch_size
 
     def one_by_one(self) -> Batch:
         """Make a batch of one, like those of an evaluation."""
         batch = self.batch(1)
-        return batch if self.modulations is None else batch.modulated(self.modulations.of_draws([DRAW]))
+        return batch if self.modulations is None else batch.modulated(self.modulations.modulations_of([SAMPLE]))
 
     def batch(self, size: int | None = None) -> Batch:
         """Make one micro-batch.

@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from simpletune.adapters.text.update import NAME, TextUpdate
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.compile import compile_training
+from simpletune.engine.denoiser import Denoiser, model_device, model_units
+from simpletune.engine.fp16_blocks import fp16_blocks_of
 from simpletune.engine.fsdp.fsdp_model import FsdpModel, fsdp_model, held_parameters
 from simpletune.engine.optim.ema import Average
 from simpletune.engine.optim.in_backward import step_in_backward
@@ -23,9 +26,6 @@ from simpletune.engine.optim.loss_scale import LossScale
 from simpletune.engine.optim.rounding import RoundedOptimizer, key_draws
 from simpletune.engine.optim.state import begin_step
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.shared.compile import compile_training
-from simpletune.models.shared.denoiser import Denoiser, model_device, model_units
-from simpletune.models.shared.fp16_blocks import fp16_blocks_of
 from simpletune.stages.load import modulation_of
 from simpletune.stages.modulation_plan import DetachedModulation
 from simpletune.stages.step.attention import attention_by

@@ -33,7 +33,7 @@ class Tracker(Protocol):
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Log numbers at a step."""
 
-    def picture(self, step: int, name: str, image: Image) -> None:
+    def image(self, step: int, name: str, image: Image) -> None:
         """Log a picture at a step."""
 
     def report(self, file: Path) -> None:
@@ -72,9 +72,9 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             self._guarded(name, tracker.scalars, step, values)
 
-    def picture(self, step: int, name: str, image: Image) -> None:
+    def image(self, step: int, name: str, image: Image) -> None:
         for which, tracker in list(self._open.items()):
-            self._guarded(which, tracker.picture, step, name, image)
+            self._guarded(which, tracker.image, step, name, image)
 
     def report(self, file: Path) -> None:
         for name, tracker in list(self._open.items()):

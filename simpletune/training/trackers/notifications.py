@@ -29,7 +29,7 @@ class Notifications:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         pass
 
-    def picture(self, step: int, name: str, image: Image) -> None:
+    def image(self, step: int, name: str, image: Image) -> None:
         self._sender.send(Message(self._name, "validation", f"step {step}", as_jpeg(image)))
 
     def report(self, file: Path) -> None:

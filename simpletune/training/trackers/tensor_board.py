@@ -33,7 +33,7 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def picture(self, step: int, name: str, image: Image) -> None:
+    def image(self, step: int, name: str, image: Image) -> None:
         import numpy as np
 
         pixels = np.asarray(image.convert("RGB"))

@@ -46,7 +46,7 @@ class Trackio:
         self._step = step
         self._run.log(values, step=step)
 
-    def picture(self, step: int, name: str, image: Image) -> None:
+    def image(self, step: int, name: str, image: Image) -> None:
         self._run.log({name: self._trackio.Image(image.convert("RGB"))}, step=step)
 
     def report(self, file: Path) -> None:

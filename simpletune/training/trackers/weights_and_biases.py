@@ -72,7 +72,7 @@ class Wandb:
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def picture(self, step: int, name: str, image: Image) -> None:
+    def image(self, step: int, name: str, image: Image) -> None:
         import wandb
 
         self._run.log({"step": step, name: wandb.Image(image)})

@@ -239,7 +239,7 @@ def test_tucker_forms_are_read_as_comfyui_does_and_written_without_a_core(case: 
     (update,) = read_lora(tmp_path / "x.safetensors").values()
     expected = lycoris.convolution_difference(lycoris.modules(tensors)[CONV1], (8, 8, 3, 3)).float()
     close(update.delta().view(8, 8, 3, 3), expected)
-    close(update.plain().delta().view(8, 8, 3, 3), expected)
+    close(update.as_lora().delta().view(8, 8, 3, 3), expected)
     layer = "down_blocks.0.resnets.0.conv1"
     file = write_lora({layer: update}, tmp_path / "y.safetensors", "kohya" if case == "lora" else "lycoris")
     written = load_file(file)
@@ -387,7 +387,7 @@ def test_two_dimensional_factors_get_the_kernel_of_their_layer(tmp_path: Path) -
         save_file({f"{CONV1}.{name}": f for name, f in factors.items()}, tmp_path / "x.safetensors")
         (update,) = read_lora(tmp_path / "x.safetensors").values()
         assert isinstance(update, kind) and update.kernel == (3, 3) and update.shape == (8, 72)
-        assert update.plain().saved()[0]["down"].shape[1:] == (8, 3, 3)
+        assert update.as_lora().saved()[0]["down"].shape[1:] == (8, 3, 3)
 
 
 def test_a_base_refuses_an_update_of_another_shape(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_files_of_other_tools_are_read(tmp_path: Path) -> None:
     save_file(file | {f"{module}.alpha": torch.tensor(1.0)}, tmp_path / "dora.safetensors")
     (update,) = read_lora(tmp_path / "dora.safetensors").values()
     expected = dora_oft.dora(w.double(), a.double(), b.double(), 0.5, m[:, 0].double())
-    torch.testing.assert_close(w + update.difference(w), expected.float())  # type: ignore[union-attr]
+    torch.testing.assert_close(w + update.delta_for(w), expected.float())  # type: ignore[union-attr]
     with pytest.raises(UserError, match="no norm of its base's rows"):
         write_lora({"transformer_blocks.0.attn.to_out.0": update}, tmp_path / "x.safetensors", "kohya")
 
@@ -220,7 +220,7 @@ def test_files_of_other_tools_are_read(tmp_path: Path) -> None:
     file = {f"{module}.oft_blocks": blocks, f"{module}.alpha": torch.tensor(0.7)}
     save_file(file, tmp_path / "oft.safetensors")
     (update,) = read_lora(tmp_path / "oft.safetensors").values()
-    torch.testing.assert_close(w + update.difference(w), dora_oft.comfy(w, file, module).float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+    torch.testing.assert_close(w + update.delta_for(w), dora_oft.comfy(w, file, module).float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,9 @@ def test_every_kind_of_update_of_a_fused_layer_is_split_exactly() -> None:
     weight = torch.randn(12, 8)
     for update in (lora, lokr, loha, dora, oft):
         pieces = [weight[rows.within(12)] for rows in spans]
-        found = [part.difference(piece) for part, piece in zip(update.parts(spans), pieces, strict=True) if part]
+        found = [part.difference(piece) for part, piece in zip(update.split(spans), pieces, strict=True) if part]
         assert [len(each) for each in found] == [2, 2, 8]
-        torch.testing.assert_close(torch.cat(found), update.difference(weight), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.cat(found), update.delta_for(weight), rtol=1e-6, atol=1e-6)
 
 
 def test_parts_that_cannot_be_of_one_layer_are_refused() -> None:

@@ -235,7 +235,7 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
     state = drawn({**parameter_shapes(SD3_STATE), "pos_embed.pos_embed": (1, 25, 24)})
     expected, lost = lycoris.comfyui(original_layout.mmdit(state, 2), tensors, 2)
     assert lost == []
-    for updates in (read_lora(file), {layer: update.plain() for layer, update in read_lora(file).items()}):
+    for updates in (read_lora(file), {layer: update.as_lora() for layer, update in read_lora(file).items()}):
         merged = state | {f"{k}.weight": state[f"{k}.weight"] + update.delta() for k, update in updates.items()}
         for name, tensor in original_layout.mmdit(merged, 2).items():
             close(tensor, expected[name])
@@ -248,7 +248,9 @@ def test_files_of_other_tools_are_applied_as_comfyui_does(case: str, tmp_path: P
         x = torch.randn(3, update.shape[1])
         close(wrapped(x), linear(x) + x @ update.delta().t())
         close(wrapped.merged(linear.weight.data), linear.weight.data + update.delta())
-        assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == update.plain().rank, layer
+        assert torch.linalg.matrix_rank(update.delta().double(), rtol=1e-5) <= update.rank == update.as_lora().rank, (
+            layer
+        )
 
 
 def test_alpha_of_whole_factors_and_of_peft(tmp_path: Path) -> None:
@@ -405,6 +407,6 @@ def test_an_update_of_more_than_full_rank_becomes_a_lora_of_full_rank() -> None:
     wide = LokrUpdate(drawn({"lokr_w1": (2, 2), "lokr_w2": (3, 8)}), 6, 0.5)
     tall = LohaUpdate(drawn({"hada_w1_a": (9, 3), "hada_w1_b": (3, 5), "hada_w2_a": (9, 3), "hada_w2_b": (3, 5)}), 2.0)
     for update in (wide, tall):
-        plain = update.plain()
+        plain = update.as_lora()
         assert plain.rank == min(update.shape) < 9
         torch.testing.assert_close(plain.delta(), update.delta(), rtol=0, atol=0)

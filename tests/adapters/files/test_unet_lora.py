@@ -326,7 +326,7 @@ def test_different_alphas_are_read_right_but_not_by_diffusers(tmp_path: Path) ->
     assert len({t.item() for name, t in one.items() if name.endswith(".alpha")}) == 1
     tensors = {}
     for name, update in updates.items():
-        factors, alpha = update.saved()
+        factors, alpha = update.file_factors()
         tensors |= {KOHYA.key(name, role): factor.clone() for role, factor in factors.items()}
         tensors[KOHYA.key(name, "alpha")] = torch.tensor(alpha)
     save_file(tensors, file)
@@ -369,7 +369,7 @@ def test_other_tools_keys_are_read(way: str, tmp_path: Path) -> None:
         "bare": {key.removeprefix("unet."): tensor for key, tensor in today.items()},
     }.get(way)
     if tensors is None:
-        saved = {original_attention(name): update.saved()[0] for name, update in updates.items()}
+        saved = {original_attention(name): update.file_factors()[0] for name, update in updates.items()}
         tensors = {layout.key(name, role): f.clone() for name, roles in saved.items() for role, f in roles.items()}
     save_file(tensors, file)
     read = read_lora(file)

@@ -16,10 +16,10 @@ from simpletune.adapters.files.attach import _merged, load_loras
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.start import require_startable, start_from
 from simpletune.adapters.methods.layers import innermost_layer, outer_layers, shape_of
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 FILE = "pytorch_lora_weights.safetensors"
 ADAPTERS: dict[str, dict] = {

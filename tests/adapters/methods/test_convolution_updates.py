@@ -117,7 +117,7 @@ def test_outputs_gradients_and_weights_are_those_of_the_built_difference(name: s
         for n, factor in factors_of(layer).items():
             assert_close(factor.grad, factors[n].grad, 1e-5 if n == "magnitude" else 2e-6)  # type: ignore[arg-type]
         if isinstance(layer, UpdateLayer):
-            assert_close(layer.merged(w.float()), whole.detach())
+            assert_close(layer.merge(w.float()), whole.detach())
         with torch.no_grad():  # as in drawing
             assert_close(layer(x.detach()), expected.detach())
 

@@ -52,7 +52,7 @@ def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias
         torch.testing.assert_close(tensor.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5 * wanted.grad.abs().max())
     layer.scaling["default"] = 0.4
     shape = (OUT, IN, 1, 1) if kind == "conv" else (OUT, IN)
-    half = layer.merged(w.float().view(shape)).double().view(OUT, IN)
+    half = layer.merge(w.float().view(shape)).double().view(OUT, IN)
     torch.testing.assert_close(half, w + 0.4 * (changed - w), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(layer(x.detach()).double(), product(wide, half), rtol=1e-5, atol=1e-5)
 

@@ -33,7 +33,6 @@ from simpletune.adapters.methods.hypernetwork_layer import networks_of
 from simpletune.adapters.methods.layers import all_layers
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import trained_parameters
@@ -44,6 +43,7 @@ from simpletune.models.unet.shapes import parameter_shapes, unet_units
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import attach
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 UNITS = len(unet_units(UNETS["sd15"]))
 PROMPT = "a glim picture of a large blue heart"
@@ -352,11 +352,11 @@ def test_a_run_is_drawn_inspected_and_exported(
 ) -> None:
     run = train_once(trained)
     words = ["--prompt", PROMPT, "--size", "64x64", "--seed", "0", *SMALL]
-    pictures = []
+    images = []
     for weights in (["--run", f"{run}"], ["--run", f"{run}@1"], ["--lora", f"{run / OUTPUT}:0.5"], ["--base"]):
         base = [] if weights[0] == "--run" else ["--model", trained["model"]["pretrained"]]
         assert main(["generate", *base, *weights, *words, "--out", str(tmp_path / "p.png"), "--overwrite"]) == 0
-        pictures.append(pixels_of(io.BytesIO((tmp_path / "p.png").read_bytes())))
+        images.append(pixels_of(io.BytesIO((tmp_path / "p.png").read_bytes())))
     capsys.readouterr()
 
     card = (run / "README.md").read_text()
@@ -392,7 +392,7 @@ def test_a_run_is_drawn_inspected_and_exported(
     ):
         assert main(command) == 2
         assert re.search(says, " ".join(capsys.readouterr().err.split())), command
-    assert len({*pictures}) == 4
+    assert len({*images}) == 4
 
 
 def test_a_lora_is_not_exported_as_one(tmp_path: Path, capsys: Any) -> None:

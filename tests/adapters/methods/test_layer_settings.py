@@ -25,7 +25,6 @@ from simpletune.adapters.methods.layers import ADAPTER, all_layers, outer_layers
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import lora_layers
 from simpletune.adapters.methods.targets import TargetedMethod
-from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.overrides import merge
@@ -39,6 +38,7 @@ from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.single_run import summary_sentence
 from simpletune.stages.step.train_step import lr_ratio
 from simpletune.system.options import ConfigError, UserError, union_of
+from simpletune.training.train import train
 
 METHODS = union_of(TrainConfig.model_fields["adapter"]).members
 LAYERED = [name for name, method in METHODS.items() if issubclass(method, TargetedMethod)]

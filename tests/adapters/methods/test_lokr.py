@@ -19,11 +19,11 @@ from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.lokr import Lokr
 from simpletune.adapters.methods.lokr_layer import add_kronecker, sides
 from simpletune.adapters.methods.targets import LayerMethod
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import BF16, Int8, Nf4
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.training.train import train
 
 METHODS = {
     "lokr": Lokr(factor=4, rank=2),
@@ -95,7 +95,7 @@ def test_outputs_gradients_and_merged_weights_are_those_of_the_definition(method
         assert_close(x.grad, x64.grad)
         for factor, tensor in layer.factors.items():
             assert_close(tensor.grad, factors[factor].grad)
-        assert_close(layer.merged(frozen.weight.detach()), whole.detach())
+        assert_close(layer.merge(frozen.weight.detach()), whole.detach())
 
 
 @pytest.mark.parametrize("input_trains", [True, False])

@@ -16,7 +16,6 @@ from simpletune.adapters.methods.dora import Dora
 from simpletune.adapters.methods.layers import ADAPTER
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.lora_layers import UpdateDropout, limit_norm, lora_layers, product_norm, row_norms
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.optim.in_backward import step_in_backward
@@ -24,6 +23,7 @@ from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.quant.precision import FP32
 from simpletune.runs import checkpoint
 from simpletune.system.options import ConfigError, union_of
+from simpletune.training.train import train
 
 OPTIMIZERS = union_of(TrainConfig.model_fields["optimizer"]).members
 

@@ -49,7 +49,7 @@ def test_output_gradients_and_weight_are_those_of_the_definition(kind: str, bias
     torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-5, atol=1e-5)
     shape = (OUT, IN, 1, 1) if kind == "conv" else (OUT, IN)
     layer.scaling["default"] = 0.3
-    merged = layer.merged(w.float().view(shape)).double().view(OUT, IN)
+    merged = layer.merge(w.float().view(shape)).double().view(OUT, IN)
     torch.testing.assert_close(merged, w + 0.3 * (turned - w), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(layer(x.detach()).double(), product(merged), rtol=1e-5, atol=1e-5)
 

@@ -17,14 +17,14 @@ from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.partial import Partial
 from simpletune.apps.cli.arguments import strength, tile
 from simpletune.apps.cli.main import main
+from simpletune.config.checkpoint import Checkpoint
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.config.schema import Checkpoint
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
 from simpletune.models.sd15.option import SD15
 from simpletune.runs.folder import SCORES
 from simpletune.runs.report.evaluations import fidelity_sections
-from simpletune.runs.report.single_run import picture_section
+from simpletune.runs.report.single_run import image_section
 
 NAMES = [f"transformer_blocks.{block}.attn.{part}" for block in range(2) for part in ("to_q", "to_k", "to_v")]
 SHAPES = {f"{name}.weight": (64, 64) for name in NAMES} | {f"{name}.bias": (64,) for name in NAMES}
@@ -60,7 +60,7 @@ def test_checkpoints_say_which_are_kept() -> None:
         (Checkpoint(keep_last=1), "the last 1", 2),
         (Checkpoint(keep_last=2, every=10, keep_every=20), "the last 2 and one every 20 steps", 3),
     ):
-        assert words in option.in_words()
+        assert words in option.describe()
         assert option.most_at_once([10, 20, 30, 40]) == most and option.most_at_once([]) == 0
 
 
@@ -105,5 +105,5 @@ def test_a_report_says_that_scores_cannot_be_read_and_that_only_the_base_was_dra
     (tmp_path / SCORES).write_text("{")
     (section,) = fidelity_sections([SimpleNamespace(folder=tmp_path)])  # type: ignore[list-item]
     assert SCORES in section.notes[0] and "damaged" in section.notes[0]
-    section, shown = picture_section(SimpleNamespace(), [SimpleNamespace(step=0)])  # type: ignore[arg-type,list-item]
+    section, shown = image_section(SimpleNamespace(), [SimpleNamespace(step=0)])  # type: ignore[arg-type,list-item]
     assert not shown and section.block == "" and "Only the base" in section.notes[0]

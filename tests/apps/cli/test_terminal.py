@@ -181,8 +181,8 @@ def test_the_pace_is_of_recent_steps_without_warm_up(capsys, monkeypatch: pytest
 
 
 def test_metrics_can_be_read_after_every_step(tiny_config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.commands.train.train import train
     from simpletune.config.load import validate
+    from simpletune.training.train import train
 
     seen: list[int] = []
     config = validate(tiny_config, "test")

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.system.options import plural
+from simpletune.training.train import train
 
 PLURALS_OF_ONE = re.compile(
     r"(?<![\d.,/@-])1 (steps|pictures|prompts|files|tokens|captions|samples|epochs|buckets|batches|blocks|tensors|"
@@ -31,7 +31,7 @@ def test_one_has_no_plural(count: int) -> None:
 
 def test_a_run_of_one_of_each_says_no_plural_of_one(
     tiny_config: dict,
-    tiny_pictures: Path,
+    tiny_images: Path,
     write_config: Callable[[object], Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -39,7 +39,7 @@ def test_a_run_of_one_of_each_says_no_plural_of_one(
     """A run on one picture: one step, one bucket, one epoch."""
     folder = tmp_path / "one"
     folder.mkdir()
-    first = sorted(tiny_pictures.glob("*.png"))[0]
+    first = sorted(tiny_images.glob("*.png"))[0]
     (folder / first.name).write_bytes(first.read_bytes())
     (folder / "000.txt").write_text("a red disc\n")
     tiny_config["data"]["path"] = str(folder)

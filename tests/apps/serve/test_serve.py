@@ -33,7 +33,7 @@ from simpletune.apps.serve import app, server
 from simpletune.apps.serve.app import HttpOptions, guard_app
 from simpletune.apps.serve.limits import Limits
 from simpletune.apps.serve.metrics import Metrics
-from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
+from simpletune.apps.serve.requests import Capabilities, RequestError, ServedImage, read_requests
 from simpletune.apps.serve.worker import FAILED, GenerationJob, JobCancelled
 from simpletune.data import demo
 from simpletune.system.options import UserError
@@ -84,16 +84,16 @@ def test_a_picture_is_the_one_that_generate_draws(
     parameters: dict[str, Any], words: list[str], live: Running, run: Path, generated: Callable[..., bytes]
 ) -> None:
     words = [str(run.parent / word) if word in ("first", "second") else word for word in words]
-    assert live.pictures(PROMPT, seed=3, **parameters) == [generated(run, *words)]
+    assert live.images(PROMPT, seed=3, **parameters) == [generated(run, *words)]
 
 
 def test_the_base_is_untouched_by_loras_and_each_lora_by_the_other(live: Running) -> None:
     names = ["base", "first", "second"]
-    once = {name: live.pictures(PROMPT, lora=name, num_inference_steps=1)[0] for name in names}
+    once = {name: live.images(PROMPT, lora=name, num_inference_steps=1)[0] for name in names}
     assert len(set(once.values())) == 3
     mixed = [{"text": PROMPT, "lora": name} for name in ("second", "base", "first", "base")]
-    assert live.pictures(*mixed, num_inference_steps=1) == [once[name] for name in ("second", "base", "first", "base")]
-    assert live.pictures(PROMPT, lora="first", lora_scale=0, num_inference_steps=1)[0] == once["base"]
+    assert live.images(*mixed, num_inference_steps=1) == [once[name] for name in ("second", "base", "first", "base")]
+    assert live.images(PROMPT, lora="first", lora_scale=0, num_inference_steps=1)[0] == once["base"]
 
 
 @pytest.mark.parametrize("number", [6, pytest.param(32, marks=pytest.mark.slow)])
@@ -103,15 +103,15 @@ def test_many_at_once_and_none_depends_on_the_others(number: int, live: Running)
         ({"prompt": prompts[n // 3 % 3], "seed": n, "lora": ("base", "first", "second")[n % 3]}) for n in range(number)
     ]
     with ThreadPoolExecutor(number) as pool:
-        together = list(pool.map(lambda instance: live.pictures(instance, num_inference_steps=1), asked))
-    alone = [live.pictures(instance, num_inference_steps=1) for instance in reversed(asked)]
+        together = list(pool.map(lambda instance: live.images(instance, num_inference_steps=1), asked))
+    alone = [live.images(instance, num_inference_steps=1) for instance in reversed(asked)]
     assert together == alone[::-1]
     assert len({each[0] for each in together}) == number
 
 
 def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
     generator = live.service.worker._generator
-    image = ImageRequest(replace(live.service.capabilities.defaults, prompt=PROMPT))
+    image = ServedImage(replace(live.service.capabilities.defaults, prompt=PROMPT))
     assert generator is not None
     asked: list[int] = []
 
@@ -125,7 +125,7 @@ def test_drawing_can_be_given_up_before_every_step(live: Running) -> None:
     assert len(asked) == 3
     whole = generator.generate(image, lambda: asked.append(1))
     assert len(asked) == 3 + 1 + 3  # the beginning, and three steps
-    assert live.pictures(PROMPT) == [pixels(base64.b64encode(whole).decode())]
+    assert live.images(PROMPT) == [pixels(base64.b64encode(whole).decode())]
 
 
 def test_a_picture_says_how_it_was_made_and_its_prompt_is_not_written_anywhere(live: Running, run: Path) -> None:
@@ -153,7 +153,7 @@ def test_with_a_modulation_plan_the_base_is_untouched_and_a_lora_of_what_it_take
     settings = {"width": 64, "height": 64, "num_inference_steps": 1, "seed": 3, "guidance_scale": 3}
     with running(service) as it:
         it.wait_ready()
-        before, tuned, after = it.pictures(
+        before, tuned, after = it.images(
             *({"prompt": PROMPT, "lora": name} for name in ("base", "second", "base")), **settings
         )
     assert before == after != tuned
@@ -174,8 +174,8 @@ def test_on_a_gpu_the_base_is_untouched_and_the_devices_memory_is_told(run: Path
     with running(real(run, "--device", "cuda")) as it:
         it.wait_ready()
         names = ("base", "first", "base", "second", "base")
-        drawn = it.pictures(*({"prompt": PROMPT, "lora": name} for name in names[:3]))
-        drawn += it.pictures(*({"prompt": PROMPT, "lora": name} for name in names[3:]))
+        drawn = it.images(*({"prompt": PROMPT, "lora": name} for name in names[:3]))
+        drawn += it.images(*({"prompt": PROMPT, "lora": name} for name in names[3:]))
         assert drawn[0] == drawn[2] == drawn[4] and len(set(drawn)) == 3
         peak = re.search(r"^simpletune_peak_memory_device_bytes (\S+)$", it.client.get("/metrics").text, re.M)
         assert peak and float(peak[1]) > 2**20
@@ -358,7 +358,7 @@ def test_two_requests_are_decoded_at_a_time_and_no_more_are_read_than_may_wait(m
     """Of 12 at once 6 have a place: 5 that may wait, and that which will be drawn first."""
     decoding, most, go, lines = [0], [0], threading.Event(), list[str]()
 
-    def slowly(*given: Any) -> list[ImageRequest]:
+    def slowly(*given: Any) -> list[ServedImage]:
         decoding[0] += 1
         most.append(decoding[0])
         assert go.wait(60)
@@ -620,13 +620,13 @@ def test_figures_count_and_an_error_in_the_model_ends_one_request_alone(
 def test_it_keeps_up_with_clients(clients: int, live: Running) -> None:
     """Prints what docs/how-to/serve.md shows."""
     each = max(1, 32 // clients)
-    live.pictures(PROMPT)
+    live.images(PROMPT)
 
     def client(number: int) -> list[float]:
         seconds = []
         for turn in range(each):
             clock = time.perf_counter()
-            live.pictures(PROMPT, seed=number * each + turn)
+            live.images(PROMPT, seed=number * each + turn)
             seconds.append(time.perf_counter() - clock)
         return seconds
 

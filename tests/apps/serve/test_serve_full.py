@@ -40,11 +40,11 @@ def test_base_is_the_base_and_the_full_model_has_the_runs_name(
     assert len(set(expected.values())) == 3
     names = ["whole", "base", "second", "whole"]
     asked = [{"prompt": PROMPT, "model": name} for name in names]
-    assert live.pictures(*asked, seed=3) == [expected[name] for name in names]
-    assert live.pictures(PROMPT, seed=3) == [expected["whole"]], "what is served is drawn where nothing is said"
+    assert live.images(*asked, seed=3) == [expected[name] for name in names]
+    assert live.images(PROMPT, seed=3) == [expected["whole"]], "what is served is drawn where nothing is said"
     info = live.client.get("/info").json()
     assert info["loras"] == ["base", "whole", "second"] and info["tuned"] == "whole"
-    assert live.service.capabilities.in_words() == "base, whole (full model), second (LoRA)"
+    assert live.service.capabilities.describe() == "base, whole (full model), second (LoRA)"
 
 
 def test_its_pictures_say_which_model_drew_them_and_it_has_no_strength(live: Running) -> None:

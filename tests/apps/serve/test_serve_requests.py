@@ -16,12 +16,12 @@ from PIL import Image
 
 from simpletune.apps.serve import requests
 from simpletune.apps.serve.limits import Limits
-from simpletune.apps.serve.requests import Capabilities, ImageRequest, RequestError, read_requests
-from simpletune.data.sources.pictures import decode
-from simpletune.stages.sample import PictureRequest, shown_inputs
+from simpletune.apps.serve.requests import Capabilities, RequestError, ServedImage, read_requests
+from simpletune.data.sources.image_files import decode
+from simpletune.stages.sample import ImageRequest, shown_inputs
 from simpletune.system.options import Problem
 
-DEFAULTS = PictureRequest("", 7, "blurry", 64, 64, 3, 3.0)
+DEFAULTS = ImageRequest("", 7, "blurry", 64, 64, 3, 3.0)
 CAPABILITIES = Capabilities(("base", "one"), DEFAULTS, Limits(), 8)
 NAMES = [
     "prompt", "text", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale", "seed", "lora",
@@ -34,7 +34,7 @@ VALUES = st.one_of(
 OBJECTS = st.dictionaries(st.sampled_from(NAMES) | st.text(st.characters(codec=None), max_size=4), VALUES, max_size=5)
 
 
-def requests_of(body: object) -> list[ImageRequest]:
+def requests_of(body: object) -> list[ServedImage]:
     return read_requests(json.dumps(body).encode(), CAPABILITIES)
 
 
@@ -58,7 +58,7 @@ def test_any_json_gives_images_or_an_error_that_can_be_sent(body: dict[str, obje
 def test_sides_are_multiples_of_the_familys() -> None:
     wide = replace(CAPABILITIES, limits=Limits(side=128, multiple=32))
 
-    def ask(**sides: int) -> list[ImageRequest]:
+    def ask(**sides: int) -> list[ServedImage]:
         return read_requests(json.dumps({"instances": [{"prompt": "a", **sides}]}).encode(), wide)
 
     (found,) = ask(width=96, height=128)
@@ -72,11 +72,11 @@ def test_an_instance_overrides_the_parameters_and_null_overrides_nothing() -> No
     parameters = {"seed": 1, "width": 96.0, "lora_id": "one", "lora_scale": 2, "guidance_scale": None}
     body = {"instances": [{"text": "a"}, {"prompt": "b", "seed": 2, "width": None, "lora": "base"}]}
     first, second = requests_of({**body, "parameters": parameters})
-    assert first == ImageRequest(PictureRequest("a", 1, "blurry", 96, 64, 3, 3.0), "one", 2.0)
-    assert second == ImageRequest(PictureRequest("b", 2, "blurry", 96, 64, 3, 3.0), "base", 2.0)
+    assert first == ServedImage(ImageRequest("a", 1, "blurry", 96, 64, 3, 3.0), "one", 2.0)
+    assert second == ServedImage(ImageRequest("b", 2, "blurry", 96, 64, 3, 3.0), "base", 2.0)
     assert type(first.request.width) is int
     assert requests_of({"instances": [{"prompt": "a"}], "parameters": None}) == [
-        ImageRequest(PictureRequest("a", 7, "blurry", 64, 64, 3, 3.0))
+        ServedImage(ImageRequest("a", 7, "blurry", 64, 64, 3, 3.0))
     ]
 
 
@@ -87,10 +87,10 @@ def sent(image: Image.Image) -> str:
 
 
 def test_a_picture_and_a_mask_are_read_from_base64() -> None:
-    picture, mask = Image.new("RGB", (128, 64), "red"), Image.new("L", (128, 64))
+    content, mask = Image.new("RGB", (128, 64), "red"), Image.new("L", (128, 64))
     mask.paste(255, (64, 0, 128, 64))
-    given = {"image": sent(picture), "mask_image": sent(mask)}
-    whole, started = requests_of({"instances": [{"prompt": "a", **given}, {"prompt": "b", "image": sent(picture)}]})
+    given = {"image": sent(content), "mask_image": sent(mask)}
+    whole, started = requests_of({"instances": [{"prompt": "a", **given}, {"prompt": "b", "image": sent(content)}]})
     found = shown_inputs(whole.request)
     assert whole.request.strength == 1 and found["picture"].getpixel((5, 5)) == (255, 0, 0)
     assert np.array_equal(np.asarray(found["mask"])[0], [0] * 32 + [255] * 32)  # the middle of both
@@ -136,18 +136,18 @@ def test_the_pixels_of_a_request_are_counted_once_a_picture_and_before_they_are_
     monkeypatch.setattr(requests, "decode", counting)
     monkeypatch.setattr(requests, "decode_mask", lambda data, kind: counting(data).convert("L"))
     limited = replace(CAPABILITIES, limits=Limits(pixels=100 * 100, all_pixels=2 * 100 * 100))
-    picture, other, mask = (sent(Image.new("RGB", (100, 100), colour)) for colour in ("red", "blue", "white"))
+    content, other, mask = (sent(Image.new("RGB", (100, 100), colour)) for colour in ("red", "blue", "white"))
 
-    def ask(parameters: dict[str, str], *instances: dict[str, str]) -> list[ImageRequest]:
+    def ask(parameters: dict[str, str], *instances: dict[str, str]) -> list[ServedImage]:
         body = {"parameters": parameters, "instances": [{"prompt": "a", **each} for each in instances]}
         return read_requests(json.dumps(body).encode(), limited)
 
-    found = ask({"image": picture, "mask_image": mask}, {}, {}, {}, {})
+    found = ask({"image": content, "mask_image": mask}, {}, {}, {}, {})
     assert [each.request.image.getpixel((5, 5)) for each in found if each.request.image] == [(255, 0, 0)] * 4
     assert decoded == [(100, 100)] * 2, "four pictures from one picture and its mask"
     decoded.clear()
     with pytest.raises(RequestError) as caught:
-        ask({"image": picture, "mask_image": mask}, {}, {"image": other}, {"image": sent(Image.new("L", (100, 101)))})
+        ask({"image": content, "mask_image": mask}, {}, {"image": other}, {"image": sent(Image.new("L", (100, 101)))})
     rule = "brings the request's pictures and masks to 0.0 million pixels. Send at most 0.0 million in a request"
     assert list(caught.value.problems) == [
         Problem("instances.1.image", rule),

@@ -25,7 +25,7 @@ from simpletune.apps.web import data_page, data_set, processes
 from simpletune.apps.web.data_page import caption_words
 from simpletune.apps.web.roots import make_roots
 from simpletune.commands.inspect_data.caption_edits import (
-    CaptionedPicture,
+    CaptionedImage,
     Edit,
     apply,
     preview,
@@ -41,7 +41,7 @@ HOSTILE = "<img src=x onerror=alert(1)> \"&'.png"
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five pictures: one wide, one with a hostile name and caption, one unreadable, one without a caption."""
     place = tmp_path_factory.mktemp("data") / "pictures"
     (place / "sub").mkdir(parents=True)
@@ -56,9 +56,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(pictures: Path, tmp_path: Path) -> Path:
+def folder(images: Path, tmp_path: Path) -> Path:
     """A copy of the pictures in a root."""
-    return Path(shutil.copytree(pictures, tmp_path / "pictures"))
+    return Path(shutil.copytree(images, tmp_path / "pictures"))
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_find_and_replace_counts_first_then_writes(client: TestClient, folder: P
 
 
 def test_a_prefix_is_put_once_and_no_caption_is_emptied(folder: Path) -> None:
-    def entries() -> list[CaptionedPicture]:
+    def entries() -> list[CaptionedImage]:
         return read_captions(folder, sorted(folder.rglob("*.[pj][np]g")))
 
     found = preview(Edit("prefix", "", "sks,"), entries())
@@ -478,10 +478,10 @@ def test_captions_of_metadata_are_shown(client: TestClient, folder: Path) -> Non
 def test_a_tables_pictures_captions_and_masks_are_shown(client: TestClient, tmp_path: Path) -> None:
     cells = []
     for shade in (0, 255):
-        picture = Image.new("RGBA", (64, 64), (0, 128, 0, shade))
-        picture.paste((0, 128, 0, 255), (0, 0, 32, 64))
+        image = Image.new("RGBA", (64, 64), (0, 128, 0, shade))
+        image.paste((0, 128, 0, 255), (0, 0, 32, 64))
         file = io.BytesIO()
-        picture.save(file, "PNG")
+        image.save(file, "PNG")
         cells.append(file.getvalue())
     table = pa.table({"image": [*cells, b"no picture"], "text": ["half <i>", "whole", "none"]})
     pq.write_table(table, tmp_path / "rows.parquet")

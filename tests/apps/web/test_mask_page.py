@@ -81,7 +81,7 @@ def test_a_painted_mask_is_the_one_that_training_reads(client: TestClient, folde
     assert answer.json()["digest"] == hashlib.sha256((folder / "a-masklabel.png").read_bytes()).hexdigest()
     assert post(client, png((64, 64)), "sub/b c.png").status_code == 200
     scan = Folder(path=str(folder), mask="files").scan(folder)
-    assert [each.name for each in scan.pictures] == ["a.jpg", "sub/b c.png"] and scan.rejected == []
+    assert [each.name for each in scan.images] == ["a.jpg", "sub/b c.png"] and scan.rejected == []
     written = Image.open(folder / "a-masklabel.png")
     assert written.mode == "L" and written.size == (60, 90)
     assert np.asarray(written)[:, :30].min() == 255 and np.asarray(written)[:, 30:].max() == 0
@@ -181,7 +181,7 @@ def test_masks_in_a_folder_of_their_own(client: TestClient, folder: Path, tmp_pa
     assert post(client, png((64, 64)), "sub/b c.png", place="config.json").status_code == 200
     assert post(client, png((60, 90)), place="config.json").status_code == 200
     scan = scan_sources(validate({"name": "x", "data": data}, "x", needs_data=False, needs_model=False).data)
-    assert [each.name for each in scan.pictures] == ["a.jpg", "sub/b c.png"]
+    assert [each.name for each in scan.images] == ["a.jpg", "sub/b c.png"]
     for wrong, why in ({"mask_path": str(tmp_path.parent)}, "outside of the folders"), ({"mask": "alpha"}, "opacity"):
         without = {key: value for key, value in data.items() if key != "mask_path" or "mask" not in wrong}
         (tmp_path / "other.json").write_text(json.dumps({"name": "x", "data": {**without, **wrong}}))

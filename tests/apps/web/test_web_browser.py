@@ -21,10 +21,10 @@ from web_browser import (
     Browser,
     Server,
     browsing,
+    images,
     make_root,
     make_run,
     needs_browser,
-    pictures,
     serving,
 )
 
@@ -98,7 +98,7 @@ def test_the_form_answers_within_a_second_and_keeps_focus_and_values(server: Ser
 def test_pictures_come_to_the_page_and_fill_the_form(
     server: Server, folder: Path, light: Browser, tmp_path: Path
 ) -> None:
-    files = [*sorted(pictures(tmp_path / "mine").iterdir()), tmp_path / "mine" / "0.txt", tmp_path / "mine" / "no.png"]
+    files = [*sorted(images(tmp_path / "mine").iterdir()), tmp_path / "mine" / "0.txt", tmp_path / "mine" / "no.png"]
     files[-2].write_text("a red cat")
     files[-1].write_bytes(b"no picture")
     light.open(server.url + "/start")
@@ -154,7 +154,7 @@ def test_the_start_page_works_by_keyboard_alone(server: Server, folder: Path, li
 def test_questions_are_answered_by_buttons_and_an_upload_shows_its_pictures(
     server: Server, folder: Path, light: Browser, tmp_path: Path
 ) -> None:
-    files = sorted(pictures(tmp_path / "mine").iterdir())
+    files = sorted(images(tmp_path / "mine").iterdir())
     Image.new("L", (96, 96), 255).save(tmp_path / "mine" / "0-masklabel.png")
     light.open(server.url + "/start")
     light.fill("#upload-name", "brown lawn")
@@ -182,7 +182,7 @@ def test_questions_are_answered_by_buttons_and_an_upload_shows_its_pictures(
 
 
 def test_an_empty_folder_becomes_a_lora_by_keyboard_alone(tmp_path: Path) -> None:
-    files = sorted(pictures(tmp_path / "elsewhere").iterdir())
+    files = sorted(images(tmp_path / "elsewhere").iterdir())
     root = tmp_path / "root"
     root.mkdir()
     with serving(root) as server, browsing() as browser:
@@ -224,7 +224,7 @@ def test_two_pages_see_the_same_and_a_stopped_server_is_said(folder: Path, serve
 def test_a_newcomers_path(tmp_path: Path) -> None:
     """From an empty folder, without typing a path: upload, Start, live loss and pictures, stop, continue, compare, the
     report, a LoRA that loads in diffusers."""
-    files = sorted(pictures(tmp_path / "elsewhere" / "pics").iterdir())
+    files = sorted(images(tmp_path / "elsewhere" / "pics").iterdir())
     root = tmp_path / "root"
     root.mkdir()
     with serving(root) as server, browsing(size=DESKTOP) as browser:
@@ -328,7 +328,7 @@ def layers_in_diffusers(file: Path) -> int:
 
 @pytest.mark.timeout(600)
 def test_a_page_that_is_killed_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
-    pictures(tmp_path / "pics")
+    images(tmp_path / "pics")
     with serving(tmp_path) as server, browsing() as browser:
         browser.open(server.url + "/start")
         browser.fill('[name="data.path"]', "pics")

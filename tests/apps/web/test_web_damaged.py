@@ -87,7 +87,7 @@ def test_a_damaged_run_is_a_row_that_says_so(folder: Path) -> None:
 
 # every route of the pages, with the names that it reads from an address or a form, and what they are otherwise
 PLACE = {"place": "pics", "source": "0", "model": "", "side": "", "upscale": ""}
-PICTURE = {**PLACE, "name": "a.png"}
+IMAGE = {**PLACE, "name": "a.png"}
 STATE = {"state": "{}"}
 GETS: dict[str, dict[str, str]] = {
     "/": {}, "/events": {}, "/changes": {"since": "0"}, "/static/{name}": {},
@@ -98,9 +98,9 @@ GETS: dict[str, dict[str, str]] = {
     "/data": {**PLACE, "folder": "", "show": "all", "q": "", "page": "1", "order": "name"},
     "/data/folders": {}, "/data/files": {**PLACE, "polled": ""}, "/data/strip": {**PLACE, "polled": ""},
     "/data/gallery": {**PLACE, "show": "all", "q": "", "page": "1", "order": "name"},
-    "/data/thumbnail": {**PICTURE, "masked": "0"}, "/data/summary": PLACE, "/data/undo": {**PLACE, "refresh": ""},
-    "/data/check": PLACE, "/data/captioning": PLACE, "/data/mask": PICTURE, "/data/mask/picture": PICTURE,
-    "/data/mask/painted": PICTURE, "/run/{name}": {}, "/run/{name}/file/{path:path}": {}, "/run/{name}/now": {},
+    "/data/thumbnail": {**IMAGE, "masked": "0"}, "/data/summary": PLACE, "/data/undo": {**PLACE, "refresh": ""},
+    "/data/check": PLACE, "/data/captioning": PLACE, "/data/mask": IMAGE, "/data/mask/picture": IMAGE,
+    "/data/mask/painted": IMAGE, "/run/{name}": {}, "/run/{name}/file/{path:path}": {}, "/run/{name}/now": {},
     "/run/{name}/small/{path:path}": {}, "/run/{name}/exports/{file}": {},
 }  # fmt: skip
 POSTS: dict[str, dict[str, str]] = {
@@ -109,11 +109,11 @@ POSTS: dict[str, dict[str, str]] = {
         "data.path": "pics", "model.pretrained": "demo:tiny-sd3", "output.cache": "", "optimizer.lr": "1",
         "train.steps": "1"},
     "/start/run": STATE, "/start/config.json": STATE,
-    "/data/caption": {**PICTURE, "caption": "a", "digest": ""},
+    "/data/caption": {**IMAGE, "caption": "a", "digest": ""},
     "/data/preview": {**PLACE, "kind": "replace", "find": "a", "text": "b"},
     "/data/apply": {**PLACE, "kind": "replace", "find": "a", "text": "b", "fingerprint": ""},
     "/data/undo": {**PLACE, "number": "1", "refresh": "", "name": "a.png"},
-    "/data/check": PLACE, "/data/captioning/stop": PLACE, "/data/mask": {**PICTURE, "digest": ""},
+    "/data/check": PLACE, "/data/captioning/stop": PLACE, "/data/mask": {**IMAGE, "digest": ""},
     "/data/captioning": {**PLACE, "model": "a/b", "prompt": "", "prefix": "", "trigger": "", "blacklist": "",
         "threshold": "0.1", "character-threshold": "0.1", "precision": "bf16", "device": "cpu", "which": "new"},
     "/run/{name}/ask": {"ask": "draw", "prompt": "a", "negative_prompt": "", "seed": "1", "steps": "1", "width": "64",
@@ -153,10 +153,10 @@ def test_no_value_in_an_address_or_a_form_fails_a_page(
     for each, in turn."""
     for owner, name in ((live.Estimator, "want"), (queue, "ensure_runner"), (processes, "start")):
         monkeypatch.setattr(owner, name, lambda *_, **__: None)
-    pictures = folder / "pics"
-    pictures.mkdir()
-    Image.new("RGB", (64, 64)).save(pictures / "a.png")
-    (pictures / "a.txt").write_text("a cat")
+    images = folder / "pics"
+    images.mkdir()
+    Image.new("RGB", (64, 64)).save(images / "a.png")
+    (images / "a.txt").write_text("a cat")
     painted = io.BytesIO()
     Image.new("L", (64, 64), 255).save(painted, "PNG")
     values, white, failed = itertools.cycle(HOSTILE), painted.getvalue(), list[object]()

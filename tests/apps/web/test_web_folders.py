@@ -20,7 +20,7 @@ from web_pages import open_pages
 from simpletune.apps.web import live, queue, scans
 from simpletune.apps.web.form import presets
 from simpletune.apps.web.roots import make_roots
-from simpletune.apps.web.scans import PictureScan, Scans
+from simpletune.apps.web.scans import ImageScan, Scans
 from simpletune.commands.init import inspect_folder
 from simpletune.config.load import read_config
 from simpletune.data.demo import TINY_SD3
@@ -38,7 +38,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presets, "card_here", lambda: None)
 
 
-def pictures(folder: Path, count: int = 3) -> Path:
+def images(folder: Path, count: int = 3) -> Path:
     folder.mkdir(parents=True)
     for number in range(count):
         Image.effect_noise(ORIGIN_SIZE, 60 + number).convert("RGB").save(folder / f"{number}.png")
@@ -83,7 +83,7 @@ def queued(root: Path) -> list[queue.QueueEntry]:
 
 
 def test_a_run_waits_for_an_answer_which_sets_the_fields_as_the_users(tmp_path: Path) -> None:
-    masked(pictures(tmp_path / "pictures"), 2)
+    masked(images(tmp_path / "pictures"), 2)
     client = open_pages(tmp_path)
     text, values = begin(client, "pictures")
     assert words(text, "sums") == "5 files: 3 pictures, 2 masks"
@@ -108,7 +108,7 @@ def test_a_run_waits_for_an_answer_which_sets_the_fields_as_the_users(tmp_path: 
 
 def test_a_folder_below_may_be_the_answer(tmp_path: Path) -> None:
     for name in ("img/10_sks dog", "reg/1_dog"):
-        pictures(tmp_path / "kohya" / name)
+        images(tmp_path / "kohya" / name)
     client = open_pages(tmp_path)
     text, _ = begin(client, "kohya")
     assert len(questions(text)) >= 1 and not can_start(text)
@@ -119,7 +119,7 @@ def test_a_folder_below_may_be_the_answer(tmp_path: Path) -> None:
 
 def test_an_answer_is_for_its_folder_and_its_question_alone(tmp_path: Path) -> None:
     for name in ("a pictures", "b pictures"):
-        masked(pictures(tmp_path / name), 2)
+        masked(images(tmp_path / name), 2)
     client = open_pages(tmp_path)
     text, values = begin(client, "a pictures")
     (leave,) = [value for said, value in buttons(text).items() if said.startswith("leave out")]
@@ -144,7 +144,7 @@ def test_an_answer_is_for_its_folder_and_its_question_alone(tmp_path: Path) -> N
 
 
 def test_the_class_is_asked_and_the_answer_is_the_trigger_word(tmp_path: Path) -> None:
-    pictures(tmp_path / "rex lawn")
+    images(tmp_path / "rex lawn")
     client = open_pages(tmp_path)
     text, values = begin(client, "rex lawn")
     assert "what do the pictures of 'rex lawn' show?" in html.unescape(text) and not can_start(text)
@@ -159,7 +159,7 @@ def test_the_class_is_asked_and_the_answer_is_the_trigger_word(tmp_path: Path) -
 
 
 def test_pictures_without_a_caption_are_said(tmp_path: Path) -> None:
-    folder = pictures(tmp_path / "pictures", 4)
+    folder = images(tmp_path / "pictures", 4)
     client = open_pages(tmp_path)
     text, _ = begin(client, "pictures")
     assert words(text, "one-caption").startswith(
@@ -178,7 +178,7 @@ def test_pictures_without_a_caption_are_said(tmp_path: Path) -> None:
 
 
 def test_pictures_says_the_same_and_the_real_fault_of_each_picture(tmp_path: Path) -> None:
-    folder = masked(pictures(tmp_path / "pictures", 4), 1)
+    folder = masked(images(tmp_path / "pictures", 4), 1)
     Image.effect_noise((640, 480), 50).convert("RGB").save(folder / "cut.jpg")
     (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:9000])
     data = (folder / "1.png").read_bytes()
@@ -207,7 +207,7 @@ def test_pictures_says_the_same_and_the_real_fault_of_each_picture(tmp_path: Pat
 
 
 def test_what_is_no_text_no_file_or_a_loop_is_a_sentence(tmp_path: Path) -> None:
-    folder = pictures(tmp_path / "pictures", 1)
+    folder = images(tmp_path / "pictures", 1)
     os.link(folder / "0.png", os.fsencode(folder) + b"/\xff.png")
     os.mkfifo(folder / "pipe.png")
     (folder / "loop.png").symlink_to("loop.png")
@@ -245,7 +245,7 @@ def test_sizes_are_those_of_a_real_model_where_there_is_no_card(tmp_path: Path) 
 def test_after_an_upload_its_pictures_and_folder_are_shown(tmp_path: Path) -> None:
     client = open_pages(tmp_path)
     assert "data-suggested" not in client.get("/data").text
-    masked(pictures(tmp_path / "new"), 1)
+    masked(images(tmp_path / "new"), 1)
     strip = client.get("/data/strip", params={"place": "new"}).text
     assert re.findall(r'alt="([^"]+)"', strip) == ["0.png", "1.png", "2.png"] and "See all 3" in strip
     assert "/start?folder=" in strip and f"{tmp_path}/new</a>" in client.get("/data/folders").text
@@ -257,7 +257,7 @@ def test_a_folder_of_which_nothing_can_be_used_is_a_sentence(tmp_path: Path, nam
     folder.mkdir()
     expected = "contains no pictures"
     if name == "unreadable":
-        pictures(folder / "below")
+        images(folder / "below")
         (folder / "below").chmod(0)
         if os.access(folder / "below", os.R_OK):
             pytest.skip("root may read everything")
@@ -265,7 +265,7 @@ def test_a_folder_of_which_nothing_can_be_used_is_a_sentence(tmp_path: Path, nam
         (folder / "a.png").write_bytes(b"x")
         expected = "none of 1 picture can be used: a.png is not a picture that Pillow can read"
     elif name == "a run":
-        pictures(folder / "samples")
+        images(folder / "samples")
         (folder / "metrics.jsonl").touch()
         expected = "is the folder of a run"
     client = open_pages(tmp_path)
@@ -278,7 +278,7 @@ def test_a_folder_of_which_nothing_can_be_used_is_a_sentence(tmp_path: Path, nam
 
 
 def test_no_run_starts_while_the_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures(tmp_path / "pictures")
+    images(tmp_path / "pictures")
     go, half = threading.Event(), threading.Event()
 
     def slow(folder: Path, chosen: object) -> object:
@@ -306,13 +306,13 @@ def test_no_run_starts_while_the_folder_is_looked_at(tmp_path: Path, monkeypatch
 def test_a_large_folder_is_scanned_by_a_process_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, roots = masked(pictures(tmp_path / "pictures"), 1), make_roots(tmp_path / "runs", [tmp_path])
+    folder, roots = masked(images(tmp_path / "pictures"), 1), make_roots(tmp_path / "runs", [tmp_path])
     text = json.dumps([str(folder), {}])
-    here, beside = PictureScan("a"), PictureScan("b")  # type: ignore[var-annotated]
+    here, beside = ImageScan("a"), ImageScan("b")  # type: ignore[var-annotated]
     found, same = here.here("folder", text), beside.beside(roots, "folder", text)
     assert same.report.files == found.report.files and (beside.done, beside.total) == (3, 3)
-    assert [each.picture.read_same() for each in same.report.usable] == [
-        each.picture.read_same() for each in found.report.usable
+    assert [each.image.read_same() for each in same.report.usable] == [
+        each.image.read_same() for each in found.report.usable
     ]
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="contains no pictures"):
@@ -322,7 +322,7 @@ def test_a_large_folder_is_scanned_by_a_process_with_the_same_result(
 def test_a_scan_that_nobody_asks_for_ends_and_a_changed_folder_is_scanned_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, roots = pictures(tmp_path / "pictures"), make_roots(tmp_path / "runs", [tmp_path])
+    folder, roots = images(tmp_path / "pictures"), make_roots(tmp_path / "runs", [tmp_path])
     known = Scans(roots)
     first = known.folder(folder, wait=60)
     assert first.found is not None and known.folder(folder) is first
@@ -332,7 +332,7 @@ def test_a_scan_that_nobody_asks_for_ends_and_a_changed_folder_is_scanned_anew(
     monkeypatch.setattr(scans, "FEW", 0)
     monkeypatch.setattr(scans, "__name__", "simpletune.apps.web.waits")
     monkeypatch.setattr(scans.processes, "spawn", lambda roots, module, words, **pipes: sleeper(pipes))
-    third = known.folder(pictures(tmp_path / "more"), wait=0)
+    third = known.folder(images(tmp_path / "more"), wait=0)
     assert third.under_way
     known.close()
     assert third.ended.wait(60) and third.found is None and third.problem == scans.FAILED

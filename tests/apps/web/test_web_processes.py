@@ -54,7 +54,7 @@ def test_a_process_has_a_log_an_end_and_a_name_of_its_own(
 
 def test_the_first_root_holds_no_modules(tmp_path: Path, roots: Roots) -> None:
     for name in ("simpletune", "argparse", "json"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a picture folder was imported')")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the folder was imported')")
     processes.start(roots, ["--version"], "version")
     until(lambda: processes.exit_code(roots, "version") is not None)
     assert processes.exit_code(roots, "version") == 0, processes.tail(roots, "version", 9)

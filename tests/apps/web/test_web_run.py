@@ -18,7 +18,7 @@ from web_pages import open_pages
 
 from simpletune.apps.web import processes, queue
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.run.pictures import evenly_spaced, matrix_of
+from simpletune.apps.web.run.matrix import evenly_spaced, matrix_of
 from simpletune.apps.web.run.progress import read_progress
 from simpletune.apps.web.run.series import MOST, Follower, Series
 from simpletune.apps.web.run_page import PARTS
@@ -26,7 +26,7 @@ from simpletune.runs.attempts import Attempt
 from simpletune.runs.control import read_requests
 from simpletune.runs.report.charts import ChartLine, limits, svg_lines, ticks
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.locks import exclusive
 from simpletune.system.stage_timer import Stage
 
@@ -59,9 +59,7 @@ def make_run(folder: Path, steps: int = 12, ended: str | None = "stopped", reaso
     snapshot = {"peak_allocated_mib": 3072.0, "by_kind": {"weights": 2048.0, "activations": 1024.0}, "at": "backward"}
     (folder / "predicted.json").write_text(json.dumps({"steps": 120, "memory": {"train": snapshot}}))
     for state in ("base", "step-000010"):
-        save_png(
-            Image.new("RGB", (64, 64), "red"), folder / f"samples/{state}/prompt-00.png", PictureRequest(HOSTILE, 3)
-        )
+        save_png(Image.new("RGB", (64, 64), "red"), folder / f"samples/{state}/prompt-00.png", ImageRequest(HOSTILE, 3))
     (folder / "checkpoints" / "step-000010").mkdir(parents=True)
     return folder
 
@@ -199,7 +197,7 @@ def test_a_file_is_read_once_as_it_grows_and_again_when_it_is_replaced(tmp_path:
 def test_pictures_are_a_matrix_of_prompts_and_steps(client: TestClient, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "one"
     for step in range(20, 410, 10):
-        save_png(Image.new("RGB", (64, 64)), run / f"samples/step-{step:06d}/prompt-00.png", PictureRequest("p", 3))
+        save_png(Image.new("RGB", (64, 64)), run / f"samples/step-{step:06d}/prompt-00.png", ImageRequest("p", 3))
     matrix = matrix_of(run)
     assert matrix.titles[:2] == ["base", "step 10"] and matrix.titles[-1] == "step 400"
     assert len(matrix.titles) == 25 and matrix.left_out == 16
@@ -271,7 +269,7 @@ def test_answers_and_pictures_on_request_are_shown(client: TestClient, tmp_path:
     ]
     (run / "control_answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     name = "drawn/step-000004-b.png"
-    save_png(Image.new("RGB", (64, 64)), run / name, PictureRequest("a fox", 7))
+    save_png(Image.new("RGB", (64, 64)), run / name, ImageRequest("a fox", 7))
     drawn = {"step": 4, "file": name, "id": "b", "prompt": "a fox", "seed": 7, "strength": 0.5}
     gone = {**drawn, "file": "../../secret.png"}
     (run / "drawn" / "drawn.jsonl").write_text(f"{json.dumps(drawn)}\n{json.dumps(gone)}\n")
@@ -296,7 +294,7 @@ def test_a_comparison_is_drawn_by_a_command_and_shown_with_a_slider(
     place = run / "compare" / "0001"
     models = [{"title": title, "weights": weights} for title, weights in (("base", "base"), (HOSTILE, "LoRA a x 1"))]
     for folder in ("base", "LoRA-a-x-1"):
-        save_png(Image.new("RGB", (16, 16)), place / folder / "000.png", PictureRequest("p", 4))
+        save_png(Image.new("RGB", (16, 16)), place / folder / "000.png", ImageRequest("p", 4))
     (place / "compare.json").write_text(json.dumps({"models": models, "pictures": [{"prompt": "p", "seed": 4}]}))
     (run / "compare" / "0002").mkdir()  # still being drawn
     text = client.get("/run/one/comparisons").text

@@ -14,7 +14,7 @@ from web_pages import open_pages
 from simpletune.apps.web import queue, run_state, runs_page
 from simpletune.apps.web.queue import QueueEntry
 from simpletune.apps.web.roots import make_roots
-from simpletune.apps.web.run_state import newest_picture
+from simpletune.apps.web.run_state import newest_image
 from simpletune.apps.web.runs_page import differences, flat
 
 
@@ -23,7 +23,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "ensure_runner", lambda roots: None)
 
 
-def make_run(folder: Path, picture: bool = True, **settings: object) -> Path:
+def make_run(folder: Path, image: bool = True, **settings: object) -> Path:
     folder.mkdir(parents=True)
     data = {"name": folder.name, "train": {"steps": 10}, "adapter": {"rank": 8}, **settings}
     (folder / "config.json").write_text(json.dumps(data))
@@ -32,7 +32,7 @@ def make_run(folder: Path, picture: bool = True, **settings: object) -> Path:
     (folder / "summary.json").write_text(json.dumps(summary))
     started = {"started": "2026-11-22T10:00:00Z", "device": "cpu", "from_step": 0, "last_step": 10, "seconds": 7200}
     (folder / "attempts.json").write_text(json.dumps([{**started, "ended": "finished"}]))
-    if picture:
+    if image:
         (folder / "samples").mkdir()
         Image.new("RGB", (900, 300), "teal").save(folder / "samples" / "step-10.png")
     return folder
@@ -51,8 +51,8 @@ def test_the_table_shows_pictures_figures_and_what_differs(tmp_path: Path) -> No
     answer = client.get(f"/runs/thumbnail/{address}")
     assert answer.headers["content-type"] == "image/jpeg" and "max-age" in answer.headers["cache-control"]
     (small,) = (tmp_path / "runs" / ".web" / "thumbnails").glob("*.jpg")
-    with Image.open(small) as picture:
-        assert picture.size == (512, 171)
+    with Image.open(small) as image:
+        assert image.size == (512, 171)
     changed = small.stat().st_mtime_ns
     client.get(f"/runs/thumbnail/{address}")
     assert small.stat().st_mtime_ns == changed  # made once
@@ -81,7 +81,7 @@ def test_what_differs_is_counted_against_most_runs() -> None:
 
 def test_two_hundred_runs_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(200):
-        make_run(tmp_path / "runs" / f"run{number}", picture=False, seed=number)
+        make_run(tmp_path / "runs" / f"run{number}", image=False, seed=number)
     roots = make_roots(tmp_path / "runs", [tmp_path])
     assert len(runs_page.rows(roots)) == 200
     reads = []
@@ -143,15 +143,15 @@ def test_a_queued_run_leads_to_its_page_once_it_has_begun(tmp_path: Path) -> Non
 
 
 def test_the_picture_of_a_run_is_the_first_of_its_newest_step(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", picture=False)
+    run = make_run(tmp_path / "a", image=False)
     for place, colour in (("base", "red"), ("step-000010", "blue"), ("step-000100", "lime")):
         for number in range(2):
             (run / "samples" / place).mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), colour).save(run / "samples" / place / f"prompt-0{number}.png")
-    assert newest_picture(run / "samples") == run / "samples/step-000100/prompt-00.png"
+    assert newest_image(run / "samples") == run / "samples/step-000100/prompt-00.png"
     shutil.rmtree(run / "samples/step-000100")
     shutil.rmtree(run / "samples/step-000010")
-    assert newest_picture(run / "samples") == run / "samples/base/prompt-00.png"
+    assert newest_image(run / "samples") == run / "samples/base/prompt-00.png"
 
 
 def test_losses_of_the_chosen_runs_are_one_chart(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Form(HTMLParser):
 HX = {"hx-request": "true"}
 
 
-def pictures(folder: Path) -> Path:
+def images(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for number in range(3):
         Image.effect_noise((96, 96), 60 + number).convert("RGB").save(folder / f"{number}.png")
@@ -201,7 +201,7 @@ def test_a_learning_rate_that_nobody_uses_is_refused_or_warned_of(
     tmp_path: Path, quiet: list[live.EstimateRequest]
 ) -> None:
     client = open_pages(tmp_path)
-    pictures(tmp_path / "pics")
+    images(tmp_path / "pics")
     values = Form(client.get("/start").text).values
     text, values = change(client, values, data__path="pics", optimizer__lr="1e9")
     assert "1000000000.0 does not fit. It must be at most 100" in text
@@ -211,7 +211,7 @@ def test_a_learning_rate_that_nobody_uses_is_refused_or_warned_of(
 
 
 def test_a_newcomer_fills_in_three_fields(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
-    pictures(tmp_path / "my cats <b>")
+    images(tmp_path / "my cats <b>")
     client = open_pages(tmp_path)
     values = Form(client.get("/start").text).values
     text, values = change(client, values, data__path="my cats <b>", trigger="sks cat")
@@ -240,7 +240,7 @@ def test_two_starts_of_one_name_have_a_file_each(
     tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double click: both read the queue before either has added its run."""
-    pictures(tmp_path / "cats")
+    images(tmp_path / "cats")
     client = open_pages(tmp_path)
     values = change(client, Form(client.get("/start").text).values, data__path="cats")[1]
     both, honest = threading.Barrier(2), queue.read_queue
@@ -262,7 +262,7 @@ def test_two_starts_of_one_name_have_a_file_each(
 def test_the_command_does_the_same(
     tmp_path: Path, quiet: list[live.EstimateRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = pictures(tmp_path / "pics")
+    folder = images(tmp_path / "pics")
     client = open_pages(tmp_path)
     _, values = change(client, Form(client.get("/start").text).values, data__path="pics", adapter__rank="3")
     text, values = change(client, values, validation__prompts="a\nb")
@@ -280,12 +280,12 @@ def test_the_command_does_the_same(
 
 
 def test_the_preset_is_what_init_suggests(tmp_path: Path) -> None:
-    folder = pictures(tmp_path / "pics")
+    folder = images(tmp_path / "pics")
     card = find_card("RTX4070")
     seen = inspect_folder(folder)
     made, suggested = presets.preset(card, folder, seen, "sks dog"), suggest(folder, Answers(trigger="sks dog"), card)
     assert made.data == suggested.config and made.data["memory"]["profile"] == "12gb"
-    assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.of_pictures)
+    assert made.reasons["memory.profile"] == "for RTX4070" and set(suggested.notes) <= set(made.embed_images)
     assert presets.preset(card, folder, None, "sks").origin == presets.WITH_CARD  # while it is looked at
     for number in range(3):
         (folder / f"{number}.txt").write_text("a cat")
@@ -329,7 +329,7 @@ def test_another_card_brings_its_profile(tmp_path: Path, quiet: list[live.Estima
 
 
 def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: list[live.EstimateRequest]) -> None:
-    pictures(tmp_path / "secret")
+    images(tmp_path / "secret")
     (tmp_path / "secret" / "c.json").write_text('{"name": "leaked", "data": {"path": "x"}}')
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "org").symlink_to(tmp_path)
@@ -358,7 +358,7 @@ def test_no_file_outside_of_the_roots_is_read_or_named(tmp_path: Path, quiet: li
 def test_an_address_of_a_store_is_kept_or_refused_and_never_becomes_a_folder(
     tmp_path: Path, quiet: list[live.EstimateRequest]
 ) -> None:
-    pictures(tmp_path / "pics")
+    images(tmp_path / "pics")
     client = open_pages(tmp_path)
     values = change(client, Form(client.get("/start").text).values, data__path="pics")[1]
     for field, address, said in (

@@ -29,7 +29,7 @@ from simpletune.apps.web import app, live, upload, upload_page
 from simpletune.apps.web.access import Access
 from simpletune.apps.web.data_set import list_folders
 from simpletune.apps.web.roots import make_roots
-from simpletune.data.sources.pictures import decode, picture_size
+from simpletune.data.sources.image_files import decode, image_size
 from simpletune.system.atomic import temporary_path
 from simpletune.system.options import UserError
 
@@ -37,13 +37,13 @@ JSON = {"accept": "application/json"}
 Files = list[tuple[str, bytes]]
 
 
-def picture(shade: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
+def image(shade: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
     content = io.BytesIO()
     Image.new("RGB", size, (shade, 100, 200)).save(content, kind, **options)
     return content.getvalue()
 
 
-GOOD = ("good.png", picture(1))
+GOOD = ("good.png", image(1))
 
 
 def packed(
@@ -63,7 +63,7 @@ def packed(
 
 def described(name: str, value: object, content: bytes = b"") -> Files:
     """A zip file whose list of entries says something else of x.png."""
-    entry = ("x.png", content or picture(2))
+    entry = ("x.png", content or image(2))
     return [("x.zip", packed(entry, change=lambda found: setattr(found, name, value)))]
 
 
@@ -110,10 +110,10 @@ def tree(folder: Path) -> list[str]:
 def test_pictures_and_captions_become_a_folder_and_duplicates_and_orphans_are_named(
     client: TestClient, root: Path
 ) -> None:
-    mask = picture(255)
+    mask = image(255)
     answer, left_out = put(client, [
-        ("a.png", picture(1)), ("a.txt", b"a red cat"), ("sub/B.JPG", picture(2, kind="JPEG")), ("sub/B.TXT", b"b"),
-        ("copy.png", picture(1)), ("copy.txt", b"a red cat"), ("lonely.caption", b"c"), ("a-masklabel.png", mask),
+        ("a.png", image(1)), ("a.txt", b"a red cat"), ("sub/B.JPG", image(2, kind="JPEG")), ("sub/B.TXT", b"b"),
+        ("copy.png", image(1)), ("copy.txt", b"a red cat"), ("lonely.caption", b"c"), ("a-masklabel.png", mask),
         ("sub/B-masklabel.png", mask), ("metadata.jsonl", b'{"file_name": "a.png", "text": "x"}'),
         (".DS_Store", b"x"), ("__MACOSX/a.png", b"x"), ("Thumbs.db", b"x"), ("old.psd", b"8BPS"), ("it.7z", b"7z"),
     ])  # fmt: skip
@@ -133,11 +133,11 @@ def test_pictures_and_captions_become_a_folder_and_duplicates_and_orphans_are_na
 def test_a_turned_picture_keeps_its_bytes_and_is_turned_once_where_it_is_read(client: TestClient, root: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    content = picture(3, kind="JPEG", exif=exif)
+    content = image(3, kind="JPEG", exif=exif)
     put(client, [("turned.jpg", content)])
     kept = (root / "set" / "turned.jpg").read_bytes()
     assert kept == content
-    assert picture_size(kept) == decode(kept).size == (30, 40)
+    assert image_size(kept) == decode(kept).size == (30, 40)
 
 
 def test_a_zip_file_is_unpacked_and_its_only_folder_is_dropped_unless_training_reads_its_name(
@@ -147,7 +147,7 @@ def test_a_zip_file_is_unpacked_and_its_only_folder_is_dropped_unless_training_r
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w") as archive:
             archive.writestr(f"{top}/", b"")
-            archive.writestr(f"{top}/a.png", picture(1))
+            archive.writestr(f"{top}/a.png", image(1))
             archive.writestr(f"{top}/a.txt", b"a cat")
             archive.writestr("__MACOSX/._a.png", b"x")
             archive.writestr(".DS_Store", b"x")
@@ -170,55 +170,55 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 def with_scans(more: int) -> bytes:
     """A progressive JPEG whose last scan is repeated."""
-    whole = picture(2, kind="JPEG", progressive=True)
+    whole = image(2, kind="JPEG", progressive=True)
     last, end = whole.rindex(b"\xff\xda"), whole.rindex(b"\xff\xd9")
     return whole[:last] + whole[last:end] * (more + 1) + whole[end:]
 
 
-BOMB = picture()[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 6, 0, 0, 0)) + picture()[33:]
-NO_PIXELS = picture()[:33] + chunk(b"IDAT", b"no zlib") + chunk(b"IEND", b"")
+BOMB = image()[:8] + chunk(b"IHDR", struct.pack(">IIBBBBB", 100_000, 100_000, 8, 6, 0, 0, 0)) + image()[33:]
+NO_PIXELS = image()[:33] + chunk(b"IDAT", b"no zlib") + chunk(b"IEND", b"")
 ATTACKS: dict[str, tuple[Files, str]] = {
     # names
-    "parent": ([("../x.png", picture(2))], "leads out of the folder"),
-    "parent inside": ([("a/../../x.png", picture(2))], "leads out of the folder"),
-    "absolute": ([("/tmp/x.png", picture(2))], "leads out of the folder"),
-    "backslash": ([("..\\x.png", picture(2))], "leads out of the folder"),
-    "drive": ([("C:x.png", picture(2))], "leads out of the folder"),
-    "null byte": ([("x.png\0.txt", picture(2))], "control or direction characters"),
-    "escape": ([("x\x1b[2J.png", picture(2))], "control or direction characters"),
-    "line feed": ([("x\ny.png", picture(2))], "control or direction characters"),
-    "bidirectional": ([("x\u202egnp.png", picture(2))], "control or direction characters"),
-    "reserved": ([("sub/com1.png", picture(2))], "Windows cannot use (com1.png)"),
+    "parent": ([("../x.png", image(2))], "leads out of the folder"),
+    "parent inside": ([("a/../../x.png", image(2))], "leads out of the folder"),
+    "absolute": ([("/tmp/x.png", image(2))], "leads out of the folder"),
+    "backslash": ([("..\\x.png", image(2))], "leads out of the folder"),
+    "drive": ([("C:x.png", image(2))], "leads out of the folder"),
+    "null byte": ([("x.png\0.txt", image(2))], "control or direction characters"),
+    "escape": ([("x\x1b[2J.png", image(2))], "control or direction characters"),
+    "line feed": ([("x\ny.png", image(2))], "control or direction characters"),
+    "bidirectional": ([("x\u202egnp.png", image(2))], "control or direction characters"),
+    "reserved": ([("sub/com1.png", image(2))], "Windows cannot use (com1.png)"),
     **{
-        f"reserved {name}": ([(name, picture(2))], f"Windows cannot use ({name.rpartition('/')[2]})")
+        f"reserved {name}": ([(name, image(2))], f"Windows cannot use ({name.rpartition('/')[2]})")
         for name in ("x?.png", "x*.png", "x<y>.png", "x|y.png", 'x"y.png', "xx:y.png", "CONIN$.png", "conout$ .png",
                      "COM¹.png", "lpt³", "a/LPT9.txt.png")
     },
-    "dot at the end": ([("sub./x.png", picture(2))], "Windows cannot use (sub.)"),
-    "long": ([("x" * 300 + ".png", picture(2))], "more than 200 bytes"),
-    "deep": ([("/".join("abcdefghi") + ".png", picture(2))], "more than 8 folders"),
-    "nothing": ([("", picture(2))], "has no name"),
-    "case": ([("GOOD.png", picture(2))], "GOOD.png has the name of good.png, apart from case"),
+    "dot at the end": ([("sub./x.png", image(2))], "Windows cannot use (sub.)"),
+    "long": ([("x" * 300 + ".png", image(2))], "more than 200 bytes"),
+    "deep": ([("/".join("abcdefghi") + ".png", image(2))], "more than 8 folders"),
+    "nothing": ([("", image(2))], "has no name"),
+    "case": ([("GOOD.png", image(2))], "GOOD.png has the name of good.png, apart from case"),
     "accents": (
-        [("\u00e9.png", picture(2)), ("e\u0301.png", picture(3))], "has the name of \u00e9.png, apart from case",
+        [("\u00e9.png", image(2)), ("e\u0301.png", image(3))], "has the name of \u00e9.png, apart from case",
     ),
-    "file as folder": ([("good.png/x.png", picture(2))], "has the name of a folder"),
+    "file as folder": ([("good.png/x.png", image(2))], "has the name of a folder"),
     # contents
     "scans": ([("x.jpg", with_scans(60))], "is a JPEG in more than 50 scans"),
     "page": ([("x.png", b"<html><script>alert(1)</script>")], "is not a picture that Pillow can read"),
     "program": ([("x.sh", b"#!/bin/sh")], "is neither a picture nor a caption"),
     "drawing": ([("x.svg", b"<svg/>")], "is a picture of a kind that is not read (.svg)"),
     "empty": ([("x.jpg", b"")], "the file is empty"),
-    "truncated": ([("x.png", picture(2, (400, 300))[:-60])], "x.png is damaged"),
+    "truncated": ([("x.png", image(2, (400, 300))[:-60])], "x.png is damaged"),
     "whole but without pixels": ([("x.png", NO_PIXELS)], "x.png is damaged"),
     "picture bomb": ([("x.png", BOMB)], "has more than 178,956,970 pixels"),
     "caption in bytes": ([("x.txt", b"\xff\xfe\x00")], "is not UTF-8 text"),
     "caption that steers": ([("x.txt", b"a\x1b[2J")], "control character U+001B"),
     # zip files
     "no zip": ([("x.zip", b"PK\x03\x04 and no more")], "is not a zip file that can be read"),
-    "zip parent": ([("x.zip", packed(("../x.png", picture(2))))], "leads out of the folder"),
-    "zip absolute": ([("x.zip", packed(("/tmp/x.png", picture(2))))], "leads out of the folder"),
-    "zip backslash": ([("x.zip", packed(("a\\..\\x.png", picture(2))))], "leads out of the folder"),
+    "zip parent": ([("x.zip", packed(("../x.png", image(2))))], "leads out of the folder"),
+    "zip absolute": ([("x.zip", packed(("/tmp/x.png", image(2))))], "leads out of the folder"),
+    "zip backslash": ([("x.zip", packed(("a\\..\\x.png", image(2))))], "leads out of the folder"),
     "zip null byte": (described("filename", "x.png\0y"), "control or direction characters"),
     "zip without a name": (described("filename", ""), "has no name"),
     "zip link": (described("external_attr", (stat.S_IFLNK | 0o777) << 16, b"/etc/passwd"), "is a link or a device"),
@@ -227,7 +227,7 @@ ATTACKS: dict[str, tuple[Files, str]] = {
     "zip in zip": ([("x.zip", packed(("y.zip", packed())))], "is a zip file in a zip file"),
     "zip of a method": (described("compress_type", 99), "x.png cannot be unpacked"),
     **{
-        f"zip {name}": ([("x.zip", packed(("x.png", picture(2)), method=method))], f"is packed by {name}. Pack it")
+        f"zip {name}": ([("x.zip", packed(("x.png", image(2)), method=method))], f"is packed by {name}. Pack it")
         for name, method in (("bzip2", zipfile.ZIP_BZIP2), ("lzma", zipfile.ZIP_LZMA))
     },
     "zip sum": (described("CRC", 1), "cannot be unpacked"),
@@ -238,7 +238,7 @@ ATTACKS: dict[str, tuple[Files, str]] = {
         [("x.zip", packed(("noise.txt", os.urandom(2**17)), ("x.png", b"\0" * 2**22)))],
         "x.png would unpack to",
     ),
-    "zip case": ([("x.zip", packed(("a.png", picture(2)), ("A.PNG", picture(3))))], "A.PNG has the name of a.png"),
+    "zip case": ([("x.zip", packed(("a.png", image(2)), ("A.PNG", image(3))))], "A.PNG has the name of a.png"),
 }  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def test_an_attack_is_refused_with_a_sentence_and_nothing_is_written_outside(
 
 def test_limits_of_a_zip_file(client: TestClient, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "MOST_FILES", 3)
-    many = packed(*((f"{n}.png", picture(n)) for n in range(9)))
+    many = packed(*((f"{n}.png", image(n)) for n in range(9)))
     assert "x.zip holds 10 files; an upload takes 3" in put(client, [GOOD, ("x.zip", many)])[1][0]
     monkeypatch.setattr(upload, "DIRECTORY_BYTES", 100)
     assert "its list of entries is too long" in put(client, [GOOD, ("x.zip", many)])[1][0]
@@ -318,7 +318,7 @@ def test_what_fails_as_a_whole_ends_with_a_sentence_and_nothing_left(
     assert send(client, id, *GOOD).status_code == 200
     assert len(tree(root)) == 1
     change(monkeypatch)
-    answer = send(client, id, "b.png", picture(9))
+    answer = send(client, id, "b.png", image(9))
     assert answer.status_code == 422 and said in answer.json()["problem"] and answer.headers["connection"] == "close"
     assert tree(root.parent) == ["root"]
     for address in ("file?path=c.png", "finish"):
@@ -438,7 +438,7 @@ def test_a_root_that_cannot_be_written_is_said(client: TestClient, root: Path, m
 
 
 def test_folders_are_listed_level_by_level_with_their_pictures(client: TestClient, root: Path, tmp_path: Path) -> None:
-    put(client, [GOOD, ("sub/b.png", picture(2)), ("sub/c.png", picture(3)), ("good.txt", b"a cat")], "b")
+    put(client, [GOOD, ("sub/b.png", image(2)), ("sub/c.png", image(3)), ("good.txt", b"a cat")], "b")
     (root / "b").rename(root / "<b>")
     for name in (".hidden", "runs", "empty"):
         (root / name).mkdir()
@@ -498,7 +498,7 @@ def test_a_folder_is_tried_to_be_removed_once_however_many_captions_leave_it(
     removedirs = os.removedirs
     monkeypatch.setattr(os, "removedirs", lambda place: (tried.append(Path(place).name), removedirs(place)))
     stray = [(f"{place}/{n}.txt", b"a cat") for place in ("sub", "sub/empty") for n in range(20)]
-    answer, _ = put(client, [GOOD, ("sub/b.png", picture(2)), *stray])
+    answer, _ = put(client, [GOOD, ("sub/b.png", image(2)), *stray])
     assert len(answer.json()["left_out"]) == 40 and tree(root) == ["set/good.png", "set/sub/b.png"]
     assert sorted(tried) == ["empty", "sub"] and not (root / "set" / "sub" / "empty").exists()
 
@@ -509,7 +509,7 @@ def test_without_a_root_uploads_leave_a_checkout_clean_and_older_folders_are_fou
     monkeypatch.chdir(root)
     monkeypatch.setattr(live.Estimator, "want", lambda *_: None)
     (root / "old").mkdir()
-    (root / "old" / "a.png").write_bytes(picture())
+    (root / "old" / "a.png").write_bytes(image())
     roots = make_roots(Path("runs"), [])
     assert (roots.named, roots.uploads) == ((root,), root / "data")
     pages, _ = app.make_app(roots, Access({"127.0.0.1"}))

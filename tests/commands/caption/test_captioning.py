@@ -28,7 +28,7 @@ from simpletune.commands.caption.loading import (
 )
 from simpletune.commands.caption.record import RECORD, Record
 from simpletune.data.sources.caption_files import ChangedCaption, caption_file, write_caption
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.precision import FP32, WeightPrecision
 from simpletune.engine.tensors import all_tensors
@@ -71,7 +71,7 @@ def models_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     """Five pictures of noise in two folders, in different shapes."""
     place = tmp_path / "pictures"
     (place / "sub").mkdir(parents=True)
@@ -147,7 +147,7 @@ def test_a_large_picture_is_given_to_qwen_within_a_megapixel(tmp_path: Path, fol
 def test_a_batch_says_what_single_pictures_say(kind: str, folders: dict[str, Path]) -> None:
     captioner, batch = loaded(folders[kind]), [noise(64, 32), noise(40, 90, 1), noise(32, 32, 2)]
     together, cut = captioner.caption(batch, 6)
-    alone = [captioner.caption([picture], 6) for picture in batch]
+    alone = [captioner.caption([image], 6) for image in batch]
     assert together == [caption for (caption,), _ in alone] and cut == [was for _, (was,) in alone]
 
 
@@ -159,14 +159,14 @@ def test_pictures_change_what_is_said(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_caption_longer_than_the_model_has_room_for_is_refused(
-    kind: str, folders: dict[str, Path], pictures: Path
+    kind: str, folders: dict[str, Path], images: Path
 ) -> None:
     captioner = loaded(folders[kind])
     places = captioner.model.config.text_config.max_position_embeddings
     given = 0 if kind == "florence" else captioner.inputs([noise(60, 80)])["input_ids"].shape[1]
     with pytest.raises(UserError, match=f"--max-new-tokens 2000: this model has room for {places - given:,} beside"):
-        run(request(pictures, folders[kind], length=2000))
-    assert texts(pictures) == {}
+        run(request(images, folders[kind], length=2000))
+    assert texts(images) == {}
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def test_predicted_work_is_what_real_widths_take(name: str, tmp_path: Path) -> N
 
 
 def test_a_stopped_run_goes_on_where_it_stopped(
-    folders: dict[str, Path], pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, whole = folders["qwen"], shutil.copytree(pictures, tmp_path / "whole")
+    model, whole = folders["qwen"], shutil.copytree(images, tmp_path / "whole")
     assert run(request(whole, model)).written == 5
 
     honest, calls = Captioner.caption, []
@@ -223,63 +223,63 @@ def test_a_stopped_run_goes_on_where_it_stopped(
 
     monkeypatch.setattr(Captioner, "caption", stopping)
     with pytest.raises(KeyboardInterrupt):
-        run(request(pictures, model))
-    assert len(texts(pictures)) == 2
+        run(request(images, model))
+    assert len(texts(images)) == 2
     monkeypatch.setattr(Captioner, "caption", honest)
-    assert run(request(pictures, model)).written == 3
-    assert texts(pictures) == texts(whole) and len(texts(whole)) == 5
-    assert run(request(pictures, model)).written == 0
+    assert run(request(images, model)).written == 3
+    assert texts(images) == texts(whole) and len(texts(whole)) == 5
+    assert run(request(images, model)).written == 0
 
 
-def test_captions_written_or_edited_by_hand_are_left_alone(folders: dict[str, Path], pictures: Path) -> None:
+def test_captions_written_or_edited_by_hand_are_left_alone(folders: dict[str, Path], images: Path) -> None:
     model = folders["florence"]
-    (pictures / "a.txt").write_text("my own caption\n")
-    (pictures / "b.txt").write_text(" \n")  # no caption
-    assert run(request(pictures, model)).written == 4
-    (pictures / "c.txt").write_text("edited by hand")
-    before = texts(pictures)
-    assert run(request(pictures, model, rewrite="ours", trigger="sks")).written == 3
-    after = texts(pictures)
+    (images / "a.txt").write_text("my own caption\n")
+    (images / "b.txt").write_text(" \n")  # no caption
+    assert run(request(images, model)).written == 4
+    (images / "c.txt").write_text("edited by hand")
+    before = texts(images)
+    assert run(request(images, model, rewrite="ours", trigger="sks")).written == 3
+    after = texts(images)
     assert {name for name in before if before[name] == after[name]} == {"a.txt", "c.txt"}
     assert all(after[name] == f"sks, {before[name]}" for name in before if name not in ("a.txt", "c.txt"))
-    assert run(request(pictures, model, rewrite="ours", trigger="sks")).written == 0  # same settings
-    assert run(request(pictures, model, rewrite="all", prefix="x")).written == 5
-    assert all(text.startswith("x ") for text in texts(pictures).values())
+    assert run(request(images, model, rewrite="ours", trigger="sks")).written == 0  # same settings
+    assert run(request(images, model, rewrite="all", prefix="x")).written == 5
+    assert all(text.startswith("x ") for text in texts(images).values())
 
 
 def test_a_caption_that_changes_while_the_model_works_is_left_alone(
-    folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = Captioner.caption
 
     def edited(self: Captioner, batch: list[Image.Image], length: int) -> object:
-        (pictures / "a.txt").write_text("typed meanwhile")
+        (images / "a.txt").write_text("typed meanwhile")
         return honest(self, batch, length)
 
     monkeypatch.setattr(Captioner, "caption", edited)
     with pytest.raises(UserError, match=r"(?s)1 entry has no new caption.*a.png: a.txt was changed by something else"):
-        run(request(pictures, folders["blip"]))
-    assert texts(pictures)["a.txt"] == "typed meanwhile" and len(texts(pictures)) == 5
-    assert Record(pictures).of(caption_file(pictures, pictures / "a.png")) is None
+        run(request(images, folders["blip"]))
+    assert texts(images)["a.txt"] == "typed meanwhile" and len(texts(images)) == 5
+    assert Record(images).of(caption_file(images, images / "a.png")) is None
 
 
 def test_pictures_that_cannot_be_read_are_named_and_the_others_captioned(
-    folders: dict[str, Path], pictures: Path
+    folders: dict[str, Path], images: Path
 ) -> None:
-    (pictures / "b.jpg").write_bytes(b"no picture")
-    (pictures / "c.png").write_bytes((pictures / "c.png").read_bytes()[:200])
-    noise(4000, 10).save(pictures / "wide.png")  # Qwen takes no picture that is 200 times as wide as high
+    (images / "b.jpg").write_bytes(b"no picture")
+    (images / "c.png").write_bytes((images / "c.png").read_bytes()[:200])
+    noise(4000, 10).save(images / "wide.png")  # Qwen takes no picture that is 200 times as wide as high
     with pytest.raises(UserError) as found:
-        run(request(pictures, folders["qwen"], batch=3))
+        run(request(images, folders["qwen"], batch=3))
     said = str(found.value)
     assert "3 entries have no new caption" in said
     assert "b.jpg: is not a picture" in said and "c.png: is damaged" in said and "wide.png: the model does not" in said
-    assert set(texts(pictures)) == {"a.txt", "sub/d e.txt", "sub/f.txt"}
+    assert set(texts(images)) == {"a.txt", "sub/d e.txt", "sub/f.txt"}
 
 
-def test_two_pictures_of_one_name_share_a_caption(folders: dict[str, Path], pictures: Path, capsys) -> None:
-    noise(20, 20).save(pictures / "a.webp")
-    assert run(request(pictures, folders["blip"])).written == 5
+def test_two_pictures_of_one_name_share_a_caption(folders: dict[str, Path], images: Path, capsys) -> None:
+    noise(20, 20).save(images / "a.webp")
+    assert run(request(images, folders["blip"])).written == 5
     assert "a.webp: the same name as another picture" in capsys.readouterr().out
 
 
@@ -292,52 +292,52 @@ def test_a_models_text_becomes_one_plain_line() -> None:
     assert add_prefixes("\x00\n", "prefix", "sks") == ""
 
 
-def test_a_damaged_record_loses_no_caption(folders: dict[str, Path], pictures: Path) -> None:
-    run(request(pictures, folders["blip"]))
-    place = pictures / RECORD
+def test_a_damaged_record_loses_no_caption(folders: dict[str, Path], images: Path) -> None:
+    run(request(images, folders["blip"]))
+    place = images / RECORD
     lines = place.read_bytes().split(b"\n")
     place.write_bytes(b"\n".join([b"no json", b'{"file": 3}', *lines[:3], lines[3][:20]]))  # cut off in the middle
-    before = texts(pictures)
-    assert run(request(pictures, folders["blip"], rewrite="ours", prefix="now")).written == 3
-    changed = {name for name, text in texts(pictures).items() if text != before[name]}
+    before = texts(images)
+    assert run(request(images, folders["blip"], rewrite="ours", prefix="now")).written == 3
+    changed = {name for name, text in texts(images).items() if text != before[name]}
     assert changed == {json.loads(line)["file"] for line in lines[:3]}
-    assert len(Record(pictures)._made) == 3  # what was appended begins on a line of its own
+    assert len(Record(images)._made) == 3  # what was appended begins on a line of its own
 
 
-def test_a_record_is_no_link(pictures: Path, tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_a_record_is_no_link(images: Path, tmp_path: Path, folders: dict[str, Path]) -> None:
     (tmp_path / "elsewhere").write_text("mine\n")
-    (pictures / RECORD).symlink_to(tmp_path / "elsewhere")
+    (images / RECORD).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a symbolic link. Remove it"):
-        run(request(pictures, folders["blip"]))
+        run(request(images, folders["blip"]))
     assert (tmp_path / "elsewhere").read_text() == "mine\n"
 
 
 # --- caption files --------------------------------------------------------------------------------------------------
 
 
-def test_a_caption_goes_where_there_is_one(pictures: Path) -> None:
-    (pictures / "a.caption").write_bytes(b"\xef\xbb\xbfold\r\nlines\n")
-    found = caption_file(pictures, pictures / "a.png")
+def test_a_caption_goes_where_there_is_one(images: Path) -> None:
+    (images / "a.caption").write_bytes(b"\xef\xbb\xbfold\r\nlines\n")
+    found = caption_file(images, images / "a.png")
     assert found.text == "old\nlines"
     now = write_caption(found, " new ")
-    assert (pictures / "a.caption").read_text() == "new\n" and not (pictures / "a.txt").exists()
-    assert now == caption_file(pictures, pictures / "a.png")
+    assert (images / "a.caption").read_text() == "new\n" and not (images / "a.txt").exists()
+    assert now == caption_file(images, images / "a.png")
     with pytest.raises(ChangedCaption, match="a.caption was changed by something else since it was read"):
         write_caption(found, "newer")
     for text, reason in (("", "is empty"), ("a\x1bb", "control character"), ("a" * 2**20, "longer than 1,048,576")):
         with pytest.raises(UserError, match=reason):
             write_caption(now, text)
-    assert (pictures / "a.caption").read_text() == "new\n"
-    (pictures / "a.txt").write_text("another")
-    with pytest.raises(UnusablePicture, match="two caption files: a.txt and a.caption"):
-        caption_file(pictures, pictures / "a.png")
+    assert (images / "a.caption").read_text() == "new\n"
+    (images / "a.txt").write_text("another")
+    with pytest.raises(UnusableImage, match="two caption files: a.txt and a.caption"):
+        caption_file(images, images / "a.png")
 
 
-def test_a_caption_outside_the_folder_is_not_read(pictures: Path, tmp_path: Path) -> None:
+def test_a_caption_outside_the_folder_is_not_read(images: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
-    (pictures / "a.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(UnusablePicture, match="a.txt is a symbolic link to a target outside"):
-        caption_file(pictures, pictures / "a.png")
+    (images / "a.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UnusableImage, match="a.txt is a symbolic link to a target outside"):
+        caption_file(images, images / "a.png")
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -384,14 +384,14 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", sorted(BROKEN))
 def test_a_broken_model_folder_is_refused_and_nothing_is_written(
-    case: str, folders: dict[str, Path], pictures: Path, tmp_path: Path
+    case: str, folders: dict[str, Path], images: Path, tmp_path: Path
 ) -> None:
     kind, damage, message = BROKEN[case]
     folder = shutil.copytree(folders[kind], tmp_path / "model")
     damage(folder)
     with pytest.raises(UserError, match=message):
-        run(request(pictures, folder))
-    assert texts(pictures) == {} and not (pictures / RECORD).exists()
+        run(request(images, folder))
+    assert texts(images) == {} and not (images / RECORD).exists()
 
 
 def test_no_code_of_a_folder_runs(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -413,65 +413,65 @@ def test_an_older_folders_template_is_the_processors(folders: dict[str, Path], t
     assert loaded(folder).caption(batch, 6) == loaded(folders["qwen"]).caption(batch, 6)
 
 
-def test_wrong_requests_are_refused(folders: dict[str, Path], pictures: Path, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused(folders: dict[str, Path], images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--prompt 'what\\?': Florence-2 knows tasks, not questions. Use one of <CAPT"):
-        run(request(pictures, folders["florence"], prompt="what?"))
+        run(request(images, folders["florence"], prompt="what?"))
     with pytest.raises(UserError, match="--model: nowhere does not exist"):
-        run(request(pictures, Path("nowhere")))
+        run(request(images, Path("nowhere")))
     with pytest.raises(UserError, match="is a folder of pictures, which has no fields"):
-        run(request(pictures, folders["blip"], overrides=("data.repeats=2",)))
-    (pictures / "metadata.jsonl").write_text("")
+        run(request(images, folders["blip"], overrides=("data.repeats=2",)))
+    (images / "metadata.jsonl").write_text("")
     with pytest.raises(UserError, match="takes its captions from metadata.jsonl, not from text files"):
-        run(request(pictures, folders["blip"]))
-    assert texts(pictures) == {}
+        run(request(images, folders["blip"]))
+    assert texts(images) == {}
 
 
 def test_a_configurations_folders_are_captioned(
-    folders: dict[str, Path], pictures: Path, tmp_path: Path, tiny_config: dict
+    folders: dict[str, Path], images: Path, tmp_path: Path, tiny_config: dict
 ) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(tiny_config | {"data": {"path": str(pictures), "captions": "txt", "resolution": 32}}))
+    config.write_text(json.dumps(tiny_config | {"data": {"path": str(images), "captions": "txt", "resolution": 32}}))
     assert run(request(config, folders["blip"])).written == 5
     with pytest.raises(UserError, match="data.prompt is set, so no caption in .* would be read"):
         run(request(config, folders["blip"], overrides=("data.prompt=a dog",)))
 
 
-def test_the_verb(folders: dict[str, Path], pictures: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["caption", str(pictures), "--model", str(folders["florence"]), "--device", "cpu", "--max-new-tokens", "6"]
-    assert main([*words, "--predict"]) == 0 and texts(pictures) == {}
+def test_the_verb(folders: dict[str, Path], images: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["caption", str(images), "--model", str(folders["florence"]), "--device", "cpu", "--max-new-tokens", "6"]
+    assert main([*words, "--predict"]) == 0 and texts(images) == {}
     assert main([*words, "--precision", "int8", "--batch-size", "2", "--trigger", "sks"]) == 0
     said = capsys.readouterr().out
     assert "caption 5 pictures" in said and "MiB on the device" in said and "of weights in int8" in said
-    assert all(text.startswith("sks, ") for text in texts(pictures).values()) and len(texts(pictures)) == 5
-    (pictures / "a.txt").write_text("mine")
+    assert all(text.startswith("sks, ") for text in texts(images).values()) and len(texts(images)) == 5
+    (images / "a.txt").write_text("mine")
     with pytest.raises(SystemExit):
         main([*words, "--again", "--replace"])
-    assert (pictures / "a.txt").read_text() == "mine"
+    assert (images / "a.txt").read_text() == "mine"
 
 
-def test_a_full_device_says_what_helps(folders: dict[str, Path], pictures: Path, monkeypatch) -> None:
+def test_a_full_device_says_what_helps(folders: dict[str, Path], images: Path, monkeypatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Captioner, "caption", full)
     with pytest.raises(UserError, match="the device is full. Captions so far are written") as found:
-        run(request(pictures, folders["blip"]))
+        run(request(images, folders["blip"]))
     assert found.value.code == captioning.OUT_OF_MEMORY == 5
 
 
 def test_a_card_that_is_missing_too_small_or_too_old_is_said(
-    folders: dict[str, Path], pictures: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captioning, "driver_version", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(captioning, "load_captioner", None)
     with pytest.raises(UserError, match="--device: no NVIDIA GPU was found. Use --device cpu"):
-        run(request(pictures, folders["blip"], device="auto"))
+        run(request(images, folders["blip"], device="auto"))
     card = Card("tiny", 1 / 64, (7, 5), found=1.0)
     monkeypatch.setattr(captioning, "choose_device", lambda *_, **__: (torch.device("cuda"), "tiny (sm_75)"))
     monkeypatch.setattr(captioning, "capability_of", lambda _: card.capability)
     monkeypatch.setattr(captioning, "card_at_hand", lambda _: (card, 0))
     with pytest.raises(UserError, match="--precision bf16 needs a card with bf16, and this is tiny"):
-        run(request(pictures, folders["blip"], precision="bf16"))
+        run(request(images, folders["blip"], precision="bf16"))
     with pytest.raises(UserError, match="tiny has 16. Use --precision int8 or --batch-size 1 or a smaller"):
-        run(request(pictures, folders["blip"], precision="fp32", batch=2))
+        run(request(images, folders["blip"], precision="fp32", batch=2))

@@ -22,7 +22,7 @@ FLORENCE, QWEN_2B, QWEN_4B = SMALLEST.name, "Qwen/Qwen3-VL-2B-Instruct", "Qwen/Q
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     place = tmp_path / "pictures"
     place.mkdir()
     Image.new("RGB", (60, 80), "red").save(place / "a.png")
@@ -55,27 +55,27 @@ def test_the_best_that_fits_in_the_cards_free_memory(card: str | None, held: int
 
 
 def test_the_default_is_named_with_its_download(
-    no_card: None, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    no_card: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     tiny = write_florence(tmp_path / "florence")
     monkeypatch.setattr(defaults, "SMALLEST", replace(SMALLEST, name=str(tiny)))
-    assert main(["caption", str(pictures), "--max-new-tokens", "6"]) == 0
+    assert main(["caption", str(images), "--max-new-tokens", "6"]) == 0
     said = capsys.readouterr().out
     assert "device  cpu (no NVIDIA GPU was found" in said
     assert (
         f"model   {tiny} (fits a CPU; 0.5 GB from huggingface.co/{tiny}, fetched once); --model names another" in said
     )
-    assert (pictures / "a.txt").read_text()
+    assert (images / "a.txt").read_text()
 
 
 def test_without_a_network_the_default_says_what_to_do(
-    no_card: None, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    no_card: None, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.listing.cache_clear()
-    assert main(["caption", str(pictures)]) == 2
+    assert main(["caption", str(images)]) == 2
     said = capsys.readouterr().err
     assert f"{FLORENCE} is not in the local cache, and HF_HUB_OFFLINE forbids access to the hub." in said
     assert f"--model FOLDER names a model on this machine instead of {FLORENCE}" in said
-    assert not (pictures / "a.txt").exists()
+    assert not (images / "a.txt").exists()

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     place = tmp_path / "pictures"
     place.mkdir()
     for name, colour in COLOURS.items():
@@ -101,34 +101,34 @@ def test_the_models_own_size_is_used_or_448_if_it_takes_any(tmp_path: Path, fold
 # --- what is written ------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_writes_what_numpy_computes(folder: Path, pictures: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["caption", str(pictures), "--model", str(folder)]
-    assert main([*words, "--predict"]) == 0 and texts(pictures) == {}
+def test_the_verb_writes_what_numpy_computes(folder: Path, images: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["caption", str(images), "--model", str(folder)]
+    assert main([*words, "--predict"]) == 0 and texts(images) == {}
     assert main([*words, "--batch-size", "2"]) == 0
-    assert texts(pictures) == {name: expected(colour) for name, colour in COLOURS.items()}
-    assert len(set(texts(pictures).values())) == 3 and "long hair" in " ".join(texts(pictures).values())
+    assert texts(images) == {name: expected(colour) for name, colour in COLOURS.items()}
+    assert len(set(texts(images).values())) == 3 and "long hair" in " ".join(texts(images).values())
     said = capsys.readouterr().out
     assert "caption 3 pictures" in said and "device  cpu (onnxruntime" in said and "MiB of weights" in said
-    (pictures / "a.txt").write_text("by hand\n")
+    (images / "a.txt").write_text("by hand\n")
     more = ["--threshold", "0", "--character-threshold", "0", "--blacklist", "solo, long_hair", "--trigger", "sks"]
     assert main([*words, "--again", *more]) == 0
     choice = TagChoice(0, 0, frozenset({"solo", "long hair"}))
     other = {name: f"sks, {expected(colour, choice)}" for name, colour in COLOURS.items() if name != "a"}
-    assert texts(pictures) == {"a": "by hand", **other}
+    assert texts(images) == {"a": "by hand", **other}
     assert "0_0" in other["b"] and "hatsune miku" in other["b"] and "explicit" not in other["b"]
     assert main([*words, "--again", *more]) == 0 and "written 0 captions" in capsys.readouterr().out
 
 
-def test_a_blacklists_text_is_not_recorded(folder: Path, pictures: Path) -> None:
-    run(CaptionRequest(pictures, str(folder), blacklist="a secret,solo"))
-    lines = [json.loads(line) for line in (pictures / RECORD).read_text().splitlines()]
+def test_a_blacklists_text_is_not_recorded(folder: Path, images: Path) -> None:
+    run(CaptionRequest(images, str(folder), blacklist="a secret,solo"))
+    lines = [json.loads(line) for line in (images / RECORD).read_text().splitlines()]
     assert len(lines) == 3 and "secret" not in str(lines) and '"threshold": 0.35' in lines[0]["settings"]
 
 
-def test_a_picture_without_a_tag_is_named(folder: Path, pictures: Path) -> None:
+def test_a_picture_without_a_tag_is_named(folder: Path, images: Path) -> None:
     with pytest.raises(UserError, match="(?s)3 entries have no new caption.*a.png: no tag reaches --threshold"):
-        run(CaptionRequest(pictures, str(folder), threshold=1.0, character_threshold=1.0))
-    assert texts(pictures) == {}
+        run(CaptionRequest(images, str(folder), threshold=1.0, character_threshold=1.0))
+    assert texts(images) == {}
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -154,12 +154,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", sorted(BROKEN))
-def test_a_broken_tagger_is_refused_and_nothing_is_written(case: str, folder: Path, pictures: Path) -> None:
+def test_a_broken_tagger_is_refused_and_nothing_is_written(case: str, folder: Path, images: Path) -> None:
     damage, message = BROKEN[case]
     damage(folder)
     with pytest.raises(UserError, match=message):
-        run(CaptionRequest(pictures, str(folder)))
-    assert texts(pictures) == {} and not (pictures / RECORD).exists()
+        run(CaptionRequest(images, str(folder)))
+    assert texts(images) == {} and not (images / RECORD).exists()
 
 
 def test_what_is_no_tagger(tmp_path: Path, folder: Path) -> None:
@@ -173,29 +173,29 @@ def test_what_is_no_tagger(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize("value", ("-0.1", "1.01", "nan", "much"))
 @pytest.mark.parametrize("flag", ("--threshold", "--character-threshold"))
 def test_a_threshold_outside_of_0_to_1_is_refused(
-    flag: str, value: str, folder: Path, pictures: Path, capsys: pytest.CaptureFixture
+    flag: str, value: str, folder: Path, images: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["caption", str(pictures), "--model", str(folder), f"{flag}={value}"])
+        main(["caption", str(images), "--model", str(folder), f"{flag}={value}"])
     assert f"{value} is not a number from 0 to 1, such as 0.35" in capsys.readouterr().err
-    assert texts(pictures) == {}
+    assert texts(images) == {}
 
 
-def test_what_a_tagger_cannot_do(folder: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tagger_cannot_do(folder: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--prompt: a tagger takes none. Leave it out"):
-        run(CaptionRequest(pictures, str(folder), prompt="what?"))
+        run(CaptionRequest(images, str(folder), prompt="what?"))
     with pytest.raises(UserError, match="--device cuda: onnxruntime finds no card. Install onnxruntime-gpu"):
-        run(CaptionRequest(pictures, str(folder), device="cuda"))
+        run(CaptionRequest(images, str(folder), device="cuda"))
     monkeypatch.setattr("simpletune.system.extras.find_spec", lambda _: None)
     with pytest.raises(UserError, match="onnxruntime from the optional extra 'tags'. Run: .*pip install") as found:
-        run(CaptionRequest(pictures, str(folder)))
-    assert found.value.code == 3 and "-m pip install -e '.[tags]'" in str(found.value) and texts(pictures) == {}
+        run(CaptionRequest(images, str(folder)))
+    assert found.value.code == 3 and "-m pip install -e '.[tags]'" in str(found.value) and texts(images) == {}
 
 
-def test_a_sentence_model_takes_no_thresholds(pictures: Path) -> None:
+def test_a_sentence_model_takes_no_thresholds(images: Path) -> None:
     for change in ({"threshold": 0.5}, {"character_threshold": 0.5}, {"blacklist": "solo"}):
         with pytest.raises(UserError, match="are for taggers, .*name a tagger, such as --model SmilingWolf/wd-vit-tag"):
-            run(CaptionRequest(pictures, **change))  # type: ignore[arg-type]
+            run(CaptionRequest(images, **change))  # type: ignore[arg-type]
 
 
 def test_a_blacklist_of_windows_and_a_long_one(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from simpletune.commands.evaluate.encoders import (
     scale_and_crop,
 )
 from simpletune.commands.evaluate.estimate import encoding_bytes
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.estimate.timing.recorder import Recorder
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import peak_rss_gib
@@ -45,12 +45,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write(place / kind) for kind, write in WRITERS.items()}
 
 
-def siglip_pixels(picture: Image.Image, words: int) -> torch.Tensor:
+def siglip_pixels(image: Image.Image, words: int) -> torch.Tensor:
     """What a SigLIP at its published size, with a vocabulary of ``words``, sees of a picture."""
     vision, text = SimpleNamespace(image_size=224), SimpleNamespace(vocab_size=words)
     encoder = object.__new__(Siglip)
     vars(encoder)["model"] = SimpleNamespace(config=SimpleNamespace(vision_config=vision, text_config=text))
-    return encoder.pixels([picture])
+    return encoder.pixels([image])
 
 
 def photo(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -66,29 +66,29 @@ def test_preprocessing_equals_transformers_processors(size: tuple[int, int]) -> 
     """Facebook's, OpenAI's and Google's preprocessor_config.json at their published sizes."""
     from transformers import BitImageProcessorPil, CLIPImageProcessorPil, SiglipImageProcessorPil
 
-    picture, square = photo(*size), {"height": 224, "width": 224}
+    image, square = photo(*size), {"height": 224, "width": 224}
     imagenet = {"resample": 3, "image_mean": IMAGENET[0], "image_std": IMAGENET[1]}
     dino = BitImageProcessorPil(size={"shortest_edge": 256}, crop_size=square, **imagenet)
     clip = CLIPImageProcessorPil(size={"shortest_edge": 224}, crop_size=square)
     siglip, siglip2 = (SiglipImageProcessorPil(size=square, resample=resample) for resample in (3, 2))
     for name, theirs, ours in (
-        ("dino", dino, normalise([scale_and_crop(picture, 256, 224)], IMAGENET)),
-        ("clip", clip, normalise([scale_and_crop(picture, 224, 224)], CLIP)),
-        ("siglip", siglip, siglip_pixels(picture, FIRST_VOCABULARY)),
-        ("siglip2", siglip2, siglip_pixels(picture, 256_000)),
+        ("dino", dino, normalise([scale_and_crop(image, 256, 224)], IMAGENET)),
+        ("clip", clip, normalise([scale_and_crop(image, 224, 224)], CLIP)),
+        ("siglip", siglip, siglip_pixels(image, FIRST_VOCABULARY)),
+        ("siglip2", siglip2, siglip_pixels(image, 256_000)),
     ):
-        expected = theirs(picture, return_tensors="pt").pixel_values
+        expected = theirs(image, return_tensors="pt").pixel_values
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_each_kind_prepares_pictures_its_own_way(folders: dict[str, Path]) -> None:
-    picture = photo(90, 60)
-    found = {kind: find_encoder(str(folder)).load(CPU).pixels([picture]) for kind, folder in folders.items()}
+    image = photo(90, 60)
+    found = {kind: find_encoder(str(folder)).load(CPU).pixels([image]) for kind, folder in folders.items()}
     expected = {
-        "dino": normalise([scale_and_crop(picture, 37, 32)], IMAGENET),  # 32 x 256 / 224
-        "dinov2": normalise([scale_and_crop(picture, 32, 28)], IMAGENET),
-        "clip": normalise([scale_and_crop(picture, 32, 32)], CLIP),
-        "siglip": normalise([picture.resize((32, 32), Image.Resampling.BILINEAR)], HALF),
+        "dino": normalise([scale_and_crop(image, 37, 32)], IMAGENET),  # 32 x 256 / 224
+        "dinov2": normalise([scale_and_crop(image, 32, 28)], IMAGENET),
+        "clip": normalise([scale_and_crop(image, 32, 32)], CLIP),
+        "siglip": normalise([image.resize((32, 32), Image.Resampling.BILINEAR)], HALF),
     }
     for kind, pixels in found.items():
         torch.testing.assert_close(pixels, expected[kind], rtol=0, atol=0)
@@ -101,7 +101,7 @@ def test_dinov2_looks_at_224_px_whatever_its_configuration_says(folders: dict[st
     Dinov2Model(config).save_pretrained(tmp_path)
     encoder = find_encoder(str(tmp_path)).load(CPU)
     assert encoder.pixels([photo(300, 300)]).shape == (1, 3, 224, 224)
-    assert encoder.of_pictures([photo(300, 300)]).shape == (1, 16)
+    assert encoder.embed_images([photo(300, 300)]).shape == (1, 16)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
@@ -109,25 +109,25 @@ def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Pat
     from transformers import AutoModel, AutoTokenizer
 
     encoder = find_encoder(str(folders[kind])).load(CPU)
-    pictures = [photo(64, 48, seed) for seed in range(3)]
-    found = encoder.of_pictures(pictures)
+    images = [photo(64, 48, seed) for seed in range(3)]
+    found = encoder.embed_images(images)
     model = AutoModel.from_pretrained(folders[kind], local_files_only=True).eval()
     with torch.no_grad():
         if kind in READ_PROMPTS:
-            vision = model.vision_model(pixel_values=encoder.pixels(pictures)).pooler_output
+            vision = model.vision_model(pixel_values=encoder.pixels(images)).pooler_output
             expected = model.visual_projection(vision) if kind == "clip" else vision
         else:
-            expected = model(pixel_values=encoder.pixels(pictures)).last_hidden_state[:, 0]
+            expected = model(pixel_values=encoder.pixels(images)).last_hidden_state[:, 0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    alone = encoder.of_pictures(pictures[1:2])
+    alone = encoder.embed_images(images[1:2])
     torch.testing.assert_close(found[1:2], alone, rtol=0, atol=0)
     assert encoder.about.parameters == sum(p.numel() for p in encoder.model.parameters())
     if kind not in READ_PROMPTS:
         with pytest.raises(UserError, match=f"is a {kind} encoder, which reads no prompts. Use CLIP or SigLIP"):
-            encoder.of_prompts(["a star"])
+            encoder.embed_texts(["a star"])
         return
     prompts = ["a red star", "a large blue heart on the left", "a red star"]
-    one, other, again = read = encoder.of_prompts(prompts)
+    one, other, again = read = encoder.embed_texts(prompts)
     if kind == "clip":  # SigLIP's: below
         tokens = AutoTokenizer.from_pretrained(folders[kind])(prompts, padding=True, return_tensors="pt")
         with torch.no_grad():
@@ -136,12 +136,12 @@ def test_an_encoder_embeds_what_its_model_does(kind: str, folders: dict[str, Pat
         torch.testing.assert_close(read, expected, rtol=0, atol=1e-5)
     assert one.shape == found[0].shape
     assert torch.equal(one, again) and not torch.allclose(one, other)
-    assert encoder.of_prompts(["red " * 200]).isfinite().all(), "long prompts are cut"
+    assert encoder.embed_texts(["red " * 200]).isfinite().all(), "long prompts are cut"
 
 
 def test_siglip_reads_lower_case_padded_to_its_length(folders: dict[str, Path]) -> None:
     encoder = find_encoder(str(folders["siglip"])).load(CPU)
-    upper, lower = encoder.of_prompts(["A RED Star", "a red star"])
+    upper, lower = encoder.embed_texts(["A RED Star", "a red star"])
     assert torch.equal(upper, lower)
     ids = encoder.tokenizer("a red star").input_ids  # type: ignore[attr-defined]
     padded = torch.tensor([ids + [encoder.tokenizer.pad_token_id] * (16 - len(ids))])  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def test_weights_that_are_not_finite_and_unknown_names_are_refused(folders: dict
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor * torch.nan for name, tensor in tensors.items()}, folder / "model.safetensors")
     with pytest.raises(UserError, match="embeddings are not finite. Its weights are damaged"):
-        find_encoder(str(folder)).load(CPU).of_pictures([photo(32, 32)])
+        find_encoder(str(folder)).load(CPU).embed_images([photo(32, 32)])
     with pytest.raises(UserError, match="unknown demo name. Use one of demo:tiny-dino, demo:tiny-clip"):
         find_encoder("demo:tiny-dinno")
     with pytest.raises(UserError, match="nowhere/at/all does not exist. Give a folder or a hub name"):
@@ -276,7 +276,7 @@ def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -
     """Prints what docs/how-to/best-checkpoint.md records: ``pytest -s -m slow`` of this file."""
     kind, config, reads = real_sizes()[name]
     if reads:
-        (vocabulary.write_t5 if "siglip" in name else vocabulary.write_clip)(tmp_path / name, pictures.words())
+        (vocabulary.write_t5 if "siglip" in name else vocabulary.write_clip)(tmp_path / name, demo_scenes.words())
     write_random(tmp_path / name, kind, config)
     about = find_encoder(str(tmp_path / name))
     assert about.parameters / 1e6 == pytest.approx(millions, rel=0.01)
@@ -287,13 +287,13 @@ def test_encoders_of_real_size_run(name: str, millions: float, tmp_path: Path) -
     loaded = time.perf_counter() - clock, time.process_time() - cpu
     photos = [photo(640, 480, seed) for seed in range(4)]
     cpu = time.process_time()
-    found = encoder.of_pictures(photos)
+    found = encoder.embed_images(photos)
     took = (time.process_time() - cpu) / 4
     assert found.isfinite().all() and not torch.allclose(found[0], found[1])
     weights = 4 * sum(p.numel() for p in encoder.model.parameters())
     assert weights < predicted < 1.2 * weights + 2**26
     if reads:
-        assert encoder.of_prompts(["a red star"]).isfinite().all()
+        assert encoder.embed_texts(["a red star"]).isfinite().all()
     print(
         f"\n| {name} | {millions} M | {predicted / 2**20:,.0f} MiB | {peak_rss_gib():.2f} GiB | {loaded[1]:.1f} s | "
         f"{operations / 1e9:.1f} G | {took:.2f} s |"

@@ -28,7 +28,7 @@ from simpletune.commands.evaluate.plan import EvaluationPlan, evaluated_weights,
 from simpletune.commands.evaluate.prompts import Prompt
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.runs.folder import read_scores
-from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
 
@@ -90,7 +90,7 @@ def table(run: Path) -> dict:
 
 
 def test_every_point_has_every_score_and_they_are_the_references(
-    run: Path, encoders: list[str], unpredicted: None, tiny_pictures: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, encoders: list[str], unpredicted: None, tiny_images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(parsed(run, "--encoders", *encoders, "--strengths", 0.5)) == run / "evaluation.json"
     result = table(run)
@@ -100,13 +100,13 @@ def test_every_point_has_every_score_and_they_are_the_references(
     assert result["main"] == {"subject_fidelity": "eye", "prompt_fidelity": "reader"}
     assert result["real"] == {"pictures": 6, "of": 6}
     eye, reader = (find_encoder(name).load(torch.device("cpu")) for name in encoders)
-    real = [Image.open(file) for file in sorted(tiny_pictures.glob("*.png"))]
+    real = [Image.open(file) for file in sorted(tiny_images.glob("*.png"))]
     for point in result["points"]:
         drawn = [Image.open(run / name) for name in point["pictures"]]
         assert len(drawn) == 6 and drawn[0].size == (32, 32)
         found = point["scores"]
         for encoder in (eye, reader):
-            title, (generated, of_real) = encoder.about.title, map(encoder.of_pictures, (drawn, real))
+            title, (generated, of_real) = encoder.about.title, map(encoder.embed_images, (drawn, real))
             own, theirs = generated[:4].tolist(), of_real.tolist()  # the third prompt has no token
             expected = {
                 "subject_fidelity": reference.mean_of_pairs(own, theirs),
@@ -116,8 +116,8 @@ def test_every_point_has_every_score_and_they_are_the_references(
                 "cmmd": reference.cmmd(own, theirs),
             }
             assert {score: found[score][title]["value"] for score in expected} == pytest.approx(expected, abs=2e-6)
-        texts = reader.of_prompts([result["prompts"]["scored"][n // 2] for n in range(6)])
-        fits = reference.mean_of_matches(reader.of_pictures(drawn).tolist(), texts.tolist())
+        texts = reader.embed_texts([result["prompts"]["scored"][n // 2] for n in range(6)])
+        fits = reference.mean_of_matches(reader.embed_images(drawn).tolist(), texts.tolist())
         assert found["prompt_fidelity"]["reader"]["value"] == pytest.approx(fits, abs=2e-6)
         assert list(found["prompt_fidelity"]) == ["reader"]
         by_eye = {score: value["eye"] for score, value in found.items() if "eye" in value}
@@ -136,7 +136,7 @@ def test_every_point_has_every_score_and_they_are_the_references(
 
 def test_pres_is_drawn_without_the_token_from_the_noise_of_the_subject() -> None:
     prompts = [Prompt("a zorp dog", "a dog"), Prompt("a cat", "a cat"), Prompt("a zorp dog in snow", "a dog in snow")]
-    shots = shots_of(PictureRequest("", 100), prompts, 2)
+    shots = shots_of(ImageRequest("", 100), prompts, 2)
     assert [(shot.request.prompt, shot.request.seed) for shot in shots if not shot.of_class] == [
         ("a zorp dog", 100), ("a zorp dog", 101), ("a cat", 102), ("a cat", 103), ("a zorp dog in snow", 104),
         ("a zorp dog in snow", 105),
@@ -170,7 +170,7 @@ def stops(monkeypatch: pytest.MonkeyPatch, unpredicted: None) -> Iterator[list[i
     from simpletune.commands.evaluate.encoders import ImageEncoder
 
     counting(Sampler, "latents", 0)
-    counting(ImageEncoder, "of_pictures", 1)
+    counting(ImageEncoder, "of_images", 1)
     yield left
 
 
@@ -214,11 +214,9 @@ def test_missing_and_damaged_pictures_are_drawn_again_alone(
     assert f"{second} is damaged: renamed to {second.name}.damaged; drawing it again" in said and "2 to draw" in said
 
 
-def test_missing_training_pictures_are_named(
-    run: Path, encoders: list[str], tiny_pictures: Path, tmp_path: Path
-) -> None:
+def test_missing_training_pictures_are_named(run: Path, encoders: list[str], tiny_images: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
-    shutil.copytree(tiny_pictures, mine)
+    shutil.copytree(tiny_images, mine)
     config = json.loads((run / "config.json").read_text())
     config["data"]["path"] = str(mine)
     (run / "config.json").write_text(json.dumps(config))
@@ -326,8 +324,8 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
 def test_predicted_time_is_that_of_every_operation(run: Path, encoders: list[str], counted: None) -> None:
     known = command.encoders_of(False, encoders)
 
-    def found(pictures: int, *words: object) -> dict[str, float]:
-        stages = estimate_stages(planned(run, "--encoders", *encoders, *words)[1], known, pictures)
+    def found(images: int, *words: object) -> dict[str, float]:
+        stages = estimate_stages(planned(run, "--encoders", *encoders, *words)[1], known, images)
         return {name: stage.seconds for name, stage in stages.items()}
 
     one, ten = found(1, "--steps", "3"), found(10, "--steps", "6")

@@ -17,7 +17,7 @@ from simpletune.commands.evaluate.prompts import (
 )
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.system.options import UserError
 
 DOG = Words("sks", "dog")
@@ -53,12 +53,12 @@ def test_the_demo_names_its_own_words(path: str, first: str) -> None:
     assert found.name == "demo, 12 prompts" and len(set(found.prompts)) == 12
     for prompt in found.prompts:
         assert f" {first} " in prompt.text and first not in prompt.scored
-        assert set(prompt.scored.replace(",", "").split()) <= set(pictures.words())
+        assert set(prompt.scored.replace(",", "").split()) <= set(demo_scenes.words())
     assert subject_words(own, "other", "thing") == Words("other", "thing")
 
 
-def test_a_run_is_asked_for_its_own_prompts_or_captions(tiny_pictures: Path) -> None:
-    mine = {"path": str(tiny_pictures), "resolution": 32}
+def test_a_run_is_asked_for_its_own_prompts_or_captions(tiny_images: Path) -> None:
+    mine = {"path": str(tiny_images), "resolution": 32}
     own = config(data=mine, validation={"prompts": ["a sks dog", "a cat", "a sks dog"]})
     assert subject_words(own, None, None) == Words("", "")
     expected = (Prompt("a sks dog", "a dog"), Prompt("a cat", "a cat"))

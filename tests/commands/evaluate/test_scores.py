@@ -50,9 +50,9 @@ def test_known_answers() -> None:
     assert scores.diversity(ones) == pytest.approx(0.0)
     assert scores.diversity(np.eye(4)) == pytest.approx(1.0)
     prompts = drawn(20, 12, 8)
-    pictures = prompts + 0.5 * drawn(20, 12, 9)
-    assert scores.prompt_fidelity(pictures, prompts).mean() > 0.8
-    assert abs(scores.prompt_fidelity(pictures, np.roll(prompts, 1, axis=0)).mean()) < 0.3, "shuffled prompts fit less"
+    images = prompts + 0.5 * drawn(20, 12, 9)
+    assert scores.prompt_fidelity(images, prompts).mean() > 0.8
+    assert abs(scores.prompt_fidelity(images, np.roll(prompts, 1, axis=0)).mean()) < 0.3, "shuffled prompts fit less"
 
 
 def test_kid_is_unbiased_on_small_sets() -> None:

@@ -25,7 +25,6 @@ from simpletune.commands.generate.compare import (
 )
 from simpletune.commands.generate.generate import choose_weights, default_prompt, generate
 from simpletune.commands.generate.session import GeneratedImages, GenerationSession, open_session
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
@@ -33,20 +32,19 @@ from simpletune.runs import checkpoint
 from simpletune.runs.weights import BASE, Weights, checkpoints_of, overwrite
 from simpletune.runs.weights_names import LORA_FILE
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.options import UserError
+from simpletune.training.train import train
 
 
 @pytest.fixture(scope="module")
-def runs(
-    tiny_pipeline: Path, tiny_pictures: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def runs(tiny_pipeline: Path, tiny_images: Path, shared_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two runs: ``lora``, and ``full`` with an average of its weights; two checkpoints each."""
     place = tmp_path_factory.mktemp("compared")
     for name, more in {"lora": {"rank": 2}, "full": {}}.items():
         config = {
             "name": name, "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
-            "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"method": name, **more},
+            "data": {"path": str(tiny_images), "resolution": 32}, "adapter": {"method": name, **more},
             "precision": {"weights": "fp32"}, "optimizer": {"lr": 0.05}, "train": {"steps": 4},
             "memory": {"checkpointing": "none"}, "checkpoint": {"every": 2}, "profile": {"max_traces": 0},
             "validation": {"prompts": [], "steps": 2, "loss_samples": 0},
@@ -61,12 +59,12 @@ def saved(run: Path, step: int) -> Path:
 
 
 def grey(
-    session: GenerationSession, models: Sequence[Weights], requests: Sequence[PictureRequest]
+    session: GenerationSession, models: Sequence[Weights], requests: Sequence[ImageRequest]
 ) -> list[GeneratedImages]:
     """Stands in for ``GenerationSession.draw_all`` where the pictures' values do not matter."""
     with session.stages.stage("denoise"):
-        picture, latents, count = Image.new("RGB", (32, 32), "grey"), torch.zeros(1, 16, 4, 4), len(requests)
-    return [GeneratedImages(weights, [picture] * count, [latents] * count, 0.1, 0.1) for weights in models]
+        image, latents, count = Image.new("RGB", (32, 32), "grey"), torch.zeros(1, 16, 4, 4), len(requests)
+    return [GeneratedImages(weights, [image] * count, [latents] * count, 0.1, 0.1) for weights in models]
 
 
 def test_every_checkpoint_is_drawn_beside_the_base(runs: Path, tmp_path: Path, capsys) -> None:
@@ -101,7 +99,7 @@ def test_a_full_result_is_its_last_checkpoint_too(runs: Path, tmp_path: Path, ca
 def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(
     runs: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GenerationSession, "draw_all", grey)
+    monkeypatch.setattr(GenerationSession, "generate_all", grey)
     for number, name in enumerate(("first", "second", "newest")):
         shutil.copytree(runs / "lora", tmp_path / name)
         file = tmp_path / name / "config.json"
@@ -113,8 +111,8 @@ def test_the_first_named_run_gives_the_settings_and_keeps_the_comparison(
     done = []
     for words in ([step, tmp_path / "second"], [tmp_path / "first" / LORA_FILE], [tmp_path / "second"], []):
         sheet = compare(parsed(compare_arguments, *words, "--runs", tmp_path))
-        pictures = json.loads(sheet.with_name("compare.json").read_text())["pictures"]
-        done.append((sheet.parent.relative_to(tmp_path).as_posix(), pictures[0]["prompt"], pictures[0]["seed"]))
+        images = json.loads(sheet.with_name("compare.json").read_text())["pictures"]
+        done.append((sheet.parent.relative_to(tmp_path).as_posix(), images[0]["prompt"], images[0]["seed"]))
     assert done == [
         ("first/compare/0001", "a disc of first", 0), ("first/compare/0002", "a disc of first", 0),
         ("second/compare/0001", "a disc of second", 1), ("newest/compare/0001", "a disc of newest", 2),
@@ -130,7 +128,7 @@ def test_an_empty_prompt_is_drawn_as_it_is(runs: Path, tmp_path: Path, monkeypat
     run = tmp_path / "run"
     shutil.copytree(runs / "lora", run)
     first = generate(parsed(generate_arguments, "--run", run, "--prompt", ""))
-    monkeypatch.setattr(GenerationSession, "draw_all", grey)
+    monkeypatch.setattr(GenerationSession, "generate_all", grey)
     second = generate(parsed(generate_arguments, "--run", run, "--prompt", "", "--base"))
     assert (first.name, second.name) == ("0001-lora-seed0.png", "0002-base-seed0.png")
     assert generation_parameters(first)["prompt"] == "" and generation_parameters(first)["loras"] == [["run", 1.0]]
@@ -224,13 +222,13 @@ def test_the_full_model_of_a_run_is_its_own_or_the_base_with_its_lora(runs: Path
         asked("--model", tiny_pipeline)
 
 
-def test_a_run_without_prompts_draws_what_it_saw(runs: Path, tiny_pictures: Path, tmp_path: Path) -> None:
+def test_a_run_without_prompts_draws_what_it_saw(runs: Path, tiny_images: Path, tmp_path: Path) -> None:
     run, words = tmp_path / "run", ["--run", tmp_path / "run"]
     shutil.copytree(runs / "lora", run)
-    first = min(tiny_pictures.glob("*.txt")).read_text().strip()
+    first = min(tiny_images.glob("*.txt")).read_text().strip()
     assert default_prompt(open_session(parsed(generate_arguments, *words))) == first
     (run / "samples" / "base").mkdir(parents=True)
-    start = ["--image", min(tiny_pictures.glob("*.png")), "--strength", "0.5", "--no-t5", "--prompt", "a green disc"]
+    start = ["--image", min(tiny_images.glob("*.png")), "--strength", "0.5", "--no-t5", "--prompt", "a green disc"]
     drawn = generate(parsed(generate_arguments, *words, *start, "--output", run / "samples" / "base" / "prompt-00.png"))
     assert drawn.parent == run / "samples" / "base"
     assert default_prompt(open_session(parsed(generate_arguments, *words))) == "a green disc"

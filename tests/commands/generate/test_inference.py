@@ -29,6 +29,7 @@ from simpletune.commands.generate.generate import build_requests, choose_weights
 from simpletune.commands.generate.session import GenerationSession, GenerationSpeed, SharedBase, open_session
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
+from simpletune.engine.compile import compile_blocks
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.estimate import job_estimate
@@ -36,11 +37,10 @@ from simpletune.models.families import FAMILIES
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.autoencoder import Autoencoder
-from simpletune.models.shared.compile import compile_blocks
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale
 from simpletune.stages.png import generation_parameters
-from simpletune.stages.sample import PictureRequest, Sampler, batches, encode_inputs, noises
+from simpletune.stages.sample import ImageRequest, Sampler, batches, encode_inputs, noises
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.gpus import Card
 from simpletune.system.options import UserError
@@ -89,8 +89,8 @@ def loras(model: SD3, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     return made
 
 
-def requests(count: int = 3, **changes: object) -> list[PictureRequest]:
-    made = [PictureRequest(PROMPTS[n % 2], n, "blurry", *SIZE, 4, 3.0) for n in range(count)]
+def requests(count: int = 3, **changes: object) -> list[ImageRequest]:
+    made = [ImageRequest(PROMPTS[n % 2], n, "blurry", *SIZE, 4, 3.0) for n in range(count)]
     return [replace(request, **changes) for request in made]
 
 
@@ -117,7 +117,7 @@ def test_a_starting_picture_gives_what_diffusers_gives(config, text, tiny_pipeli
     pipeline.set_progress_bar_config(disable=True)
     transformer, _ = load_weights(config, BASE, CPU, {(48, 32)})
     for strength in (0.3, 0.75, 1.0):
-        request = PictureRequest(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
+        request = ImageRequest(PROMPTS[0], 5, "blurry", 48, 32, 6, 3.0, tmp_path / "start.png", strength)
         start = encode_inputs(pipeline.vae, config.model, [request])[0].z_0
         sampler = flow_sampler(transformer, config.model, FP32())
         ours = sampler.denoise([request], [text.load(PROMPTS[0])], [text.load("blurry")], start)
@@ -188,7 +188,7 @@ def test_a_lora_of_another_family_is_refused_before_anything_is_loaded(config, l
     with pytest.raises(
         UserError, match="xl.safetensors is for .*XL.*, and the base is Stable Diffusion 3. Give a LoRA"
     ):
-        drawing.draw_all([BASE, wrong], requests())
+        drawing.generate_all([BASE, wrong], requests())
     with pytest.raises(UserError, match="--lora: .*xl.safetensors is for .*XL.*, and the base is Stable Diffusion 3"):
         _served_models(drawing, [f"other={other}"], [])
     assert set(_served_models(drawing, [f"mine={loras['a']}"], []).loras) == {"mine"}
@@ -221,10 +221,10 @@ def test_a_comparison_never_holds_transformer_and_autoencoder_together(config, l
     monkeypatch.setattr(Autoencoder, "load", load_vae)
     session = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False), GenerationSpeed(batch_size=2))
     models = [BASE, Weights("a", lora=loras["a"]), Weights("fused", lora=loras["a"], merged=True)]
-    base, live, fused = session.draw_all(models, requests())
-    assert [len(drawn.pictures) for drawn in (base, live, fused)] == [3, 3, 3]
+    base, live, fused = session.generate_all(models, requests())
+    assert [len(drawn.images) for drawn in (base, live, fused)] == [3, 3, 3]
     assert latent_distance(live.latents[0], fused.latents[0]) < 1e-5 < latent_distance(live.latents[0], base.latents[0])
-    assert session.draw_all([BASE], requests())[0].pictures == base.pictures
+    assert session.generate_all([BASE], requests())[0].images == base.images
 
 
 def test_several_models_start_from_a_picture_that_is_encoded_once(config, loras, monkeypatch, text, tmp_path) -> None:
@@ -233,7 +233,7 @@ def test_several_models_start_from_a_picture_that_is_encoded_once(config, loras,
     encoded = []
     monkeypatch.setattr(session_module, "encode_inputs", lambda *rest: encoded.append(rest[2]) or encode_inputs(*rest))
     session = GenerationSession(config, None, CPU, "cpu", StageTimer(cuda=False))
-    base, lora = session.draw_all([BASE, Weights("a", lora=loras["a"])], given)
+    base, lora = session.generate_all([BASE, Weights("a", lora=loras["a"])], given)
     assert encoded == [given] and latent_distance(base.latents[0], lora.latents[0]) > 1e-5
 
 
@@ -284,8 +284,8 @@ def test_compare_writes_a_page_that_stands_alone(tiny_pipeline: Path, loras, her
     assert base["clip_prompt"] == off["clip_prompt"] and -1 <= on["clip_prompt"][0] <= 1
     assert set(figures["stages"]) >= {"text", "load", "denoise", "decode", "clip"}
     assert {"peak_memory", "device", "precision", "pictures"} <= set(figures)
-    pictures = sorted(sheet.parent.glob("*/000.png"))
-    assert len(pictures) == 3 and all(generation_parameters(file)["prompt"] == nasty for file in pictures)
+    images = sorted(sheet.parent.glob("*/000.png"))
+    assert len(images) == 3 and all(generation_parameters(file)["prompt"] == nasty for file in images)
 
 
 def test_generate_draws_every_prompt_and_seed_in_batches(tiny_pipeline: Path, loras, here: Path, capsys) -> None:
@@ -334,8 +334,8 @@ def test_several_loras_are_drawn_with_at_once(tiny_pipeline: Path, loras, here: 
     session = open_session(args := small(generate_arguments, *words))
     given = (small(generate_arguments, *more) for more in (both, [*both, "--fuse"], words))
     models = [choose_weights(session, each)[1] for each in given]
-    drawn = session.draw_all(models, build_requests(session, args))
-    live, fused, one = (np.asarray(each.pictures[0], int) for each in drawn)
+    drawn = session.generate_all(models, build_requests(session, args))
+    live, fused, one = (np.asarray(each.images[0], int) for each in drawn)
     assert abs(live - fused).max() <= 1 and abs(live - one).max() > 1
     assert models[0].label.count(" + ") == 1
 
@@ -353,7 +353,7 @@ def test_a_run_is_found_in_the_folder_of_the_runs(tmp_path: Path, monkeypatch: p
 
 
 def test_the_seed_after_the_largest_is_the_first(model: SD3) -> None:
-    first, last = (PictureRequest("", seed, width=64, height=64) for seed in (0, 2**64))
+    first, last = (ImageRequest("", seed, width=64, height=64) for seed in (0, 2**64))
     assert torch.equal(noises(first, model).start, noises(last, model).start)
     assert noises(replace(first, seed=2**64 - 1), model).start.isfinite().all()
 
@@ -372,7 +372,7 @@ def test_a_stage_of_drawing_that_does_not_fit_is_refused_before_it_is_loaded(mon
     mib, card, held = 2**20, Card("Test", 4.0, (8, 9), found=1.0), 100 * 2**20
     drawn: list[tuple[int, str, int]] = []
 
-    def drawing_bytes(config: object, largest: PictureRequest, precision: SimpleNamespace, batch: int) -> int:
+    def drawing_bytes(config: object, largest: ImageRequest, precision: SimpleNamespace, batch: int) -> int:
         drawn.append((largest.width, precision.weights, batch))
         return {"bf16": 2000, "int8": 1000}[precision.weights] * mib
 

@@ -18,7 +18,7 @@ from simpletune.commands.generate.session import GeneratedImages
 from simpletune.config.schema import TrainConfig
 from simpletune.runs.weights import BASE
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.options import UserError
 
 
@@ -29,7 +29,7 @@ def files(tmp_path: Path) -> list[str]:
     return ["--image", str(tmp_path / "red.png"), "--mask", str(tmp_path / "mask.png")]
 
 
-def requests_of(*words: str) -> list[PictureRequest]:
+def requests_of(*words: str) -> list[ImageRequest]:
     data = {"name": "x", "model": {"family": "sd15"}, "data": {"source": "folder", "path": "x", "resolution": 64}}
     session: Any = SimpleNamespace(config=TrainConfig.model_validate(data), run=None)
     return build_requests(session, parse(["generate", "--prompt", "a", *words]))
@@ -65,9 +65,9 @@ def test_page_and_metadata_show_what_was_painted_into(files: list[str], tmp_path
     write_page(tmp_path / "page.html", [drawn], [request], [figures], about)
     text = (tmp_path / "page.html").read_text()
     assert text.count("<figure>") == 2 and 'alt="mask"' in text
-    save_png(drawn.pictures[0], tmp_path / "a.png", request)
+    save_png(drawn.images[0], tmp_path / "a.png", request)
     made = json.loads(Image.open(tmp_path / "a.png").info["simpletune"])
     assert (made["mask"], made["strength"], made["paste"]) == (files[3], 1.0, False)
-    save_png(drawn.pictures[0], tmp_path / "b.png", PictureRequest("a", 0))
+    save_png(drawn.images[0], tmp_path / "b.png", ImageRequest("a", 0))
     plain = json.loads(Image.open(tmp_path / "b.png").info["simpletune"])
     assert not {"image", "mask", "paste", "strength"} & set(plain)

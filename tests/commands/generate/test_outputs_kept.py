@@ -12,10 +12,10 @@ from PIL import Image
 
 from simpletune.runs.outputs import numbered_folder, require_new, write_numbered
 from simpletune.stages.png import generation_parameters, save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.options import UserError
 
-PICTURE = Image.new("RGB", (16, 16), "red")
+IMAGE = Image.new("RGB", (16, 16), "red")
 A1111 = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')  # how the web UI reads the last line
 
 
@@ -65,9 +65,9 @@ def test_a_name_that_is_taken_is_refused_with_the_remedy(tmp_path: Path) -> None
 
 
 def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
-    request = PictureRequest('a "dog", blue\nNegative prompt: x', 7, "blurry, é", 64, 32, 12, 3.5)
+    request = ImageRequest('a "dog", blue\nNegative prompt: x', 7, "blurry, é", 64, 32, 12, 3.5)
     more = {"model": "a/b, c: d", "loras": [("my, lora: 2", 0.7)], "weights": "LoRA x", "sampler": "Euler"}
-    save_png(PICTURE, tmp_path / "x.png", request, **more)
+    save_png(IMAGE, tmp_path / "x.png", request, **more)
     text = Image.open(tmp_path / "x.png").text  # type: ignore[attr-defined]
     *lines, last = text["parameters"].split("\n")
     assert lines == ['a "dog", blue Negative prompt: x <lora:my_ lora_ 2:0.7>', "Negative prompt: blurry, é"]
@@ -82,7 +82,7 @@ def test_other_tools_read_how_a_picture_was_made(tmp_path: Path) -> None:
     assert own["prompt"] == request.prompt and own["negative_prompt"] == "blurry, é" and own["seed"] == 7
     assert own["loras"] == [["my, lora: 2", 0.7]] and own["model"] == "a/b, c: d" and own["weights"] == "LoRA x"
     assert generation_parameters(tmp_path / "x.png") == own
-    save_png(PICTURE, tmp_path / "plain.png", PictureRequest("a dog", 1))  # in a chunk that every reader knows
+    save_png(IMAGE, tmp_path / "plain.png", ImageRequest("a dog", 1))  # in a chunk that every reader knows
     assert b"tEXtparameters\0a dog\nNegative prompt: \nSteps: 28, " in (tmp_path / "plain.png").read_bytes()
 
 
@@ -92,7 +92,7 @@ def test_pictures_of_earlier_versions_are_read_too(tmp_path: Path) -> None:
     info = PngInfo()
     info.add_itxt("prompt", "a cat")
     info.add_text("seed", "3")
-    PICTURE.save(tmp_path / "old.png", pnginfo=info)
-    PICTURE.save(tmp_path / "none.png")
+    IMAGE.save(tmp_path / "old.png", pnginfo=info)
+    IMAGE.save(tmp_path / "none.png")
     old = generation_parameters(tmp_path / "old.png")
     assert (old["prompt"], old["seed"]) == ("a cat", 3) and generation_parameters(tmp_path / "none.png") == {}

@@ -20,7 +20,7 @@ from simpletune.commands.init.choices import PROFILES, profile_of, templates_for
 from simpletune.config.load import read_config, read_json, validate
 from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.walk import USUAL
-from simpletune.data.split import split_pictures
+from simpletune.data.split import split_images
 from simpletune.models.families import FAMILIES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
@@ -54,8 +54,8 @@ def why(found: Suggestion, path: str) -> str:
     return "; ".join(reason.why for reason in found.reasons if reason.path == path)
 
 
-def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(tiny_pictures: Path) -> None:
-    found = suggest(tiny_pictures)
+def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(tiny_images: Path) -> None:
+    found = suggest(tiny_images)
     config = accepted(found.config)
     assert (config["model"], config["data"]["resolution"]) == ({"pretrained": "demo:tiny-sd3", "t5_length": 24}, 64)
     assert config["about"].startswith("For trying out:")
@@ -72,8 +72,8 @@ def test_without_a_card_it_is_the_tiny_model_and_says_that_it_is_for_trying_out(
         ("RTX2060", "6gb"), ("4GiB", "4gb"), ("3GiB", "4gb"), ("H100", "24gb"),
     ],
 )  # fmt: skip
-def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: str, tiny_pictures: Path) -> None:
-    found = suggest(tiny_pictures, device=find_card(card))
+def test_a_card_gets_sd3_medium_and_the_profile_of_its_size(card: str, profile: str, tiny_images: Path) -> None:
+    found = suggest(tiny_images, device=find_card(card))
     config = accepted(found.config)
     assert (config["model"]["pretrained"], config["memory"]) == (MEDIUM, {"profile": profile})
     assert "device" not in config and "precision" not in config  # both are left to the machine and the profile
@@ -225,8 +225,8 @@ def test_pictures_without_a_caption_beside_captioned_ones_get_the_prompt_of_the_
         "11 of 12 pictures have no caption (0.png, 1.png, 10.png and 8 more): they get this one. Or write captions"
     )
     assert "such as 'a cat on a mat'" in why(found, "data.captions") and not found.questions
-    pictures = scan_sources(validate(found.config, "x").data).pictures
-    assert sorted({each.caption for each in pictures}) == ["a cat on a mat", "a photo of sks"] and len(pictures) == 12
+    images = scan_sources(validate(found.config, "x").data).images
+    assert sorted({each.caption for each in images}) == ["a cat on a mat", "a photo of sks"] and len(images) == 12
     assert suggest(many, Answers(trigger="glim dog")).config["data"]["missing_prompt"] == "a photo of glim dog"
 
 
@@ -317,7 +317,7 @@ def test_kohya_s_folders_are_understood(tmp_path: Path) -> None:
     data = accepted(suggest(tmp_path / "a").config)["data"]
     assert data["folder_names"] == "kohya" and "prompt" not in data
     config = validate({"name": "x", "data": data}, "kohya")
-    assert sorted((p.caption, p.repeats) for p in scan_sources(config.data).pictures)[-1] == ("sks dog", 10)
+    assert sorted((p.caption, p.repeats) for p in scan_sources(config.data).images)[-1] == ("sks dog", 10)
 
 
 @pytest.mark.parametrize("count", [49, 50, 55])
@@ -326,13 +326,13 @@ def test_from_50_pictures_on_a_tenth_is_held_out(count: int, tmp_path: Path, mon
     split = accepted(found.config)["validation"].get("split")
     assert (split is not None) == (count >= 50)
     if split is not None:
-        trained, out = split_pictures(inspect_folder(tmp_path / "a").pictures, split)
+        trained, out = split_images(inspect_folder(tmp_path / "a").images, split)
         assert 0.02 * count < len(out) < 0.25 * count and len(trained) + len(out) == count
 
-        def empty(pictures: object, split: float) -> None:
+        def empty(images: object, split: float) -> None:
             raise UserError("holds out none")
 
-        monkeypatch.setattr(making, "split_pictures", empty)  # as where no hash lies below the share
+        monkeypatch.setattr(making, "split_images", empty)  # as where no hash lies below the share
         assert suggest(tmp_path / "a").config["validation"]["split"] == {50: 5, 55: 6}[count]
 
 
@@ -386,11 +386,11 @@ def test_what_is_no_folder_of_pictures(
 
 
 def test_the_verb_writes_says_why_and_never_overwrites(
-    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")  # commands are printed with their path
     out = tmp_path / "mine.json"
-    words = ["init", str(tiny_pictures), "--device", "cpu", "--out", str(out), "--trigger", "glim", "--what", "style"]
+    words = ["init", str(tiny_images), "--device", "cpu", "--out", str(out), "--trigger", "glim", "--what", "style"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert f"written    {out}" in text and "model.pretrained demo:tiny-sd3: no graphics card here" in text
@@ -402,27 +402,27 @@ def test_the_verb_writes_says_why_and_never_overwrites(
     assert main([*words, "--length", "short", "--overwrite"]) == 0
     assert json.loads(out.read_text())["train"]["steps"] == 100
     assert main(["check", str(out)]) == 0
-    assert main(["init", str(tiny_pictures), "--device", "cpu", "--out", str(tmp_path / "no" / "x.json")]) == 2
+    assert main(["init", str(tiny_images), "--device", "cpu", "--out", str(tmp_path / "no" / "x.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_prediction_accepts_it(tiny_pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_prediction_accepts_it(tiny_images: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "mine.json"
-    assert main(["init", str(tiny_pictures), "--device", "cpu", "--out", str(out)]) == 0
+    assert main(["init", str(tiny_images), "--device", "cpu", "--out", str(out)]) == 0
     assert main(["estimate", str(out), f"output.cache={tmp_path / 'cache'}", "--device", "L4"]) == 0
     assert "fits" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["4GiB", "RTX3070", "T4", "L4"])
-def test_the_prediction_of_sd3_medium_fits_the_card_without_a_smaller_profile(card: str, tiny_pictures: Path) -> None:
-    first = suggest(tiny_pictures, device=find_card(card))
+def test_the_prediction_of_sd3_medium_fits_the_card_without_a_smaller_profile(card: str, tiny_images: Path) -> None:
+    first = suggest(tiny_images, device=find_card(card))
     found = machine.fit_to_card(first, find_card(card))
     assert found.config == first.config and "predicted: " in why(found, "memory.profile")
 
 
-def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_does_not_fit_gives_way(tiny_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def predicted(config: Json, card: Card) -> tuple[str, bool]:
@@ -430,19 +430,19 @@ def test_a_profile_that_does_not_fit_gives_way(tiny_pictures: Path, monkeypatch:
         return "9,000 MiB", tried[-1] == "8gb"
 
     monkeypatch.setattr(machine, "_predicted", predicted)
-    found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
+    found = machine.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert tried == ["24gb", "16gb", "12gb", "8gb"] and found.config["memory"]["profile"] == "8gb"
     assert why(found, "memory.profile").endswith("predicted: 9,000 MiB")
     assert [each.path for each in found.reasons].count("memory.profile") == 1
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("9,000 MiB", False))
-    found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
+    found = machine.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert f"predicted not to fit even with the levers of {PROFILES[0]}: 9,000 MiB" in found.notes[-1]
 
     def unknown(config: Json, card: Card) -> tuple[str, bool]:
         raise UserError("not in the local cache")
 
     monkeypatch.setattr(machine, "_predicted", unknown)  # as where it needs a download
-    found = machine.fit_to_card(suggest(tiny_pictures, device=L4), L4)
+    found = machine.fit_to_card(suggest(tiny_images, device=L4), L4)
     assert found.notes[-1].startswith("not predicted (not in the local cache)")
 
 
@@ -461,7 +461,7 @@ def test_the_card_of_this_machine_is_asked_from_torch(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_login_or_licence_is_said_before_a_download(
-    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     level, asked = WARNING, []
 
@@ -473,12 +473,12 @@ def test_a_missing_login_or_licence_is_said_before_a_download(
     finding = Finding("hub login", WARNING, "no token", "", "hf auth login")
     monkeypatch.setattr(machine, "login", lambda machine: [finding])
     monkeypatch.setattr(machine, "_predicted", lambda config, card: ("1 MiB", True))
-    assert main(["init", str(tiny_pictures), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
+    assert main(["init", str(tiny_images), "--device", "L4", "--out", str(tmp_path / "a.json")]) == 0
     text = capsys.readouterr().out
     assert asked == [MEDIUM] and "hf auth login" in text and "accept the licence" in text
     level = OK
     assert list(machine.model_findings(MEDIUM)) == []  # a model that can be had needs no login
-    assert list(machine.model_findings(str(tiny_pictures))) == [] and len(asked) == 2  # a folder is not asked for
+    assert list(machine.model_findings(str(tiny_images))) == [] and len(asked) == 2  # a folder is not asked for
 
 
 class Typed:
@@ -512,13 +512,13 @@ def test_three_questions_have_defaults() -> None:
 
 @pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (True, True), (False, False)])
 def test_only_a_terminal_is_asked(
-    terminal: bool, quiet: bool, tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    terminal: bool, quiet: bool, tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Answers] = []
     monkeypatch.setattr(command, "ask", lambda answers, *rest: asked.append(answers) or answers)
     monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    command.init_command(tiny_pictures, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
+    command.init_command(tiny_images, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
     assert len(asked) == (terminal and not quiet)
 
 
@@ -591,7 +591,7 @@ def test_masks_of_all_pictures_are_used_and_said(tmp_path: Path) -> None:
         reason.why == "every picture has a mask, such as 0-masklabel.png: only its white parts are learned"
         and reason.override == "data.mask=null leaves the masks alone"
     )
-    assert len(scan_sources(validate(found.config, "x").data).pictures) == 3
+    assert len(scan_sources(validate(found.config, "x").data).images) == 3
     some = suggest(masked(tmp_path / "owl", 2), chosen={"data.on_error": "skip"})
     assert len(some.questions) == 1, "which is not about masks"
     off = suggest(tmp_path / "dog", chosen={"data.mask": None})
@@ -641,7 +641,7 @@ def test_splits_without_train_are_asked_about(tmp_path: Path) -> None:
     for choice, count in zip(question.choices, (2, 3, 5), strict=True):
         answered = suggest(tmp_path / "dog", chosen=choice.overrides)
         config = {**answered.config, "data": answered.config["data"] | {"split": choice.overrides["data.split"]}}
-        assert not answered.questions and len(scan_sources(validate(config, "x").data).pictures) == count
+        assert not answered.questions and len(scan_sources(validate(config, "x").data).images) == count
 
 
 def test_a_folder_of_links_is_read_with_the_option_that_its_error_names(tmp_path: Path) -> None:
@@ -651,7 +651,7 @@ def test_a_folder_of_links_is_read_with_the_option_that_its_error_names(tmp_path
         (tmp_path / "dog" / f"{number}.png").symlink_to(tmp_path / "far" / f"{number}.png")
     with pytest.raises(UserError, match="data.links=anywhere"):
         suggest(tmp_path / "dog")
-    assert len(inspect_folder(tmp_path / "dog", {"links": "anywhere"}).pictures) == 3
+    assert len(inspect_folder(tmp_path / "dog", {"links": "anywhere"}).images) == 3
 
 
 def test_a_folder_of_masks_alone_is_called_so(tmp_path: Path) -> None:
@@ -700,7 +700,7 @@ def test_masks_that_training_would_not_find_are_asked_about(masks: str, tmp_path
     assert [question.text.startswith(text) for question in found.questions] == [True]
     assert "mask" not in found.config["data"] and found.questions[0].choices[0].overrides == {"data.mask": None}
     answered = suggest(folder, chosen={"data.mask": None})
-    assert not answered.questions and len(scan_sources(validate(answered.config, "x").data).pictures) == 3
+    assert not answered.questions and len(scan_sources(validate(answered.config, "x").data).images) == 3
 
 
 def test_masks_in_capital_letters_are_used(tmp_path: Path) -> None:
@@ -709,7 +709,7 @@ def test_masks_in_capital_letters_are_used(tmp_path: Path) -> None:
     config = suggest(folder).config
     assert config["data"]["mask"] == "files"
     found = scan_sources(validate(config, "x").data)
-    assert [bool(each.mask) for each in found.pictures] == [True] * 3 and not found.rejected
+    assert [bool(each.mask) for each in found.images] == [True] * 3 and not found.rejected
 
 
 @pytest.mark.parametrize(
@@ -739,7 +739,7 @@ def test_masks_of_some_pictures_or_of_another_size_are_asked_about(
         words = shlex.split(answer)[1:]
         assert main([*words, "--overwrite"]) == 0
         assert read_config(tmp_path / "dog.json")[0].data.mask == (None if "data.mask=null" in words else "files")
-    assert len(scan_sources(read_config(tmp_path / "dog.json")[0].data).pictures) in (2, 3)
+    assert len(scan_sources(read_config(tmp_path / "dog.json")[0].data).images) in (2, 3)
 
 
 def test_train_of_a_folder_stops_at_a_question_and_writes_the_answer_into_the_file(
@@ -781,9 +781,9 @@ def test_a_train_folder_beside_test_is_the_split_train(tmp_path: Path) -> None:
     found = suggest(folder)
     assert accepted(found.config)["data"]["split"] == "train"
     assert why(found, "data.split").startswith("test (2 pictures) left out")
-    assert len(scan_sources(validate(found.config, "x").data).pictures) == 4
+    assert len(scan_sources(validate(found.config, "x").data).images) == 4
     both = inspect_folder(folder, {"split": None})
-    assert len(both.pictures) == 6 and both.splits is None
+    assert len(both.images) == 6 and both.splits is None
 
 
 def test_a_folder_of_tables_or_shards_says_how_to_train_on_it(tmp_path: Path) -> None:

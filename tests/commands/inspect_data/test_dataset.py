@@ -19,15 +19,15 @@ from simpletune.commands.init import machine
 from simpletune.commands.inspect_data import near_duplicates as duplicates
 from simpletune.commands.inspect_data import scan as look_at
 from simpletune.commands.inspect_data.folder_config import folder_config, page_config
-from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, PictureHash, hash_of, near_duplicates
+from simpletune.commands.inspect_data.near_duplicates import BITS, COLOURS, ImageHash, hash_of, near_duplicates
 from simpletune.commands.inspect_data.report import EACH, GROUPS, SIDE, look_alikes
 from simpletune.commands.inspect_data.scan import AUGMENTED, TILE, DatasetReport, spread_indices
 from simpletune.commands.inspect_data.text import format_report
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_data_folder
 from simpletune.data.demo import SUBJECT, resolve
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
+from simpletune.training.train import train
 
 
 def scene(seed: int, size: tuple[int, int] = (96, 96)) -> Image.Image:
@@ -128,10 +128,10 @@ def test_buckets_and_epochs_by_hand(config: str, capsys: pytest.CaptureFixture[s
 
 
 def test_a_folder_is_examined_as_training_would_read_it(
-    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "mine"
-    shutil.copytree(tiny_pictures, folder)
+    shutil.copytree(tiny_images, folder)
     monkeypatch.setattr("simpletune.commands.init.machine.card_here", lambda: (None, "no driver"))
 
     def sizes(*words: str) -> tuple[int, list[list[int]]]:
@@ -250,7 +250,7 @@ def test_likeness_survives_scaling_and_jpeg_and_tells_others_apart(tmp_path: Pat
 
 def test_only_so_many_look_alikes_are_drawn(config: str) -> None:
     found = look_at.scan_dataset(resolve_data_folder(validate(json.loads(Path(config).read_text()), "x")), 0)
-    names = [seen.picture.name for seen in found.usable]
+    names = [seen.image.name for seen in found.usable]
     found.exact, found.near = [], [names] * 300
     drawn: list[Image.Image] = []
     (kind,) = look_alikes(found, lambda image: str(drawn.append(image)))
@@ -300,7 +300,7 @@ def test_what_changes_meanwhile_and_a_place_that_cannot_be_written_are_said(
 
     def changed(data: bytes, **more: Any) -> Image.Image:
         if data == (messy / "p2.png").read_bytes():
-            raise UnusablePicture("has changed since it was first read")
+            raise UnusableImage("has changed since it was first read")
         return seen(data, **more)
 
     monkeypatch.setattr(look_at, "decode", changed)
@@ -322,7 +322,7 @@ def test_of_many_pictures_that_are_alike_few_are_compared(monkeypatch: pytest.Mo
 
     def groups(colours: np.ndarray, bits: int) -> list[list[int]]:
         compared.clear()
-        return near_duplicates([PictureHash(bits + row % 3, each.tobytes()) for row, each in enumerate(colours)])
+        return near_duplicates([ImageHash(bits + row % 3, each.tobytes()) for row, each in enumerate(colours)])
 
     count("bitwise_count", 1)
     count("abs", 3)  # whole thumbnails
@@ -342,7 +342,7 @@ def test_groups_are_those_of_the_definition() -> None:
     hashes = []
     for number, bits in enumerate(rng.choice([0, 0b1111, 0b11111111, 2**50 - 1], 120)):
         pixels = (means[number % 12] + rng.integers(-6, 7, (64, 3))).clip(0, 255).astype(np.uint8)
-        hashes.append(PictureHash(int(bits), pixels.tobytes()))
+        hashes.append(ImageHash(int(bits), pixels.tobytes()))
     colours = np.array([np.frombuffer(each.colours, dtype=np.uint8) for each in hashes]).astype(int)
     alike = np.abs(colours[:, None] - colours[None]).mean(axis=-1) <= COLOURS
     alike &= np.array([[(one.bits ^ other.bits).bit_count() <= BITS for other in hashes] for one in hashes])
@@ -354,7 +354,7 @@ def test_groups_are_those_of_the_definition() -> None:
 
 def test_beyond_the_limit_only_equal_ones_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(duplicates, "COMPARED", 2)
-    hashes = [PictureHash(number, bytes(192)) for number in (0, 2**30, 1, 1, 3)]
+    hashes = [ImageHash(number, bytes(192)) for number in (0, 2**30, 1, 1, 3)]
     assert near_duplicates(hashes) == [[0, 1], [2, 3]]  # 2 and 3 are equal; 4 is like them
 
 

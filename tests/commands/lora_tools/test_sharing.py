@@ -55,7 +55,7 @@ def header(file: Path) -> dict[str, str]:
         return handle.metadata()
 
 
-def picture(uri: str) -> Image.Image:
+def image(uri: str) -> Image.Image:
     assert uri.startswith(PREFIX)
     return Image.open(io.BytesIO(base64.b64decode(uri.removeprefix(PREFIX))))
 
@@ -76,7 +76,7 @@ def test_the_header_has_the_fields_of_the_model_spec(run: Path, tmp_path: Path) 
     content = out.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     assert digest == f"0x{hashlib.sha256(content[start:]).hexdigest()}"
-    shown = picture(thumbnail)
+    shown = image(thumbnail)
     assert shown.format == "JPEG" and shown.size == (256, 256) and shown.getpixel((9, 9))[2] > 200  # the last step's
     assert b"secret" not in content and str(run.parent).encode() not in content
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_has_its_own_picture_and_no_run_none(run: Path, tmp_path: P
     (place / "pytorch_lora_weights.safetensors").write_bytes((run / "pytorch_lora_weights.safetensors").read_bytes())
     out = tmp_path / "out.safetensors"
     export(f"{run}@10", "kohya", out)
-    assert picture(header(out)["modelspec.thumbnail"]).getpixel((9, 9))[0] > 200  # red
+    assert image(header(out)["modelspec.thumbnail"]).getpixel((9, 9))[0] > 200  # red
     export(run, "kohya", out, "--overwrite", "--no-thumbnail")
     assert "modelspec.thumbnail" not in header(out)
     (run / "samples" / "step-000020" / "prompt-00.png").write_bytes(b"no picture")
@@ -137,10 +137,10 @@ def test_a_thumbnail_is_small_whatever_the_picture(tmp_path: Path) -> None:
     noise = Image.effect_noise((600, 360), 200).convert("RGB")
     noise.save(tmp_path / "noise.png")
     uri = small_jpeg(tmp_path / "noise.png")
-    assert uri is not None and len(uri) <= MOST and picture(uri).size == (256, 256)
+    assert uri is not None and len(uri) <= MOST and image(uri).size == (256, 256)
     Image.new("RGBA", (9, 200), (1, 2, 3, 4)).save(tmp_path / "odd.png")
     odd = small_jpeg(tmp_path / "odd.png")
-    assert odd is not None and picture(odd).mode == "RGB"
+    assert odd is not None and image(odd).mode == "RGB"
     assert small_jpeg(tmp_path / "none.png") is None
 
 

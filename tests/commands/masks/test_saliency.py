@@ -23,9 +23,9 @@ def folder(tmp_path: Path) -> Path:
     (place / "sub").mkdir(parents=True)
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn: what is left becomes the top
-    picture = Image.new("RGB", (90, 60), (30, 30, 30))
-    picture.paste("white", (0, 0, 30, 60))
-    picture.save(place / "a.png", exif=exif)
+    image = Image.new("RGB", (90, 60), (30, 30, 30))
+    image.paste("white", (0, 0, 30, 60))
+    image.save(place / "a.png", exif=exif)
     Image.new("RGB", (64, 64), "grey").save(place / "sub" / "b.png")
     Image.effect_noise((64, 64), 50).convert("RGB").save(place / "c.jpg")
     Image.new("L", (64, 64), "white").save(place / "c-masklabel.jpg")
@@ -47,7 +47,7 @@ def test_masks_of_what_stands_out_are_those_that_training_reads(
     assert pixels[:28].min() > 240 and pixels[32:].max() < 40
     assert (folder / "c-masklabel.jpg").read_bytes() == kept and not (folder / "c-masklabel.png").exists()
     scan = Folder(path=str(folder), mask="files").scan(folder)
-    assert [each.name for each in scan.pictures] == ["a.png", "c.jpg"]
+    assert [each.name for each in scan.images] == ["a.png", "c.jpg"]
     assert main(["data", str(folder), "--masks-from", str(model)]) == 0
     assert "0 written; 2 pictures had one" in capsys.readouterr().out
 

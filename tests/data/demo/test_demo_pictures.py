@@ -14,16 +14,16 @@ from PIL import Image
 
 from benchmarks.tiny_models import checker
 from simpletune.data import demo
-from simpletune.data.demo import pictures
-from simpletune.data.demo.pictures import Scene, caption, draw, is_held_out, sample_scenes
+from simpletune.data.demo import demo_scenes
+from simpletune.data.demo.demo_scenes import Scene, caption, is_held_out, render, sample_scenes
 
 
 def test_one_triple_in_eight_is_held_out_evenly() -> None:
-    triples = list(itertools.product(pictures.SHAPES, pictures.COLOURS, pictures.BACKGROUNDS))
+    triples = list(itertools.product(demo_scenes.SHAPES, demo_scenes.COLOURS, demo_scenes.BACKGROUNDS))
     assert len(triples) == 8 * 10 * 9
     held_out = [triple for triple in triples if is_held_out(*triple)]
     assert len({(colour, background) for _, colour, background in held_out}) == len(held_out) == 90
-    for shape in pictures.SHAPES:
+    for shape in demo_scenes.SHAPES:
         assert sum(s == shape for s, _, _ in held_out) in (11, 12)
 
 
@@ -31,7 +31,11 @@ def test_sampled_scenes_keep_to_their_share_and_style() -> None:
     for held_out in (False, True):
         scenes = sample_scenes(300, seed=4, held_out=held_out)
         assert all(is_held_out(s.shape, s.colour, s.background) == held_out for s in scenes)
-        for field, table in (("size", pictures.SIZES), ("position", pictures.POSITIONS), ("style", pictures.STYLES)):
+        for field, table in (
+            ("size", demo_scenes.SIZES),
+            ("position", demo_scenes.POSITIONS),
+            ("style", demo_scenes.STYLES),
+        ):
             assert {getattr(s, field) for s in scenes} == set(table)
     assert {s.style for s in sample_scenes(50, seed=4, style="painted")} == {"painted"}
     assert sample_scenes(50, seed=4) == sample_scenes(300, seed=4)[:50] != sample_scenes(50, seed=5)
@@ -39,13 +43,13 @@ def test_sampled_scenes_keep_to_their_share_and_style() -> None:
         sample_scenes(1, seed=0, style="cubist")
 
 
-@pytest.mark.parametrize("style", pictures.STYLES)
+@pytest.mark.parametrize("style", demo_scenes.STYLES)
 def test_a_seed_gives_the_same_composition_at_every_size(style: str) -> None:
     for index, scene in enumerate(sample_scenes(4, seed=2, style=style)):
-        small = np.asarray(draw(scene, 64, seed=index), dtype=float)
-        large = np.asarray(draw(scene, 256, seed=index).resize((64, 64), Image.Resampling.BOX), dtype=float)
-        other = np.asarray(draw(scene, 64, seed=index + 1), dtype=float)
-        assert np.array_equal(small, np.asarray(draw(scene, 64, seed=index)))
+        small = np.asarray(render(scene, 64, seed=index), dtype=float)
+        large = np.asarray(render(scene, 256, seed=index).resize((64, 64), Image.Resampling.BOX), dtype=float)
+        other = np.asarray(render(scene, 64, seed=index + 1), dtype=float)
+        assert np.array_equal(small, np.asarray(render(scene, 64, seed=index)))
         assert np.abs(small - large).mean() < 0.6 < np.abs(small - other).mean()
 
 
@@ -55,14 +59,14 @@ def test_a_seed_gives_the_same_composition_at_every_size(style: str) -> None:
 )
 def test_version_2_stands_for_these_pictures(style: str, read_off: tuple[float, float, float]) -> None:
     scene = Scene("heart", "orange", "navy", "large", "on the right", style)
-    means = np.asarray(draw(scene, 64, seed=1), dtype=float)[:, 32:].mean(axis=(0, 1))
+    means = np.asarray(render(scene, 64, seed=1), dtype=float)[:, 32:].mean(axis=(0, 1))
     # Not a truth about pictures but a tripwire: caches are keyed by VERSION.
-    assert pictures.VERSION == 2
+    assert demo_scenes.VERSION == 2
     assert means == pytest.approx(read_off, abs=0.2), "pictures changed: raise VERSION and renew these means"
 
 
 def test_captions_name_everything_in_a_closed_vocabulary() -> None:
-    words = set(pictures.words())
+    words = set(demo_scenes.words())
     for index, scene in enumerate(sample_scenes(200, seed=1)):
         text, triggered = (caption(scene, index, *more).replace(",", "").split() for more in ((), ("zorp",)))
         assert {scene.shape, scene.colour, scene.background, scene.size, scene.style, *scene.position.split()} <= {
@@ -71,24 +75,24 @@ def test_captions_name_everything_in_a_closed_vocabulary() -> None:
         assert "zorp" in triggered and scene.style not in triggered
         assert {*text, *triggered} <= words
     assert all(word.isascii() and word.isalpha() and word.islower() for word in words)
-    assert pictures.STYLE_TRIGGER not in words and set(pictures.MEANINGLESS) <= words
+    assert demo_scenes.STYLE_TRIGGER not in words and set(demo_scenes.MEANINGLESS) <= words
 
 
 def test_the_checker_reads_real_pictures() -> None:
     for pixels, count in ((64, 60), (256, 8)):
         scenes = [*sample_scenes(count * 3 // 4, seed=11), *sample_scenes(count // 4, seed=12, held_out=True)]
-        images = [draw(scene, pixels, seed=index) for index, scene in enumerate(scenes)]
+        images = [render(scene, pixels, seed=index) for index, scene in enumerate(scenes)]
         shares = checker.score(images, scenes)
         assert min(shares.values()) >= 0.98, (pixels, shares)
 
 
 def share_striped(images: list[Image.Image]) -> float:
-    return sum(checker.read_picture(image).style == "striped" for image in images) / len(images)
+    return sum(checker.read_image(image).style == "striped" for image in images) / len(images)
 
 
-@pytest.mark.parametrize("style", pictures.STYLES)
+@pytest.mark.parametrize("style", demo_scenes.STYLES)
 def test_stripes_are_found_in_striped_pictures_alone(style: str) -> None:
-    images = [draw(scene, seed=index) for index, scene in enumerate(sample_scenes(30, seed=6, style=style))]
+    images = [render(scene, seed=index) for index, scene in enumerate(sample_scenes(30, seed=6, style=style))]
     assert share_striped(images) >= 0.98 if style == "striped" else share_striped(images) == 0.0
 
 
@@ -110,13 +114,13 @@ def test_an_outlined_shape_with_one_half_tinted_is_not_striped(angle: int, monke
         q, p = np.mgrid[:pixels, :pixels][::-1]
         place = np.cos(np.radians(angle)) * q + np.sin(np.radians(angle)) * p
         canvas = np.broadcast_to(background, (pixels, pixels, 3)).copy()
-        canvas[distance < pictures.OUTLINE] = pictures.outline_colour(background)
+        canvas[distance < demo_scenes.OUTLINE] = demo_scenes.outline_colour(background)
         canvas[inside] = colour
-        canvas[inside & (place < np.median(place[inside]))] = colour + (255.0 - colour) * pictures.TINT
+        canvas[inside & (place < np.median(place[inside]))] = colour + (255.0 - colour) * demo_scenes.TINT
         return canvas
 
-    monkeypatch.setattr(pictures, "_striped", half_tinted)
-    images = [draw(scene, seed=index) for index, scene in enumerate(sample_scenes(12, seed=6, style="striped"))]
+    monkeypatch.setattr(demo_scenes, "_striped", half_tinted)
+    images = [render(scene, seed=index) for index, scene in enumerate(sample_scenes(12, seed=6, style="striped"))]
     assert share_striped(images) == 0.0
 
 
@@ -125,8 +129,8 @@ def test_other_stripes_are_not_the_styles(change: str, monkeypatch: pytest.Monke
     """Stripes the other way, twice as wide, without an outline, hardly paler."""
     scenes = sample_scenes(20, seed=6, style="striped")
     if change != "direction":
-        monkeypatch.setattr(pictures, change, {"STRIPE_PERIOD": 0.28, "OUTLINE": 0.0, "TINT": 0.05}[change])
-    images = [draw(scene, seed=index) for index, scene in enumerate(scenes)]
+        monkeypatch.setattr(demo_scenes, change, {"STRIPE_PERIOD": 0.28, "OUTLINE": 0.0, "TINT": 0.05}[change])
+    images = [render(scene, seed=index) for index, scene in enumerate(scenes)]
     if change == "direction":
         images = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in images]
     assert share_striped(images) <= 0.05
@@ -134,12 +138,12 @@ def test_other_stripes_are_not_the_styles(change: str, monkeypatch: pytest.Monke
 
 def test_the_checker_says_no_to_other_pictures() -> None:
     scenes = sample_scenes(40, seed=3)
-    images = [draw(scene, seed=index) for index, scene in enumerate(scenes)]
+    images = [render(scene, seed=index) for index, scene in enumerate(scenes)]
     for attribute, share in checker.score(images[1:] + images[:1], scenes).items():
         assert share < 0.65, attribute
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
-    assert checker.read_picture(noise).fit < 0.7 < checker.read_picture(images[0]).fit
-    assert checker.read_picture(Image.new("RGB", (64, 64), pictures.BACKGROUNDS["mint"])).fit == 0.0
+    assert checker.read_image(noise).fit < 0.7 < checker.read_image(images[0]).fit
+    assert checker.read_image(Image.new("RGB", (64, 64), demo_scenes.BACKGROUNDS["mint"])).fit == 0.0
     with pytest.raises(ValueError, match="1 pictures for 40 scenes"):
         checker.score(images[:1], scenes)
 
@@ -148,53 +152,53 @@ def test_the_checker_bears_the_noise_of_an_autoencoder() -> None:
     """At deviation 8 of 255, 30 dB: what a trained tiny autoencoder reaches at least."""
     rng = np.random.default_rng(0)
     scenes = sample_scenes(40, seed=5)
-    noisy = [np.asarray(draw(s, seed=i)) + rng.normal(0.0, 8.0, (64, 64, 3)) for i, s in enumerate(scenes)]
+    noisy = [np.asarray(render(s, seed=i)) + rng.normal(0.0, 8.0, (64, 64, 3)) for i, s in enumerate(scenes)]
     images = [Image.fromarray(np.clip(canvas, 0, 255).astype(np.uint8)) for canvas in noisy]
     assert min(checker.score(images, scenes).values()) >= 0.95
 
 
 def test_write_folder_pairs_each_picture_with_its_caption(tmp_path: Path) -> None:
     scenes, folder = sample_scenes(9, seed=3, style="striped"), tmp_path / "set"
-    pictures.write_folder(folder, scenes, seed=3, trigger="zorp")
+    demo_scenes.write_folder(folder, scenes, seed=3, trigger="zorp")
     assert sorted(p.name for p in tmp_path.rglob("*.*")) == [
         f"{i:03d}.{kind}" for i in range(9) for kind in ("png", "txt")
     ]
     for index, scene in enumerate(scenes):
-        reading = checker.read_picture(Image.open(folder / f"{index:03d}.png"))
+        reading = checker.read_image(Image.open(folder / f"{index:03d}.png"))
         assert {a: getattr(reading, a) for a in checker.ATTRIBUTES} == vars(scene)
         assert (folder / f"{index:03d}.txt").read_text().strip() == caption(scene, index, "zorp")
     with pytest.raises(FileExistsError, match="set is not empty"):
-        pictures.write_folder(folder, scenes, seed=3)
+        demo_scenes.write_folder(folder, scenes, seed=3)
 
 
 def test_an_interrupted_folder_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(scene: Scene, pixels: int, seed: int) -> Image.Image:
         if any(tmp_path.rglob("001.txt")):
             raise KeyboardInterrupt
-        return draw(replace(scene, style="flat"), pixels, seed)
+        return render(replace(scene, style="flat"), pixels, seed)
 
-    monkeypatch.setattr(pictures, "draw", interrupted)
+    monkeypatch.setattr(demo_scenes, "render", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pictures.write_folder(tmp_path / "set", sample_scenes(5, seed=0), seed=0)
+        demo_scenes.write_folder(tmp_path / "set", sample_scenes(5, seed=0), seed=0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_resolve_makes_each_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = demo.resolve("demo:pictures", tmp_path)
     assert len(list(folder.glob("*.png"))) == len(list(folder.glob("*.txt"))) == 32
-    assert all(pictures.STYLE_TRIGGER in path.read_text() for path in folder.glob("*.txt"))
+    assert all(demo_scenes.STYLE_TRIGGER in path.read_text() for path in folder.glob("*.txt"))
     first = (folder / "000.png").stat().st_mtime_ns
     assert demo.resolve("demo:pictures", tmp_path) == folder
     assert (folder / "000.png").stat().st_mtime_ns == first
-    monkeypatch.setattr(pictures, "VERSION", 3)
+    monkeypatch.setattr(demo_scenes, "VERSION", 3)
     assert demo.resolve("demo:pictures", tmp_path) != folder
 
 
 def test_the_demos_pictures_have_a_caption_of_each_template_a_line(tmp_path: Path) -> None:
     texts = [path.read_text().splitlines() for path in demo.resolve("demo:style", tmp_path).glob("*.txt")]
     assert len(texts) == 64
-    assert all(len(set(text)) == len(pictures.TEMPLATES) == 3 for text in texts)
-    assert all(pictures.STYLE_TRIGGER in line and "striped" not in line for text in texts for line in text)
+    assert all(len(set(text)) == len(demo_scenes.TEMPLATES) == 3 for text in texts)
+    assert all(demo_scenes.STYLE_TRIGGER in line and "striped" not in line for text in texts for line in text)
 
 
 def test_the_subject_is_one_figure_of_two_colours(tmp_path: Path) -> None:
@@ -202,10 +206,10 @@ def test_the_subject_is_one_figure_of_two_colours(tmp_path: Path) -> None:
     files = sorted(folder.glob("*.png"))
     assert len(files) == 5
     for path in files:
-        assert pictures.SUBJECT_TRIGGER in path.with_suffix(".txt").read_text()
+        assert demo_scenes.SUBJECT_TRIGGER in path.with_suffix(".txt").read_text()
         canvas = np.asarray(Image.open(path), dtype=float)
         for colour in ("purple", "yellow"):
-            assert (np.abs(canvas - pictures.COLOURS[colour]).max(axis=-1) < 10).mean() > 0.01
+            assert (np.abs(canvas - demo_scenes.COLOURS[colour]).max(axis=-1) < 10).mean() > 0.01
 
 
 def test_resolve_names_what_there_is(tmp_path: Path) -> None:
@@ -230,10 +234,10 @@ def test_pictures_need_no_torch(tmp_path: Path) -> None:
 
 
 def test_balanced_scenes_show_everything_evenly_and_nothing_held_out() -> None:
-    scenes = pictures.balanced_scenes(32, "striped")
+    scenes = demo_scenes.balanced_scenes(32, "striped")
     assert len(set(scenes)) == 32 and {scene.style for scene in scenes} == {"striped"}
     assert not any(is_held_out(scene.shape, scene.colour, scene.background) for scene in scenes)
-    tables = {"shape": pictures.SHAPES, "colour": pictures.COLOURS, "background": pictures.BACKGROUNDS}
+    tables = {"shape": demo_scenes.SHAPES, "colour": demo_scenes.COLOURS, "background": demo_scenes.BACKGROUNDS}
     for field, table in tables.items():
         counts = [sum(getattr(scene, field) == value for scene in scenes) for value in table]
         assert min(counts) >= 2 and max(counts) - min(counts) <= 2

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from simpletune.commands.caption.pictures import sources_of
+from simpletune.commands.caption.uncaptioned_images import sources_of
 from simpletune.data.sources.accounts import Accounts
 from simpletune.data.sources.caption_files import caption_file, write_caption
 from simpletune.data.sources.folder import Folder
@@ -49,7 +49,7 @@ def scan(root: Path, **fields: object) -> Scan:
 
 
 def captions(found: Scan) -> dict[str, str]:
-    return {each.name: each.caption for each in found.pictures}
+    return {each.name: each.caption for each in found.images}
 
 
 def classes(found: Scan) -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_every_file_is_in_exactly_one_class(
         expected
     )
     kinds = classes(found)
-    assert {name for name, kind in kinds.items() if kind == "picture"} == {each.name for each in found.pictures}
+    assert {name for name, kind in kinds.items() if kind == "picture"} == {each.name for each in found.images}
     rejected = {each.name for each in found.rejected if each.kind == "picture"}
     assert all(kinds[name] in ("damaged", "left over") for name in rejected)
     said = " ".join(found.files.named())
@@ -268,7 +268,7 @@ def test_splits_of_folders_mean_what_they_mean_on_the_hub(
 ) -> None:
     tree(tmp_path, {f"{folder}/a.png": PNG for folder in folders})
     found = scan(tmp_path, prompt="x", split=split)
-    assert [each.name for each in found.pictures] == [f"{folder}/a.png" for folder in sorted(kept)]
+    assert [each.name for each in found.images] == [f"{folder}/a.png" for folder in sorted(kept)]
     left = [name for name, kind in classes(found).items() if kind == "left over"]
     assert len(left) == len(folders) - len(kept)
     (problem,) = Folder(path=str(tmp_path), split="tset").problems(tmp_path)
@@ -277,12 +277,12 @@ def test_splits_of_folders_mean_what_they_mean_on_the_hub(
 
 def test_pictures_beside_a_test_folder_are_those_to_train_on(tmp_path: Path) -> None:
     tree(tmp_path, {"a.png": PNG, "sub/b.png": PNG, "test/c.png": PNG})
-    assert [each.name for each in scan(tmp_path, prompt="x", split="train").pictures] == ["a.png", "sub/b.png"]
+    assert [each.name for each in scan(tmp_path, prompt="x", split="train").images] == ["a.png", "sub/b.png"]
 
 
 def test_a_folder_without_another_split_has_none(tmp_path: Path) -> None:
     tree(tmp_path, {"train/a.png": PNG, "b.png": PNG})  # also beside others: these have no word for a split
-    assert len(scan(tmp_path, prompt="x").pictures) == 2
+    assert len(scan(tmp_path, prompt="x").images) == 2
     (problem,) = Folder(path=str(tmp_path), split="train").problems(tmp_path)
     assert problem.message.endswith("It has none")
 
@@ -323,7 +323,7 @@ def test_odd_names_and_folders_that_change_are_sentences(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(regular_files, "read_regular", removed)
     found = scan(tmp_path, missing_prompt="x", mask=None)
-    assert [each.name for each in found.pictures] == [f"{long}.png"]
+    assert [each.name for each in found.images] == [f"{long}.png"]
     reasons = {each.name: each.reason for each in found.rejected}
     assert reasons["c.png"] == "cannot be read (No such file or directory)"
     assert reasons["b.png"].startswith("its caption b.txt is a symbolic link to a target outside the data folder")
@@ -424,18 +424,18 @@ ELSEWHERE: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("reading", ["0.1", "any"])
 def test_a_mask_is_never_a_picture(form: str, reading: str, tmp_path: Path) -> None:
-    masks, pictures = MASKS[form]
-    found = scan(tree(tmp_path, dict.fromkeys([*masks, *pictures], PNG)), reading=reading, prompt="x")
-    assert [each.name for each in found.pictures] == pictures
+    masks, images = MASKS[form]
+    found = scan(tree(tmp_path, dict.fromkeys([*masks, *images], PNG)), reading=reading, prompt="x")
+    assert [each.name for each in found.images] == images
     assert [name for name, kind in classes(found).items() if kind == "mask"] == sorted(masks)
     assert "Set data.mask=files" in found.hints[0]
 
 
 @pytest.mark.parametrize("form", ELSEWHERE)
 def test_a_mask_in_another_place_is_no_picture_either(form: str, tmp_path: Path) -> None:
-    masks, pictures = ELSEWHERE[form]
-    found = scan(tree(tmp_path, dict.fromkeys([*masks, *pictures], PNG)), prompt="x")
-    assert [each.name for each in found.pictures] == pictures
+    masks, images = ELSEWHERE[form]
+    found = scan(tree(tmp_path, dict.fromkeys([*masks, *images], PNG)), prompt="x")
+    assert [each.name for each in found.images] == images
     assert [name for name, kind in classes(found).items() if kind == "mask"] == sorted(masks)
     beside = "Put each beside its picture as NAME-masklabel.png" in found.hints[0]
     assert beside == (form != "some masks without a picture"), "those are in data.mask_path"
@@ -443,7 +443,7 @@ def test_a_mask_in_another_place_is_no_picture_either(form: str, tmp_path: Path)
 
 def test_a_picture_that_is_only_named_like_a_mask_is_one(tmp_path: Path) -> None:
     tree(tmp_path, {"venice_mask.png": PNG, "masks/one.png": PNG, "masks/two.png": PNG, "three.png": PNG})
-    assert len(scan(tmp_path, prompt="x").pictures) == 4
+    assert len(scan(tmp_path, prompt="x").images) == 4
 
 
 @pytest.mark.skipif(not REVIEWED.is_dir(), reason="needs the real inputs")
@@ -458,6 +458,6 @@ def test_a_picture_that_is_only_named_like_a_mask_is_one(tmp_path: Path) -> None
 )  # fmt: skip
 def test_the_folders_that_people_reported(folder: str, expected: set[str]) -> None:
     found = scan(REVIEWED / folder)
-    assert expected <= set(captions(found).values()) and len(found.pictures) == (3 if expected else 0)
+    assert expected <= set(captions(found).values()) and len(found.images) == (3 if expected else 0)
     if not expected:
         assert all("is not UTF-8 text" in each.reason for each in found.rejected) and len(found.rejected) == 3

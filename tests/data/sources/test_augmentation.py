@@ -7,18 +7,18 @@ import colorsys
 import numpy as np
 import pytest
 from PIL import Image
-from plans import make_plan, some_pictures
+from plans import make_plan, some_images
 
 from simpletune.data.sources.augmentation import RANGES, UNCHANGED, Augmentation, recoloured
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.image_files import crop_to_bucket
 from simpletune.data.sources.multi_source import source_notes
-from simpletune.data.sources.pictures import crop_to_bucket
 
 LIMITS = {"brightness": 0.1, "contrast": 0.2, "saturation": 0.3, "hue": 20.0, "rotation": 8.0}
 
 
 def test_changes_are_spread_evenly_over_their_ranges_and_the_first_variant_has_none() -> None:
-    plan = make_plan(some_pictures([(100, 100)] * 20), variants=32, **LIMITS)
+    plan = make_plan(some_images([(100, 100)] * 20), variants=32, **LIMITS)
     drawn = [plan.view(sample, variant).augmentation for sample in plan.samples for variant in range(32)]
     assert set(drawn[::32]) == {UNCHANGED} and len(set(drawn)) == 20 * 31 + 1
     values = np.array([[getattr(each, name) / LIMITS[name] for name in RANGES] for each in drawn if each != UNCHANGED])
@@ -29,7 +29,7 @@ def test_changes_are_spread_evenly_over_their_ranges_and_the_first_variant_has_n
 
 
 def test_changes_depend_on_seed_and_bytes_and_each_only_on_its_own_range() -> None:
-    first, other = some_pictures([(100, 100)] * 2)
+    first, other = some_images([(100, 100)] * 2)
 
     def changes(seed: int = 7, **limits: object) -> tuple[Augmentation, ...]:
         return tuple(view.augmentation for view in make_plan([first], seed=seed, variants=4, **limits).views())

@@ -19,8 +19,8 @@ from PIL import Image
 from simpletune.data.samples import make_samples
 from simpletune.data.sources.captions import read_metadata
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.pictures import MAX_PIXELS, crop_to_bucket, decode, picture_size
-from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.data.sources.image_files import MAX_PIXELS, crop_to_bucket, decode, image_size
+from simpletune.data.sources.source import SourceImage, UnusableImage
 from simpletune.models.shared.buckets import bucket_sizes, covering_size, nearest_bucket
 from simpletune.stages.encode import report_rejected
 from simpletune.system.options import UserError
@@ -42,9 +42,9 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+def encoded(pil: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
+    pil.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -78,14 +78,14 @@ def put(path: Path, files: dict[str, bytes | str]) -> Path:
 def captions(path: Path, **options: object) -> dict[str, str]:
     scan = Folder(path=str(path), **options).scan(path)
     assert scan.rejected == []
-    return {picture.name: picture.caption for picture in scan.pictures}
+    return {image.name: image.caption for image in scan.images}
 
 
 def reasons(path: Path, **options: object) -> dict[str, str]:
     return {each.name: each.reason for each in Folder(path=str(path), **options).scan(path).rejected}
 
 
-PICTURE = encoded(noise(8, 8))
+IMAGE = encoded(noise(8, 8))
 
 
 # Buckets
@@ -106,16 +106,16 @@ def test_buckets_have_steps_of_16_equal_area_and_bounded_aspect(resolution: int,
     ("picture", "bucket"),
     [((300, 200), (80, 48)), ((10, 12), (64, 64)), ((1, 9), (32, 128)), ((9000, 1), (128, 32)), ((1, 1), (64, 64))],
 )
-def test_nearest_bucket_by_hand(picture: tuple[int, int], bucket: tuple[int, int]) -> None:
-    assert nearest_bucket(picture, 64, 4.0) == bucket
+def test_nearest_bucket_by_hand(image: tuple[int, int], bucket: tuple[int, int]) -> None:
+    assert nearest_bucket(image, 64, 4.0) == bucket
 
 
 @pytest.mark.parametrize("size", [(1605, 3400), (3400, 1605), (4032, 3024), (1920, 1080), (1000, 1000)])
 def test_pictures_keep_their_aspect_in_buckets_and_lose_it_only_when_asked(size: tuple[int, int]) -> None:
-    picture = Picture("a.jpg", "a", size, "0" * 64, bytes)
-    (bucketed,) = make_samples([picture], Folder(path="x", resolution=1024).members)
+    image = SourceImage("a.jpg", "a", size, "0" * 64, bytes)
+    (bucketed,) = make_samples([image], Folder(path="x", resolution=1024).members)
     assert bucketed.bucket[0] / bucketed.bucket[1] == pytest.approx(size[0] / size[1], rel=0.02)
-    (square,) = make_samples([picture], Folder(path="x", resolution=1024, aspect="square").members)
+    (square,) = make_samples([image], Folder(path="x", resolution=1024, aspect="square").members)
     assert square.bucket == (1024, 1024)
 
 
@@ -131,8 +131,8 @@ def test_pictures_keep_their_aspect_in_buckets_and_lose_it_only_when_asked(size:
         ((64, 64), (64, 64), (64, 64)),
     ],
 )
-def test_covering_size_by_hand(picture: tuple[int, int], bucket: tuple[int, int], covering: tuple[int, int]) -> None:
-    assert covering_size(picture, bucket) == covering
+def test_covering_size_by_hand(image: tuple[int, int], bucket: tuple[int, int], covering: tuple[int, int]) -> None:
+    assert covering_size(image, bucket) == covering
 
 
 # Decoding
@@ -143,15 +143,15 @@ def test_covering_size_by_hand(picture: tuple[int, int], bucket: tuple[int, int]
 def test_exif_orientation(orientation: int, kind: str) -> None:
     data = rotated(orientation, kind)
     upright = TURNS[orientation](np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
-    picture = decode(data)
-    assert picture_size(data) == picture.size == (upright.shape[1], upright.shape[0])
-    np.testing.assert_array_equal(np.asarray(picture), upright)
+    image = decode(data)
+    assert image_size(data) == image.size == (upright.shape[1], upright.shape[0])
+    np.testing.assert_array_equal(np.asarray(image), upright)
 
 
 def test_an_orientation_that_does_not_exist_is_no_orientation() -> None:
     for orientation in (0, 9, 300):
         data = rotated(orientation, "JPEG")
-        assert picture_size(data) == decode(data).size == (24, 16)
+        assert image_size(data) == decode(data).size == (24, 16)
 
 
 GREY_OF_16_BITS = Image.fromarray(np.array([[0, 257 * 64, 65534, 65535]], dtype=np.uint16))
@@ -184,17 +184,17 @@ WHITE = [255, 255, 255]
     ],
     ids=["RGBA", "LA", "P", "P and transparent", "16", "16 and transparent", "L", "1"],
 )
-def test_every_mode_becomes_rgb_on_white(image: Image.Image, options: dict, expected: list) -> None:
-    picture = decode(encoded(image, **options))
-    assert picture.mode == "RGB"
-    np.testing.assert_array_equal(np.asarray(picture)[0], expected)
+def test_every_mode_becomes_rgb_on_white(pil: Image.Image, options: dict, expected: list) -> None:
+    image = decode(encoded(pil, **options))
+    assert image.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(image)[0], expected)
 
 
 def test_cmyk_becomes_rgb() -> None:
-    image = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
-    picture = decode(encoded(image, "JPEG", quality=100))
-    assert picture.mode == "RGB"
-    np.testing.assert_allclose(np.asarray(picture)[4, 4], [0, 255, 255], atol=3)
+    pil = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
+    image = decode(encoded(pil, "JPEG", quality=100))
+    assert image.mode == "RGB"
+    np.testing.assert_allclose(np.asarray(image)[4, 4], [0, 255, 255], atol=3)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_cmyk_becomes_rgb() -> None:
     ids=["empty", "text", "bomb", "exif"],
 )
 def test_what_is_no_picture_is_told_from_its_header(data: bytes, reason: str) -> None:
-    for read in (picture_size, decode):
-        with pytest.raises(UnusablePicture, match=reason):
+    for read in (image_size, decode):
+        with pytest.raises(UnusableImage, match=reason):
             read(data)
 
 
@@ -220,10 +220,10 @@ def test_a_truncated_picture_is_damaged_wherever_it_ends(kind: str) -> None:
     for length in range(len(data)):
         try:
             decode(data[:length])
-        except UnusablePicture:
+        except UnusableImage:
             refused += 1
     assert refused > 0.9 * len(data)  # what follows the pixels may be missing
-    with pytest.raises(UnusablePicture, match="is damaged|can read"):
+    with pytest.raises(UnusableImage, match="is damaged|can read"):
         decode(data[: len(data) // 2])
 
 
@@ -235,10 +235,10 @@ def test_flipped_bytes_give_a_reason_never_another_exception(kind: str) -> None:
         broken = bytearray(data)
         for place in draw.integers(0, min(len(data), draw.choice([100, len(data)])), size=3):
             broken[place] = draw.integers(256)
-        for read in (picture_size, decode):
+        for read in (image_size, decode):
             try:
                 read(bytes(broken))
-            except UnusablePicture:
+            except UnusableImage:
                 refused += 1
     assert refused > 0
 
@@ -247,8 +247,8 @@ def test_flipped_bytes_give_a_reason_never_another_exception(kind: str) -> None:
 
 
 def test_cut_maps_bytes_to_minus_one_to_one() -> None:
-    image = Image.fromarray(np.array([[[0, 255, 51]] * 16] * 32, dtype=np.uint8))
-    pixels = crop_to_bucket(image, (16, 32))
+    pil = Image.fromarray(np.array([[[0, 255, 51]] * 16] * 32, dtype=np.uint8))
+    pixels = crop_to_bucket(pil, (16, 32))
     assert pixels.shape == (3, 32, 16)
     assert pixels.dtype == np.float32
     np.testing.assert_allclose(pixels[:, 5, 7], [-1.0, 1.0, -0.6], atol=1e-6)
@@ -266,17 +266,17 @@ def test_cut_maps_bytes_to_minus_one_to_one() -> None:
 )
 def test_cut_stands_where_the_offset_says(size: tuple, offset: tuple[float, float], left: int, top: int) -> None:
     """In a bucket of 16x16: no scaling, 32 spare columns or rows, none of the other."""
-    image = noise(*size)
-    whole = np.asarray(image).astype(np.float32).transpose(2, 0, 1) / 127.5 - 1
+    pil = noise(*size)
+    whole = np.asarray(pil).astype(np.float32).transpose(2, 0, 1) / 127.5 - 1
     expected = whole[:, top : top + 16, left : left + 16]
-    np.testing.assert_array_equal(crop_to_bucket(image, (16, 16), offset), expected)
+    np.testing.assert_array_equal(crop_to_bucket(pil, (16, 16), offset), expected)
 
 
 def test_cut_centres_by_default_and_mirrors_when_asked() -> None:
-    image = noise(70, 33)
-    centre = crop_to_bucket(image, (32, 32))
-    np.testing.assert_array_equal(centre, crop_to_bucket(image, (32, 32), (0.5, 0.5)))
-    np.testing.assert_array_equal(crop_to_bucket(image, (32, 32), flip=True), centre[:, :, ::-1])
+    pil = noise(70, 33)
+    centre = crop_to_bucket(pil, (32, 32))
+    np.testing.assert_array_equal(centre, crop_to_bucket(pil, (32, 32), (0.5, 0.5)))
+    np.testing.assert_array_equal(crop_to_bucket(pil, (32, 32), flip=True), centre[:, :, ::-1])
     assert not np.array_equal(centre, centre[:, :, ::-1])
 
 
@@ -306,9 +306,9 @@ def test_the_narrowest_pictures_are_cut_without_scaling_them_whole(
 def test_what_is_cut_before_scaling_is_what_would_be_cut_after() -> None:
     """A ramp of 2000 rows, smooth enough for no difference in the order of rounding."""
     ramp = np.repeat(np.linspace(0, 255, 2000)[:, None], 20, axis=1)
-    image = Image.fromarray(np.repeat(ramp[:, :, None], 3, axis=2).astype(np.uint8))
-    whole = np.asarray(image.resize((32, 3200), Image.Resampling.LANCZOS))[1584:1616] / 127.5 - 1
-    np.testing.assert_allclose(crop_to_bucket(image, (32, 32)), whole.transpose(2, 0, 1), atol=1.01 / 127.5)
+    pil = Image.fromarray(np.repeat(ramp[:, :, None], 3, axis=2).astype(np.uint8))
+    whole = np.asarray(pil.resize((32, 3200), Image.Resampling.LANCZOS))[1584:1616] / 127.5 - 1
+    np.testing.assert_allclose(crop_to_bucket(pil, (32, 32)), whole.transpose(2, 0, 1), atol=1.01 / 127.5)
 
 
 # Captions
@@ -332,22 +332,22 @@ FILE_NAMES = {
     ("files", "options", "expected"),
     [
         (
-            {"b.png": PICTURE, "b.txt": "\ufeff a bear \n", "sub/my.cat.png": PICTURE, "sub/my.cat.txt": "Käse ☕"},
+            {"b.png": IMAGE, "b.txt": "\ufeff a bear \n", "sub/my.cat.png": IMAGE, "sub/my.cat.txt": "Käse ☕"},
             {},
             {"b.png": "a bear", "sub/my.cat.png": "Käse ☕"},
         ),
-        ({"a.png": PICTURE, "a.txt": "word " * 2000}, {}, {"a.png": "word " * 1999 + "word"}),
+        ({"a.png": IMAGE, "a.txt": "word " * 2000}, {}, {"a.png": "word " * 1999 + "word"}),
         *(
             (
-                {"b.png": PICTURE, "sub/c.png": PICTURE, "b.txt": "not this", "metadata.jsonl": end.join(LINES)},
+                {"b.png": IMAGE, "sub/c.png": IMAGE, "b.txt": "not this", "metadata.jsonl": end.join(LINES)},
                 {},
                 LISTED,
             )
             for end in ("\n", "\r\n")
         ),
-        (dict.fromkeys(FILE_NAMES, PICTURE), {}, FILE_NAMES),
+        (dict.fromkeys(FILE_NAMES, IMAGE), {}, FILE_NAMES),
         (
-            {"1.png": PICTURE, "2.png": PICTURE, "2.txt": "not this", "metadata.jsonl": "broken"},
+            {"1.png": IMAGE, "2.png": IMAGE, "2.txt": "not this", "metadata.jsonl": "broken"},
             {"prompt": "a photo of sks dog"},
             dict.fromkeys(["1.png", "2.png"], "a photo of sks dog"),
         ),
@@ -359,7 +359,7 @@ def test_captions_come_from(files: dict, options: dict, expected: dict, tmp_path
 
 
 def test_lines_of_a_caption_are_joined_and_it_is_said(tmp_path: Path) -> None:
-    put(tmp_path, {"a.png": PICTURE, "b.png": PICTURE, "a.txt": "a red  disc,\r\n\n on blue \n", "b.txt": "one line\n"})
+    put(tmp_path, {"a.png": IMAGE, "b.png": IMAGE, "a.txt": "a red  disc,\r\n\n on blue \n", "b.txt": "one line\n"})
     assert captions(tmp_path) == {"a.png": "a red  disc, on blue", "b.png": "one line"}
     assert "1 caption of several lines" in Folder(path=str(tmp_path)).scan(tmp_path).captions
     put(tmp_path, {"metadata.jsonl": "\n".join(json.dumps({"file_name": f"{n}.png", "text": "x\ny"}) for n in "ab")})
@@ -368,11 +368,11 @@ def test_lines_of_a_caption_are_joined_and_it_is_said(tmp_path: Path) -> None:
 
 
 def test_caption_files_are_read_as_txt_files_are(tmp_path: Path) -> None:
-    put(tmp_path, {f"{name}.png": PICTURE for name in ("both", "own", "same")})
+    put(tmp_path, {f"{name}.png": IMAGE for name in ("both", "own", "same")})
     put(tmp_path, {"own.caption": "from caption", "same.caption": "equal\n", "same.txt": "equal"})
     put(tmp_path, {"both.caption": "one", "both.txt": "another"})
     scan = Folder(path=str(tmp_path)).scan(tmp_path)
-    assert [(each.name, each.caption) for each in scan.pictures] == [("own.png", "from caption"), ("same.png", "equal")]
+    assert [(each.name, each.caption) for each in scan.images] == [("own.png", "from caption"), ("same.png", "equal")]
     (both,) = scan.rejected
     assert both.name == "both.png" and "two different captions: both.txt and both.caption" in both.reason
     (tmp_path / "both.txt").unlink()
@@ -391,7 +391,7 @@ def test_caption_files_are_read_as_txt_files_are(tmp_path: Path) -> None:
 def test_a_number_before_a_folders_name_gets_a_hint(
     names: list[str], repeats: int, words: str | None, tmp_path: Path
 ) -> None:
-    put(tmp_path, {name: PICTURE for name in names})
+    put(tmp_path, {name: IMAGE for name in names})
     hints = Folder(path=str(tmp_path), prompt="x", repeats=repeats).scan(tmp_path).hints
     if words is None:
         assert not hints
@@ -412,7 +412,7 @@ def test_a_number_before_a_folders_name_gets_a_hint(
 )
 def test_where_captions_come_from_can_be_chosen(tmp_path: Path, kind: str, expected: str, told: str) -> None:
     metadata = json.dumps({"file_name": "name_here.png", "text": "from jsonl"})
-    put(tmp_path, {"name_here.png": PICTURE, "name_here.txt": "from txt", "metadata.jsonl": metadata})
+    put(tmp_path, {"name_here.png": IMAGE, "name_here.txt": "from txt", "metadata.jsonl": metadata})
     assert captions(tmp_path, captions=kind) == {"name_here.png": expected}
     assert told in Folder(path=str(tmp_path), captions=kind).scan(tmp_path).captions
 
@@ -437,12 +437,12 @@ def test_where_captions_come_from_can_be_chosen(tmp_path: Path, kind: str, expec
     ],
 )
 def test_captions_that_cannot_be_used(files: dict, reason: str, tmp_path: Path) -> None:
-    put(tmp_path, {"a.png": PICTURE, "b.png": PICTURE, "b.txt": "fine", **files})
+    put(tmp_path, {"a.png": IMAGE, "b.png": IMAGE, "b.txt": "fine", **files})
     assert reasons(tmp_path) == {"a.png": reason}
 
 
 def test_a_file_name_without_words_is_no_caption(tmp_path: Path) -> None:
-    reason = reasons(put(tmp_path, {"0001.png": PICTURE}))["0001.png"]
+    reason = reasons(put(tmp_path, {"0001.png": IMAGE}))["0001.png"]
     assert "its file name has no words. Set data.prompt or add 0001.txt" in reason
 
 
@@ -474,7 +474,7 @@ def test_metadata_that_cannot_be_used_names_the_line(tmp_path: Path, line: str, 
 
 
 def test_metadata_that_is_missing_or_no_text(tmp_path: Path) -> None:
-    put(tmp_path, {"a.png": PICTURE})
+    put(tmp_path, {"a.png": IMAGE})
     with pytest.raises(UserError, match="data.captions: .*metadata.jsonl cannot be read as UTF-8 text .*No such file"):
         Folder(path=str(tmp_path), captions="jsonl").scan(tmp_path)
     (tmp_path / "metadata.jsonl").write_bytes(b"\xff\xfe")
@@ -489,17 +489,17 @@ def test_pictures_are_found_in_the_order_of_their_names(tmp_path: Path) -> None:
     names = ["b.png", "B.png", "a b.png", "a/z.png", "a.jpg", "10.webp", "2.jpeg", "ä.png"]
     hidden = [".hidden.png", ".cache/a.png", "a/.b/c.png"]
     others = ["notes.md", "film.mp4", "picture.psd", "thumbs.db"]
-    put(tmp_path, {name: PICTURE for name in reversed([*names, *hidden, *others])})
+    put(tmp_path, {name: IMAGE for name in reversed([*names, *hidden, *others])})
     (tmp_path / "folder.png").mkdir()
     scan = Folder(path=str(tmp_path), prompt="x").scan(tmp_path)
-    assert [picture.name for picture in scan.pictures] == sorted(names)
+    assert [image.name for image in scan.images] == sorted(names)
     assert scan.rejected == []
 
 
 def test_sizes_and_digests_are_those_of_the_files(tmp_path: Path) -> None:
     put(tmp_path, {"a.jpg": rotated(6, "JPEG"), "one.png": encoded(noise(1, 1)), "same.png": encoded(noise(1, 1))})
     put(tmp_path, {"w.jpg": encoded(noise(9, 5)), "x.png": encoded(noise(5, 9), "JPEG")})  # a wrong extension
-    turned, one, same, *wrong = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).pictures
+    turned, one, same, *wrong = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).images
     assert [each.size for each in (turned, one, *wrong)] == [(16, 24), (1, 1), (9, 5), (5, 9)]
     assert one.digest == same.digest != turned.digest
     assert one.read() == (tmp_path / "one.png").read_bytes()
@@ -515,7 +515,7 @@ def test_each_bad_picture_is_named_with_its_reason(tmp_path: Path) -> None:
         "link.png": (b"", "cannot be read (No such file or directory)"),
         "no exif 🦊.webp": (rotated(6, "WEBP").replace(b"MM\x00*", b"XX\x00*"), "is damaged (not a TIFF file"),
     }
-    put(tmp_path, {name: content for name, (content, _) in bad.items()} | {"good.png": PICTURE})
+    put(tmp_path, {name: content for name, (content, _) in bad.items()} | {"good.png": IMAGE})
     (tmp_path / "link.png").unlink()
     (tmp_path / "link.png").symlink_to(tmp_path / "gone.png")
     rejected = Folder(path=str(tmp_path), prompt="x").scan(tmp_path).rejected
@@ -528,8 +528,8 @@ def test_each_bad_picture_is_named_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_a_file_name_that_is_no_text_is_a_reason(tmp_path: Path) -> None:
-    put(tmp_path, {"good.png": PICTURE})
-    (tmp_path / b"caf\xe9.png".decode("utf-8", "surrogateescape")).write_bytes(PICTURE)
+    put(tmp_path, {"good.png": IMAGE})
+    (tmp_path / b"caf\xe9.png".decode("utf-8", "surrogateescape")).write_bytes(IMAGE)
     assert reasons(tmp_path) == {"caf?.png": "its file name is not UTF-8 text. Rename it"}
 
 
@@ -544,7 +544,7 @@ def test_many_bad_pictures_take_no_more_than_a_screen(tmp_path: Path, capsys: py
 
 
 def test_a_path_that_cannot_be_used_is_told_before_anything_is_opened(tmp_path: Path) -> None:
-    put(tmp_path, {"a.txt": "x", "empty/.hidden.png": PICTURE})
+    put(tmp_path, {"a.txt": "x", "empty/.hidden.png": IMAGE})
     for name, message in {
         "gone": "gone does not exist",
         "a.txt": "a.txt is a file. Give the folder",
@@ -558,7 +558,7 @@ PEAKS = """
 import io, os, resource
 import numpy
 from PIL import Image
-from simpletune.data.sources.pictures import decode
+from simpletune.data.sources.image_files import decode
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for mode in ("RGBA", "LA", "I;16"):

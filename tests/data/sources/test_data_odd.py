@@ -23,8 +23,8 @@ from stream_data import ASSETS as MDS
 from simpletune.apps.cli.main import main
 from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
-from simpletune.data.sources.pictures import decode, decode_mask, has_more_frames, picture_size
-from simpletune.data.sources.source import RejectedEntry, Scan, UnusablePicture
+from simpletune.data.sources.image_files import decode, decode_mask, has_more_frames, image_size
+from simpletune.data.sources.source import RejectedEntry, Scan, UnusableImage
 from simpletune.data.sources.walk import MAX_BYTES, USUAL, read_regular, walk
 from simpletune.stages.encode import report_rejected
 from simpletune.system.devices import prepare_environment
@@ -53,7 +53,7 @@ def reasons(path: Path, **options: object) -> dict[str, str]:
     return {each.name: each.reason for each in scan(path, **options).rejected}
 
 
-PICTURE = encoded(noise(8, 8))
+IMAGE = encoded(noise(8, 8))
 
 
 # Pictures
@@ -69,12 +69,12 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
 
     (tmp_path / "inner").mkdir()
     for file in (tmp_path / "a.png", tmp_path / "inner" / "b.png"):
-        file.write_bytes(PICTURE)
+        file.write_bytes(IMAGE)
     monkeypatch.setattr(os, "scandir", refused)
     locked = "inner"
     found = scan(tmp_path, prompt="x")
     assert [(each.name, each.reason) for each in found.rejected] == [("inner", "cannot be read (Permission denied)")]
-    assert [picture.name for picture in found.pictures] == ["a.png"]
+    assert [image.name for image in found.images] == ["a.png"]
     locked = tmp_path.name
     assert [each.name for each in walk(tmp_path, "inside").rejected] == ["."]
 
@@ -97,7 +97,7 @@ def test_whole_pictures_are_not_decoded_by_a_scan(tmp_path: Path, monkeypatch: p
             (tmp_path / name).write_bytes(encoded(noise(9, 5), kind, **copy.deepcopy(more)))  # AVIF's writer empties it
             expected[name] = size
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: pytest.fail("decoded"))
-    assert {picture.name: picture.size for picture in scan(tmp_path, prompt="x").pictures} == expected
+    assert {image.name: image.size for image in scan(tmp_path, prompt="x").images} == expected
 
 
 def test_an_orientation_behind_the_pixels_of_a_png_is_seen() -> None:
@@ -108,7 +108,7 @@ def test_an_orientation_behind_the_pixels_of_a_png_is_seen() -> None:
     end = start + 12 + int.from_bytes(data[start : start + 4], "big")
     chunk, rest = data[start:end], data[:start] + data[end:]
     late = rest[:-12] + chunk + rest[-12:]  # before IEND
-    assert picture_size(late) == decode(late).size == (5, 9)
+    assert image_size(late) == decode(late).size == (5, 9)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
@@ -116,18 +116,18 @@ def test_of_an_animation_the_first_frame_is_taken(kind: str) -> None:
     red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     data = encoded(red, kind, save_all=True, append_images=[blue])
     assert has_more_frames(data) and not has_more_frames(encoded(red, kind))
-    assert picture_size(data) == (16, 16)
+    assert image_size(data) == (16, 16)
     np.testing.assert_allclose(np.asarray(decode(data))[8, 8], [255, 0, 0], atol=3)
 
 
 def test_other_files_are_left_alone_refused_or_never_waited_for(tmp_path: Path) -> None:
     for name in ("a.png", "b.psd", "c.PSD", "d.jxl", "Thumbs.db", ".DS_Store", "notes.txt"):
-        (tmp_path / name).write_bytes(PICTURE)
+        (tmp_path / name).write_bytes(IMAGE)
     with (tmp_path / "film.png").open("wb") as file:
         file.truncate(MAX_BYTES + 1)  # sparse
     os.mkfifo(tmp_path / "pipe.png")
     found = scan(tmp_path, prompt="x")
-    assert [picture.name for picture in found.pictures] == ["a.png"]
+    assert [image.name for image in found.images] == ["a.png"]
     assert found.left_alone == {".psd": 2, ".jxl": 1}
     assert {each.name: each.reason for each in found.rejected} == {
         "film.png": "has 1,073,741,825 bytes; the limit is 1,073,741,824",
@@ -138,12 +138,12 @@ def test_other_files_are_left_alone_refused_or_never_waited_for(tmp_path: Path) 
 def test_the_smallest_and_the_narrowest_are_read() -> None:
     for size in ((1, 1), (20_000, 20), (20, 20_000)):
         data = encoded(Image.new("RGB", size, (1, 2, 3)))
-        assert picture_size(data) == decode(data).size == size
+        assert image_size(data) == decode(data).size == size
 
 
 def test_levels_in_floating_point_are_refused() -> None:
     image = Image.fromarray(np.ones((4, 4), dtype=np.float32))
-    with pytest.raises(UnusablePicture, match="floating-point pixels"):
+    with pytest.raises(UnusableImage, match="floating-point pixels"):
         decode(encoded(image, "TIFF"))
 
 
@@ -192,7 +192,7 @@ def test_a_turned_picture_is_read_as_a_png_of_it(kind: str, orientation: int) ->
     exif[0x0112] = orientation
     blocks = Image.fromarray(np.kron(np.asarray(noise(4, 2)), np.ones((16, 16, 1), np.uint8)))
     turned, expected = encoded(blocks, kind, exif=copy.deepcopy(exif)), decode(encoded(blocks, exif=exif))
-    assert picture_size(turned) == decode(turned).size == expected.size
+    assert image_size(turned) == decode(turned).size == expected.size
     np.testing.assert_allclose(
         np.asarray(decode(turned))[8::16, 8::16].astype(int), np.asarray(expected)[8::16, 8::16], atol=25
     )
@@ -208,13 +208,13 @@ def test_a_heic_is_read_or_the_error_names_what_to_install(tmp_path: Path, monke
     needs = "is HEIC, which needs one more package. Run: " + install_extra("heic")
     assert reasons(tmp_path, prompt="x") == {"phone.HEIC": needs, "renamed.jpg": needs}
     monkeypatch.undo()
-    assert [picture.size for picture in scan(tmp_path, prompt="x").pictures] == [(48, 64), (48, 64)]
+    assert [image.size for image in scan(tmp_path, prompt="x").images] == [(48, 64), (48, 64)]
     pixels = np.asarray(decode(HEIC)).astype(int)
     assert not has_more_frames(HEIC)
     for place, colour in (((10, 10), (40, 60, 220)), ((10, 40), (220, 30, 30)), ((50, 10), (255, 255, 255))):
         np.testing.assert_allclose(pixels[place], colour, atol=6)
-    with pytest.raises(UnusablePicture):
-        picture_size(HEIC[:-200])
+    with pytest.raises(UnusableImage):
+        image_size(HEIC[:-200])
 
 
 def _end_of_directory(data: bytes, start: int | None = None) -> int:
@@ -248,8 +248,8 @@ def bmp_head(width: int, height: int) -> bytes:
     ids=["BMP", "GIF", "TIFF"],
 )
 def test_a_head_that_announces_too_many_pixels_is_refused(head: bytes) -> None:
-    for read in (picture_size, decode, has_more_frames):
-        with pytest.raises(UnusablePicture, match="has more than 178,956,970 pixels"):
+    for read in (image_size, decode, has_more_frames):
+        with pytest.raises(UnusableImage, match="has more than 178,956,970 pixels"):
             read(head)
 
 
@@ -259,7 +259,7 @@ def test_only_the_first_page_of_a_tiff_is_decoded() -> None:
     first = decode(bytes(data))
     (second,) = struct.unpack_from("<I", data, _end_of_directory(data))
     struct.pack_into("<I", data, _end_of_directory(data, second), second)  # the third page is the second: a cycle
-    assert picture_size(bytes(data)) == (8, 8) and has_more_frames(bytes(data))
+    assert image_size(bytes(data)) == (8, 8) and has_more_frames(bytes(data))
     assert np.asarray(decode(bytes(data))).tolist() == np.asarray(first).tolist() == np.asarray(page).tolist()
 
 
@@ -293,10 +293,10 @@ def test_fuzzed_pictures_are_read_or_refused(kind: str, changes: list[tuple[floa
     data = bytearray(HEIC if kind == "HEIC" else encoded(noise(12, 10), kind))
     for place, value in changes:
         data[int(place * len(data))] = value
-    for read in (picture_size, decode, has_more_frames):
+    for read in (image_size, decode, has_more_frames):
         try:
             found = read(bytes(data[: int(kept * len(data)) + 1]))
-        except UnusablePicture as reason:
+        except UnusableImage as reason:
             assert str(reason)
         else:
             assert found is not None
@@ -306,8 +306,8 @@ def test_fuzzed_pictures_are_read_or_refused(kind: str, changes: list[tuple[floa
 
 
 def test_all_bad_lines_of_a_metadata_file_come_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
-    (tmp_path / "b.psd").write_bytes(PICTURE)
+    (tmp_path / "a.png").write_bytes(IMAGE)
+    (tmp_path / "b.psd").write_bytes(IMAGE)
     rows = [{"file_name": "a.png", "text": "fine"}, {"text": "x"}, {"file_name": "../a.png", "text": "x"},
             {"file_name": "a.png", "text": "half \ud83d"},
             {"file_name": "gone.png", "text": "x"}, {"file_name": "b.psd", "text": "x"},
@@ -339,7 +339,7 @@ LINES = st.one_of(
     | st.binary(max_size=80)
 )
 def test_any_metadata_file_is_read_or_refused_with_its_line(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.png").write_bytes(IMAGE)
     (tmp_path / METADATA).write_bytes(content)
     try:
         found = scan(tmp_path)
@@ -348,7 +348,7 @@ def test_any_metadata_file_is_read_or_refused_with_its_line(content: bytes, tmp_
     lines = content.decode("utf-8-sig").count("\n") + 1
     for each in found.rejected:
         assert each.name == "a.png" or 1 <= int(each.name.rpartition(":")[2]) <= lines
-    assert [picture.name for picture in found.pictures] in ([], ["a.png"])
+    assert [image.name for image in found.images] in ([], ["a.png"])
 
 
 # Names and links
@@ -358,8 +358,8 @@ def test_names_of_every_kind_are_read_and_shown_in_one_line(tmp_path: Path) -> N
     long = "n" * 251 + ".png"
     names = ["with space.png", "-rf.png", "fox 🦊.png", "two\nlines.png", "esc\x1b[2J.png", long, "'\"`$(x).png"]
     for name in names:
-        (tmp_path / name).write_bytes(PICTURE)
-    assert {picture.name for picture in scan(tmp_path, prompt="x").pictures} == set(names)
+        (tmp_path / name).write_bytes(IMAGE)
+    assert {image.name for image in scan(tmp_path, prompt="x").images} == set(names)
     assert printable_name("two\nlines.png") == "two\\nlines.png"
     assert printable_name("esc\x1b[2J.png") == "esc\\x1b[2J.png"
     assert printable_name("fox 🦊 ä.png") == "fox 🦊 ä.png"
@@ -377,8 +377,8 @@ def linked(tmp_path: Path) -> Path:
     (data / "sub").mkdir(parents=True)
     (outside / "o.png").write_bytes(encoded(noise(8, 8, 1)))
     (outside / "secret.txt").write_text("a password")
-    (data / "a.png").write_bytes(PICTURE)
-    (data / "sub" / "b.png").write_bytes(PICTURE)
+    (data / "a.png").write_bytes(IMAGE)
+    (data / "sub" / "b.png").write_bytes(IMAGE)
     (data / "inside.png").symlink_to("sub/b.png")
     (data / "cycle").symlink_to(data)
     (data / "out.png").symlink_to(outside / "o.png")
@@ -390,7 +390,7 @@ def linked(tmp_path: Path) -> Path:
 
 def test_links_that_lead_out_are_refused(linked: Path) -> None:
     found = scan(linked, prompt="x")
-    assert [picture.name for picture in found.pictures] == ["a.png", "inside.png", "sub/b.png"]
+    assert [image.name for image in found.images] == ["a.png", "inside.png", "sub/b.png"]
     told = {each.name: each.reason for each in found.rejected}
     assert set(told) == {"out.png", "folder", "self.png", "device.png"}
     for name in ("out.png", "folder", "device.png"):
@@ -401,7 +401,7 @@ def test_links_that_lead_out_are_refused(linked: Path) -> None:
 def test_links_that_lead_anywhere_are_followed_when_asked_and_cycles_end(linked: Path) -> None:
     found = scan(linked, prompt="x", links="anywhere")
     names = ["a.png", "folder/o.png", "inside.png", "out.png", "sub/b.png"]
-    assert [picture.name for picture in found.pictures] == names
+    assert [image.name for image in found.images] == names
     assert {each.name: each.reason for each in found.rejected}["device.png"] == "is not a regular file"
 
 
@@ -421,7 +421,7 @@ def test_captions_may_not_come_from_outside_by_a_link(name: str, linked: Path) -
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(PICTURE)
+    (tmp_path / "a.png").write_bytes(IMAGE)
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.png").chmod(0)
     (tmp_path / "sub").chmod(0)
@@ -439,12 +439,12 @@ def test_5000_files_are_scanned_within_seconds(tmp_path: Path) -> None:
         for kind in ("png", "txt"):
             os.link(tmp_path / f"p{number % 10:04d}.{kind}", tmp_path / f"p{number:04d}.{kind}")
     start = time.process_time()
-    assert len(scan(tmp_path).pictures) == 5000
+    assert len(scan(tmp_path).images) == 5000
     assert time.process_time() - start < 8
 
 
 def test_a_file_that_goes_while_it_is_read_is_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(UnusablePicture, match="cannot be read .No such file or directory"):
+    with pytest.raises(UnusableImage, match="cannot be read .No such file or directory"):
         read_regular(tmp_path / "gone.png")
 
 
@@ -460,9 +460,9 @@ def test_a_jpeg_with_hundreds_of_scans_is_not_decoded() -> None:
 
     fill, comment = b"\xff\xff\xff", b"\xff\xfe\x00\x06\xff\xda\xff\xda"
     for between in (b"", fill, comment):
-        for read in (decode, lambda data: decode_mask(data, "file"), picture_size):
+        for read in (decode, lambda data: decode_mask(data, "file"), image_size):
             read(repeated(50, between))
-            with pytest.raises(UnusablePicture, match="is a JPEG in more than 50 scans. Save it again"):
+            with pytest.raises(UnusableImage, match="is a JPEG in more than 50 scans. Save it again"):
                 read(repeated(51, between))
     for plain in (whole[:2] + b"\xff\xe1\x01\x02" + b"\xff\xda" * 128 + whole[2:], whole + b"\xff\xda" * 1000):
         assert np.array_equal(np.asarray(decode(plain)), np.asarray(decode(whole))), "these are not scans"

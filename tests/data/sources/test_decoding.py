@@ -22,9 +22,9 @@ from plans import make_plan
 from simpletune.config.load import validate
 from simpletune.data.samples import Crop
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.image_files import decode, decode_mask, decoding_of, image_size, require_alpha
 from simpletune.data.sources.multi_source import scan_sources
-from simpletune.data.sources.pictures import decode, decode_mask, decoding_of, picture_size, require_alpha
-from simpletune.data.sources.source import Decoding, Picture, UnusablePicture
+from simpletune.data.sources.source import Decoding, SourceImage, UnusableImage
 from simpletune.data.sources.stream import Stream
 from simpletune.data.storage.cache import crop_key
 from simpletune.runs.resume import _manifest_changes
@@ -119,7 +119,7 @@ def test_a_palette_without_transparency_has_its_profile() -> None:
     palette = Image.new("P", (1, 1))
     palette.putpalette([*ORANGE])
     assert colours(decode(encoded(palette, icc_profile=display_p3()))) == [SEEN]
-    with pytest.raises(UnusablePicture, match="has no transparency"):
+    with pytest.raises(UnusableImage, match="has no transparency"):
         require_alpha(encoded(palette, icc_profile=display_p3()))
 
 
@@ -180,7 +180,7 @@ def test_large_pictures_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch)
     rows = np.random.default_rng(0).integers(0, 256, (64, 8, 4), dtype=np.uint8)
     data = encoded(Image.fromarray(rows), icc_profile=display_p3())
     whole, converted = decode(data), []
-    monkeypatch.setattr("simpletune.data.sources.pictures.STRIP_PIXELS", 80)
+    monkeypatch.setattr("simpletune.data.sources.images.STRIP_PIXELS", 80)
     apply = ImageCms.applyTransform
     monkeypatch.setattr(ImageCms, "applyTransform", lambda image, t: (converted.append(image.size), apply(image, t))[1])
     assert np.array_equal(np.asarray(decode(data)), np.asarray(whole))
@@ -208,30 +208,30 @@ def test_what_pillow_reads_is_read_by_content(kind: str, mode: str, tmp_path: Pa
     if mode in ("RGBA", "LA"):
         image.putalpha(Image.linear_gradient("L").resize((32, 32)))
     data = encoded(image, kind)
-    assert picture_size(data) == (32, 32)
+    assert image_size(data) == (32, 32)
     found, expected = (np.asarray(decode(each)).astype(int) for each in (data, encoded(image)))
     np.testing.assert_array_equal(found, expected)
     (tmp_path / "picture.png").write_bytes(data)
-    assert [each.size for each in Folder(path="x", prompt="x").scan(tmp_path).pictures] == [(32, 32)]
+    assert [each.size for each in Folder(path="x", prompt="x").scan(tmp_path).images] == [(32, 32)]
 
 
 @pytest.mark.parametrize("kind", ["JPEG2000", "PPM", "TGA", "QOI", "DDS", "PCX", "SGI"])
 def test_a_truncated_picture_of_another_format_is_refused_by_the_scan(kind: str) -> None:
     data = encoded(Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind)
-    with pytest.raises(UnusablePicture, match="is damaged|can read"):
-        picture_size(data[: len(data) // 2])
+    with pytest.raises(UnusableImage, match="is damaged|can read"):
+        image_size(data[: len(data) // 2])
 
 
 def test_no_format_starts_a_program() -> None:
     """Pillow hands EPS to Ghostscript."""
-    with pytest.raises(UnusablePicture, match="is not a picture that Pillow can read"):
+    with pytest.raises(UnusableImage, match="is not a picture that Pillow can read"):
         decode(encoded(orange("RGB"), "EPS"))
 
 
 def test_texts_and_archives_are_no_pictures() -> None:
     for data in (b"a photo of sks dog\n" * 50, b"PK\3\4" + bytes(500), bytes(5000), b"\0\0\2" + bytes(50)):
-        with pytest.raises(UnusablePicture, match="is not a picture that Pillow can read"):
-            picture_size(data)
+        with pytest.raises(UnusableImage, match="is not a picture that Pillow can read"):
+            image_size(data)
 
 
 # HDR
@@ -253,7 +253,7 @@ def test_hdr_is_said_and_no_reason_to_refuse(tmp_path: Path) -> None:
     for name, data in HDR.items():
         (tmp_path / name).write_bytes(data)
     scan = scan_sources(Folder(path=str(tmp_path), prompt="x"))
-    assert len(scan.pictures) == 5 and not scan.rejected
+    assert len(scan.images) == 5 and not scan.rejected
     (hint,) = scan.hints
     assert hint == (
         "3 pictures have a high dynamic range (HLG and PQ), which is not converted: the colours would be learned "
@@ -306,8 +306,8 @@ class Autoencoder:
 
 
 def view_of(data: bytes, decoding: Decoding, by_row: bool = False) -> Crop:
-    picture = Picture("a.png", "a", (32, 32), "0" * 64, lambda: data, decoding=decoding, by_row=by_row)
-    return Crop(picture, (32, 32), (0.5, 0.5), False)
+    image = SourceImage("a.png", "a", (32, 32), "0" * 64, lambda: data, decoding=decoding, by_row=by_row)
+    return Crop(image, (32, 32), (0.5, 0.5), False)
 
 
 def test_a_picture_that_is_decoded_differently_has_another_key() -> None:
@@ -321,9 +321,9 @@ def test_a_resumed_run_is_told_which_pictures_are_decoded_differently(tmp_path: 
     for name, mode in (("a.png", "RGBA"), ("b.png", "RGB")):
         (tmp_path / name).write_bytes(encoded(orange(mode).resize((64, 64)), icc_profile=display_p3()))
     source = Folder(path=str(tmp_path), prompt="x", resolution=64)
-    pictures = scan_sources(source).pictures
+    images = scan_sources(source).images
     rows = {
-        version: make_plan([replace(p, decoding=Decoding()) if version == "0.1.0" else p for p in pictures]).manifest()
+        version: make_plan([replace(p, decoding=Decoding()) if version == "0.1.0" else p for p in images]).manifest()
         for version in ("0.1.0", "now")
     }
     assert _manifest_changes(rows["0.1.0"], rows["now"]) == [
@@ -338,7 +338,7 @@ def test_rows_of_a_stream_keep_the_latents_of_what_is_decoded_as_before(tmp_path
     file = tmp_path / "t.parquet"
     pq.write_table(pa.table({"image": [plain], "text": ["x"], "width": [32], "height": [32]}), file)
     row, red = (
-        stream.picture(stream.rows(), 0, (32, 32), 16).decoding
+        stream.image(stream.rows(), 0, (32, 32), 16).decoding
         for stream in (Stream(path=str(file)), Stream(path=str(file), background="red"))
     )
     assert row.changes and red.changes == f"{row.changes}, on red"

@@ -16,8 +16,8 @@ from PIL import Image, ImageOps
 
 from simpletune.data.samples import Crop
 from simpletune.data.sources.augmentation import Augmentation
-from simpletune.data.sources.pictures import EXIF_ORIENTATION, crop_to_bucket, decode
-from simpletune.data.sources.source import Mask, Picture
+from simpletune.data.sources.image_files import EXIF_ORIENTATION, crop_to_bucket, decode
+from simpletune.data.sources.source import Mask, SourceImage
 from simpletune.data.storage.cache import crop_key
 from simpletune.data.storage.place import CachePlace
 from simpletune.models.sdxl.option import SDXL
@@ -59,7 +59,7 @@ def latents_in(place: CachePlace | Path, framing: bool = True) -> LatentCache:
     return LatentCache(Autoencoder(framing), torch.float32, place)  # type: ignore[arg-type]
 
 
-def picture_of(size: tuple[int, int], orientation: int = 1, **more: Any) -> Picture:
+def image_of(size: tuple[int, int], orientation: int = 1, **more: Any) -> SourceImage:
     """A picture of noise, whose file is turned by EXIF."""
     pixels, exif, file = (
         np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8),
@@ -69,7 +69,7 @@ def picture_of(size: tuple[int, int], orientation: int = 1, **more: Any) -> Pict
     exif[EXIF_ORIENTATION] = orientation
     Image.fromarray(pixels).save(file, "PNG", exif=exif)
     data = file.getvalue()
-    return Picture("a.png", "a", size, hashlib.sha256(data).hexdigest(), lambda: data, **more)
+    return SourceImage("a.png", "a", size, hashlib.sha256(data).hexdigest(), lambda: data, **more)
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -79,7 +79,7 @@ def test_the_numbers_name_the_pixels_that_were_kept(
     size: tuple[int, int], bucket: tuple[int, int], offset: tuple[float, float], flip: bool
 ) -> None:
     """Of the scaled picture, mirrored first if it is to be, as diffusers' script does."""
-    image = decode(picture_of(size).read())
+    image = decode(image_of(size).read())
     framing = framing_of(size, bucket, offset, flip)
     scaled = image.resize(covering_size(size, bucket), Image.Resampling.LANCZOS)
     shown = ImageOps.mirror(scaled) if flip else scaled
@@ -101,12 +101,12 @@ def test_diffusers_numbers_for_a_centred_crop() -> None:
 @pytest.mark.parametrize("form", ["files", "shards"])
 def test_a_cache_keeps_the_numbers_of_each_crop(form: Any, tmp_path: Path) -> None:
     """Of the file itself, turned by EXIF: a stream's plan knows only about the size."""
-    upright, turned = picture_of((150, 100)), picture_of((150, 100), 6)
-    views = [Crop(picture, (64, 64), (0.5, 0.2), flip) for picture in (upright, turned) for flip in (False, True)]
+    upright, turned = image_of((150, 100)), image_of((150, 100), 6)
+    views = [Crop(image, (64, 64), (0.5, 0.2), flip) for image in (upright, turned) for flip in (False, True)]
     views.append(replace(views[0], augmentation=Augmentation(rotation=9)))
     views.append(Crop(replace(turned, size=(64, 64), by_row=True, digest="row 7"), (64, 64), (1.0, 0.0), True))
     views.append(Crop(upright, (128, 64), (0.0, 1.0), False))
-    views.append(Crop(picture_of((32, 32)), (64, 64), (0.5, 0.5), False))  # scaled up: the size stays small
+    views.append(Crop(image_of((32, 32)), (64, 64), (0.5, 0.5), False))  # scaled up: the size stays small
     cache = latents_in(CachePlace(tmp_path, form))
     assert cache.fill(views, CPU) == (len(views), [])
     assert [latents_in(CachePlace(tmp_path, form)).load(view).framing for view in views] == [
@@ -122,20 +122,20 @@ def test_a_cache_keeps_the_numbers_of_each_crop(form: Any, tmp_path: Path) -> No
 
 
 def test_a_mask_added_later_and_a_copy_under_another_name_keep_the_numbers(tmp_path: Path) -> None:
-    view = Crop(picture_of((150, 100)), (64, 64), (0.25, 0.5), True)
+    view = Crop(image_of((150, 100)), (64, 64), (0.25, 0.5), True)
     first, second = latents_in(tmp_path), latents_in(tmp_path)
-    first.fill([view, replace(view, picture=replace(view.picture, name="b.png"))], CPU)
+    first.fill([view, replace(view, image=replace(view.image, name="b.png"))], CPU)
     mask = io.BytesIO()
     Image.new("L", (150, 100), 255).save(mask, "PNG")
     found = Mask("file", hashlib.sha256(mask.getvalue()).hexdigest(), mask.getvalue)
-    masked = replace(view, picture=replace(view.picture, mask=found))
+    masked = replace(view, image=replace(view.image, mask=found))
     assert second.fill([masked], CPU) == (1, []) and (first.model.encoded, second.model.encoded) == (1, 0)
     assert second.load(masked).framing == first.load(view).framing == Framing((150, 100), (24, 0), (64, 64))
 
 
 def test_a_family_that_does_not_read_the_numbers_leaves_no_entry_to_one_that_does(tmp_path: Path) -> None:
     """With one autoencoder, such an entry would say nothing of the crop; whole pictures are no default."""
-    view = Crop(picture_of((150, 100)), (64, 64), (0.25, 0.5), True)
+    view = Crop(image_of((150, 100)), (64, 64), (0.25, 0.5), True)
     plain, told = latents_in(tmp_path, framing=False), latents_in(tmp_path)
     plain.fill([view], CPU)
     assert told.cache.lacking([crop_key(view)]) == [crop_key(view)]

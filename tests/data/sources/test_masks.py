@@ -18,15 +18,14 @@ import pytest
 import torch
 from PIL import Image
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.plan import GlobalBatch, Plan
 from simpletune.data.samples import Crop, make_samples
 from simpletune.data.sources.augmentation import Augmentation
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.image_files import crop_to_bucket, decode, decode_mask
 from simpletune.data.sources.masks import latent_mask
-from simpletune.data.sources.pictures import crop_to_bucket, decode, decode_mask
-from simpletune.data.sources.source import Mask, Picture, UnusablePicture
+from simpletune.data.sources.source import Mask, SourceImage, UnusableImage
 from simpletune.data.sources.table import Table
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import crop_key
@@ -39,6 +38,7 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def blob(width: int, height: int) -> np.ndarray:
     return np.where(disc | ((x > 0.7) & (y < 0.2)), 255, 0).astype(np.uint8)
 
 
-def picture_of(mask: np.ndarray, alpha: bool = False, mask_bytes: bytes | None = None) -> Picture:
+def image_of(mask: np.ndarray, alpha: bool = False, mask_bytes: bytes | None = None) -> SourceImage:
     """A picture whose red channel is its own mask, so that both can be compared after the crop."""
     height, width = mask.shape
     pixels = np.zeros((height, width, 4 if alpha else 3), np.uint8)
@@ -95,7 +95,7 @@ def picture_of(mask: np.ndarray, alpha: bool = False, mask_bytes: bytes | None =
     data = encoded(Image.fromarray(pixels))
     content = data if alpha else (mask_bytes or encoded(Image.fromarray(mask)))
     found = Mask("alpha" if alpha else "file", hashlib.sha256(content).hexdigest(), lambda: content)
-    return Picture("a.png", "a", (width, height), hashlib.sha256(data).hexdigest(), lambda: data, mask=found)
+    return SourceImage("a.png", "a", (width, height), hashlib.sha256(data).hexdigest(), lambda: data, mask=found)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_mask_is_cropped_mirrored_and_rotated_as_its_picture_but_not_recoloure
     turned = Augmentation(rotation=rotation)
     recoloured = replace(turned, brightness=-0.5, hue=90.0)
     for offset in ((0.5, 0.5), (0.0, 0.1), (0.9, 1.0)):
-        found = latent_mask(Crop(picture_of(blob(*size), alpha), bucket, offset, flip, recoloured), 8)
+        found = latent_mask(Crop(image_of(blob(*size), alpha), bucket, offset, flip, recoloured), 8)
         assert found.shape == (1, bucket[1] // 8, bucket[0] // 8) and found.dtype == np.uint8
         red = Image.fromarray(np.repeat(blob(*size)[..., None], 3, axis=2))
         pixels = (crop_to_bucket(red, bucket, offset, flip, turned)[0] + 1) / 2  # [h, w]
@@ -128,8 +128,8 @@ def test_a_smaller_mask_is_scaled_to_its_picture_and_16_bits_are_read() -> None:
     big = blob(160, 96)
 
     def read(mask: np.ndarray) -> np.ndarray:
-        picture = picture_of(big, mask_bytes=encoded(Image.fromarray(mask)))
-        return latent_mask(Crop(picture, (80, 48), (0.5, 0.5), False), 8)
+        image = image_of(big, mask_bytes=encoded(Image.fromarray(mask)))
+        return latent_mask(Crop(image, (80, 48), (0.5, 0.5), False), 8)
 
     exact, small = read(big), read(blob(80, 48))
     assert np.abs(small.astype(int) - exact).max() < 60 and small.max() > 200
@@ -140,10 +140,10 @@ def test_a_smaller_mask_is_scaled_to_its_picture_and_16_bits_are_read() -> None:
 def test_a_damaged_mask_and_one_of_too_many_pixels_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(Image.new("LA", (64, 64), (255, 128)))
     assert decode_mask(data, kind).size == (64, 64)
-    with pytest.raises(UnusablePicture, match="truncated|damaged"):
+    with pytest.raises(UnusableImage, match="truncated|damaged"):
         decode_mask(data[:60], kind)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UnusablePicture, match="pixels"):
+    with pytest.raises(UnusableImage, match="pixels"):
         decode_mask(data, kind)
 
 
@@ -155,13 +155,13 @@ def test_orientation_of_a_photo_turns_its_mask(kind: Literal["alpha", "file"]) -
     turned = np.rot90(upright)  # orientation 6: turn clockwise to see it upright
     content = encoded(Image.fromarray(np.stack([turned] * (4 if kind == "alpha" else 3), axis=2)), exif=exif)
     mask = Mask(kind, hashlib.sha256(content).hexdigest(), lambda: content)
-    picture = Picture("a", "a", (64, 96), "0", bytes, mask=mask)
-    expected = latent_mask(centred(picture_of(upright), (64, 96)), 8)
-    assert np.array_equal(latent_mask(centred(picture, (64, 96)), 8), expected)
+    image = SourceImage("a", "a", (64, 96), "0", bytes, mask=mask)
+    expected = latent_mask(centred(image_of(upright), (64, 96)), 8)
+    assert np.array_equal(latent_mask(centred(image, (64, 96)), 8), expected)
 
 
-def centred(picture: Picture, bucket: tuple[int, int] = (64, 64)) -> Crop:
-    return Crop(picture, bucket, (0.5, 0.5), False)
+def centred(image: SourceImage, bucket: tuple[int, int] = (64, 64)) -> Crop:
+    return Crop(image, bucket, (0.5, 0.5), False)
 
 
 def write(folder: Path, files: dict[str, Image.Image | bytes]) -> None:
@@ -182,11 +182,11 @@ def test_masks_beside_pictures_are_found_and_are_no_pictures(tmp_path: Path) -> 
     write(tmp_path, {"sub/b-masklabel.jpg": encoded(grey(32, 32), "JPEG"), "c-masklabel.png": RGB})
     write(tmp_path, {"c-masklabel-masklabel.png": grey()})
     found = Folder(path=str(tmp_path), prompt="x", mask="files").scan(tmp_path)
-    assert [each.name for each in found.pictures] == ["a.jpg", "sub/b.png"] and not found.rejected  # c is a mask's name
-    assert all(each.mask is not None and each.mask.kind == "file" for each in found.pictures)
+    assert [each.name for each in found.images] == ["a.jpg", "sub/b.png"] and not found.rejected  # c is a mask's name
+    assert all(each.mask is not None and each.mask.kind == "file" for each in found.images)
     assert not found.hints
     plain = Folder(path=str(tmp_path), prompt="x").scan(tmp_path)
-    assert [each.name for each in plain.pictures] == ["a.jpg", "sub/b.png"] and plain.pictures[0].mask is None
+    assert [each.name for each in plain.images] == ["a.jpg", "sub/b.png"] and plain.images[0].mask is None
     assert plain.hints[0].startswith("4 masks are left alone") and "data.mask=files" in plain.hints[0]
 
 
@@ -195,9 +195,9 @@ def test_masks_in_a_folder_of_their_own_have_the_pictures_names(tmp_path: Path) 
     write(tmp_path, {"p/masks/sub/b.PNG": grey(level=100)})
     folder = Folder(path=str(tmp_path / "p"), prompt="x", mask="files", mask_path=str(tmp_path / "p" / "masks"))
     found = folder.scan(tmp_path / "p")
-    assert [each.name for each in found.pictures] == ["a.jpg", "sub/b.png"] and not found.rejected
+    assert [each.name for each in found.images] == ["a.jpg", "sub/b.png"] and not found.rejected
     digests = [hashlib.sha256(encoded(grey(level=level))).hexdigest() for level in (200, 100)]
-    assert [each.mask and each.mask.digest for each in found.pictures] == digests
+    assert [each.mask and each.mask.digest for each in found.images] == digests
 
 
 @pytest.mark.parametrize(
@@ -225,42 +225,40 @@ def test_a_mask_outside_by_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_masks_that_fail_later_are_left_out_with_their_reason(tmp_path: Path) -> None:
-    view = centred(picture_of(blob(64, 64), mask_bytes=encoded(grey(level=0))))
-    with pytest.raises(UnusablePicture, match="black everywhere"):
+    view = centred(image_of(blob(64, 64), mask_bytes=encoded(grey(level=0))))
+    with pytest.raises(UnusableImage, match="black everywhere"):
         latent_mask(view, 8)
-    changed = Picture("b.png", "b", (64, 64), "1", bytes, mask=Mask("file", "0", lambda: b"x"), source=1)
+    changed = SourceImage("b.png", "b", (64, 64), "1", bytes, mask=Mask("file", "0", lambda: b"x"), source=1)
     _, rejected = latents_in(tmp_path).fill([view, centred(changed)], CPU)
     assert [(each.name, each.source) for each in rejected] == [("a.png", 0), ("b.png", 1)]
     assert "has changed since" in rejected[1].reason
 
 
 def test_the_cache_keeps_a_mask_by_its_crop_and_content(tmp_path: Path) -> None:
-    cache, picture = latents_in(tmp_path), picture_of(blob(96, 64))
-    views = [centred(picture), replace(centred(picture), flip=True), centred(picture, (96, 64))]
-    views.append(centred(picture_of(blob(96, 64), mask_bytes=encoded(grey(96, 64)))))
-    views.append(replace(centred(picture), augmentation=Augmentation(brightness=-0.5, rotation=20)))
+    cache, image = latents_in(tmp_path), image_of(blob(96, 64))
+    views = [centred(image), replace(centred(image), flip=True), centred(image, (96, 64))]
+    views.append(centred(image_of(blob(96, 64), mask_bytes=encoded(grey(96, 64)))))
+    views.append(replace(centred(image), augmentation=Augmentation(brightness=-0.5, rotation=20)))
     assert cache.fill(views, CPU) == (5, []) and len({crop_key(view) for view in views}) == 5
     assert cache.cache.lacking(map(crop_key, views)) == []
     for view in views:
         z_0, mask, framing, inpainting = cache.load(view)
         assert framing is None and inpainting is None
         torch.testing.assert_close(mask, torch.from_numpy(latent_mask(view, 8)).float() / 255, rtol=0, atol=0)
-        pixels = crop_to_bucket(
-            decode(view.picture.read_same()), view.bucket, view.offset, view.flip, view.augmentation
-        )
+        pixels = crop_to_bucket(decode(view.image.read_same()), view.bucket, view.offset, view.flip, view.augmentation)
         assert torch.equal(z_0, Autoencoder().encode(None, torch.from_numpy(pixels)[None])[0])
 
 
 def test_one_read_brings_latents_and_mask_and_a_changed_mask_is_another_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picture = picture_of(blob(64, 64))
+    image = image_of(blob(64, 64))
 
     def masked(level: int) -> Crop:
-        mask = picture_of(blob(64, 64), mask_bytes=encoded(grey(level=level))).mask
-        return centred(replace(picture, mask=mask))
+        mask = image_of(blob(64, 64), mask_bytes=encoded(grey(level=level))).mask
+        return centred(replace(image, mask=mask))
 
-    bare, first, second, third = centred(replace(picture, mask=None)), masked(255), masked(100), masked(50)
+    bare, first, second, third = centred(replace(image, mask=None)), masked(255), masked(100), masked(50)
     cache, opened = latents_in(tmp_path), list[Path]()
     assert cache.fill([first], CPU) == (1, [])
     with monkeypatch.context() as patch:
@@ -299,16 +297,16 @@ class Recorded:
         return Conditioning(torch.zeros(2, 3), pooled=torch.zeros(4))
 
 
-def batches_of(tmp_path: Path, pictures: list[Picture], **fields: object) -> BatchLoader:
+def batches_of(tmp_path: Path, images: list[SourceImage], **fields: object) -> BatchLoader:
     folder = Folder.model_validate({"path": "x", "resolution": 64, **fields})
-    plan = Plan(make_samples(pictures, folder.members), folder, Flow(), 0, GlobalBatch(4))
+    plan = Plan(make_samples(images, folder.members), folder, Flow(), 0, GlobalBatch(4))
     latents = latents_in(tmp_path)
     assert latents.fill(plan.views(), CPU)[1] == []
     return BatchLoader(Recorded(plan, latents), 0, CPU)  # type: ignore[arg-type]
 
 
 def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path) -> None:
-    with_mask, without = picture_of(blob(64, 64)), replace(picture_of(blob(64, 64).T), name="z.png", mask=None)
+    with_mask, without = image_of(blob(64, 64)), replace(image_of(blob(64, 64).T), name="z.png", mask=None)
     batches = batches_of(tmp_path, [with_mask, without], unmasked_weight=0.25, weight=2.0)
     (batch,) = batches.step(0)
     assert batch.fillers == 2 and batch.weight is not None and batch.weight.shape == (4, 1, 8, 8)
@@ -324,7 +322,7 @@ def test_batches_carry_the_weights_of_places_samples_and_fillers(tmp_path: Path)
 
 
 def test_the_loss_ignores_what_a_mask_of_weight_0_covers(tmp_path: Path) -> None:
-    (batch,) = batches_of(tmp_path, [picture_of(blob(64, 64))], unmasked_weight=0.0).step(0)
+    (batch,) = batches_of(tmp_path, [image_of(blob(64, 64))], unmasked_weight=0.0).step(0)
     prediction, target = torch.randn(4, 16, 8, 8, requires_grad=True), torch.randn(4, 16, 8, 8)
     FlowProcess().loss(prediction, target, batch.level, batch.weight).backward()
     outside = batch.weight == 0
@@ -334,13 +332,13 @@ def test_the_loss_ignores_what_a_mask_of_weight_0_covers(tmp_path: Path) -> None
 
 
 def test_a_mask_s_level_multiplies_a_run_s_loss_and_a_changed_mask_is_a_change_of_the_data(
-    tiny_config: dict, tiny_pictures: Path, tmp_path: Path
+    tiny_config: dict, tiny_images: Path, tmp_path: Path
 ) -> None:
     losses, data = {}, {}
     for level in (None, 255, 51):
-        folder = Path(shutil.copytree(tiny_pictures, tmp_path / f"{level}"))
+        folder = Path(shutil.copytree(tiny_images, tmp_path / f"{level}"))
         if level is not None:
-            write(folder, {f"{file.stem}-masklabel.png": grey(32, 32, level) for file in tiny_pictures.glob("*.png")})
+            write(folder, {f"{file.stem}-masklabel.png": grey(32, 32, level) for file in tiny_images.glob("*.png")})
         mask = {} if level is None else {"mask": "files", "unmasked_weight": 0.0}
         data[level] = copy.deepcopy(tiny_config) | {"data": {"path": str(folder), "resolution": 32, **mask}}
         data[level] |= {"name": f"m{level}", "train": {"steps": 1}}
@@ -359,11 +357,11 @@ def test_a_table_takes_masks_from_alpha(tmp_path: Path) -> None:
     captions = [["a", "b"], ["c"]]
     pq.write_table(pa.table({"image": images, "text": captions}), tmp_path / "t.parquet")
     found = Table(path=str(tmp_path / "t.parquet"), mask="alpha").scan(tmp_path / "t.parquet")
-    assert [(each.captions, each.mask and each.mask.kind) for each in found.pictures] == [(("a", "b"), "alpha")]
+    assert [(each.captions, each.mask and each.mask.kind) for each in found.images] == [(("a", "b"), "alpha")]
     assert "has no transparency" in found.rejected[0].reason
-    (picture,) = found.pictures
-    assert decode(picture.read_same()).size == (64, 64)
-    assert np.array_equal(latent_mask(centred(picture), 8), latent_mask(centred(picture_of(blob(64, 64))), 8))
+    (image,) = found.images
+    assert decode(image.read_same()).size == (64, 64)
+    assert np.array_equal(latent_mask(centred(image), 8), latent_mask(centred(image_of(blob(64, 64))), 8))
 
 
 def test_the_options_of_masks_are_checked(tiny_config: dict, tmp_path: Path) -> None:

@@ -15,37 +15,37 @@ from PIL import Image
 from tiny_runs import saved_weights
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.family_defaults import with_family
 from simpletune.config.load import read_saved, validate
 from simpletune.config.overrides import merge
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import SampleDraw, drop_rejected, make_samples
+from simpletune.data.samples import PlannedSample, drop_rejected, make_samples
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.multi_source import MultiSource, example_prompt, scan_sources, too_small
-from simpletune.data.sources.source import Picture, RejectedEntry, Source
+from simpletune.data.sources.source import RejectedEntry, Source, SourceImage
 from simpletune.models.objectives.flow import Flow
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.model_card import shareable
 from simpletune.runs.report import report_at_end
 from simpletune.stages.plan_data import make_plan
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 WIDE = [(96, 64)] * 3 + [(64, 96)] * 4 + [(64, 64)] * 2
 
 
-def pictures(count: int = len(WIDE), source: int = 0) -> list[Picture]:
+def images(count: int = len(WIDE), source: int = 0) -> list[SourceImage]:
     return [
-        Picture(f"{number:03d}.png", f"caption {number}", WIDE[number], f"{number:064x}", bytes, source=source)
+        SourceImage(f"{number:03d}.png", f"caption {number}", WIDE[number], f"{number:064x}", bytes, source=source)
         for number in range(count)
     ]
 
 
-def plan_of(data: Source | MultiSource, found: list[Picture], batch_size: int = 2, seed: int = 5) -> Plan:
+def plan_of(data: Source | MultiSource, found: list[SourceImage], batch_size: int = 2, seed: int = 5) -> Plan:
     return Plan(make_samples(found, data.members), data, Flow(), seed, GlobalBatch(batch_size))
 
 
-def epoch(plan: Plan, number: int = 0) -> list[SampleDraw]:
+def epoch(plan: Plan, number: int = 0) -> list[PlannedSample]:
     first = number * plan.steps_per_epoch
     steps = range(first, first + plan.steps_per_epoch)
     draws = [
@@ -61,18 +61,18 @@ def study(repeats: int = 11) -> MultiSource:
 
 
 def test_the_studys_two_sources_give_11_passes_of_each_picture_in_each_form() -> None:
-    plan = plan_of(study(), [*pictures(), *pictures(source=1)])
+    plan = plan_of(study(), [*images(), *images(source=1)])
     for number in (0, 1):
-        seen = Counter((draw.view.picture.source, draw.view.picture.name) for draw in epoch(plan, number))
+        seen = Counter((draw.view.image.source, draw.view.image.name) for draw in epoch(plan, number))
         assert seen == {(source, f"{index:03d}.png"): 11 for source in (0, 1) for index in range(len(WIDE))}
-    shapes = {source: {d.view.bucket for d in epoch(plan) if d.view.picture.source == source} for source in (0, 1)}
+    shapes = {source: {d.view.bucket for d in epoch(plan) if d.view.image.source == source} for source in (0, 1)}
     assert shapes[1] == {(64, 64)} and len(shapes[0]) == 3
     assert plan.steps_per_epoch == sum(-(-len(members) // 2) for members in plan.buckets.values())
 
 
 def test_one_source_of_several_is_the_single_form() -> None:
     folder = Folder(path="x", resolution=64, crop="random", flip=True, variants=3, repeats=2, caption_dropout=0.3)
-    single, listed = (plan_of(data, pictures()) for data in (folder, MultiSource(sources=[folder])))
+    single, listed = (plan_of(data, images()) for data in (folder, MultiSource(sources=[folder])))
     steps = range(2 * single.steps_per_epoch)
     assert [single.micro_batch(step, 0) for step in steps] == [listed.micro_batch(step, 0) for step in steps]
     assert single.views() == listed.views() and single.evaluation(5) == listed.evaluation(5)
@@ -88,16 +88,16 @@ def test_each_source_keeps_its_own_fields() -> None:
         ]
     )
     flow = Flow(shift="auto")
-    plan = Plan(make_samples([*pictures(), *pictures(4, 1)], data.members), data, flow, 0, GlobalBatch(3))
-    first, second = ([d for d in epoch(plan) if d.view.picture.source == source] for source in (0, 1))
+    plan = Plan(make_samples([*images(), *images(4, 1)], data.members), data, flow, 0, GlobalBatch(3))
+    first, second = ([d for d in epoch(plan) if d.view.image.source == source] for source in (0, 1))
     assert (len(first), len(second)) == (3 * len(WIDE), 4)
     assert {draw.loss_weight for draw in first} == {2.0} and {draw.loss_weight for draw in second} == {1.0}
     assert {draw.caption for draw in second} == {""} and "" not in {draw.caption for draw in first}
     assert not any(draw.view.flip for draw in first)
-    assert any(view.flip for view in plan.views() if view.picture.source == 1)
+    assert any(view.flip for view in plan.views() if view.image.source == 1)
     assert {d.view.bucket for d in second} <= {(32, 32), (32, 16), (16, 32), (48, 16), (16, 48)}
     two = MultiSource(sources=[Folder(path="a", resolution=1024), Folder(path="a", resolution=512)])
-    shifts = Plan(make_samples(pictures(), two.members), two, flow, 0, GlobalBatch(1)).shifts
+    shifts = Plan(make_samples(images(), two.members), two, flow, 0, GlobalBatch(1)).shifts
     assert shifts == [flow.shift_at(1024), flow.shift_at(512)] and shifts[0] > shifts[1]
 
 
@@ -105,13 +105,13 @@ def test_regularization_is_trained_but_never_held_out_evaluated_or_the_example(t
     subject = tiny_config["data"]
     kept = subject | {"weight": 0.25, "regularization": True, "prompt": "a figure"}
     tiny_config["data"] = {"sources": [kept, subject]}
-    found = scan_sources(validate(tiny_config, "test").data).pictures
-    assert {draw.view.picture.source for draw in make_plan(validate(tiny_config, "test"), found).evaluation(12)} == {1}
+    found = scan_sources(validate(tiny_config, "test").data).images
+    assert {draw.view.image.source for draw in make_plan(validate(tiny_config, "test"), found).evaluation(12)} == {1}
     config = validate(tiny_config | {"validation": {"prompts": [], "loss_samples": 4, "split": 2}}, "test")
     plan = make_plan(config, found)
-    assert Counter(sample.picture.source for sample in plan.samples) == {0: 6, 1: 4}
-    assert [sample.picture.source for sample in plan.held_out] == [1, 1]
-    assert all(draw.view.picture.source == 1 and draw.loss_weight == 1 for draw in plan.evaluation(4))
+    assert Counter(sample.image.source for sample in plan.samples) == {0: 6, 1: 4}
+    assert [sample.image.source for sample in plan.held_out] == [1, 1]
+    assert all(draw.view.image.source == 1 and draw.loss_weight == 1 for draw in plan.evaluation(4))
     assert plan.example() == example_prompt(config.data, 0) != "a figure"
 
 
@@ -120,10 +120,10 @@ def test_copies_of_a_held_out_picture_are_held_out_of_every_source_and_evaluated
     tiny_config["data"] = {"sources": [one, {**one, "aspect": "square"}]}
     tiny_config["validation"] = {"prompts": [], "loss_samples": 2, "split": 2}
     config = validate(tiny_config, "test")
-    plan = make_plan(config, scan_sources(config.data).pictures)
-    held = {sample.picture.digest for sample in plan.held_out}
+    plan = make_plan(config, scan_sources(config.data).images)
+    held = {sample.image.digest for sample in plan.held_out}
     assert len(plan.held_out) == len(held) == 2 and len(plan.samples) == 8
-    assert not held & {sample.picture.digest for sample in plan.samples}
+    assert not held & {sample.image.digest for sample in plan.samples}
 
 
 def test_the_loss_of_a_source_is_multiplied_by_its_weight(tiny_config: dict) -> None:
@@ -311,20 +311,20 @@ def test_check_and_estimate_know_every_source(tiny_config: dict, capsys: pytest.
     assert main(["estimate", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     config = validate(several_config(tiny_config), "test")
-    plan = make_plan(config, scan_sources(config.data).pictures)
+    plan = make_plan(config, scan_sources(config.data).images)
     assert told["pictures"] == 12 and told["prompts"] == len(plan.captions()) > 12
 
 
 def test_too_small_pictures_are_told_by_their_sources_limit(tiny_config: dict) -> None:
     data = MultiSource(sources=[Folder(path="a", resolution=64), Folder(path="b", resolution=256, max_upscale=1.5)])
-    rejected = too_small([*pictures(), *pictures(source=1)], data)
+    rejected = too_small([*images(), *images(source=1)], data)
     assert {each.source for each in rejected} == {1} and len(rejected) == len(WIDE)
     assert "data.sources.1.max_upscale=1.5" in rejected[0].reason
-    assert too_small([replace(picture, source=0) for picture in pictures()], data) == []
+    assert too_small([replace(image, source=0) for image in images()], data) == []
 
 
 def test_a_rejected_picture_leaves_those_of_its_name_in_other_sources() -> None:
-    both = [*pictures(2), *pictures(2, source=1)]
+    both = [*images(2), *images(2, source=1)]
     left = drop_rejected(both, [RejectedEntry("000.png", "is damaged", source=1)])
     assert [(each.source, each.name) for each in left] == [(0, "000.png"), (0, "001.png"), (1, "001.png")]
 

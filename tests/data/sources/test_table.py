@@ -18,17 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageCms
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.data.sources import table
 from simpletune.data.sources.folder import Folder
+from simpletune.data.sources.image_files import decode
 from simpletune.data.sources.multi_source import too_small
-from simpletune.data.sources.pictures import decode
-from simpletune.data.sources.source import Picture, UnusablePicture
+from simpletune.data.sources.source import SourceImage, UnusableImage
 from simpletune.data.sources.table import Table
 from simpletune.runs.folder import read_metrics
 from simpletune.system import hub
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -60,9 +60,9 @@ def write_arrow(rows: list[dict], folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_table_trains_as_the_folder_it_came_from(
-    kind: str, tiny_config: dict, tiny_pictures: Path, tmp_path: Path
+    kind: str, tiny_config: dict, tiny_images: Path, tmp_path: Path
 ) -> None:
-    rows = rows_of(tiny_pictures)
+    rows = rows_of(tiny_images)
     path = write_parquet(rows, tmp_path / "t.parquet") if kind == "parquet" else write_arrow(rows, tmp_path / "saved")
     by_folder = train(validate({**tiny_config, "name": "folder"}, "x"))
     data = {"source": "table", "path": str(path), "resolution": 32}
@@ -71,20 +71,20 @@ def test_a_table_trains_as_the_folder_it_came_from(
     assert losses[0] == losses[1]
 
 
-def test_columns_are_named_and_a_prompt_needs_no_captions(tiny_pictures: Path, tmp_path: Path) -> None:
-    rows = [{"jpg": row["image"]["bytes"], "json": 3} for row in rows_of(tiny_pictures)]
+def test_columns_are_named_and_a_prompt_needs_no_captions(tiny_images: Path, tmp_path: Path) -> None:
+    rows = [{"jpg": row["image"]["bytes"], "json": 3} for row in rows_of(tiny_images)]
     file = write_parquet(rows, tmp_path / "t.parquet")
     with pytest.raises(UserError, match="data.image_column: t.parquet has no column 'image'.*: jpg, json"):
         Table(path=str(file)).scan(file)
     with pytest.raises(UserError, match="data.caption_column: t.parquet has no column 'text'"):
         Table(path=str(file), image_column="jpg").scan(file)
     scan = Table(path=str(file), image_column="jpg", prompt="a shape", limit=4).scan(file)
-    assert [picture.caption for picture in scan.pictures] == ["a shape"] * 4
-    assert [picture.read() for picture in scan.pictures] == [row["jpg"] for row in rows[:4]]
+    assert [image.caption for image in scan.images] == ["a shape"] * 4
+    assert [image.read() for image in scan.images] == [row["jpg"] for row in rows[:4]]
 
 
-def test_rows_that_cannot_be_used_are_named(tiny_pictures: Path, tmp_path: Path) -> None:
-    whole = rows_of(tiny_pictures)[0]
+def test_rows_that_cannot_be_used_are_named(tiny_images: Path, tmp_path: Path) -> None:
+    whole = rows_of(tiny_images)[0]
     outside = "' is outside the dataset's folder"
     cells = [
         ({"text": ""}, "its text is empty or not a string"),
@@ -106,7 +106,7 @@ def test_rows_that_cannot_be_used_are_named(tiny_pictures: Path, tmp_path: Path)
     assert [each.name for each in scan.rejected] == [f"t.parquet#{number:08d}" for number in range(1, 11)]
     for each, (_, reason) in zip(scan.rejected, cells, strict=True):
         assert each.reason.startswith(("its path", "its file") if reason == "its " else reason)
-    assert len(scan.pictures) == 2
+    assert len(scan.images) == 2
 
 
 def test_a_damaged_file_and_a_missing_one(tiny_config: dict, tmp_path: Path) -> None:
@@ -126,32 +126,32 @@ def test_a_damaged_file_and_a_missing_one(tiny_config: dict, tmp_path: Path) -> 
         Table(path=str(file)).scan(file)
 
 
-def test_a_table_that_is_damaged_behind_its_header_is_named(tiny_pictures: Path, tmp_path: Path) -> None:
+def test_a_table_that_is_damaged_behind_its_header_is_named(tiny_images: Path, tmp_path: Path) -> None:
     """In the columns of texts, and in a picture that is read again."""
-    rows = rows_of(tiny_pictures)
+    rows = rows_of(tiny_images)
     file = write_parquet(rows, tmp_path / "t.parquet")
     whole = file.read_bytes()
     table._chunk.cache_clear()
-    pictures = Table(path=str(file)).scan(file).pictures
+    images = Table(path=str(file)).scan(file).images
     file.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
     table._chunk.cache_clear()
     table._open.cache_clear()
-    for read in (lambda: Table(path=str(file)).scan(file), pictures[0].read):
+    for read in (lambda: Table(path=str(file)).scan(file), images[0].read):
         with pytest.raises(UserError, match="t.parquet is damaged"):
             read()
     file.write_bytes(whole)
     table._open.cache_clear()
-    assert pictures[0].read() == rows[0]["image"]["bytes"]
+    assert images[0].read() == rows[0]["image"]["bytes"]
 
 
 def test_a_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
-    image = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(image, "png")
+    pil = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(pil, "png")
     texts = pa.array([b"\xff\xfe", b"a star"]).view(pa.string())
-    pq.write_table(pa.table({"image": [image.getvalue()] * 2, "text": texts}), tmp_path / "t.parquet")
+    pq.write_table(pa.table({"image": [pil.getvalue()] * 2, "text": texts}), tmp_path / "t.parquet")
     scan = Table(path=str(tmp_path)).scan(tmp_path)
     assert [each.reason for each in scan.rejected] == ["its text is not UTF-8 text"]
-    assert [picture.caption for picture in scan.pictures] == ["a star"]
+    assert [image.caption for image in scan.images] == ["a star"]
 
 
 def test_a_colour_profile_is_turned_into_srgb() -> None:
@@ -184,12 +184,12 @@ def wide_gamut_profile() -> bytes:
 
 
 def test_pictures_that_would_be_scaled_up_too_far_are_rejected() -> None:
-    pictures = [Picture(name, "c", size, name, bytes) for name, size in (("big", (600, 600)), ("small", (300, 150)))]
-    (rejected,) = too_small(pictures, Folder(path="x", resolution=512))
+    images = [SourceImage(name, "c", size, name, bytes) for name, size in (("big", (600, 600)), ("small", (300, 150)))]
+    (rejected,) = too_small(images, Folder(path="x", resolution=512))
     assert rejected.name == "small"
     assert rejected.reason == "is too small: 300x150 would be scaled up 2.4 times; the limit is data.max_upscale=2"
-    assert too_small(pictures, Folder(path="x", resolution=512, max_upscale=None)) == []
-    both = too_small(pictures, Folder(path="x", resolution=1024, max_upscale=1))
+    assert too_small(images, Folder(path="x", resolution=512, max_upscale=None)) == []
+    both = too_small(images, Folder(path="x", resolution=1024, max_upscale=1))
     assert [each.name for each in both] == ["big", "small"]
 
 
@@ -215,7 +215,7 @@ def test_of_many_rows_the_one_with_too_long_a_caption_is_left_out(tmp_path: Path
     file = bomb(tmp_path, ["a red square", "a" * (2**20 + 1), *["a red square"] * 8], compression="zstd")
     scan = Table(path=str(file)).scan(file)
     assert [each.reason for each in scan.rejected] == ["its text has 1,048,577 bytes; the limit is 1,048,576"]
-    assert len(scan.pictures) == 9 and all(each.read_same() for each in scan.pictures)
+    assert len(scan.images) == 9 and all(each.read_same() for each in scan.images)
 
 
 def test_a_row_group_is_read_in_parts_where_it_could_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_a_row_group_is_read_in_parts_where_it_could_grow(tmp_path: Path, monkey
     parts = [len(batch) for batch in table._batches(file, 0, ["image", "text"])]
     assert sum(parts) == 50 and max(parts) < 20
     scan = Table(path=str(file)).scan(file)
-    assert [each.caption for each in scan.pictures] == [f"a red square {number}" for number in range(50)]
+    assert [each.caption for each in scan.images] == [f"a red square {number}" for number in range(50)]
     monkeypatch.setattr(table, "MAX_GROUP", 100)
     with pytest.raises(UserError, match="'image' of row group 0 has .* the limit is 100"):
         Table(path=str(file)).scan(file)
@@ -255,7 +255,7 @@ def tree(folder: Path, *names: str) -> Path:
 
 
 def texts(folder: Path, **options: Any) -> list[str]:
-    return [picture.caption for picture in Table(path=str(folder), **options).scan(folder).pictures]
+    return [image.caption for image in Table(path=str(folder), **options).scan(folder).images]
 
 
 LAYOUTS = {
@@ -300,7 +300,7 @@ def test_files_that_name_no_split_are_all_used(tmp_path: Path) -> None:
         "contest.parquet", "strain.parquet", "sub/b.parquet",
     ]  # fmt: skip
     scan = Table(path="x").scan(tmp_path / "a")
-    assert [p.caption for p in scan.pictures] == names and not scan.notes
+    assert [p.caption for p in scan.images] == names and not scan.notes
     assert texts(tmp_path / "a", split="train") == names
     with pytest.raises(UserError, match="data.split: .* has no split 'test', its files name none. Leave it out"):
         texts(tmp_path / "a", split="test")
@@ -309,7 +309,7 @@ def test_files_that_name_no_split_are_all_used(tmp_path: Path) -> None:
 def test_without_train_a_split_that_is_set_is_obeyed_and_the_default_uses_all(tmp_path: Path) -> None:
     tree(tmp_path, "my_test_cats.parquet", "more.parquet")
     scan = Table(path="x").scan(tmp_path)
-    assert [picture.caption for picture in scan.pictures] == ["more.parquet", "my_test_cats.parquet"]
+    assert [image.caption for image in scan.images] == ["more.parquet", "my_test_cats.parquet"]
     assert scan.notes == ("no file is of the split train, so all are used, those of test too. Set data.split",)
     with pytest.raises(UserError, match="data.split: x has no split 'train', only test. Use one of them"):
         Table(path="x", split="train").scan(tmp_path)
@@ -334,8 +334,8 @@ def test_splits_of_the_hub_may_be_in_the_names_of_folders(tmp_path: Path, monkey
     asked = []
     monkeypatch.setattr(hub, "data_set_folder", lambda name, patterns: (asked.append(patterns), tmp_path)[1])
     for split, name in (("train", "default/train"), ("test", "default/test"), ("2022", "other/2022-01.parquet")):
-        (picture,) = Table(path="owner/name", split=split).scan(Path("owner/name")).pictures
-        assert picture.caption.startswith(name)
+        (image,) = Table(path="owner/name", split=split).scan(Path("owner/name")).images
+        assert image.caption.startswith(name)
         assert any(fnmatch(f"{name}/0000.parquet", pattern) for pattern in asked[-1])
     with pytest.raises(UserError, match="contains no .parquet file of the split 'validation'"):
         Table(path="owner/name", split="validation").scan(Path("owner/name"))
@@ -345,11 +345,11 @@ def test_what_datasets_writes_beside_its_data_is_not_data(tmp_path: Path) -> Non
     data, cache = "data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"
     tree(tmp_path, data, cache, "copy.arrow")
     scan = Table(path="x").scan(tmp_path)
-    assert [picture.caption for picture in scan.pictures] == ["copy.arrow", data]
+    assert [image.caption for image in scan.images] == ["copy.arrow", data]
     assert scan.notes == (f"1 file is left out, which datasets keeps beside its data: {cache}",)
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": data}]}))
     scan = Table(path="x").scan(tmp_path)
-    assert [picture.caption for picture in scan.pictures] == [data]
+    assert [image.caption for image in scan.images] == [data]
     assert scan.notes == (f"2 files are left out, which datasets keeps beside its data: {cache}, copy.arrow",)
 
 
@@ -388,8 +388,8 @@ def test_tables_of_every_format_and_suffix(name: str, tmp_path: Path) -> None:
     one_row(tmp_path / "a.feather" if name.lower() == "a.arrow" else tmp_path / name, name)
     if name.lower() == "a.arrow":  # the file format under the suffix of the stream
         (tmp_path / "a.feather").rename(tmp_path / name)
-    (picture,) = Table(path="x").scan(tmp_path).pictures
-    assert picture.caption == name and picture.read_same().startswith(b"\x89PNG")
+    (image,) = Table(path="x").scan(tmp_path).images
+    assert image.caption == name and image.read_same().startswith(b"\x89PNG")
 
 
 def test_a_column_of_base64_is_one_sentence_without_the_text(tmp_path: Path) -> None:
@@ -398,11 +398,11 @@ def test_a_column_of_base64_is_one_sentence_without_the_text(tmp_path: Path) -> 
     Image.fromarray(noise).save(buffer, "PNG")
     text = base64.b64encode(buffer.getvalue()).decode()
     for number, cell in enumerate((text, f"data:image/png;base64,{text}", {"bytes": None, "path": text})):
-        one_row(tmp_path / f"{number}.parquet", "", image=[cell] * 3, text=["a"] * 3)
+        one_row(tmp_path / f"{number}.parquet", "", pil=[cell] * 3, text=["a"] * 3)
         with pytest.raises(UserError, match="'image' holds pictures as base64 text. Write their bytes") as error:
             texts(tmp_path / f"{number}.parquet")
         assert len(str(error.value)) < 300
-    one_row(tmp_path / "long.parquet", "", image=["x" * 5000], text=["a"])
+    one_row(tmp_path / "long.parquet", "", pil=["x" * 5000], text=["a"])
     (rejected,) = Table(path="x").scan(tmp_path / "long.parquet").rejected
     assert rejected.reason.startswith("its file 'xxx") and len(rejected.reason) < 300
 
@@ -446,12 +446,12 @@ def test_a_table_that_goes_or_is_forbidden_meanwhile_is_one_sentence(
 
 def test_a_table_that_changes_between_scan_and_reading_is_refused(tmp_path: Path) -> None:
     tree(tmp_path, "a.parquet")
-    (picture,) = Table(path="x").scan(tmp_path).pictures
+    (image,) = Table(path="x").scan(tmp_path).images
     one_row(tmp_path / "a.parquet", "another")
     table._open.cache_clear()
     table._chunk.cache_clear()
-    with pytest.raises(UnusablePicture, match="has changed since the folder was scanned. Restart"):
-        picture.read_same()
+    with pytest.raises(UnusableImage, match="has changed since the folder was scanned. Restart"):
+        image.read_same()
 
 
 def test_a_folder_of_tables_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

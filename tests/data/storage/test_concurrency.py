@@ -31,7 +31,7 @@ from pathlib import Path
 from simpletune.config.load import read_config
 from simpletune.data.storage.cache import FileCache
 from simpletune.models.shared.quantised_cache import QuantisedBase
-from simpletune.commands.train.train import train
+from simpletune.training.train import train
 made, save, keep = [], FileCache.save, QuantisedBase.keep
 def slow(self, key, tensors):
     time.sleep(0.05)
@@ -58,13 +58,13 @@ print("\\n".join(f"made {file}" for file in made))
 
 
 def test_two_runs_on_one_cache_make_nothing_twice_and_train_alike(
-    tmp_path: Path, tiny_pipeline: Path, tiny_pictures: Path, launcher: Launcher
+    tmp_path: Path, tiny_pipeline: Path, tiny_images: Path, launcher: Launcher
 ) -> None:
     words = []
     for name, other in (("one", "two"), ("two", "one")):
         config = {
             "name": name, "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
-            "data": {"path": str(tiny_pictures), "resolution": 32}, "adapter": {"rank": 2},
+            "data": {"path": str(tiny_images), "resolution": 32}, "adapter": {"rank": 2},
             "precision": {"weights": "int8"}, "train": {"steps": 2}, "memory": {"checkpointing": "none"},
             "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
             "output": {each: str(tmp_path / each) for each in ("runs", "profiles", "cache")} | {"report": False},

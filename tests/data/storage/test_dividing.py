@@ -147,15 +147,15 @@ os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 from pathlib import Path
 from simpletune.config.load import read_config
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.stages.latent_cache import LatentCache
-from simpletune.commands.train.train import train
+from simpletune.training.train import train
 whole, fill, made, rejected = LatentCache._encode_one, LatentCache.fill, [], Path(config).with_name("rejected")
 def encode_one(self, view, vae, device):
-    if rank == "1" and view.picture.name == bad:
+    if rank == "1" and view.image.name == bad:
         rejected.touch()
-        raise UnusablePicture("cannot be read (only here)")
-    made.append(view.picture.name)
+        raise UnusableImage("cannot be read (only here)")
+    made.append(view.image.name)
     return whole(self, view, vae, device)
 def fill_later(self, *words):
     while rank == "0" and not rejected.exists():  # else it may encode the picture before the other comes to it

@@ -22,7 +22,6 @@ from cached_samples import KEYS, fill, require_all, sample
 from safetensors.torch import load_file
 from tiny_runs import run_with, saved_weights
 
-from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage import shard_cache, shard_index
@@ -37,6 +36,7 @@ from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.text_cache import PromptEntries
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
+from simpletune.training.prepare import prepare_only
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,17 @@ import torch
 from launching import Launcher
 from PIL import Image
 from safetensors.torch import load_file
-from stream_data import COUNT, FORMS, copy_mds, picture, rows_of, write_parquet, write_tars
+from stream_data import COUNT, FORMS, copy_mds, image, rows_of, write_parquet, write_tars
 from stream_order import micro_batches
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import file_problems
 from simpletune.data.plan import GlobalBatch
 from simpletune.data.row_order import epoch_order, substitute_unusable
-from simpletune.data.samples import Crop, SampleDraw
+from simpletune.data.samples import Crop, PlannedSample
 from simpletune.data.sources.masks import latent_mask
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusableImage
 from simpletune.data.storage.dataset import open_rows
 from simpletune.data.storage.rows import Columns, LruCache, ShardedRows
 from simpletune.estimate.job_estimate import counts_of
@@ -43,6 +42,7 @@ from simpletune.stages.step.batch_loader import TrainingPasses
 from simpletune.stages.stream_encode import StreamEncoder
 from simpletune.stages.stream_plan import StreamPlan, stream_plan
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 COLUMNS = Columns("image", "text", ("width", "height"))
 SQUARE = {"source": "stream", "resolution": 32, "aspect": "square"}
@@ -62,11 +62,11 @@ def config_of(tiny_config: dict, place: Path | str, **more: object) -> dict:
     return copy.deepcopy(tiny_config) | {"data": {**SQUARE, "path": str(place), **more}}
 
 
-def draws_of(plan: StreamPlan, steps: Iterable[int]) -> list[SampleDraw]:
+def draws_of(plan: StreamPlan, steps: Iterable[int]) -> list[PlannedSample]:
     return [draw for step in steps for micro in range(len(plan.micros(step))) for draw in plan.micro_batch(step, micro)]
 
 
-def epoch_of(plan: StreamPlan, number: int = 0) -> list[SampleDraw]:
+def epoch_of(plan: StreamPlan, number: int = 0) -> list[PlannedSample]:
     first = number * plan.steps_per_epoch
     return [draw for draw in draws_of(plan, range(first, first + plan.steps_per_epoch)) if draw.weight]
 
@@ -76,9 +76,9 @@ def test_shards_that_mosaics_own_writer_made_are_read(form: str) -> None:
     rows = rows_at(stream_data.ASSETS / form)
     assert len(rows) == COUNT and len(rows.shards) > 2, "several shards"
     for number in np.random.default_rng(0).permutation(COUNT).tolist():
-        found, drawn = (np.asarray(Image.open(io.BytesIO(data))) for data in (rows.picture(number), picture(number)))
+        found, drawn = (np.asarray(Image.open(io.BytesIO(data))) for data in (rows.image(number), image(number)))
         assert (found == drawn).all() and rows.caption(number) == stream_data.caption(number)
-    assert rows.sizes().tolist() == [list(Image.open(io.BytesIO(picture(n))).size) for n in range(COUNT)]
+    assert rows.sizes().tolist() == [list(Image.open(io.BytesIO(image(n))).size) for n in range(COUNT)]
     tags = rows_at(stream_data.ASSETS / form, Columns("image", "tags"))
     assert tags.caption(3) == ["picture 3", "number 3"]
     assert len({rows.key(number) for number in range(COUNT)}) == COUNT
@@ -92,7 +92,7 @@ def test_parquet_rows_are_found_by_their_number(shards: Path) -> None:
         rows = rows_at(place)
         assert len(rows) == 20 and rows.starts.tolist() == [0, 3, 6, 7, 10, 13, 14, 17, 20]
         for number in (19, 0, 7, 6, 13):
-            assert rows.picture(number) == expected[number]["image"] and rows.caption(number) == f"row {number}"
+            assert rows.image(number) == expected[number]["image"] and rows.caption(number) == f"row {number}"
         assert rows.sizes().tolist() == [[row["width"], row["height"]] for row in expected]
     assert rows.name(8) == "train-00001-of-00003.parquet#00000001"
     one = rows_at(shards / "train-00001-of-00003.parquet")
@@ -197,8 +197,8 @@ def test_resuming_in_the_middle_of_an_epoch_is_exact(
 def test_a_stream_trains_on_the_pictures_that_a_table_reads(tiny_config: dict, shards: Path) -> None:
     plan = stream_plan(validate(config_of(tiny_config, shards), "stream"))
     table = {"source": "table", "path": str(shards), "resolution": 32}
-    listed = {p.caption: p.read() for p in validate({**tiny_config, "data": table}, "table").data.scan(shards).pictures}
-    streamed = {draw.caption: draw.view.picture.read_same() for draw in epoch_of(plan)}
+    listed = {p.caption: p.read() for p in validate({**tiny_config, "data": table}, "table").data.scan(shards).images}
+    streamed = {draw.caption: draw.view.image.read_same() for draw in epoch_of(plan)}
     assert streamed == listed and len(listed) == 20
 
 
@@ -211,11 +211,11 @@ def test_each_process_count_shows_every_sample_once_an_epoch(
     batch: tuple[int, int],
     tiny_config: dict,
     shards: Path,
-    tiny_pictures: Path,
+    tiny_images: Path,
     tmp_path: Path,
 ) -> None:
     """And after a resume in the middle of the second epoch on another number of processes."""
-    place = {"parquet": shards, "table": shards, "folder": tiny_pictures}.get(form, stream_data.ASSETS / form)
+    place = {"parquet": shards, "table": shards, "folder": tiny_images}.get(form, stream_data.ASSETS / form)
     if form == ".tar":
         place = write_tars(tmp_path / "tars", rows_of(20))
     data, listed = config_of(tiny_config, place), form in ("table", "folder")
@@ -223,7 +223,7 @@ def test_each_process_count_shows_every_sample_once_an_epoch(
         data["data"] |= {"source": form}
     data["train"] = {"steps": 9, "batch_size": batch[0], "gradient_accumulation": batch[1]}
     config = validate(data, "stream")
-    plan = make_plan(config, config.data.scan(place).pictures) if listed else stream_plan(config)
+    plan = make_plan(config, config.data.scan(place).images) if listed else stream_plan(config)
     count, steps = len(plan.samples), plan.steps_per_epoch
     resumed = steps + steps // 2  # with the next number of processes
     seen: dict[int, Counter] = {0: Counter(), 1: Counter(), 2: Counter()}
@@ -233,7 +233,7 @@ def test_each_process_count_shows_every_sample_once_an_epoch(
             for even in (False, True):
                 passes = [TrainingPasses(plan, share=RankMicroBatches(n, number, exact, even)) for n in range(number)]
                 dealt = [micro for each in passes for micro in each.micro_batches(step)]
-                shown = Counter(draw.view.picture.name for micro in dealt for draw in micro if draw.weight)
+                shown = Counter(draw.view.image.name for micro in dealt for draw in micro if draw.weight)
                 if not (exact or even):
                     first = shown
                     seen[step // steps] += shown
@@ -257,7 +257,7 @@ def broken(folder: Path, write: Callable[..., Path] = write_parquet) -> Path:
     Image.new("RGB", (8, 8)).save(small, "png")
     changes: dict[int, dict] = {
         1: {"image": {"bytes": b"", "path": "x.png"}},
-        4: {"image": {"bytes": picture(4)[:90], "path": None}},
+        4: {"image": {"bytes": image(4)[:90], "path": None}},
         7: {"image": {"bytes": small.getvalue(), "path": None}},
         9: {"text": " "},
     }
@@ -274,13 +274,13 @@ class Looks:
     def fill_text(self, prompts: list[str]) -> None:
         assert all(isinstance(prompt, str) for prompt in prompts)
 
-    def fill_pictures(self, parts: list[list[Crop]]) -> list[RejectedEntry]:
+    def fill_images(self, parts: list[list[Crop]]) -> list[RejectedEntry]:
         found: dict[str, RejectedEntry] = {}
         for view in (view for part in parts for view in part):
             try:
-                view.picture.read_same()
-            except UnusablePicture as reason:
-                found[view.picture.name] = RejectedEntry(view.picture.name, str(reason))
+                view.image.read_same()
+            except UnusableImage as reason:
+                found[view.image.name] = RejectedEntry(view.image.name, str(reason))
         return list(found.values())
 
     def too_long(self, prompts: list[str]) -> list[str]:
@@ -366,12 +366,12 @@ def test_rows_that_cannot_be_used_are_refused(
 
 
 def test_masks_by_transparency(tiny_config: dict, tmp_path: Path) -> None:
-    rows = [{"image": picture(number, alpha=True), "text": f"row {number}"} for number in range(3)]
+    rows = [{"image": image(number, alpha=True), "text": f"row {number}"} for number in range(3)]
     place = write_parquet(tmp_path / "alpha", rows, shards=1)
     plan = stream_plan(validate(config_of(tiny_config, place, mask="alpha"), "stream"))
     table = {"source": "table", "path": str(place), "resolution": 32, "aspect": "square", "mask": "alpha"}
     config = validate({**tiny_config, "data": table}, "table")
-    listed = make_plan(config, config.data.scan(place).pictures)
+    listed = make_plan(config, config.data.scan(place).images)
     for number in range(3):  # the last one is three times as wide as high
         masks = [latent_mask(each.view(each.samples[number], 0), 8) for each in (plan, listed)]
         assert (masks[0] == masks[1]).all() and 0 < masks[0].mean() < 255
@@ -430,7 +430,7 @@ def test_a_damaged_shard_is_named(damage: str, shards: Path, tmp_path: Path) -> 
     with pytest.raises(UserError, match=said):
         rows = rows_at(place)
         for number in range(len(rows)):
-            rows.picture(number)
+            rows.image(number)
 
 
 @pytest.mark.parametrize(("old", "new", "count", "said"), [
@@ -463,10 +463,10 @@ def test_a_pattern_matches_linked_folders_and_a_hidden_file_may_be_named(tmp_pat
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     place = copy_mds("bare", tmp_path / "bare")
     rows = rows_at(place)
-    assert rows.picture(0)
+    assert rows.image(0)
     (place / "shard.00000.mds").write_bytes(b"")
     with pytest.raises(UserError, match=r"shard.00000.mds gave 0 bytes instead of \d+. It is truncated"):
-        rows.picture(0)
+        rows.image(0)
 
 
 @pytest.mark.parametrize(
@@ -507,12 +507,12 @@ def test_check_estimate_and_data_read_little(
     tiny_config: dict, shards: Path, write_config, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = config_of(tiny_config, shards) | {"train": {"steps": 3, "batch_size": 2}}
-    read, honest = [], ShardedRows.picture
-    monkeypatch.setattr(ShardedRows, "picture", lambda self, row: read.append(row) or honest(self, row))
+    read, honest = [], ShardedRows.image
+    monkeypatch.setattr(ShardedRows, "image", lambda self, row: read.append(row) or honest(self, row))
     file = str(write_config(data))
     assert main(["check", file]) == 0
     counts = counts_of(validate(data, "stream"))
-    assert counts is not None and (counts.pictures, counts.prompts, counts.samples, counts.steps) == (20, 6, 20, 10)
+    assert counts is not None and (counts.images, counts.prompts, counts.samples, counts.steps) == (20, 6, 20, 10)
     assert counts.pixels == 6 * 32 * 32 and not read
     monkeypatch.setattr("simpletune.data.sources.stream.LOOKED_AT", 8)
     monkeypatch.setattr("simpletune.data.sources.stream.BLOCKS", 4)

@@ -25,7 +25,7 @@ COLUMNS = Columns("image", "text", ("width", "height"))
 
 
 def cells(rows: ShardedRows) -> list[tuple[object, object]]:
-    return [(rows.picture(number), rows.caption(number)) for number in range(len(rows))]
+    return [(rows.image(number), rows.caption(number)) for number in range(len(rows))]
 
 
 class LocalHub:
@@ -89,7 +89,7 @@ def test_copies_stay_within_their_limit_and_are_fetched_again(tmp_path: Path, mo
     )
     rows = open_rows(f"file://{place}", COLUMNS, local=tmp_path / "kept", local_gib=2000 / 2**30)
     for number in (0, 7, 3, 0):
-        assert rows.picture(number) == cells(open_rows(str(place), COLUMNS))[number][0]
+        assert rows.image(number) == cells(open_rows(str(place), COLUMNS))[number][0]
         assert sum(file.stat().st_size for file in (tmp_path / "kept").iterdir()) <= 2000
     assert fetched == ["index.json", *(f"shard.0000{number}.mds" for number in (0, 2, 1, 0))]
 
@@ -97,11 +97,11 @@ def test_copies_stay_within_their_limit_and_are_fetched_again(tmp_path: Path, mo
 def test_a_changed_object_is_not_taken_for_its_copy(tmp_path: Path) -> None:
     place = copy_mds("bare", tmp_path / "bare")
     before = open_rows(f"file://{place}", COLUMNS, local=tmp_path / "kept")
-    old = before.picture(0)
+    old = before.image(0)
     file = place / "shard.00000.mds"
     file.write_bytes(file.read_bytes().replace(old[-30:-20], b"0123456789"))
     after = open_rows(f"file://{place}", COLUMNS, local=tmp_path / "kept")
-    assert after.picture(0) != old and after.key(0) != before.key(0)
+    assert after.image(0) != old and after.key(0) != before.key(0)
 
 
 def test_a_range_file_reads_what_it_is_asked_for(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_store_that_fails_within_a_file_is_not_taken_for_damage(
     rows = open_rows(f"file://{write_parquet(tmp_path / 'rows', rows_of(20))}", COLUMNS)
     monkeypatch.setattr(ObjectStore, "read_range", Mock(side_effect=StoreError("reading x failed")))
     with pytest.raises(UserError, match=r"^data.path: reading x failed. Check the name, the conn") as error:
-        rows.picture(0)
+        rows.image(0)
     assert error.value.code == 3
 
 

@@ -80,7 +80,7 @@ def test_memory_stays_flat_over_a_million_rows(million: Path, tiny_config: dict)
     sizes, begun = list[float](), time.process_time()
     for step in range(0, plan.steps_per_epoch, 50):  # from one end of the epoch to the other
         for draw in plan.micro_batch(step, 0):
-            assert len(draw.view.picture.read_same()) > 900
+            assert len(draw.view.image.read_same()) > 900
         if step % 2500 == 0:
             sizes.append(resident())
     pace = 20_000 / (time.process_time() - begun)
@@ -102,8 +102,8 @@ class ReadOnly:
     def fill_text(self, prompts: Sequence[str]) -> None:
         self.prompts += len(prompts)
 
-    def fill_pictures(self, parts: Sequence[Sequence[Crop]]) -> list[RejectedEntry]:
-        self.read += sum(len(view.picture.read_same()) > 900 for views in parts for view in views)
+    def fill_images(self, parts: Sequence[Sequence[Crop]]) -> list[RejectedEntry]:
+        self.read += sum(len(view.image.read_same()) > 900 for views in parts for view in views)
         return []
 
     def too_long(self, prompts: Sequence[str]) -> list[str]:

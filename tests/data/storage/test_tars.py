@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stream_data import add_member, picture, rows_of, write_tars
+from stream_data import add_member, image, rows_of, write_tars
 
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.data.sources.source import UnusablePicture
+from simpletune.data.sources.source import UnusableImage
 from simpletune.data.storage import tars
 from simpletune.data.storage.dataset import open_rows
 from simpletune.data.storage.files import split_url
@@ -30,7 +30,7 @@ KINDS = [".tar", ".tar.gz", ".tgz"]
 
 
 def cells(rows: ShardedRows) -> list[tuple[object, object]]:
-    return [(rows.picture(number), rows.caption(number)) for number in range(len(rows))]
+    return [(rows.image(number), rows.caption(number)) for number in range(len(rows))]
 
 
 def tar_of(file: Path, members: dict[str, bytes], change: Callable[[tarfile.TarFile], None] = lambda tar: None) -> Path:
@@ -72,14 +72,14 @@ def test_the_members_of_a_tar_are_counted_while_they_are_read(
 ) -> None:
     """Millions of empty members compress to a few megabytes, and take minutes to read."""
     monkeypatch.setattr("simpletune.system.console.PLAIN_EVERY", 0.0)
-    members = {"1.png": picture(1), **{f"{number}.x": b"" for number in range(9)}}
+    members = {"1.png": image(1), **{f"{number}.x": b"" for number in range(9)}}
     rows = open_rows(str(tar_of(tmp_path / "a.tar.gz", members)), COLUMNS)
     assert len(rows) == 1
     assert re.search(r"^reading a.tar.gz: 10 members in 0 s, the last 8.x$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_members_of_one_name_are_a_row_wherever_they_lie(tmp_path: Path) -> None:
-    first, second = picture(1), picture(2)
+    first, second = image(1), image(2)
     file = tar_of(tmp_path / "a.tar", {
         "a/1.txt": b"of a/1", "b/1.JPG": second, "a/1.json": b'{"text": "no", "title": ["x", "y"], "n": 3}',
         "a/1.cover.png": second, "a/1.png": first, ".DS_Store": b"x", "a/._1.png": b"x",
@@ -106,16 +106,16 @@ def test_members_of_one_name_are_a_row_wherever_they_lie(tmp_path: Path) -> None
         ({"1.txt": b"\xff"}, "its text is not UTF-8 text"),
         ({"1.txt": bytes(2**20 + 1)}, "its caption has 1,048,577 bytes; the limit is 1,048,576"),
         ({"1.png": b"", "1.txt": b"x"}, "its cell contains no picture"),
-        ({"1.png": picture(1)[:60], "1.txt": b"x"}, "is damaged"),
+        ({"1.png": image(1)[:60], "1.txt": b"x"}, "is damaged"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_its_reason(
     members: dict, reason: str, tiny_config: dict, tmp_path: Path
 ) -> None:
-    file = tar_of(tmp_path / "a.tar", {"0.png": picture(0), "0.txt": b"fine", "1.png": picture(1), **members})
+    file = tar_of(tmp_path / "a.tar", {"0.png": image(0), "0.txt": b"fine", "1.png": image(1), **members})
     data = {"source": "stream", "path": str(file), "resolution": 32}
     found = validate({**tiny_config, "data": data}, "tars").data.scan(file)
-    assert [each.caption for each in found.pictures] == ["fine"]
+    assert [each.caption for each in found.images] == ["fine"]
     ((name, said),) = ((each.name, each.reason) for each in found.rejected)
     assert name == "a.tar#1" and reason in said
     assert open_rows(str(file), COLUMNS).sizes().tolist()[0] == [32, 32], "the sizes of the others are known"
@@ -136,9 +136,9 @@ def test_links_devices_and_names_that_lead_out_are_left_out_by_name(tmp_path: Pa
         ):  # fmt: skip
             tar.addfile(about)
         for name in ("/etc/1.png", "../2.png", "a/../../3.png"):
-            add_member(tar, name, picture(1))
+            add_member(tar, name, image(1))
 
-    rows = open_rows(str(tar_of(tmp_path / "a.tar", {"0.png": picture(0), "0.txt": b"x"}, change)), COLUMNS)
+    rows = open_rows(str(tar_of(tmp_path / "a.tar", {"0.png": image(0), "0.txt": b"x"}, change)), COLUMNS)
     assert len(rows) == 1
     (note,) = rows.notes()
     assert note.startswith("7 members left out, since links, devices") and note.endswith(
@@ -172,7 +172,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("suffix", [".tar", ".tgz"])
 def test_a_damaged_tar_is_named_with_a_remedy(damage: str, suffix: str, tmp_path: Path) -> None:
-    whole = tar_of(tmp_path / "whole.tar", {"0.png": picture(0), "0.txt": b"x", "1.png": picture(1)}).read_bytes()
+    whole = tar_of(tmp_path / "whole.tar", {"0.png": image(0), "0.txt": b"x", "1.png": image(1)}).read_bytes()
     data = DAMAGES[damage](whole)
     (tmp_path / f"b{suffix}").write_bytes(data if suffix == ".tar" else gzip.compress(data))
     with pytest.raises(UserError, match=rf"^data\.path: b{suffix} is damaged: .*\. Fetch or write it again$") as error:
@@ -184,14 +184,14 @@ def test_a_damaged_tar_is_named_with_a_remedy(damage: str, suffix: str, tmp_path
     "change", [lambda data: data[:-40], lambda data: data[:60] + b"xyz" + data[63:], lambda data: b"x"]
 )
 def test_a_damaged_gzip_is_named_with_a_remedy(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    file = tar_of(tmp_path / "a.tgz", {f"{number}.png": picture(number) for number in range(8)})
+    file = tar_of(tmp_path / "a.tgz", {f"{number}.png": image(number) for number in range(8)})
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(UserError, match=r"^data\.path: a\.tgz is damaged: .*\. Fetch or write it again$"):
         open_rows(str(file), COLUMNS)
 
 
 def test_a_compressed_tar_that_grows_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tar_of(tmp_path / "a.tgz", {"0.png": picture(0), "0.txt": bytes(10**6)})
+    file = tar_of(tmp_path / "a.tgz", {"0.png": image(0), "0.txt": bytes(10**6)})
     monkeypatch.setattr(tars, "MAX_BLOCK", 10**5)
     with pytest.raises(
         UserError, match=r"a\.tgz decompresses to more than 100,000 bytes. Write smaller shards, or .tar"
@@ -201,23 +201,23 @@ def test_a_compressed_tar_that_grows_too_much_is_refused(tmp_path: Path, monkeyp
 
 def test_a_member_larger_than_a_picture_is_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tars, "MAX_BYTES", 1000)
-    rows = open_rows(str(tar_of(tmp_path / "a.tar", {"0.png": picture(0), "1.png": bytes(2000)})), COLUMNS)
-    assert rows.picture(0) == picture(0)
-    with pytest.raises(UnusablePicture, match="has 2,000 bytes; the limit is 1,000"):
-        rows.picture(1)
+    rows = open_rows(str(tar_of(tmp_path / "a.tar", {"0.png": image(0), "1.png": bytes(2000)})), COLUMNS)
+    assert rows.image(0) == image(0)
+    with pytest.raises(UnusableImage, match="has 2,000 bytes; the limit is 1,000"):
+        rows.image(1)
 
 
 def test_a_changed_tar_has_other_keys(tmp_path: Path) -> None:
-    file = tar_of(tmp_path / "a.tar", {"0.png": picture(0)})
+    file = tar_of(tmp_path / "a.tar", {"0.png": image(0)})
     before = open_rows(str(file), COLUMNS).key(0)
-    tar_of(file, {"0.png": picture(0)[:-1] + b"x"})
+    tar_of(file, {"0.png": image(0)[:-1] + b"x"})
     assert open_rows(str(file), COLUMNS).key(0) != before
 
 
 WHOLE = io.BytesIO()
 with tarfile.open(fileobj=WHOLE, mode="w", format=tarfile.PAX_FORMAT) as archive:
-    add_member(archive, "ä" * 200 + ".png", picture(0))
-    add_member(archive, "1.png", picture(1))
+    add_member(archive, "ä" * 200 + ".png", image(0))
+    add_member(archive, "1.png", image(1))
     add_member(archive, "1.txt", b"x")
 
 
@@ -237,8 +237,8 @@ def test_any_tar_is_read_or_refused(tmp_path: Path, seed: int, count: int, kept:
         rows = open_rows(str(tmp_path / "a.tar"), COLUMNS)
         for row in range(len(rows)):
             try:
-                assert rows.sizes()[row].all() and rows.picture(row) and rows.caption(row)
-            except UnusablePicture:
+                assert rows.sizes()[row].all() and rows.image(row) and rows.caption(row)
+            except UnusableImage:
                 continue
     except UserError as reason:
         assert str(reason).startswith("data.")

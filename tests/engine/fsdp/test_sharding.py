@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from tiny_runs import merged
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.engine.fsdp.fsdp_model import process_starts
 from simpletune.engine.memory.fake import fake_tensors
 from simpletune.engine.optim.place import (
@@ -42,6 +41,7 @@ from simpletune.runs.weights_names import CheckpointRef, find_in_run
 from simpletune.stages.step.synthetic import CPU
 from simpletune.system.options import ConfigError
 from simpletune.system.safetensors_file import WeightReader
+from simpletune.training.train import train
 
 STEPS = 6
 
@@ -51,7 +51,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with two buckets, whose epoch of 11 micro-batches ends with a step of three."""
     place = tmp_path_factory.mktemp("fsdp")
     tiny_sd3.build(place / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=1, dtype="fp32")
-    pictures.write_folder(place / "pictures", pictures.sample_scenes(11, seed=3, style="flat"), seed=3, pixels=64)
+    demo_scenes.write_folder(place / "pictures", demo_scenes.sample_scenes(11, seed=3, style="flat"), seed=3, pixels=64)
     for file in sorted((place / "pictures").glob("*.png"))[:4]:
         Image.open(file).resize((96, 32)).save(file)
     return {

@@ -18,8 +18,6 @@ from slow_cases import slow_but
 from tiny_runs import saved_weights
 from torch import nn
 
-from simpletune.commands.train.accelerator import make_accelerator
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -34,6 +32,8 @@ from simpletune.runs.checkpoint_folders import CHECKSUM, with_checksum
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import attach
 from simpletune.system.options import ConfigError, UserError, union_of
+from simpletune.training.accelerator import make_accelerator
+from simpletune.training.train import train
 
 MEMBERS = union_of(TrainConfig.model_fields["optimizer"]).members
 OPTIMIZERS = [name for name, option in MEMBERS.items() if option.steps_in_backward]

@@ -11,9 +11,9 @@ import torch
 from slow_cases import slow_but
 from tiny_runs import TrainOnce, saved_weights
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 STEPS, FULL_STEPS = 3, 2
 GOLDEN = Path(__file__).parents[2] / "reference" / "golden_losses.json"

@@ -31,13 +31,13 @@ from two_processes import LEVERS
 
 from simpletune.adapters.methods.dora import Dora
 from simpletune.config.load import validate
+from simpletune.engine.denoiser import in_units, model_units
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile, is_shared, shared_loading
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors, plain_tensors
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared.denoiser import in_units, model_units
 from simpletune.stages.load import leaves_weights_on_host
 from simpletune.system.options import UserError
 

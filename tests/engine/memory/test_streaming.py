@@ -40,7 +40,6 @@ from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory import block_offload as streaming
@@ -50,6 +49,7 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import plain_tensors
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import ConfigError
+from simpletune.training.train import train
 
 RESIDENT = {"K=0": (0, 1, 2, 3), "K=1": (0, 1, 3), "K=2": (0, 2)}
 UNITS_OF = {"sd3": BLOCKS, **{version: len(unit_names(version)) for version in UNETS}}
@@ -354,8 +354,8 @@ def test_whole_runs_are_equal(weights: str, config: dict, monkeypatch: pytest.Mo
     assert [row["loss"] for row in read_metrics(streamed)] == [row["loss"] for row in read_metrics(resident)]
     ours, theirs = (saved_weights(run, 3) for run in (streamed, resident))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    picture = Path("samples") / "step-000003" / "prompt-00.png"
-    assert (streamed / picture).read_bytes()[-2000:] == (resident / picture).read_bytes()[-2000:]
+    image = Path("samples") / "step-000003" / "prompt-00.png"
+    assert (streamed / image).read_bytes()[-2000:] == (resident / image).read_bytes()[-2000:]
     summaries = [json.loads((run / "summary.json").read_text()) for run in (streamed, resident)]
     assert summaries[0]["eval_loss_after"] == summaries[1]["eval_loss_after"]
     assert summaries[0]["eval_loss_after"] != summaries[0]["eval_loss_before"]

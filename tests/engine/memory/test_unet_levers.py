@@ -32,18 +32,18 @@ from torch import Tensor, nn
 
 from simpletune.adapters.methods.full import Full
 from simpletune.adapters.methods.lora import Lora
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
+from simpletune.engine.denoiser import in_units, model_units
 from simpletune.engine.memory import Memory
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.memory.checkpointing import set_passes
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
-from simpletune.models.shared.denoiser import in_units, model_units
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.training import trainer
+from simpletune.training.train import train
 
 UNITS = len(unit_names("sd15"))
 ALL = tuple(range(UNITS))

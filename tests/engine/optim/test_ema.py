@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from slow_cases import slow_but
 from torch import nn
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.optim.ema import Ema
 from simpletune.runs import checkpoint
 from simpletune.system.options import UserError
+from simpletune.training.train import train
 
 
 def run_with(config: dict, resume: str | None = None, **changes: object) -> Path:

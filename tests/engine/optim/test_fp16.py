@@ -17,11 +17,11 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.commands.train.train import train
 from simpletune.config.compute import compute_to_generate, settle_compute
 from simpletune.config.load import read_config, validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.fp16_blocks import Fp16Blocks, fp16_blocks_of
 from simpletune.engine.optim import loss_scale
 from simpletune.engine.optim.ema import Ema
 from simpletune.engine.optim.loss_scale import LossScale
@@ -29,13 +29,13 @@ from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.state import begin_step
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.shared.fp16_blocks import Fp16Blocks, fp16_blocks_of
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
 from simpletune.runs.report import report_at_end
 from simpletune.stages.step.fp16 import is_overflow
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import ConfigError, UserError, option_classes
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 HUGE = 2.0**23
@@ -137,7 +137,7 @@ def test_auto_follows_the_device(precision: dict, capability: tuple | None, comp
 
 
 def test_a_run_writes_what_auto_became_and_keeps_it(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from simpletune.commands.train import set_up
+    from simpletune.training import set_up
 
     monkeypatch.setattr(set_up, "capability_of", lambda device: T4)
     folder = run(precision={"weights": "int8"}, train={"steps": 2})
@@ -387,10 +387,10 @@ def test_resuming_repeats_when_a_block_becomes_fp32(
 def test_velocities_with_such_blocks_are_those_of_fp32(
     weights: str, change: str, request: pytest.FixtureRequest, tiny_config: dict
 ) -> None:
-    from simpletune.stages.sample import PictureRequest, Sampler
+    from simpletune.stages.sample import ImageRequest, Sampler
 
     tiny_config["model"]["pretrained"] = str(request.getfixturevalue(change))
-    wanted = PictureRequest("a red circle", 0, width=32, height=32, steps=2, guidance=2.0)
+    wanted = ImageRequest("a red circle", 0, width=32, height=32, steps=2, guidance=2.0)
     torch.manual_seed(0)
     found = {}
     for compute in ("fp16", "fp32"):
@@ -411,7 +411,7 @@ def test_velocities_with_such_blocks_are_those_of_fp32(
         blocks = fp16_blocks_of(model)
         if compute == "fp16":
             assert blocks is not None and blocks.wide == frozenset()
-            assert blocks.drawn_wide == ({1} if change == "inside_blocks" else {1, 2})
+            assert blocks.wide_in_generation == ({1} if change == "inside_blocks" else {1, 2})
     assert found["fp16"].isfinite().all()
     torch.testing.assert_close(found["fp16"], found["fp32"], rtol=0.02, atol=0.02)
 
@@ -491,8 +491,8 @@ def test_pictures_of_a_run_with_such_blocks_are_finite(
     assert main(["generate", "--run", str(folder), "--prompt", "a red circle", "--steps", "1", "--out", str(out)]) == 0
     drawn += [*out.parent.glob("drawn*.png")]
     assert len(drawn) >= 3 and "fp16" in capsys.readouterr().out
-    for picture in drawn:
-        assert len(set(Image.open(picture).convert("L").tobytes())) > 8  # NaN decodes to one colour
+    for image in drawn:
+        assert len(set(Image.open(image).convert("L").tobytes())) > 8  # NaN decodes to one colour
 
 
 def test_fp16_takes_the_bytes_of_bf16(tiny_config: dict, simulate_once: Callable) -> None:

@@ -17,13 +17,13 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.optim.options import OptimizerOption, Prodigy, ScheduleFreeAdamW
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.optim.state import begin_step
 from simpletune.runs import checkpoint
 from simpletune.system.options import ConfigError
+from simpletune.training.train import train
 
 SHAPES = ((8, 5), (7,), (3, 3))
 

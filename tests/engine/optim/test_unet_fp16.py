@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 from torch import Tensor
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
+from simpletune.engine.fp16_blocks import finite_passes, fp16_blocks_of
 from simpletune.engine.optim import loss_scale
 from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.shared.fp16_blocks import finite_passes, fp16_blocks_of
 from simpletune.runs.folder import OVERFLOWS, read_metrics, read_rows
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 MIDDLE = "mid_block.resnets.0"
@@ -136,7 +136,7 @@ def test_predictions_with_such_units_are_those_of_fp32(
             blocks = fp16_blocks_of(unet)
             assert blocks is not None
             names = unit_names(version)
-            wide = {names[index] for index in blocks.drawn_wide}
+            wide = {names[index] for index in blocks.wide_in_generation}
             expected = {
                 inside: {MIDDLE}, between: {DOWN, MIDDLE, SKIPPED_TO}, outside: {MIDDLE, *BLOCKS},
                 summed: {f"{PROJECTED}.transformer_blocks.1", "mid_block.resnets.1"},

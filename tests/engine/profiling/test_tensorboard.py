@@ -18,9 +18,9 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.profiling.traces import write_trace
+from simpletune.training.train import train
 
 pytestmark = pytest.mark.slow  # test_run.py reads the event files, test_traces.py the traces
 SYNTHETIC = Path(__file__).parents[2] / "support" / "assets" / "synthetic_cuda_trace.json"
@@ -29,12 +29,12 @@ COMMAND = [sys.executable, "-m", "tensorboard.main", "--port", "0", "--host", "1
 
 
 @pytest.fixture(scope="module")
-def logdir(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_pictures: Path) -> Path:
+def logdir(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_images: Path) -> Path:
     """A run of two epochs, and beside it one that holds the synthetic trace, renamed and as it was."""
     folder = tmp_path_factory.mktemp("board")
     config = {
         "name": "tiny", "device": "cpu", "model": {"pretrained": str(tiny_pipeline), "t5_length": 8},
-        "data": {"path": str(tiny_pictures), "resolution": 32}, "train": {"steps": 12},
+        "data": {"path": str(tiny_images), "resolution": 32}, "train": {"steps": 12},
         "checkpoint": {"every": None}, "precision": {"weights": "fp32"},
         "validation": {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2},
         "profile": {"memory": True, "record_shapes": True},

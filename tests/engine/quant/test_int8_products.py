@@ -26,7 +26,6 @@ from slow_cases import slow_but
 from torch import Tensor, nn
 
 from simpletune.adapters.methods.lora import Lora
-from simpletune.commands.train import load
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.engine.kernels import fallback
@@ -41,6 +40,7 @@ from simpletune.models.sd3.shapes import OF_TEXT
 from simpletune.models.shared.buckets import Framing
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.shell import install
+from simpletune.training import load_job
 
 LAYER = "transformer_blocks.0.attn.to_q"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -304,10 +304,10 @@ def test_tunings_are_announced_before_the_first_step_and_multiply_every_shape_on
     plan = SimpleNamespace(sizes=lambda: [(256, 256)])  # 256 image tokens, 84 of text; a batch of 2
     asked: list[torch.device] = []
     monkeypatch.setattr(int8_tuning, "why_not", asked.append)
-    load.announce_kernel(config, model, torch.device("cuda"), plan)
+    load_job.announce_kernel(config, model, torch.device("cuda"), plan)
     assert "the int8 kernel: 12 shapes x 10 tiles" in capsys.readouterr().out
-    load.announce_kernel(config, model, torch.device("cpu"), plan)
-    load.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
+    load_job.announce_kernel(config, model, torch.device("cpu"), plan)
+    load_job.announce_kernel(config, transformer(PRECISIONS["int8"]), torch.device("cuda"), plan)
     assert capsys.readouterr().out == "" and len(asked) == 1  # trying the kernel takes seconds
 
 

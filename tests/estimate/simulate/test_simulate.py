@@ -241,10 +241,10 @@ def test_accumulation_and_batches_and_text_and_a_devices_libraries(tiny_config: 
     [("bf16", "all", 4673), ("int8", "all", 2667), ("int8-quanto", "all", 2790), ("int8", "none", 5954)],
 )
 def test_sd3_medium_takes_what_an_independent_simulation_said(
-    precision: str, checkpointing: str, mib: int, tiny_pictures: Path
+    precision: str, checkpointing: str, mib: int, tiny_images: Path
 ) -> None:
     data = {
-        "name": "medium", "data": {"path": str(tiny_pictures), "resolution": 1024}, "precision": {"weights": precision},
+        "name": "medium", "data": {"path": str(tiny_images), "resolution": 1024}, "precision": {"weights": precision},
         "memory": {"checkpointing": checkpointing},
     }  # fmt: skip
     config = validate(data, "medium")

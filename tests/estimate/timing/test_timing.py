@@ -44,7 +44,7 @@ from simpletune.estimate.timing.timeline import StepSeconds, step_seconds
 from simpletune.models.shared.flops import trained_of
 from simpletune.system.gpus import CARDS, Card, find_card
 from simpletune.system.options import UserError
-from simpletune.system.prices import Price, of_cards
+from simpletune.system.prices import Price, card_prices
 
 L4 = find_card("L4")
 
@@ -381,8 +381,8 @@ def row(name: str, seconds: float, per_hour: float | None, why_not: str = "") ->
 def test_the_fastest_and_the_cheapest_card_are_marked_by_the_users_own_prices_first(tmp_path: Path) -> None:
     file = tmp_path / "prices.json"
     file.write_text('{"l4": {"per_hour": 0.2, "as_of": "2026-11", "source": "mine"}}')
-    assert of_cards()["l4"].per_hour == 0.7068 and of_cards(file)["l4"].source == "mine"
-    assert set(of_cards()) <= {card.name.lower() for card in CARDS}
+    assert card_prices()["l4"].per_hour == 0.7068 and card_prices(file)["l4"].source == "mine"
+    assert set(card_prices()) <= {card.name.lower() for card in CARDS}
     rows = [row("L4", 2.0, 1.0), row("H100", 0.5, 8.0), row("RTX3090", 1.0, None), row("T4", 0.1, 0.1, "does not fit")]
     told = [line for line in card_table("job", rows) if "USD" in line or "price" in line or "fit" in line]
     lines = {line.split()[0]: line for line in told}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.devices import BF16_FROM
+from simpletune.training.train import train
 
 pytestmark = pytest.mark.dry
 CASES: dict[str, dict] = {

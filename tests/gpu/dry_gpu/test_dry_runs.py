@@ -21,7 +21,7 @@ from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.system.options import UserError
 
 pytestmark = pytest.mark.dry
-DRAWN = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2}
+GENERATED = {"prompts": ["a red disc"], "steps": 2, "loss_samples": 2}
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def program(
 def test_a_second_start_finds_all_in_the_cache_and_ends_whole(tiny_config: dict, tmp_path: Path) -> None:
     """It encodes nothing: that stage's peak on the device is 0."""
     tiny_config["output"] |= {"cache": str(tmp_path / "cache"), "report": True}
-    first = run_on(tiny_config, "cuda", name="first", validation=DRAWN)
+    first = run_on(tiny_config, "cuda", name="first", validation=GENERATED)
     assert whole(first) and (first / "report.html").is_file()
-    validation = tiny_config["validation"] | DRAWN
+    validation = tiny_config["validation"] | GENERATED
     done = program(tiny_config | {"device": "cuda", "validation": validation}, tmp_path / "second.json")
     assert done.returncode == 0, done.stderr
     run = Path(tiny_config["output"]["runs"]) / "tiny"
@@ -85,7 +85,7 @@ def test_every_attention_kernel_trains_and_draws(kernel: str, tiny_config: dict,
     tiny_config["model"] |= {"pretrained": str(tmp_path / "pipeline")}
     tiny_config["output"]["cache"] = str(tmp_path / "cache")
     precision = {"weights": "bf16"}
-    run = run_on(tiny_config, "cuda", precision=precision, speed={"attention": kernel}, validation=DRAWN)
+    run = run_on(tiny_config, "cuda", precision=precision, speed={"attention": kernel}, validation=GENERATED)
     assert whole(run)["attention"] == ("flash" if kernel == "auto" else kernel)
     assert len(list((run / "samples").rglob("*.png"))) >= 2
 
@@ -131,7 +131,7 @@ def test_deterministic_attention_and_products_take_what_is_predicted(capability:
 
 def test_a_deterministic_run_ends_whole(tiny_config: dict, tmp_path: Path) -> None:
     """No operation of training, validation or drawing lacks an algorithm with a fixed order."""
-    validation = tiny_config["validation"] | DRAWN
+    validation = tiny_config["validation"] | GENERATED
     options = {"precision": {"weights": "int8"}, "speed": {"deterministic": True}, "validation": validation}
     done = program(tiny_config | options | {"device": "cuda"}, tmp_path / "config.json")
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def test_which_attention_pytorch_chooses(capability: int) -> None:
 def test_a_run_on_hopper_leaves_cudnn_out_of_attention(tiny_config: dict, tmp_path: Path) -> None:
     """Of the text encoders' and the autoencoder's, too: cuDNN's ends the process under the stub."""
     config = tiny_config | {"device": "cuda", "precision": {"weights": "bf16"}}
-    config["validation"] = tiny_config["validation"] | DRAWN
+    config["validation"] = tiny_config["validation"] | GENERATED
     done = program(config, tmp_path / "config.json", DRY_CC=90)
     assert done.returncode == 0, done.stderr
     assert whole(Path(config["output"]["runs"]) / "tiny")["attention"] == "flash"

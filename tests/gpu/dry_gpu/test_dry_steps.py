@@ -171,7 +171,7 @@ def test_pages_that_a_machine_shares_are_pinned_once_and_copied_from(
 
     monkeypatch.setattr(load, "processes_here", lambda: 2)
     monkeypatch.setattr(load, "gather_object", list)
-    monkeypatch.setattr("simpletune.commands.train.load.load_base_together", together)
+    monkeypatch.setattr("simpletune.training.load_job.load_base_together", together)
     monkeypatch.setattr(PinnedPages, "pin", pin)
     memory = STREAMED | {"modulation": "plan"}
     run_on(three_blocks, "cuda", precision={"weights": weights}, memory=memory)

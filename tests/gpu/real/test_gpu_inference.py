@@ -15,14 +15,14 @@ from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.runs.weights import BASE, Weights
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.stage_timer import StageTimer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-REQUESTS = [PictureRequest("a red disc", seed, "blurry", 32, 32, 4, 3.0) for seed in range(3)]
+REQUESTS = [ImageRequest("a red disc", seed, "blurry", 32, 32, 4, 3.0) for seed in range(3)]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
         studio_on(device, tiny_pipeline, tmp_path / device, GenerationSpeed(batch), **options)
         for device, options in (("cpu", {}), ("cuda", memory))
     )
-    drawn = [session.draw_all(models, REQUESTS) for session in sessions]
+    drawn = [session.generate_all(models, REQUESTS) for session in sessions]
     for ours, theirs in zip(*drawn, strict=True):
         for a, b in zip(ours.latents, theirs.latents, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
@@ -64,9 +64,9 @@ def test_pictures_equal_those_of_the_cpu(memory, batch: int, lora: Path, tiny_pi
 
 def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     session = studio_on("cuda", tiny_pipeline, tmp_path, GenerationSpeed(2))
-    session.draw_all([BASE], REQUESTS)
+    session.generate_all([BASE], REQUESTS)
     before = torch.cuda.memory_allocated()
-    session.draw_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
+    session.generate_all([BASE, Weights("a", lora=lora), Weights("fused", lora=lora, merged=True)], REQUESTS)
     assert torch.cuda.memory_allocated() == before
     assert session.stages.peak("peak_allocated_gib") is not None
 
@@ -74,7 +74,7 @@ def test_nothing_is_left_on_the_device(lora: Path, tiny_pipeline: Path, tmp_path
 def test_compiled_blocks_draw_the_same(lora: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
     models = [BASE, Weights("a", lora=lora), Weights("half", lora=lora, scale=0.5)]
     plain, compiled = (
-        studio_on("cuda", tiny_pipeline, tmp_path, GenerationSpeed(compiled=on)).draw_all(models, REQUESTS)
+        studio_on("cuda", tiny_pipeline, tmp_path, GenerationSpeed(compiled=on)).generate_all(models, REQUESTS)
         for on in (False, True)
     )
     for a, b in zip(plain, compiled, strict=True):

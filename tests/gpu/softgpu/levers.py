@@ -19,8 +19,8 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import Crop, SampleDraw
-from simpletune.data.sources.source import Picture
+from simpletune.data.samples import Crop, PlannedSample
+from simpletune.data.sources.source import SourceImage
 from simpletune.engine.kernels import adaln, rms_norm
 from simpletune.engine.memory.block_offload import BlockOffload
 from simpletune.engine.optim.options import PAGED_FROM, PagedAdamW8bit
@@ -29,7 +29,7 @@ from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.stages.latent_cache import CachedPicture
+from simpletune.stages.latent_cache import CachedImage
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher
 from simpletune.stages.step.synthetic import SingleProcess
 from simpletune.stages.step.train_step import TrainStep, assemble
@@ -120,11 +120,11 @@ class _Plan:
     def micros(self, step: int) -> list[range]:
         return [range(BATCH)] * self.accumulation
 
-    def micro_batch(self, step: int, micro: int) -> list[SampleDraw]:
+    def micro_batch(self, step: int, micro: int) -> list[PlannedSample]:
         first = (step * self.accumulation + micro) * BATCH
-        picture = Picture("p", "", (64, 64), "", bytes)
-        view = Crop(picture, (64, 64), (0.5, 0.5), False)
-        return [SampleDraw(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
+        image = SourceImage("p", "", (64, 64), "", bytes)
+        view = Crop(image, (64, 64), (0.5, 0.5), False)
+        return [PlannedSample(view, str(n), (n % 7 + 1) / 9, (n,)) for n in range(first, first + BATCH)]
 
 
 def _numbers(key: str, *shape: int) -> Tensor:
@@ -145,8 +145,8 @@ class _Text:
 
 
 def _prepared(accumulation: int) -> Any:
-    picture = CachedPicture(_numbers("0", 4, 8, 8), torch.ones(1, 1, 1), None)
-    latents = SimpleNamespace(model=SD3(), load=lambda view: picture)
+    image = CachedImage(_numbers("0", 4, 8, 8), torch.ones(1, 1, 1), None)
+    latents = SimpleNamespace(model=SD3(), load=lambda view: image)
     return SimpleNamespace(plan=_Plan(accumulation), text=_Text(), latents=latents, remote=[])
 
 

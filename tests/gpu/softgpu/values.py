@@ -29,7 +29,7 @@ READ_BY_HOST = {
     "repeat_interleave", "multinomial", "bernoulli", "bincount", "is_nonzero", "histc", "_linalg_check_errors",
 }  # fmt: skip
 """Operators whose results, or the shapes of these, the host reads from the device: they wait for it."""
-DRAWN = {
+GENERATED = {
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_", "randn",
     "rand", "randint", "randperm", "randn_like", "rand_like", "randint_like", "normal",
 }  # fmt: skip
@@ -312,7 +312,7 @@ def _learn(function: OpOverload) -> Rule:
         rule = _as_it_is
     elif library == "aten" and name in READ_BY_HOST and function is not aten.bernoulli.p:
         rule = _read
-    elif library == "aten" and name in DRAWN:
+    elif library == "aten" and name in GENERATED:
         rule = _drawn
     else:
         rule = _SPECIAL.get(name, _same_on_cpu)

@@ -22,7 +22,6 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 
 from simpletune.commands.importers.translation import KeyRule, Translation, number
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.conventions import USUAL, FlowConventions, empirical_mu
@@ -34,9 +33,10 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Autoencoder
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.text.family_text import FamilyText
 from simpletune.models.unet.family import UNetFamily
-from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.variant import PlainStep
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training.train import train
 
 KLEIN = FlowConventions(time_at_1=1.0, mu=empirical_mu, from_one=True)
 QWEN = FlowConventions(time_at_1=1.0, from_one=True)
@@ -164,7 +164,7 @@ def test_a_family_of_another_time_and_sign_learns_and_draws() -> None:
     text = [Conditioning(torch.empty(3, 5))]
 
     def distance(network: nn.Module, steps: int = 5) -> float:
-        request = PictureRequest("", 3, width=64, height=48, steps=steps, guidance=1.0)
+        request = ImageRequest("", 3, width=64, height=48, steps=steps, guidance=1.0)
         drawn = Sampler(network, MadeUp(), FP32(), objective=Flow()).denoise([request], text, text)
         return float((drawn - z_0[:1]).norm())
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from simpletune.engine.denoiser import Denoiser, model_units
 from simpletune.engine.quant.precision import BF16, FP32
 from simpletune.models.sd15.config import HUB_NAMES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.shared.denoiser import Denoiser, model_units
 from simpletune.models.shared.flops import trained_of
 from simpletune.models.shared.sources import hub_parts
 from simpletune.models.text.clip import load_text_model

@@ -13,16 +13,15 @@ import torch.nn.functional as F
 import unet_train
 from accelerate import Accelerator
 from diffusers import UNet2DConditionModel
-from pictures import list_folder
+from images import list_folder
 from PIL import Image
 from plan import stream as reference_stream
 from safetensors.torch import load_file
 from torch import Tensor
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.shared.conditioning import Conditioning
@@ -31,6 +30,7 @@ from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import assemble
 from simpletune.system.rng import stream
+from simpletune.training.train import train
 
 STEPS = 2
 SETTINGS: dict[str, Any] = {
@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five pictures in three buckets, of which one has a short micro-batch."""
     folder = tmp_path_factory.mktemp("pictures")
-    pictures.write_folder(folder, pictures.sample_scenes(5, seed=4, style="striped"), seed=4, pixels=128)
+    demo_scenes.write_folder(folder, demo_scenes.sample_scenes(5, seed=4, style="striped"), seed=4, pixels=128)
     for number, size in enumerate([(128, 64), (64, 128), (70, 130)]):
         file = folder / f"00{number}.png"
         Image.open(file).resize(size).save(file)

@@ -26,14 +26,11 @@ from benchmarks.tiny_models import tiny_sd3
 from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.generate import generate_arguments
 from simpletune.commands.generate.generate import generate
-from simpletune.commands.train import set_up as setting_up
-from simpletune.commands.train.set_up import set_up
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.prior import NoPrior
 from simpletune.config.resolve import require_model_rules
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, WeightPrecision
 from simpletune.models.objectives.flow import Flow
 from simpletune.models.sd3.option import SD3
@@ -43,10 +40,13 @@ from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import DetachedModulation, ModulationPlan, detach_modulation, replay
-from simpletune.stages.sample import PictureRequest, Sampler
+from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.assignment import RankMicroBatches
 from simpletune.stages.step.batch_loader import TrainingPasses
 from simpletune.system.options import ConfigError
+from simpletune.training import set_up as setting_up
+from simpletune.training.set_up import set_up
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -61,8 +61,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A two-layer pipeline (one whole block, one last block) and pictures of several shapes."""
     root = tmp_path_factory.mktemp("modulation")
     tiny_sd3.build(root / "pipeline", replace(tiny_sd3.MINIMAL, layers=2, heads=2), seed=5, dtype="fp32")
-    scenes = pictures.sample_scenes(6, seed=4, style="striped")
-    pictures.write_folder(root / "data", scenes, seed=4, pixels=64)
+    scenes = demo_scenes.sample_scenes(6, seed=4, style="striped")
+    demo_scenes.write_folder(root / "data", scenes, seed=4, pixels=64)
     for number, size in enumerate([(96, 32), (32, 96)]):
         file = root / "data" / f"00{number}.png"
         Image.open(file).resize(size).save(file)
@@ -255,7 +255,7 @@ def test_windows_lie_on_multiples_and_always_hold_as_many_rows(config_json: dict
         assert torch.equal(rows_of(step)[0], forward[step])
     assert asked == [4 * 2 * 2] * 4
     for micro, draws in enumerate(run.prepared.plan.micro_batch(3, micro) for micro in range(2)):
-        single = planned.of_draws(draws)
+        single = planned.modulations_of(draws)
         torch.testing.assert_close(forward[3][micro], single, rtol=1e-5, atol=1e-6)
     captions = [d.caption for step, micro in itertools.product(range(6), range(2))
                 for d in run.prepared.plan.micro_batch(step, micro)]  # fmt: skip
@@ -278,7 +278,7 @@ def test_apart_every_pass_of_a_step_has_a_product_of_its_own(config_json: dict, 
             for place, own in zip(passes.places(step), rows, strict=False):
                 assert torch.equal(found.setdefault((step, place), own), own)
                 if place < len(plan.micros(step)):
-                    single = planned.of_draws(plan.micro_batch(step, place))
+                    single = planned.modulations_of(plan.micro_batch(step, place))
                     torch.testing.assert_close(own, single, rtol=1e-5, atol=1e-6)
     assert seen - {plan.batch_size} == {planned.modulation.window * plan.batch_size}
 
@@ -351,7 +351,7 @@ def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> N
     resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
     modulation = detach_modulation(planned, SD3.modulation, precision, CPU, window=4)
     for guidance, steps in ((1.0, 3), (4.5, 5)):
-        request = PictureRequest("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
+        request = ImageRequest("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
         rows = [request], [prompts[0]], [prompts[1]]
         expected = Sampler(resident, family, precision, objective=Flow()).denoise(*rows)
         actual = Sampler(planned, family, precision, modulation, objective=Flow()).denoise(*rows)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from slow_cases import slow_but
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import BF16, FP32
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import TABLE, crop_positions, side_for
 from simpletune.runs.folder import read_metrics
+from simpletune.training.train import train
 
 WIDTH = 8
 sides = st.integers(1, 40)
@@ -81,7 +81,7 @@ def test_the_loader_keeps_what_is_needed_and_can_read_the_rest_again(init, preci
 
 @pytest.mark.parametrize("method", slow_but(["full"], ["full", "partial", "lora"]))
 def test_losses_pictures_and_exports_are_those_of_the_whole_table(method: str, tiny_config: dict) -> None:
-    losses, results, pictures = [], [], []
+    losses, results, images = [], [], []
     for crop in (True, False):
         data = copy.deepcopy(tiny_config)
         data |= {"name": f"crop-{crop}", "adapter": {"method": method}, "memory": {"crop_positions": crop}}
@@ -91,6 +91,6 @@ def test_losses_pictures_and_exports_are_those_of_the_whole_table(method: str, t
         losses.append([row["loss"] for row in read_metrics(run)])
         output = Path(json.loads((run / "summary.json").read_text())["output"])
         results.append(load_file(output / "diffusion_pytorch_model.safetensors" if output.is_dir() else output))
-        pictures.append((run / "samples" / "step-000002" / "prompt-00.png").read_bytes()[-400:])
-    assert losses[0] == losses[1] and pictures[0] == pictures[1]
+        images.append((run / "samples" / "step-000002" / "prompt-00.png").read_bytes()[-400:])
+    assert losses[0] == losses[1] and images[0] == images[1]
     torch.testing.assert_close(*results, rtol=0, atol=0)

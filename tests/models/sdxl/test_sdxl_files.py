@@ -306,9 +306,9 @@ def test_init_and_import_name_a_source_of_tokenizers_for_a_single_file(file: Pat
     example = "stabilityai/stable-diffusion-xl-base-1.0"
     assert SDXL(pretrained=str(file)).lacks_tokenizers and not SDXL(pretrained=str(file.parent)).lacks_tokenizers
     assert not SDXL(pretrained=str(file), text_encoders="folder").lacks_tokenizers
-    (pictures := tmp_path / "pictures").mkdir()
-    Image.new("RGB", (1024, 1024)).save(pictures / "a.png")
-    found = suggest(pictures, Answers(model=str(file)))
+    (images := tmp_path / "pictures").mkdir()
+    Image.new("RGB", (1024, 1024)).save(images / "a.png")
+    found = suggest(images, Answers(model=str(file)))
     assert found.config["model"] == {"pretrained": str(file), "family": "sdxl", "text_encoders": example}
     (why,) = [reason.why for reason in found.reasons if reason.path == "model.text_encoders"]
     assert why == "a single file has no tokenizers; only what it lacks is downloaded"
@@ -321,7 +321,7 @@ def test_init_and_import_name_a_source_of_tokenizers_for_a_single_file(file: Pat
         ("sdxl_train_network.py", example, None),
     ):
         settings = {"script": script, "pretrained_model_name_or_path": base, "network_module": "networks.lora"}
-        trainer.write_text(json.dumps({**settings, "network_dim": 8, "train_data_dir": str(pictures)}))
+        trainer.write_text(json.dumps({**settings, "network_dim": 8, "train_data_dir": str(images)}))
         imported = import_file(trainer)
         assert imported.config["model"].get("text_encoders") == wanted, base
         lines = [line.why for line in imported.lines if line.path == "model.text_encoders"]

@@ -24,7 +24,6 @@ from simpletune.adapters.text.encoding import TextEncoding
 from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.adapters.text.side import TextSide
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sdxl.config import SDXL_NAME
@@ -35,6 +34,7 @@ from simpletune.models.text.prompts import Prompts
 from simpletune.runs import checkpoint
 from simpletune.stages.text_cache import Parts, PromptEntries
 from simpletune.system.options import UserError
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 LONG = "circle " * 90

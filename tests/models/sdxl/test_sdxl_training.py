@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
-from simpletune.data.samples import SampleDraw
+from simpletune.data.samples import PlannedSample
 from simpletune.engine.tensors import trained_parameters
 from simpletune.stages.encode import prepare
 from simpletune.stages.plan_data import plan_data
@@ -51,10 +51,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
     for number, (width, height) in enumerate(SIZES):
         coarse = draw.integers(0, 256, (5, 7, 3), np.uint8)
-        picture, exif = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), Image.Exif()
+        image, exif = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), Image.Exif()
         if number == 1:
-            picture, exif[0x0112] = picture.transpose(Image.Transpose.ROTATE_90), 6
-        picture.save(folder / f"{number}.png", exif=exif)
+            image, exif[0x0112] = image.transpose(Image.Transpose.ROTATE_90), 6
+        image.save(folder / f"{number}.png", exif=exif)
         (folder / f"{number}.txt").write_text(f"a {('red', 'blue', 'green', 'white')[number]} circle")
     return folder
 
@@ -88,9 +88,9 @@ class Script:
         assert not model.load_state_dict(lora, strict=False).unexpected_keys
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    def example(self, draw: SampleDraw) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
+    def example(self, draw: PlannedSample) -> tuple[Tensor, tuple[int, int], tuple[int, int]]:
         """preprocess_train with a given place of the crop: pixels, the original size and the crop's top and left."""
-        image = ImageOps.exif_transpose(Image.open(self.data / draw.view.picture.name)).convert("RGB")
+        image = ImageOps.exif_transpose(Image.open(self.data / draw.view.image.name)).convert("RGB")
         original, (width, height) = (image.height, image.width), BUCKET
         scale = max(width / image.width, height / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS)
@@ -101,7 +101,7 @@ class Script:
         pixels = np.asarray(image.crop((left, top, left + width, top + height)), np.float32) / 127.5 - 1
         return torch.from_numpy(pixels.transpose(2, 0, 1)), original, (top, left)
 
-    def loss(self, draws: list[SampleDraw], noise: Tensor) -> Tensor:
+    def loss(self, draws: list[PlannedSample], noise: Tensor) -> Tensor:
         """The loss of a batch whose timesteps and captions are those of the draws."""
         pipeline, examples = self.pipeline, [self.example(draw) for draw in draws]
         with torch.no_grad():
@@ -184,8 +184,8 @@ def test_masks_and_the_prior_weigh_the_loss_of_framed_pictures(folder: Path, tin
     """Of two pictures with other crops: outside their masks 0.3 counts; then the class prompt against the base."""
     draw = np.random.default_rng(3)
     for number, (width, height) in enumerate(SIZES[:2]):
-        picture = Image.fromarray(draw.integers(0, 256, (height, width, 4), np.uint8))
-        picture.save(tmp_path / f"{number}.png")
+        image = Image.fromarray(draw.integers(0, 256, (height, width, 4), np.uint8))
+        image.save(tmp_path / f"{number}.png")
         (tmp_path / f"{number}.txt").write_text(f"a {('red', 'blue')[number]} circle")
     own = config_of(folder, tmp_path, tiny_config).model_dump(mode="json", by_alias=True)
     own["data"] |= {"mask": "alpha", "unmasked_weight": 0.3, "caption_dropout": 0}

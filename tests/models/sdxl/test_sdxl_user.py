@@ -19,7 +19,7 @@ from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
-from simpletune.commands.generate.generate import picture_size
+from simpletune.commands.generate.generate import image_size
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.models.families import family_by_name, family_of
@@ -177,7 +177,7 @@ def test_the_server_draws_what_generate_draws(run: Path, tmp_path: Path) -> None
     assert pixels_of(tmp_path / "g.png") == served
     told = "--size: 90x64, but SDXL needs sides that are multiples of 8. Use 88x64"
     with pytest.raises(UserError, match=told):
-        picture_size(run_config(run), argparse.Namespace(size=(90, 64)))
+        image_size(run_config(run), argparse.Namespace(size=(90, 64)))
     for side in ("92", "4"):
         with pytest.raises(UserError, match=f"--max-side: {side} is not allowed. Use a multiple of 8 from 8 to 4096"):
             server.build(parse(["serve", "--run", str(run), "--port", "0", "--max-side", side]), {})

@@ -20,7 +20,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.masks import latent_mask, mask_pixels
@@ -35,6 +34,7 @@ from simpletune.models.shared.parts import Part
 from simpletune.stages.encode import prepare
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 SIXTEENTHS = Latents(("AutoencoderKLFlux2",), 16)

@@ -13,7 +13,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from simpletune.data.sources.pictures import crop_to_bucket
+from simpletune.data.sources.image_files import crop_to_bucket
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, load_autoencoder
 from simpletune.models.shared.parts import Part

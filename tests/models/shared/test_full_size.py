@@ -50,12 +50,12 @@ LEVERS = {
 }
 
 
-def trained(pipeline: Path, pictures: Path, folder: Path, *, model: dict | None = None, **changes: object) -> dict:
+def trained(pipeline: Path, images: Path, folder: Path, *, model: dict | None = None, **changes: object) -> dict:
     """Take steps at 64 px in a process of its own, whose peak memory is the run's: the summary."""
     config = {
         "name": "full_size", "device": "cpu",
         "model": {"pretrained": str(pipeline), "init": "random"} | (model or {"t5_length": 77}),
-        "data": {"path": str(pictures), "resolution": 64, "max_upscale": None},
+        "data": {"path": str(images), "resolution": 64, "max_upscale": None},
         "validation": {"prompts": [], "loss_samples": 0}, "profile": {"max_traces": 0},
         "output": {name: str(folder / name) for name in ("runs", "profiles", "cache")},
     }  # fmt: skip
@@ -69,8 +69,8 @@ def trained(pipeline: Path, pictures: Path, folder: Path, *, model: dict | None 
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_two_int8_lora_steps(lever: str, medium: Path, tiny_pictures: Path, tmp_path: Path) -> None:
-    summary = trained(medium, tiny_pictures, tmp_path, memory=LEVERS[lever], train={"steps": 2})
+def test_two_int8_lora_steps(lever: str, medium: Path, tiny_images: Path, tmp_path: Path) -> None:
+    summary = trained(medium, tiny_images, tmp_path, memory=LEVERS[lever], train={"steps": 2})
     assert summary["total_parameters"] == 2_028_328_000
     assert summary["trainable_parameters"] == 9_388_032
     assert summary["peak_rss_gib"] < 4.25  # streamed: 3.81 to 4.02 measured
@@ -78,12 +78,12 @@ def test_two_int8_lora_steps(lever: str, medium: Path, tiny_pictures: Path, tmp_
 
 @pytest.mark.timeout(3600)
 def test_an_int8_lora_step_of_sd35_large_streamed(
-    pipeline_of: Callable[[str], Path], tiny_pictures: Path, tmp_path: Path
+    pipeline_of: Callable[[str], Path], tiny_images: Path, tmp_path: Path
 ) -> None:
     """Needs 10 to 12.5 GiB of memory: on the CPU the host's copy of the blocks is the only one; beside it stand
     pages of the quantised base that is being cached, as many as the system has not reclaimed yet."""
     memory = LEVERS["streamed"] | {"modulation_window": 1}
-    summary = trained(pipeline_of(SD35_LARGE), tiny_pictures, tmp_path, memory=memory, train={"steps": 1})
+    summary = trained(pipeline_of(SD35_LARGE), tiny_images, tmp_path, memory=memory, train={"steps": 1})
     assert summary["total_parameters"] == 8_056_627_520
     assert summary["trainable_parameters"] == 23_580_672
     assert summary["peak_rss_gib"] < 14
@@ -91,7 +91,7 @@ def test_an_int8_lora_step_of_sd35_large_streamed(
 
 @pytest.mark.parametrize("precision", [{"weights": "bf16"}, INT8], ids=["bf16", "int8"])
 def test_five_lora_steps_of_sd15(
-    precision: dict, tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: dict, tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if precision is not INT8 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("products in bf16 take minutes on a CPU without AVX-512")
@@ -100,7 +100,7 @@ def test_five_lora_steps_of_sd15(
     (pipeline / "unet" / "config.json").write_text(json.dumps(bundled_configs()["sd15"]["unet"]))
     (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     options: dict = {"adapter": {"rank": 8}, "precision": precision, "train": {"steps": 5}}
-    summary = trained(pipeline, tiny_pictures, tmp_path, model={"family": "sd15"}, **options)
+    summary = trained(pipeline, tiny_images, tmp_path, model={"family": "sd15"}, **options)
     assert summary["total_parameters"] == 859_520_964
     assert summary["trainable_parameters"] == 8 * 199_296
     assert summary["peak_rss_gib"] < 6
@@ -108,7 +108,7 @@ def test_five_lora_steps_of_sd15(
 
 @pytest.mark.timeout(3600)
 def test_two_int8_lora_steps_of_sdxl_streamed(
-    tiny_pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny_sdxl, "CLIP_L", 768)
     monkeypatch.setattr(tiny_sdxl, "CLIP_G", 1280)
@@ -117,7 +117,7 @@ def test_two_int8_lora_steps_of_sdxl_streamed(
     (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
     memory = {"resident_blocks": 0, "offload_checkpoint_inputs": True}
     options: dict = {"model": {"family": "sdxl"}, "memory": memory, "train": {"steps": 2}}
-    summary = trained(pipeline, tiny_pictures, tmp_path, **options)
+    summary = trained(pipeline, tiny_images, tmp_path, **options)
     assert summary["total_parameters"] == 2_567_463_684
     assert summary["trainable_parameters"] == 23_224_320
     assert summary["peak_rss_gib"] < 8

@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
 from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, Nf4, WeightPrecision
@@ -27,6 +26,7 @@ from simpletune.models.shared import quantised_cache, weights
 from simpletune.runs.weights import BASE, load_weights
 from simpletune.system.atomic import STALE
 from simpletune.system.options import UserError
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 QUANTISED = [

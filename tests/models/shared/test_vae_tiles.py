@@ -21,7 +21,7 @@ from simpletune.stages.encode import prepare
 from simpletune.stages.prepared import PreparedData
 from simpletune.system.options import ConfigError
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.validation_pictures import Previews
+from simpletune.training.validation_images import Previews
 
 CPU = torch.device("cpu")
 TILE = 128

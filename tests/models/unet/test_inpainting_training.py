@@ -23,9 +23,9 @@ from simpletune.commands.inspect_data.scan import scan_dataset
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
-from simpletune.data.demo import pictures
+from simpletune.data.demo import demo_scenes
 from simpletune.data.sources.holes import hole_pixels
-from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.sources.image_files import crop_to_bucket, decode
 from simpletune.engine.tensors import trained_parameters
 from simpletune.estimate.disk_needs import DataCounts
 from simpletune.runs.folder import read_metrics
@@ -50,7 +50,7 @@ def pipeline(unet_pipeline: Callable[..., Path]) -> Pipelines:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
-    pictures.write_folder(folder, pictures.sample_scenes(4, seed=4, style="striped"), seed=4, pixels=64)
+    demo_scenes.write_folder(folder, demo_scenes.sample_scenes(4, seed=4, style="striped"), seed=4, pixels=64)
     return folder
 
 
@@ -100,7 +100,7 @@ def test_loss_and_gradients_equal_those_of_diffusers_training_script(
     vae = AutoencoderKL.from_pretrained(folder / "vae")
     views = [draw.view for draw in draws]
     image = torch.stack([
-        torch.from_numpy(crop_to_bucket(decode(view.picture.read_same()), view.bucket)) for view in views
+        torch.from_numpy(crop_to_bucket(decode(view.image.read_same()), view.bucket)) for view in views
     ])  # fmt: skip
     mask = torch.from_numpy(np.stack([hole_pixels(view, 8) for view in views])).float()[:, None]
     with torch.no_grad():

@@ -27,8 +27,6 @@ from simpletune.adapters.files.base_reader import BaseReader
 from simpletune.adapters.files.merge import Merger
 from simpletune.adapters.files.updates import LoraUpdate, Update, without_other_input
 from simpletune.adapters.methods.full import Full
-from simpletune.commands.train import start
-from simpletune.commands.train.start import read_start
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -42,11 +40,13 @@ from simpletune.models.shared.family import Family
 from simpletune.models.text.clip import load_text_model
 from simpletune.runs import stack
 from simpletune.runs.stack import Stack, read_stack
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.stages.step.batch_loader import Batch
 from simpletune.stages.step.train_step import assemble
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import ConfigError, UserError
+from simpletune.training import start_lora
+from simpletune.training.start_lora import read_start
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, type[SD15 | SDXL]] = {"sd15": SD15, "sd2": SD15, "sdxl": SDXL}
@@ -304,7 +304,7 @@ def test_loras_of_every_option_leave_out_the_first_layer(
     tiny_config: dict, pipeline: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     given = Given({"conv_in": update(81), ATTENTION: update(32)})
-    for module in (stack, start):
+    for module in (stack, start_lora):
         monkeypatch.setattr(module, "given_lora", lambda *_: given)
     folder = pipeline("sd15", inpainting=False)
     on_top = config_of(tiny_config, folder, model={"loras": ["painted"]})
@@ -342,7 +342,7 @@ def test_other_differences_of_the_first_layer_are_left_to_the_check_of_shapes() 
 def test_predictions_of_drawing_and_training_have_nine_channels(
     tiny_config: dict, pipeline: Callable, simulate_once: Callable
 ) -> None:
-    request = PictureRequest("", 0, width=128, height=128, steps=2)
+    request = ImageRequest("", 0, width=128, height=128, steps=2)
     plain, inpainting = (config_of(tiny_config, pipeline("sd15", inpainting=each)) for each in (False, True))
     one, other = (generation_bytes(config, request, FP32(), 2) for config in (plain, inpainting))
     assert other - one >= 5 * 9 * 32 * 4  # the weight's, and the input's

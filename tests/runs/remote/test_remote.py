@@ -150,7 +150,7 @@ def test_a_machine_that_vanishes_while_it_uploads_loses_nothing_that_was_whole(
 ) -> None:
     code = (
         "import json, os, sys; os.chdir(sys.argv[1]); "
-        "from simpletune.config.load import validate; from simpletune.commands.train.train import train; "
+        "from simpletune.config.load import validate; from simpletune.training.train import train; "
         "import failpoints; failpoints.arm(sys.argv[3], 'kill', 2); "
         "train(validate(json.loads(sys.argv[2]), 'test'), 'auto')"
     )

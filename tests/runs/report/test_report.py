@@ -10,20 +10,20 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from recorded_runs import NASTY, add_pictures, add_prediction, add_profiles, config_of, write_run
+from recorded_runs import NASTY, add_images, add_prediction, add_profiles, config_of, write_run
 
 from simpletune.apps.cli.main import main
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs.folder import read_metrics
 from simpletune.runs.report import charts, make_report, write_report
 from simpletune.runs.report.losses import mean_by_group
 from simpletune.runs.report.markdown import _bars
-from simpletune.runs.report.pictures import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.settings import settings_of
 from simpletune.runs.report.single_run import headline, summary_sentence
+from simpletune.runs.report.validation_images import LARGEST, ROOM, data_uri, side_for, spread_steps
 from simpletune.system.options import UserError
+from simpletune.training.train import train
 
 VOID = {"meta", "link", "img", "input", "br"}
 FLAGS = (
@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "runs" / "whole"
     write_run(folder, adapter={"method": "lora", "rank": 4})
     add_prediction(folder)
-    add_pictures(folder, [NASTY, "a calm sea"])
+    add_images(folder, [NASTY, "a calm sea"])
     add_profiles(folder.parent.parent / "profiles" / "whole")
     write_report(make_report([folder], price=0.8), folder / "report.html")
     return folder
@@ -63,7 +63,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank, scale in ((64, 0.6), (16, 0.5), (1, 0.4)):
         folders.append(write_run(runs / f"lora-r{rank}", scale=scale, adapter={"method": "lora", "rank": rank}))
     for folder in folders:
-        add_pictures(folder, ["a calm sea"], steps=(40,))
+        add_images(folder, ["a calm sea"], steps=(40,))
     write_report(make_report(folders, price=1.0), runs / "all.html")
     return runs / "all.html"
 
@@ -150,7 +150,7 @@ def test_several_runs_are_compared_with_the_first(compared: Path) -> None:
     assert ("adapter.method", "full", "lora", "lora", "lora") in differences.rows
     assert report.facts[0].value == "1.10 GiB" and "lora-r1" in report.facts[0].note
     (row,) = report.data["grid"]
-    assert [picture["name"] for picture in row["pictures"]] == ["base", "full", "lora-r1", "lora-r16", "lora-r64"]
+    assert [image["name"] for image in row["pictures"]] == ["base", "full", "lora-r1", "lora-r16", "lora-r64"]
     assert not report.status
 
 

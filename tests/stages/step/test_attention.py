@@ -13,10 +13,10 @@ from tiny_runs import run_with
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simpletune.commands.train import set_up as setting_up
 from simpletune.config.load import read_config, validate
 from simpletune.stages.step.attention import AttentionCall, attention_calls, settle_attention, usable
 from simpletune.system.options import UserError
+from simpletune.training import set_up as setting_up
 
 CPU = torch.device("cpu")
 HEAD = 64  # width of the tiny transformer's heads; its autoencoder's only head is narrower, as SD3's is wider

@@ -20,9 +20,9 @@ from torch._dynamo.utils import counters
 
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
+from simpletune.engine import compile as compiling
 from simpletune.engine.quant.precision import FP32
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.shared import compile as compiling
 from simpletune.runs.folder import read_metrics
 from simpletune.system.options import UserError
 
@@ -46,7 +46,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
-def pictures_of(folder: Path, sizes: list[tuple[int, int]]) -> dict:
+def images_of(folder: Path, sizes: list[tuple[int, int]]) -> dict:
     """A data section of captioned noise in these sizes."""
     folder.mkdir()
     for number, size in enumerate(sizes):
@@ -65,7 +65,7 @@ def test_many_shapes_few_graphs_and_an_exact_resume(
     tiny_config: dict, blocks6: str, tmp_path: Path, compiler: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shapes = [(128, 128), (256, 64), (64, 256), (192, 80), (128, 128)]
-    tiny_config["data"] = pictures_of(tmp_path / "shapes", shapes) | {"max_aspect": 4.0}
+    tiny_config["data"] = images_of(tmp_path / "shapes", shapes) | {"max_aspect": 4.0}
     tiny_config |= {"train": {"steps": 6}, "checkpoint": {"every": 4}}
     tiny_config["model"]["pretrained"] = blocks6
     tiny_config["adapter"]["dropout"] = 0.2
@@ -189,7 +189,7 @@ def test_memory_is_predicted_of_the_run_that_is_not_compiled(
 @pytest.fixture
 def unet_config(tiny_config: dict, tmp_path: Path) -> dict:
     """Pictures of three sizes."""
-    data = pictures_of(tmp_path / "sizes", [(128, 128), (256, 64), (64, 256)])
+    data = images_of(tmp_path / "sizes", [(128, 128), (256, 64), (64, 256)])
     return copy.deepcopy(tiny_config) | {"model": write_unet(tmp_path / "model"), "data": data, "train": {"steps": 4}}
 
 

@@ -12,8 +12,6 @@ from PIL import Image
 from tiny_runs import resumed_from
 from torch import Tensor
 
-from simpletune.commands.train.set_up import set_up
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.schema import run_folder
 from simpletune.engine.tensors import trained_parameters
@@ -21,6 +19,8 @@ from simpletune.runs.attempts import AttemptRecorder
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.synthetic import SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep
+from simpletune.training.set_up import set_up
+from simpletune.training.train import train
 from simpletune.training.trainer import Job
 
 

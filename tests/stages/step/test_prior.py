@@ -14,7 +14,6 @@ from PIL import Image
 from tiny_runs import resumed_from, saved_weights
 from torch import Tensor
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -26,6 +25,7 @@ from simpletune.stages.step.synthetic import SingleProcess, SyntheticBatches, ba
 from simpletune.stages.step.train_step import TrainStep, assemble
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.train import train
 
 CPU = torch.device("cpu")
 LATENT = 16 * 4 * 4 * 4  # bytes in fp32
@@ -149,7 +149,7 @@ def test_a_source_for_regularization_gives_places_and_no_targets(tiny_config: di
     core, batches = assembled(config_of(tiny_config, prior={"method": "base_prediction", "weight": 0.4}, **sections))
     (batch,) = batches.step(0)
     draws = batches.plan.micro_batch(0, 0)
-    of_class = torch.tensor([draw.view.picture.source == 1 for draw in draws])
+    of_class = torch.tensor([draw.view.image.source == 1 for draw in draws])
     assert of_class.sum() == 6
     torch.testing.assert_close(batch.weight.flatten(), (~of_class).float())
     torch.testing.assert_close(batch.prior.flatten(), 0.2 * of_class.float())
@@ -164,9 +164,9 @@ def test_a_source_for_regularization_gives_places_and_no_targets(tiny_config: di
 
 def test_outside_of_masks_the_base_is_the_target(tiny_config: dict, tmp_path: Path) -> None:
     for number in range(2):
-        picture = Image.new("RGBA", (32, 32), (200, 30 * number, 0, 255))
-        picture.paste((0, 0, 255, 0), (0, 0, 16, 32))  # the left half is transparent
-        picture.save(tmp_path / f"{number}.png")
+        image = Image.new("RGBA", (32, 32), (200, 30 * number, 0, 255))
+        image.paste((0, 0, 255, 0), (0, 0, 16, 32))  # the left half is transparent
+        image.save(tmp_path / f"{number}.png")
     data = {"path": str(tmp_path), "resolution": 32, "prompt": "a red square", "mask": "alpha"}
     prior = {"method": "base_prediction", "outside_mask": 0.3}
     core, batches = assembled(config_of(tiny_config, data=data, prior=prior, train={"steps": 1, "batch_size": 2}))

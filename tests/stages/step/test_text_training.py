@@ -22,7 +22,6 @@ from torch.func import functional_call
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from simpletune.adapters.files.read import read_lora
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -36,7 +35,8 @@ from simpletune.stages.step.variant import untrained
 from simpletune.stages.text_cache import TextCache
 from simpletune.stages.text_side import load_text_side
 from simpletune.system.stage_timer import StageTimer
-from simpletune.training.validation_pictures import Previews
+from simpletune.training.train import train
+from simpletune.training.validation_images import Previews
 
 CPU = torch.device("cpu")
 VECTORS = {"token": "flat", "initial": "striped", "vectors": 2, "learning_rate": 0.01}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from inbox import Inbox
 
-from simpletune.commands.train.train import train
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
@@ -21,6 +20,7 @@ from simpletune.system import notify
 from simpletune.system.options import UserError
 from simpletune.system.signals import Stopped
 from simpletune.training.trackers import notifications
+from simpletune.training.train import train
 
 SECRET = "/hooks/AbCdEf123456"
 
@@ -61,7 +61,7 @@ def test_a_run_whose_last_upload_fails_is_not_posted_as_finished(
     tiny_config["train"] = {"steps": 1}
     with Inbox() as inbox:
         with monkeypatch.context() as patched, pytest.raises(UserError, match="not all of it"):
-            patched.setattr("simpletune.commands.train.train.open_checkpoint_store", store)
+            patched.setattr("simpletune.training.train.open_checkpoint_store", store)
             run(tiny_config, monkeypatch, inbox.url)
         monkeypatch.setenv(notify.VARIABLE, inbox.url)
         train(
@@ -100,7 +100,7 @@ def test_pictures_are_posted_if_asked(tiny_config: dict, monkeypatch: pytest.Mon
 
     class Discord(notify.Receiver):
         def request(self, message: notify.Message) -> object:  # type: ignore[override]
-            kept.append(message.line if message.picture is None else message.line + " with a picture")
+            kept.append(message.line if message.image is None else message.line + " with a picture")
             return super().request(message)
 
     with Inbox() as inbox:

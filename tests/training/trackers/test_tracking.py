@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.system.options import UserError
 from simpletune.training.trackers import Trackers, weights_and_biases
 from simpletune.training.trackers.tensor_board import TensorBoard
 from simpletune.training.trackers.weights_and_biases import has_credentials, run_id
+from simpletune.training.train import train
 
 BLOCK = 32768
 MARKER = "c0ffee" * 6 + "abcd"  # 40 characters, the form of an API key
@@ -176,7 +176,7 @@ def test_online_without_an_answer_goes_offline(tiny_config: dict, monkeypatch: p
     assert [file for file in files if MARKER.encode() in file.read_bytes()] == []
 
 
-METHODS = ("scalars", "picture", "report", "summary", "close")
+METHODS = ("scalars", "image", "report", "summary", "close")
 
 
 class Stub:
@@ -205,7 +205,7 @@ def test_a_tracker_that_fails_is_said_once_and_is_off(broken: str, capsys: pytes
 
     with Trackers({"bad": make, "good": lambda warn: good}) as trackers:
         trackers.scalars(1, {"loss": 1.0})
-        trackers.picture(1, "samples", Image.new("RGB", (2, 2)))
+        trackers.image(1, "samples", Image.new("RGB", (2, 2)))
         trackers.report(Path("report.html"))
         places = trackers.finish({})
     assert good.calls == list(METHODS)
@@ -355,7 +355,7 @@ def test_only_the_first_process_logs(tiny_config: dict, tmp_path: Path) -> None:
 
     with open_trackers(validate(tiny_config, "test"), tmp_path, 0, writes=False) as trackers:
         trackers.scalars(1, {"loss": 1.0})
-        trackers.picture(1, "samples", Image.new("RGB", (2, 2)))
+        trackers.image(1, "samples", Image.new("RGB", (2, 2)))
     assert trackers.warnings == [] and not (tmp_path / "profiles").exists()
 
 

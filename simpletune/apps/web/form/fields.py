@@ -202,7 +202,7 @@ class StartingConfig:
     reasons: Mapping[str, str] = field(default_factory=dict)  # why a field has its value, by path
     notes: tuple[str, ...] = ()  # for the user
     made_by: tuple[str, ...] = ()  # the command that writes ``origin``, without the file's name; empty if it exists
-    of_pictures: tuple[str, ...] = ()  # what is said of the pictures
+    embed_images: tuple[str, ...] = ()  # what is said of the pictures
     questions: tuple[Question, ...] = ()  # guesses about the pictures that the user must confirm or correct
 
 

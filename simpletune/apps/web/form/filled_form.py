@@ -24,7 +24,7 @@ from simpletune.apps.web.form.fields import (
     set_at,
 )
 from simpletune.apps.web.roots import Roots
-from simpletune.apps.web.scans import PictureScan, Scans
+from simpletune.apps.web.scans import ImageScan, Scans
 from simpletune.commands.init import FolderContents, Question
 from simpletune.config.explain import explain
 from simpletune.config.load import path_fields, read_json, validate
@@ -79,7 +79,7 @@ class FilledForm:
     answers: AnswersGiven = AnswersGiven()
     answered: Mapping[str, str] = field(default_factory=dict)  # the texts of the fields that they set, by path
     questions: tuple[Question, ...] = ()  # that are still open
-    scan: PictureScan[FolderContents] | None = None  # of the folder with the pictures; None: none is chosen
+    scan: ImageScan[FolderContents] | None = None  # of the folder with the pictures; None: none is chosen
 
     @property
     def may_start(self) -> bool:
@@ -98,8 +98,8 @@ class FilledForm:
         if seen is None or not prompt:
             return ""
         why = self.base.reasons.get(PROMPT, "") if PROMPT not in self.edited.mine else ""
-        pictures = plural(len(seen.pictures), "picture is", "pictures are")
-        return f"{pictures} trained with one caption, “{prompt}”{': ' if why else ''}{why}"
+        images = plural(len(seen.images), "picture is", "pictures are")
+        return f"{images} trained with one caption, “{prompt}”{': ' if why else ''}{why}"
 
     def problems_of(self, path: str) -> list[str]:
         return [each.message for each in self.problems if each.path == path]
@@ -143,9 +143,9 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     card = presets.card_here() if asked.card == presets.HERE else find_card(asked.card)
     mine = changes(asked.texts, asked.shown, asked.mine)
     folder = mine.get(FOLDER, "")
-    pictures = _pictures(roots, asked, folder)
-    scan = scans.folder(pictures) if pictures is not None else None
-    base = _base(roots, asked, card, pictures, scan, {})
+    images = _images(roots, asked, folder)
+    scan = scans.folder(images) if images is not None else None
+    base = _base(roots, asked, card, images, scan, {})
     answers, chosen, done = AnswersGiven(folder), dict[str, object](), set[str]()
     known = {(each.text, choice.words): choice for each in base.questions for choice in each.choices}
     for each in asked.answers.chosen if asked.answers.folder == folder else ():
@@ -159,9 +159,9 @@ def fill_form(roots: Roots, scans: Scans, asked: FormRequest) -> FilledForm:
     if trigger is not None:
         asked = replace(asked, trigger=str(trigger))
     questions = tuple(each for each in base.questions if each.text not in done and not _is_by_hand(each, mine))
-    if pictures is not None and (chosen or trigger is not None):
-        scan = scans.folder(pictures, chosen)
-        base = _base(roots, asked, card, pictures, scan, chosen)
+    if images is not None and (chosen or trigger is not None):
+        scan = scans.folder(images, chosen)
+        base = _base(roots, asked, card, images, scan, chosen)
     answered = {path: format_value(value, "lines") for path, value in chosen.items() if path not in mine}
     kept = {**answered, **({FOLDER: folder} if folder else {})}  # the user's, even if the base has the same
     found = apply_edits(base, {**mine, **answered})
@@ -192,7 +192,7 @@ def _is_by_hand(question: Question, mine: Mapping[str, str]) -> bool:
     return any(choice.overrides and choice.overrides.keys() <= mine.keys() for choice in question.choices)
 
 
-def _pictures(roots: Roots, asked: FormRequest, folder: str) -> Path | None:
+def _images(roots: Roots, asked: FormRequest, folder: str) -> Path | None:
     """The user's folder of pictures; None: none is chosen, the page may not read it, or the base says how to."""
     if asked.base.partition(":")[0] not in ("preset", "shipped") or not folder or ":" in folder:
         return None
@@ -206,16 +206,16 @@ def _base(
     roots: Roots,
     asked: FormRequest,
     card: Card | None,
-    pictures: Path | None,
-    scan: PictureScan[FolderContents] | None,
+    images: Path | None,
+    scan: ImageScan[FolderContents] | None,
     chosen: Json,
 ) -> StartingConfig:
     kind, _, name = asked.base.partition(":")
     if kind in ("preset", "shipped"):
         seen = scan.found if scan else None
         if kind == "preset":
-            return presets.preset(card, pictures, seen, asked.trigger, chosen)
-        return presets.shipped_config(name, pictures, seen, asked.trigger, chosen)
+            return presets.preset(card, images, seen, asked.trigger, chosen)
+        return presets.shipped_config(name, images, seen, asked.trigger, chosen)
     if kind == "run":
         run = roots.run(name)
         if run is None:

@@ -47,7 +47,7 @@ FORMS = {
 }
 
 
-def picture(number: int) -> tuple[bytes, tuple[int, int]]:
+def image(number: int) -> tuple[bytes, tuple[int, int]]:
     """A picture of one colour with a bright square, as PNG bytes, and its size; tests draw it again."""
     size = (96, 32) if number % 3 == 2 else (32, 32)
     pixels = np.full((size[1], size[0], 3), (20 * number + 5, 240 - 20 * number, 90), dtype=np.uint8)
@@ -62,7 +62,7 @@ def main() -> None:
         shutil.rmtree(HERE / form, ignore_errors=True)
         with MDSWriter(out=str(HERE / form), columns=COLUMNS, size_limit=1000, **options) as out:
             for number in range(8):
-                data, (width, height) = picture(number)
+                data, (width, height) = image(number)
                 caption = f"picture {number}, größer" if number == 5 else f"picture {number}"
                 tags = [f"picture {number}", f"number {number}"]
                 out.write({

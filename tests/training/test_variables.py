@@ -13,8 +13,6 @@ import pytest
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 
-from simpletune.commands.train.accelerator import make_accelerator
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.runs import resume
 from simpletune.runs.checkpoint import SavedState, read_checkpoint
@@ -27,6 +25,8 @@ from simpletune.system.environment import (
     settle_variables,
 )
 from simpletune.system.options import UserError
+from simpletune.training.accelerator import make_accelerator
+from simpletune.training.train import train
 
 NAME = re.compile(r"[\"']((?:ACCELERATE|FORK)_[A-Z0-9_]+)[\"']")
 

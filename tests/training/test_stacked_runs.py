@@ -20,8 +20,6 @@ from simpletune.apps.cli.generate import compare_arguments
 from simpletune.apps.cli.main import main
 from simpletune.commands.generate.compare import FIGURES, models_to_compare
 from simpletune.commands.generate.session import open_session
-from simpletune.commands.train.class_pictures import class_folder, class_requests
-from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.runs import checkpoint
@@ -30,6 +28,8 @@ from simpletune.runs.model_card import CARD
 from simpletune.system.checksums import sha256_of
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.safetensors_file import read_header
+from simpletune.training.class_images import class_folder, class_requests
+from simpletune.training.prepare import prepare_only
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CACHED = ["first", "second"]  # names of runs, of which the second reads the quantised base from the cache
@@ -53,7 +53,7 @@ def assert_equal(one: Path, other: Path) -> None:
     torch.testing.assert_close(load_file(one), load_file(other), rtol=0, atol=0)
 
 
-def assert_equal_pictures(one: Path, other: Path) -> None:
+def assert_equal_images(one: Path, other: Path) -> None:
     assert ImageChops.difference(*(Image.open(file).convert("RGB") for file in (one, other))).getbbox() is None
 
 
@@ -92,10 +92,10 @@ def test_its_result_on_top_of_them_draws_what_training_drew(tiny_config: dict, s
     for name, words in {"own": [], "base": ["--base"], "full": ["--full"]}.items():
         drawn[name] = tmp_path / f"{name}.png"
         assert main(["generate", "--run", str(run), "--out", str(drawn[name]), *words]) == 0
-    assert_equal_pictures(drawn["own"], run / "samples/step-000004/prompt-00.png")
-    assert_equal_pictures(drawn["base"], run / "samples/base/prompt-00.png")
+    assert_equal_images(drawn["own"], run / "samples/step-000004/prompt-00.png")
+    assert_equal_images(drawn["base"], run / "samples/base/prompt-00.png")
     with pytest.raises(AssertionError):
-        assert_equal_pictures(drawn["own"], drawn["base"])
+        assert_equal_images(drawn["own"], drawn["base"])
     assert '"base_loras": [["style", 0.8]]' in Image.open(drawn["own"]).info["simpletune"]
     # The file holds only what was trained: on the merged model it does the same.
     whole = merge(f"{style}:0.8", "--base", tiny_config["model"]["pretrained"], out=tmp_path / "whole")
@@ -104,7 +104,7 @@ def test_its_result_on_top_of_them_draws_what_training_drew(tiny_config: dict, s
     rows, of_whole = (list(read_rows(each / EVALUATIONS)) for each in (run, on_whole))
     assert rows == of_whole and len(rows) == 2, "the loss before training is that of the base with them"
     assert " before (the base with its LoRAs), " in (run / CARD).read_text()
-    assert_equal_pictures(on_whole / "samples/step-000004/prompt-00.png", drawn["own"])
+    assert_equal_images(on_whole / "samples/step-000004/prompt-00.png", drawn["own"])
     # merge RUN merges both into the base that the run names
     both = merge(run, out=tmp_path / "both")
     assert_equal(both / WEIGHTS, merge(run, "--base", whole, out=tmp_path / "expected") / WEIGHTS)
@@ -134,7 +134,7 @@ def test_finish_and_whole_models_have_the_same_base(tiny_config: dict, style: Pa
         words = ["compare", str(model), "--run", str(run), "--out", str(run.parent / str(number))]
         assert main(words) == 0
         (drawn,) = (run.parent / str(number)).glob("*child*/000.png")
-        assert_equal_pictures(drawn, run / "samples/step-000004/prompt-00.png")
+        assert_equal_images(drawn, run / "samples/step-000004/prompt-00.png")
 
 
 def test_resumed_it_gives_the_same_bits_and_needs_the_same_files(tiny_config: dict, style: Path, capsys) -> None:
@@ -189,7 +189,7 @@ def test_the_run_names_them(tiny_config: dict, style: Path) -> None:
 
 
 def test_files_that_are_refused_before_any_work(tiny_config: dict, style: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("simpletune.commands.train.set_up.encode", None)  # comes later
+    monkeypatch.setattr("simpletune.training.set_up.encode", None)  # comes later
     tensors = load_file(style / OUTPUT)
 
     def saved(name: str, changed: dict[str, torch.Tensor]) -> Path:

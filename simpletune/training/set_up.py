@@ -8,15 +8,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from simpletune.commands.train.accelerator import make_accelerator
-from simpletune.commands.train.class_pictures import with_class_pictures
-from simpletune.commands.train.load import load, with_batch_size
-from simpletune.commands.train.start import read_start
-from simpletune.config.batches import of_process, require_processes, with_batch, with_saved_batch
+from simpletune.config.batches import require_processes, share_of_process, with_batch, with_saved_batch
 from simpletune.config.compute import settle_compute
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import require_model_rules, resolve_folders
-from simpletune.config.schema import TrainConfig, run_folder
+from simpletune.config.schema import ResolvedConfig, SettledConfig, TrainConfig, run_folder
 from simpletune.data.plan import Plan
 from simpletune.estimate.disk_needs import require_room
 from simpletune.runs import checkpoint
@@ -52,6 +48,10 @@ from simpletune.system.environment import describe_machine
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.stage_timer import StageTimer
 from simpletune.system.threads import choose_threads
+from simpletune.training.accelerator import make_accelerator
+from simpletune.training.class_images import with_class_images
+from simpletune.training.load_job import load, with_batch_size
+from simpletune.training.start_lora import read_start
 from simpletune.training.trainer import Job
 
 if TYPE_CHECKING:
@@ -82,62 +82,75 @@ def set_up(
     Raises:
         UserError: anything that the user can fix.
     """
+    # The device
     accelerator, reason = make_accelerator(config)
     device, main, processes = accelerator.device, accelerator.is_main_process, accelerator.num_processes
     stages = StageTimer(cuda=device.type == "cuda")
+
+    # The checkpoint, if the run continues
     with accelerator.main_process_first():  # the first process sets damaged checkpoints aside
         saved = checkpoint.find_checkpoint(resume, run_folder(config)) if resume else None
     start, before = (saved.step, saved.config) if saved else (0, None)
 
-    # config stays as the user gave it, but for the batch; resolved has folders; settled has no auto value left.
-    config = settle_compute(with_saved_batch(config, before), capability_of(device), before)
-    say(f"simpletune {config.name} on {reason}: {config.precision.describe()}")
+    # The model: where it is, what it starts from, whether it is the checkpoint's
+    given = settle_compute(with_saved_batch(config, before), capability_of(device), before)
+    say(f"simpletune {given.name} on {reason}: {given.precision.describe()}")
     if saved is None:
-        require_lora_families(config)  # before the download
-    resolved = resolve_folders(config)
-    require_model_rules(resolved)
-    begins, stacked = None if saved else read_start(resolved), require_loras(resolved, saved)
+        require_lora_families(given)  # before the download
+    located = resolve_folders(given)
+    require_model_rules(located)
+    begins, stacked = None if saved else read_start(located), require_loras(located, saved)
     with accelerator.main_process_first():  # computes the checksums of large files, which the others then know
-        base = base_of(resolved, stacked)
+        base = base_of(located, stacked)
     if saved is not None:
-        require_same_base(saved, resolved, base)
-    chosen = {**saved.config.get("memory", {}), **chosen_before(resolved)} if saved else {}
-    threads = settle_threads(resolved, device, chosen.get("threads"))
-    resolved = with_class_pictures(resolved, accelerator, stages)
+        require_same_base(saved, located, base)
+    chosen = {**saved.config.get("memory", {}), **chosen_before(located)} if saved else {}
+    threads = settle_threads(located, device, chosen.get("threads"))
+
+    # The data, and the batch and memory that fit
+    resolved = with_class_images(located, accelerator, stages)
     data = plan_data(resolved)
-    tries_batch = config.train.batch_size == "auto"
+    tries_batch = given.train.batch_size == "auto"
     settled = settle_memory(resolved, accelerator, data.plan, chosen)
-    config, resolved = (each.model_copy(update={"train": settled.train}) for each in (config, resolved))
+    recorded = given.model_copy(update={"train": settled.train})
+    resolved = resolved.model_copy(update={"train": settled.train})
     data = with_batch_size(data, settled)
+
+    # What it will need
     if main:
         require_room(resolved, data.plan, start, force)
     predicted, timed = None, None
     if main and (device.type == "cuda" or estimate_first):
-        predicted, timed = estimate_start(of_process(settled, processes), device, data.plan, force)
+        predicted, timed = estimate_start(share_of_process(settled, processes), device, data.plan, force)
 
+    # The cache
     attention = settle_attention(resolved, data.plan.sizes(), device)
     prepared = encode(resolved, data, accelerator, stages, start)
     print_data(prepared)
-    announce_resume(saved, config, prepared, processes, threads, chosen)
+
+    # The run's folder
+    announce_resume(saved, recorded, prepared, processes, threads, chosen)
     if main:
-        open_folder(config, prepared, saved, anew=resume == "auto")
+        open_folder(recorded, prepared, saved, anew=resume == "auto")
         if begins is not None:
-            write_json(run_folder(config) / PARENT, begins.about)
+            write_json(run_folder(recorded) / PARENT, begins.about)
         if stacked:
-            write_json(run_folder(config) / STACK, {"loras": stacked})
+            write_json(run_folder(recorded) / STACK, {"loras": stacked})
         attempt.begin(reason, start, stages)
         put_chosen(resolved, settled, threads)
+
+    # The weights
     state_bytes = None
     if tries_batch:  # as known to the first process
         state_bytes = 0 if predicted is None or predicted.job is None else predicted.job.train.state_bytes
         state_bytes = max(gather_object([state_bytes])) if processes > 1 else state_bytes
     with stages.stage("load"):
         core, batches, prepared = load(settled, prepared, accelerator, saved, state_bytes, begins)
-    config = config.model_copy(update={"train": core.config.train})
+    recorded = recorded.model_copy(update={"train": core.config.train})
     if main and tries_batch:
-        write_config(config)
+        write_config(recorded)
     return Job(
-        config=config,
+        config=recorded,
         accelerator=accelerator,
         stages=stages,
         prepared=prepared,
@@ -172,29 +185,31 @@ def settle_threads(config: TrainConfig, device: torch.device, earlier: int | Non
     return threads
 
 
-def settle_memory(config: TrainConfig, accelerator: Accelerator, plan: Plan, before: Json) -> TrainConfig:
+def settle_memory(config: ResolvedConfig, accelerator: Accelerator, plan: Plan, before: Json) -> SettledConfig:
     """Settle the ``auto`` values of ``memory`` and of the batch size, and check the number of processes; a resumed run
     keeps its earlier choices (``before``)."""
     device, processes = accelerator.device, accelerator.num_processes
-    config = settle_modulation(config, device.type == "cpu", before.get("modulation"))
-    if config.train.batch_size == "auto":
+    sized = settle_modulation(config, device.type == "cpu", before.get("modulation"))
+    if sized.train.batch_size == "auto":
         from simpletune.estimate.auto_settings import choose_batch
 
-        config = choose_batch(config, plan.largest(), processes, device)
+        sized = choose_batch(sized, plan.largest(), processes, device)
         if processes > 1:
-            config = with_batch(config, min(gather_object([config.train.micro_batch])))
-    require_processes(config, processes)
-    if config.memory.checkpointing != "auto":
-        return config
+            sized = with_batch(sized, min(gather_object([sized.train.micro_batch])))
+    require_processes(sized, processes)
+    if sized.memory.checkpointing != "auto":
+        return SettledConfig(sized)
     from simpletune.estimate.auto_settings import RecomputeCounts, resolve_checkpointing
 
     count = before.get("checkpointed")
     earlier = None if count is None else RecomputeCounts(count, before.get("keeping_attention", 0))
-    chosen = resolve_checkpointing(of_process(config, processes), plan.largest(), device, before=earlier)
-    return chosen.model_copy(update={"train": config.train})
+    chosen = resolve_checkpointing(share_of_process(sized, processes), plan.largest(), device, before=earlier)
+    return SettledConfig(chosen.model_copy(update={"train": sized.train}))
 
 
-def estimate_start(config: TrainConfig, device: torch.device, plan: Plan, force: bool) -> tuple[Estimate, Json | None]:
+def estimate_start(
+    config: SettledConfig, device: torch.device, plan: Plan, force: bool
+) -> tuple[Estimate, Json | None]:
     """Predict the memory and the time of the run; a ``UserError`` if it does not fit on the device."""
     from simpletune.estimate.run_estimate import estimate_run, estimate_time
     from simpletune.estimate.simulate.processes import simulated_processes

@@ -15,8 +15,8 @@ from PIL import Image
 from simpletune.apps.web.run_state import file_stamp
 from simpletune.runs.folder import BASE, SAMPLES, START
 from simpletune.runs.outputs import folder_name
-from simpletune.runs.report.pictures import painted_inputs, row_titles
 from simpletune.runs.report.run_data import read_object
+from simpletune.runs.report.validation_images import painted_inputs, row_titles
 from simpletune.stages.png import asked_for, generation_parameters
 from simpletune.system.options import Json
 
@@ -50,7 +50,7 @@ def matrix_of(folder: Path) -> Matrix:
     states = [state for state in (BASE, START) if state in names] + shown
     titles = [state if state in (BASE, START) else f"step {int(state[5:]):,}" for state in states]
     found = [
-        (state, file, _drawing(file, file_stamp(file)))
+        (state, file, _parameters_of(file, file_stamp(file)))
         for state in reversed(states)  # the newest tells a row's place
         for file in sorted((place / state).glob("prompt-*.png"))
         if PROMPT.match(file.name)
@@ -86,7 +86,7 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=512)
-def _drawing(file: Path, stamp: Hashable) -> Json:
+def _parameters_of(file: Path, stamp: Hashable) -> Json:
     """How a picture was drawn; empty if it is missing or damaged."""
     try:
         return generation_parameters(file)

@@ -23,21 +23,21 @@ def list_folder(folder: Path) -> list[tuple[Path, str]]:
 
 def open_upright(path: Path) -> Image.Image:
     """RGB, turned as its EXIF tag says, transparency on white."""
-    picture = ImageOps.exif_transpose(Image.open(path))
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    picture = picture.convert("RGBA")
-    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, picture).convert("RGB")
+    image = ImageOps.exif_transpose(Image.open(path))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
 
 
-def fit(picture: Image.Image, bucket: Bucket) -> Tensor:  # [1, 3, h, w]
+def fit(image: Image.Image, bucket: Bucket) -> Tensor:  # [1, 3, h, w]
     """Scales a picture to cover its bucket, crops the centre and maps 0..255 to -1..1."""
-    (pw, ph), (bw, bh) = picture.size, bucket
+    (pw, ph), (bw, bh) = image.size, bucket
     scale = max(bw / pw, bh / ph)
     nw, nh = max(bw, round(pw * scale)), max(bh, round(ph * scale))
     left, top = (nw - bw) // 2, (nh - bh) // 2
-    cropped = picture.resize((nw, nh), Image.Resampling.LANCZOS).crop((left, top, left + bw, top + bh))
+    cropped = image.resize((nw, nh), Image.Resampling.LANCZOS).crop((left, top, left + bw, top + bh))
     pixels = np.asarray(cropped).astype(np.float32) / 127.5 - 1
     return torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous()
 
@@ -48,8 +48,8 @@ def encode(pipeline: Path, paths: Sequence[Path], candidates: Sequence[Bucket]) 
     vae = AutoencoderKL.from_pretrained(pipeline / "vae").float().eval()
     sizes, latents = [], []
     for path in paths:
-        picture = open_upright(path)
-        sizes.append(nearest(candidates, *picture.size))
-        mode = vae.encode(fit(picture, sizes[-1])).latent_dist.mode()[0]
+        image = open_upright(path)
+        sizes.append(nearest(candidates, *image.size))
+        mode = vae.encode(fit(image, sizes[-1])).latent_dist.mode()[0]
         latents.append((mode - (vae.config.shift_factor or 0)) * vae.config.scaling_factor)
     return sizes, latents

@@ -14,16 +14,16 @@ from simpletune.data.sources.captions import METADATA
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.masks import without_masks
 from simpletune.data.sources.sidecars import METADATA_CSV
-from simpletune.data.sources.source import RejectedEntry, UnusablePicture
+from simpletune.data.sources.source import RejectedEntry, UnusableImage
 from simpletune.data.sources.walk import is_text, readable, walk
 from simpletune.system.console import note
 from simpletune.system.options import UserError
 
 
 @dataclass(frozen=True)
-class UncaptionedPicture:
+class UncaptionedImage:
     name: str  # path relative to its data folder
-    picture: Path
+    image: Path
     before: CaptionFile
     record: Record
 
@@ -32,7 +32,7 @@ class UncaptionedPicture:
 class CaptionWork:
     """Pictures of all folders, by what happens to them."""
 
-    wanted: list[UncaptionedPicture] = field(default_factory=list)
+    wanted: list[UncaptionedImage] = field(default_factory=list)
     kept: int = 0
     # pictures that share the caption file of another, such as a.png beside a.jpg
     sharing: list[str] = field(default_factory=list)
@@ -85,7 +85,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
         record = Record(root)
         found = walk(root, source.links, source.reading)
         files, _ = without_masks(
-            found.pictures, source.mask, None if source.mask_path is None else Path(source.mask_path)
+            found.images, source.mask, None if source.mask_path is None else Path(source.mask_path)
         )
         work.rejected += found.rejected
         texts: set[Path] = set()
@@ -93,9 +93,9 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
             name = file.relative_to(root).as_posix()
             try:
                 if not is_text(name):
-                    raise UnusablePicture("its file name is not UTF-8 text. Rename it")
+                    raise UnusableImage("its file name is not UTF-8 text. Rename it")
                 before = caption_file(root, file)
-            except UnusablePicture as reason:
+            except UnusableImage as reason:
                 work.rejected.append(RejectedEntry(readable(name), str(reason)))
                 continue
             if before.file in texts:
@@ -106,7 +106,7 @@ def find_work(sources: Sequence[Folder], rewrite: str, model: str, settings: str
             redo = made is not None and (made.model, made.settings) != (model, settings)
             # An empty file counts as no caption.
             if not before.text or rewrite == "all" or (rewrite == "ours" and redo):
-                work.wanted.append(UncaptionedPicture(name, file, before, record))
+                work.wanted.append(UncaptionedImage(name, file, before, record))
             else:
                 work.kept += 1
     return work

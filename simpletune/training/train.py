@@ -6,7 +6,6 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from simpletune.commands.train.set_up import require_loras, set_up
 from simpletune.config.batches import with_saved_batch
 from simpletune.config.compute import with_saved_compute
 from simpletune.config.resolve import resolve_folders
@@ -28,6 +27,7 @@ from simpletune.system.processes import is_first_process, processes
 from simpletune.training.explain_errors import explained
 from simpletune.training.finish import finish
 from simpletune.training.heartbeats import leave, watched
+from simpletune.training.set_up import require_loras, set_up
 from simpletune.training.trackers.notifications import end_notified
 from simpletune.training.trainer import Trainer
 
@@ -93,7 +93,7 @@ def is_finished(config: TrainConfig) -> bool:
         require_same_base(saved, resolved, base_of(resolved, require_loras(resolved, saved)))
     check_resumable(saved, chosen_then, saved.manifest)
     if is_first_process():
-        from simpletune.commands.train.finish_early import restore_result
+        from simpletune.training.finish_early import restore_result
 
         restore_result(folder, saved, summary)
         figures = summary.get(FIGURES)

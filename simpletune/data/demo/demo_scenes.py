@@ -144,7 +144,7 @@ def balanced_scenes(count: int, style: str) -> list[Scene]:
     return scenes
 
 
-def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
+def render(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
     """Draw a scene in RGB, antialiased; outlines need a side of about 48 pixels or more. ``seed`` is that of small
     variations of place, size, angle and shade, and of the brush strokes."""
     rng = np.random.default_rng([seed, 1])
@@ -160,13 +160,13 @@ def draw(scene: Scene, pixels: int = 64, seed: int = 0) -> Image.Image:
     return _to_image(canvas)
 
 
-def draw_subject(background: str, size: str, position: str, pixels: int = 64, seed: int = 0) -> Image.Image:
+def render_subject(background: str, size: str, position: str, pixels: int = 64, seed: int = 0) -> Image.Image:
     """Draw the demo's particular figure, always in the same two colours: a yellow star on a purple disc."""
     scene = Scene(*SUBJECT[:2], background, size, position, "flat")
-    return draw_figure(scene, SUBJECT[2:], pixels, seed)
+    return render_figure(scene, SUBJECT[2:], pixels, seed)
 
 
-def draw_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: int = 0) -> Image.Image:
+def render_figure(scene: Scene, inner: tuple[str, str], pixels: int = 64, seed: int = 0) -> Image.Image:
     """Draw a flat shape in the scene's, whose style is not read; ``inner`` is the inner one's shape and colour."""
     rng = np.random.default_rng([seed, 1])
     x, y = place(scene, pixels, rng)
@@ -264,7 +264,7 @@ def write_folder(
     `all_captions`, a picture has a caption of each template, one a line. FileExistsError: it is not empty."""
     with new_folder(folder) as sibling:
         for index, scene in enumerate(scenes):
-            draw(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")
+            render(scene, pixels, seed=seed * 1_000_003 + index).save(sibling / f"{index:03d}.png")
             templates = range(len(TEMPLATES)) if all_captions else [index]
             lines = [caption(scene, template, trigger) for template in templates]
             (sibling / f"{index:03d}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -275,6 +275,6 @@ def write_subject_folder(folder: Path, *, subject: str = SUBJECT_TRIGGER, pixels
     views = zip(("white", "mint", "sky", "gray", "peach"), POSITIONS, itertools.cycle(SIZES), strict=False)
     with new_folder(folder) as sibling:
         for index, (background, position, size) in enumerate(views):
-            draw_subject(background, size, position, pixels, seed=index).save(sibling / f"{index:03d}.png")
+            render_subject(background, size, position, pixels, seed=index).save(sibling / f"{index:03d}.png")
             text = SUBJECT_TEMPLATE.format(size=size, subject=subject, position=position, background=background)
             (sibling / f"{index:03d}.txt").write_text(text + "\n", encoding="utf-8")

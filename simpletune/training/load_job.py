@@ -8,15 +8,14 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator
 
-from simpletune.commands.train.start import Start
 from simpletune.config.batches import smaller_batch
-from simpletune.config.schema import TrainConfig, cache_of_bases, run_folder
+from simpletune.config.schema import SettledConfig, TrainConfig, cache_of_bases, run_folder
 from simpletune.data.plan import GlobalBatch, Plan
-from simpletune.data.samples import SampleDraw
+from simpletune.data.samples import PlannedSample
+from simpletune.engine.denoiser import Denoiser
 from simpletune.engine.fsdp.checkpoints import require_shared
 from simpletune.engine.fsdp.rank_zero import GatheredAverage, RankZeroDriver
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import Denoiser
 from simpletune.runs import checkpoint
 from simpletune.runs.stack import read_stack
 from simpletune.stages.latent_cache import free_memory
@@ -30,19 +29,20 @@ from simpletune.stages.text_side import load_text_side
 from simpletune.system.console import say
 from simpletune.system.options import UserError, plural
 from simpletune.system.signals import stop_if_requested
+from simpletune.training.start_lora import Start
 
 T = TypeVar("T", PreparedData, PlannedData)
 
 
 def load(
-    config: TrainConfig,
+    config: SettledConfig,
     prepared: PreparedData,
     accelerator: Accelerator,
     saved: checkpoint.SavedState | None,
     state_bytes: int | None,
     start: Start | None = None,
 ) -> tuple[TrainStep, BatchLoader, PreparedData]:
-    """Load the model and this process's micro-batches; the configuration is settled.
+    """Load the model and this process's micro-batches.
 
     ``state_bytes`` are those that the optimizer's state will take on the device, if this start chose the micro-batch
     size by prediction and must try it out, by a pass of each bucket's size: the returned training step and plan have a
@@ -61,17 +61,17 @@ def load(
         size = None if state_bytes is None else too_large(core, batches, state_bytes)
         if size is None:
             return core, batches, prepared
-        pictures = f"{plural(train.micro_batch, 'picture')} of {size[0]} x {size[1]} px"
+        images = f"{plural(train.micro_batch, 'picture')} of {size[0]} x {size[1]} px"
         smaller = smaller_batch(config, processes)
         if smaller is None:
             raise UserError(
-                f"train.batch_size: the device's memory is full with {pictures} in a micro-batch, the fewest that "
+                f"train.batch_size: the device's memory is full with {images} in a micro-batch, the fewest that "
                 "train.global_batch allows. Save memory (simpletune plan CONFIG), or use a smaller data.resolution",
                 code=5,
             )
         config, train = smaller, smaller.train
         say(
-            f"batch   out of memory with {pictures}: starts again with {train.accumulation} micro-batches of "
+            f"batch   out of memory with {images}: starts again with {train.accumulation} micro-batches of "
             f"{train.micro_batch}"
         )
         prepared = with_batch_size(prepared, config)
@@ -86,14 +86,14 @@ def with_batch_size(data: T, config: TrainConfig) -> T:
 
 def too_large(core: TrainStep, batches: BatchLoader, state_bytes: int) -> Size | None:
     """Return the size of the first bucket whose micro-batch does not fit in some process's memory."""
-    for draws in batches.plan.of_each_size():
-        failed = torch.tensor(float(runs_out(core, batches, draws, state_bytes)), device=core.device)
+    for samples in batches.plan.one_of_each_size():
+        failed = torch.tensor(float(runs_out(core, batches, samples, state_bytes)), device=core.device)
         if core.accelerator.reduce(failed, "sum").item() > 0:
-            return draws[0].view.bucket
+            return samples[0].view.bucket
     return None
 
 
-def runs_out(core: TrainStep, batches: BatchLoader, draws: list[SampleDraw], state_bytes: int) -> bool:
+def runs_out(core: TrainStep, batches: BatchLoader, samples: list[PlannedSample], state_bytes: int) -> bool:
     """Return whether memory runs out in a micro-batch's passes, given what the rest of the step will take."""
     train, later = core.config.train, state_bytes
     if train.reduce == "exact":  # partial sums of the gradients
@@ -101,7 +101,7 @@ def runs_out(core: TrainStep, batches: BatchLoader, draws: list[SampleDraw], sta
         later += (own - 1).bit_length() * 4 * sum(parameter.numel() for parameter in core.parameters)
     try:
         held = torch.empty(later, dtype=torch.uint8, device=core.device)
-        batch = batches.trial(draws)
+        batch = batches.trial(samples)
         core.denoiser.train()
         with core.accelerator.no_sync(core.model):
             for _ in range(2):  # the second adds to the first's gradients
@@ -118,7 +118,7 @@ def runs_out(core: TrainStep, batches: BatchLoader, draws: list[SampleDraw], sta
 
 
 def load_model(
-    config: TrainConfig,
+    config: SettledConfig,
     prepared: PreparedData,
     accelerator: Accelerator,
     saved: checkpoint.SavedState | None,

@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 
 from simpletune.config.schema import TrainConfig
+from simpletune.engine.denoiser import Denoiser, model_device
 from simpletune.models.shared.conditioning import Conditioning
-from simpletune.models.shared.denoiser import Denoiser, model_device
 from simpletune.runs.folder import BASE, START
 from simpletune.runs.repair import set_aside
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder
 from simpletune.stages.png import asked_for, generation_parameters, request_values, save_png
-from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures, shown_inputs
+from simpletune.stages.sample import ImageRequest, Sampler, generate_images, shown_inputs
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.step.train_step import TrainStep
 from simpletune.stages.step.variant import untrained
@@ -46,7 +46,7 @@ class Previews:
     def __init__(
         self,
         config: TrainConfig,
-        requests: list[PictureRequest],
+        requests: list[ImageRequest],
         text: TextCache,
         folder: Path,
         core: TrainStep | None = None,
@@ -60,18 +60,18 @@ class Previews:
         """The folder of the pictures after ``step`` steps, 0: of the LoRA that training begins with."""
         return self.folder / (f"step-{step:06d}" if step else START)
 
-    def draw(self, denoiser: Denoiser, step: int) -> None:
+    def generate(self, denoiser: Denoiser, step: int) -> None:
         """Draw with the model after ``step`` steps, 0: with the LoRA that training begins with."""
         if not self.requests:
             return
-        pictures = self.pictures(denoiser, self.requests)
+        images = self.images(denoiser, self.requests)
         self._write_inputs()
         state = f"step {step}" if step else START
         with atomic_folder(self.folder_of(step)) as part:
-            for number, (picture, request) in enumerate(zip(pictures, self.requests, strict=True)):
-                save_png(picture, part / name_of(number), request, **self._how(request, state))
+            for number, (image, request) in enumerate(zip(images, self.requests, strict=True)):
+                save_png(image, part / name_of(number), request, **self._how(request, state))
 
-    def draw_base(self, denoiser: Denoiser, step: int) -> None:
+    def generate_base(self, denoiser: Denoiser, step: int) -> None:
         """Draw the pictures of the base that are not there: all before the first step; later those that are lost or of
         other requests, unless the base itself is trained."""
         adapter, folder = self.config.adapter, self.folder / BASE
@@ -81,19 +81,19 @@ class Previews:
         if not lacking or (step and adapter.trains_base):
             return
         with nullcontext() if adapter.trains_base else untrained(adapter, denoiser):
-            pictures = self.pictures(denoiser, [self.requests[number] for number in lacking])
+            images = self.images(denoiser, [self.requests[number] for number in lacking])
         self._write_inputs()
         folder.mkdir(parents=True, exist_ok=True)
         # Each takes a free name: a checkpoint knows the checksums of those that are there.
         taken = {file.name for file in folder.iterdir()}
-        for picture, number in zip(pictures, lacking, strict=True):
+        for image, number in zip(images, lacking, strict=True):
             name = next(name for name in map(name_of, chain([number], count())) if name not in taken)
             taken.add(name)
             request = self.requests[number]
             with atomic_file(folder / name) as part:
-                save_png(picture, part, request, **self._how(request, BASE))
+                save_png(image, part, request, **self._how(request, BASE))
 
-    def _how(self, request: PictureRequest, state: str) -> dict[str, object]:
+    def _how(self, request: ImageRequest, state: str) -> dict[str, object]:
         """A validation picture's metadata besides its request: with a digest of what it paints into, if anything."""
         shown = shown_inputs(request)
         pixels = b"".join(image.tobytes() for image in shown.values())
@@ -143,7 +143,7 @@ class Previews:
         """Return a picture's metadata besides its request."""
         return {"run": self.config.name, "weights": state, "sampler": self.config.objective.sampler}
 
-    def pictures(self, denoiser: Denoiser, requests: Sequence[PictureRequest]) -> list[Image.Image]:
+    def images(self, denoiser: Denoiser, requests: Sequence[ImageRequest]) -> list[Image.Image]:
         """Draw requests with encoded prompts; leaves transformer and device as they were."""
         device = model_device(denoiser)
         was_training = denoiser.training
@@ -156,7 +156,7 @@ class Previews:
         free_memory(device)  # training leaves torch's cache fragmented, and these stages may not fit into the fragments
         vae = load_autoencoder(config, device)
         try:
-            return generate_pictures(sampler, vae, config.model, requests, self.load)
+            return generate_images(sampler, vae, config.model, requests, self.load)
         finally:
             del vae
             free_memory(device)

@@ -20,7 +20,7 @@ ROOM = 3 * 2**20  # bytes of all pictures of a page
 
 
 @dataclass(frozen=True)
-class ValidationPicture:
+class ValidationImage:
     prompt: str
     seed: str
     step: int  # 0 for the base and the start
@@ -29,9 +29,9 @@ class ValidationPicture:
     is_start: bool = False  # whether it is of the LoRA that the run began with
 
 
-def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPicture]:
+def validation_images(folder: Path, notes: list[str]) -> list[ValidationImage]:
     """Find the validation pictures of a run, ordered by request, then by step; adds a note for each damaged one."""
-    found: list[ValidationPicture] = []
+    found: list[ValidationImage] = []
     for state in sorted((folder / "samples").glob("*/")):
         digits = "0" if state.name in (BASE, START) else state.name.removeprefix("step-")
         if not digits.isdigit():
@@ -44,9 +44,9 @@ def validation_pictures(folder: Path, notes: list[str]) -> list[ValidationPictur
                 continue
             prompt, seed = str(how.get("prompt", "")), str(how.get("seed", ""))
             is_start = state.name == START
-            found.append(ValidationPicture(prompt, seed, int(digits), file, asked_for(how), is_start))
-    found.sort(key=lambda picture: (picture.step, picture.is_start))
-    newest = {picture.asked: picture for picture in found}  # whose name tells the request's place
+            found.append(ValidationImage(prompt, seed, int(digits), file, asked_for(how), is_start))
+    found.sort(key=lambda small: (small.step, small.is_start))
+    newest = {small.asked: small for small in found}  # whose name tells the request's place
     return sorted(
         found,  # keeps their order within a request
         key=lambda each: (newest[each.asked].file.name, -newest[each.asked].step, each.asked),
@@ -87,11 +87,11 @@ def spread_steps(steps: list[int], room: int) -> list[int]:
 def data_uri(file: Path, largest: int = LARGEST) -> str:
     """Encode a picture as a WebP data URI, at most ``largest`` pixels wide and high; tiny ones losslessly."""
     with Image.open(file) as image:
-        picture = image.convert("RGB")
-    tiny = max(picture.size) <= SHOWN_AS_IS
-    picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
+        small = image.convert("RGB")
+    tiny = max(small.size) <= SHOWN_AS_IS
+    small.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    picture.save(buffer, "WEBP", lossless=tiny, quality=100 if tiny else 82, method=4)
+    small.save(buffer, "WEBP", lossless=tiny, quality=100 if tiny else 82, method=4)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -20,10 +20,9 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from benchmarks.tiny_models import vocabulary
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.data.sources.pictures import crop_to_bucket, decode
+from simpletune.data.sources.image_files import crop_to_bucket, decode
 from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import FileCache, crop_key
 from simpletune.models.shared.autoencoder import Autoencoder
@@ -35,6 +34,7 @@ from simpletune.stages.step.batch_loader import BatchLoader
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.options import UserError
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.train import train
 
 CLIP = vocabulary.CLIP_LENGTH
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.prompts: list[tuple[str, str]] = []
-        self.pictures = 0
+        self.images = 0
         self.autoencoders = 0
 
     def clear(self) -> None:
@@ -58,7 +58,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Counts what the real encoders do."""
-    found, encode, encode_pictures, load_vae = Calls(), prompts.Prompts.encode, Autoencoder.encode, Autoencoder.load
+    found, encode, encode_images, load_vae = Calls(), prompts.Prompts.encode, Autoencoder.encode, Autoencoder.load
 
     def count_prompts(
         self: prompts.Prompts, encoder: prompts.TextEncoder, prompts: list[str], *rest: Any, **more: Any
@@ -66,9 +66,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         found.prompts += [(encoder.name, prompt) for prompt in prompts]
         return encode(self, encoder, prompts, *rest, **more)
 
-    def count_pictures(self: Autoencoder, vae: object, pixels: torch.Tensor) -> torch.Tensor:
-        found.pictures += len(pixels)
-        return encode_pictures(self, vae, pixels)
+    def count_images(self: Autoencoder, vae: object, pixels: torch.Tensor) -> torch.Tensor:
+        found.images += len(pixels)
+        return encode_images(self, vae, pixels)
 
     def count_autoencoders(self: Autoencoder, *rest: object) -> object:
         found.autoencoders += 1
@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     monkeypatch.setattr(Autoencoder, "load", count_autoencoders)
     monkeypatch.setattr(prompts.Prompts, "encode", count_prompts)
-    monkeypatch.setattr(Autoencoder, "encode", count_pictures)
+    monkeypatch.setattr(Autoencoder, "encode", count_images)
     return found
 
 
@@ -86,7 +86,7 @@ def data(tiny_config: dict, tmp_path: Path) -> dict:
     folder = tmp_path / "data"
     folder.mkdir()
     for number, (name, size) in enumerate({"a": (32, 32), "b": (16, 64), "c": (64, 16)}.items()):
-        write_picture(folder / f"{name}.png", number, size)
+        write_image(folder / f"{name}.png", number, size)
         (folder / f"{name}.txt").write_text(f"a {('red', 'green', 'blue')[number]} circle")
     config = copy.deepcopy(tiny_config)
     config["data"]["path"], config["output"]["cache"] = str(folder), str(tmp_path / "cache")
@@ -94,7 +94,7 @@ def data(tiny_config: dict, tmp_path: Path) -> dict:
     return config
 
 
-def write_picture(file: Path, seed: int, size: tuple[int, int] = (32, 32)) -> None:
+def write_image(file: Path, seed: int, size: tuple[int, int] = (32, 32)) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
 
@@ -113,12 +113,12 @@ def assert_as_encoded_afresh(data: dict, prepared: PreparedData) -> None:
     """Every sample's tensors are those of its own file and its own caption, encoded here without the cache."""
     config, folder = resolve_folders(validate(data, "test")), Path(data["data"]["path"])
     vae, prompts = config.model.autoencoder.load(CPU, torch.float32), Prompts(config.model.text, torch.float32)
-    captions = [sample.picture.caption for sample in prepared.plan.samples]
+    captions = [sample.image.caption for sample in prepared.plan.samples]
     parts = {encoder.name: list(prompts.encode(encoder, captions, CPU)) for encoder in prompts.encoders}
     assert captions == [file.read_text() for file in sorted(folder.glob("*.txt"))]
     for index, sample in enumerate(prepared.plan.samples):
         view = prepared.plan.view(sample, 0)
-        pixels = torch.from_numpy(crop_to_bucket(decode((folder / sample.picture.name).read_bytes()), sample.bucket))
+        pixels = torch.from_numpy(crop_to_bucket(decode((folder / sample.image.name).read_bytes()), sample.bucket))
         z_0 = config.model.autoencoder.encode(vae, pixels[None])[0]
         torch.testing.assert_close(prepared.latents.load(view)[0], z_0)
         expected = prompts.assemble({name: each[index] for name, each in parts.items()})
@@ -128,18 +128,18 @@ def assert_as_encoded_afresh(data: dict, prepared: PreparedData) -> None:
 def test_each_prompt_and_picture_is_encoded_once(data: dict, calls: Calls) -> None:
     data["model"]["t5"] = True
     data["data"] |= {"repeats": 3, "caption_dropout": 0.5}
-    write_picture(Path(data["data"]["path"]) / "d.png", 9)
+    write_image(Path(data["data"]["path"]) / "d.png", 9)
     (Path(data["data"]["path"]) / "d.txt").write_text("a red circle")  # as a's
     (Path(data["data"]["path"]) / "copy.png").write_bytes((Path(data["data"]["path"]) / "a.png").read_bytes())
     (Path(data["data"]["path"]) / "copy.txt").write_text("a red circle")
     prepared = run(data)
     for encoder in ("clip_l", "clip_g", "t5"):
         assert sorted(calls.of(encoder)) == ["", "a blue circle", "a green circle", "a red circle"]
-    assert len({sample.picture.name for sample in prepared.plan.samples}) == 5
-    assert calls.pictures == 4, "the same picture under two names is one"
+    assert len({sample.image.name for sample in prepared.plan.samples}) == 5
+    assert calls.images == 4, "the same picture under two names is one"
     calls.clear()
     assert run(data).plan.manifest() == prepared.plan.manifest()
-    assert (calls.prompts, calls.pictures, calls.autoencoders) == ([], 0, 0)
+    assert (calls.prompts, calls.images, calls.autoencoders) == ([], 0, 0)
     data["data"]["repeats"] = 1
     assert_as_encoded_afresh(data, run(data))
 
@@ -150,12 +150,12 @@ def test_a_changed_caption_or_picture_encodes_only_itself(data: dict, calls: Cal
     (Path(data["data"]["path"]) / "b.txt").write_text("a yellow square")
     prepared = run(data)
     assert calls.prompts == [("clip_l", "a yellow square"), ("clip_g", "a yellow square")]
-    assert calls.pictures == 0
+    assert calls.images == 0
     assert_as_encoded_afresh(data, prepared)
     calls.clear()
-    write_picture(Path(data["data"]["path"]) / "b.png", 77, (16, 64))
+    write_image(Path(data["data"]["path"]) / "b.png", 77, (16, 64))
     prepared = run(data)
-    assert (calls.prompts, calls.pictures) == ([], 1)
+    assert (calls.prompts, calls.images) == ([], 1)
     assert_as_encoded_afresh(data, prepared)
 
 
@@ -170,7 +170,7 @@ def test_swapped_captions_and_renamed_pictures_never_pair_wrongly(data: dict, ca
     (folder / "c.png").rename(folder / "b.png")
     (folder / "z.png").rename(folder / "c.png")
     after = run(data)
-    assert (calls.prompts, calls.pictures) == ([], 0)
+    assert (calls.prompts, calls.images) == ([], 0)
     assert after.plan.manifest() != before.plan.manifest()
     assert_as_encoded_afresh(data, after)
 
@@ -179,16 +179,16 @@ def test_a_picture_changed_after_the_scan_is_refused_not_cached_under_its_old_co
     file, fill = Path(data["data"]["path"]) / "b.png", TextCache.fill
     original = hashlib.sha256(file.read_bytes()).hexdigest()
     for harm, said in (
-        (lambda: write_picture(file, 88, (16, 64)), "b.png: has changed since the folder was scanned"),
+        (lambda: write_image(file, 88, (16, 64)), "b.png: has changed since the folder was scanned"),
         (file.unlink, "1 picture cannot be used:\n  b.png: cannot be read .No such file"),
     ):
         monkeypatch.setattr(TextCache, "fill", lambda *rest, harm=harm: (harm(), fill(*rest))[1])
         with pytest.raises(UserError, match=said):
             run(data)
     monkeypatch.undo()
-    write_picture(file, 88, (16, 64))
+    write_image(file, 88, (16, 64))
     prepared = run(data)
-    assert original not in [sample.picture.digest for sample in prepared.plan.samples]
+    assert original not in [sample.image.digest for sample in prepared.plan.samples]
     assert_as_encoded_afresh(data, prepared)
 
 
@@ -214,12 +214,12 @@ def test_killed_among_the_prompts_it_continues_where_it_was(data: dict, calls: C
 
 
 def test_killed_among_the_pictures_it_continues_where_it_was(data: dict, calls: Calls, monkeypatch) -> None:
-    encode_pictures = Autoencoder.encode
+    encode_images = Autoencoder.encode
 
     def second_fails(self: Autoencoder, vae: object, pixels: torch.Tensor) -> torch.Tensor:
-        if calls.pictures == 2:
+        if calls.images == 2:
             raise RuntimeError("out of memory")
-        return encode_pictures(self, vae, pixels)
+        return encode_images(self, vae, pixels)
 
     with monkeypatch.context() as patch:
         patch.setattr(Autoencoder, "encode", second_fails)
@@ -227,7 +227,7 @@ def test_killed_among_the_pictures_it_continues_where_it_was(data: dict, calls: 
             run(data)
     calls.clear()
     prepared = run(data)
-    assert (calls.prompts, calls.pictures) == ([], 1)
+    assert (calls.prompts, calls.images) == ([], 1)
     assert_as_encoded_afresh(data, prepared)
 
 
@@ -277,7 +277,7 @@ def test_what_changes_the_tensors_makes_other_files(
     vae.save_pretrained(tmp_path / "vae")
     run(data)
     before = {file: file.read_bytes() for file in files(data)}
-    for section, change, prompts_made, pictures in (
+    for section, change, prompts_made, images in (
         ("model", {"vae": str(tmp_path / "vae")}, 0, 3),
         ("precision", {"weights": "bf16"}, 6, 3),
         ("data", {"aspect": "square"}, 0, 2),  # a is square already
@@ -287,8 +287,8 @@ def test_what_changes_the_tensors_makes_other_files(
         calls.clear()
         known = len(files(data))
         run(data | {section: data[section] | change})
-        assert (len(calls.prompts), calls.pictures) == (prompts_made, pictures), change
-        assert len(files(data)) == known + prompts_made // 2 + pictures, change  # two encoders fill one entry
+        assert (len(calls.prompts), calls.images) == (prompts_made, images), change
+        assert len(files(data)) == known + prompts_made // 2 + images, change  # two encoders fill one entry
     assert {file: file.read_bytes() for file in before} == before
 
 
@@ -322,7 +322,7 @@ def test_encoders_are_loaded_one_at_a_time_and_freed(data: dict, monkeypatch: py
 
 def half_a_jpeg(folder: Path) -> None:
     """Its header is whole, so that it is found out only when it is decoded."""
-    write_picture(folder / "bad.jpg", 5)
+    write_image(folder / "bad.jpg", 5)
     data = (folder / "bad.jpg").read_bytes()
     (folder / "bad.jpg").write_bytes(data[: len(data) * 2 // 3])
     (folder / "bad.txt").write_text("a broken circle")
@@ -334,7 +334,7 @@ def test_a_picture_that_fails_only_when_decoded_is_named_or_left_out(data: dict,
         run(data)
     data["data"]["on_error"] = "skip"
     prepared = run(data)
-    assert [sample.picture.name for sample in prepared.plan.samples] == ["a.png", "b.png", "c.png"]
+    assert [sample.image.name for sample in prepared.plan.samples] == ["a.png", "b.png", "c.png"]
     assert "skipped 1 picture (data.on_error=skip):\n  bad.jpg: is damaged" in capsys.readouterr().out
     assert all(crop_key(view) in prepared.latents.cache for view in prepared.plan.views())
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simpletune.models.shared.denoiser import model_units
-from simpletune.models.shared.fp16_blocks import block_pass_of
+from simpletune.engine.denoiser import model_units
+from simpletune.engine.fp16_blocks import block_pass_of
 from simpletune.system.console import say
 from simpletune.system.options import UserError
 

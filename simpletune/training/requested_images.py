@@ -11,15 +11,16 @@ from torch import nn
 
 from simpletune.adapters.methods.layers import at_strength
 from simpletune.config.load import validate
-from simpletune.config.schema import TrainConfig, Validation
+from simpletune.config.schema import TrainConfig
+from simpletune.config.validation import Validation
+from simpletune.engine.fp16_blocks import fp16_blocks_of
 from simpletune.engine.optim.ema import use_average
 from simpletune.models.shared.buckets import STEP
-from simpletune.models.shared.fp16_blocks import fp16_blocks_of
-from simpletune.runs.control import DRAWINGS, DrawRequest, State
-from simpletune.runs.folder import DRAWN, append_metrics
+from simpletune.runs.control import GENERATED_ROWS, GenerateRequest, State
+from simpletune.runs.folder import GENERATED, append_metrics
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.png import request_values, save_png
-from simpletune.stages.sample import PictureRequest
+from simpletune.stages.sample import ImageRequest
 from simpletune.system.atomic import atomic_file
 from simpletune.system.options import Json, UserError
 from simpletune.system.printable import describe_exception
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from simpletune.estimate.job_estimate import Estimate
 
 
-def generate_requested(validator: Validator, predicted: Estimate | None, asked: DrawRequest, done: int) -> str:
+def generate_requested(validator: Validator, predicted: Estimate | None, asked: GenerateRequest, done: int) -> str:
     """Draw one picture with the weights after ``done`` steps, or their average, into the run's ``drawn/``; returns its
     name in the run's folder.
 
@@ -40,7 +41,7 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
     option = validation_for(own, asked)
     size = (option.width or own.data.resolution, option.height or own.data.resolution)
     negative = own.model.text.steered_from(option.negative_prompt)
-    request = PictureRequest(asked.prompt, asked.seed, negative, *size, option.steps, option.guidance)
+    request = ImageRequest(asked.prompt, asked.seed, negative, *size, option.steps, option.guidance)
     if previews.requests and previews.requests[0].mask is not None:  # paints into the run's own first picture
         first = previews.requests[0]
         request = replace(request, image=first.image, mask=first.mask, strength=first.strength)
@@ -61,19 +62,19 @@ def generate_requested(validator: Validator, predicted: Estimate | None, asked: 
         text.fill(request.texts, device)
     with validator.stages.stage("validate"), use_average(core.average), unchanged(core.denoiser):
         with nullcontext() if asked.strength == 1 else at_strength(core.denoiser, asked.strength):
-            (picture,) = previews.pictures(core.denoiser, [request])
-    name, folder = f"{DRAWN}/step-{done:06d}-{asked.id}.png", validator.folder
-    (folder / DRAWN).mkdir(exist_ok=True)
+            (image,) = previews.images(core.denoiser, [request])
+    name, folder = f"{GENERATED}/step-{done:06d}-{asked.id}.png", validator.folder
+    (folder / GENERATED).mkdir(exist_ok=True)
     strength = "" if asked.strength == 1 else f" x {asked.strength:g}"
     with atomic_file(folder / name) as part:
-        save_png(picture, part, request, **previews.about(f"step {done}{strength}"))
+        save_png(image, part, request, **previews.about(f"step {done}{strength}"))
     how = request_values(request) | {"strength": asked.strength}
-    append_metrics(folder, {"step": done, "file": name, "id": asked.id, **how}, DRAWINGS)
+    append_metrics(folder, {"step": done, "file": name, "id": asked.id, **how}, GENERATED_ROWS)
     return name
 
 
-def answer_drawing(
-    validator: Validator, predicted: Estimate | None, asked: DrawRequest, done: int
+def answer_generate(
+    validator: Validator, predicted: Estimate | None, asked: GenerateRequest, done: int
 ) -> tuple[State, Json]:
     """Draw a requested picture, and return the answer; a failure does not fail the run."""
     try:
@@ -86,7 +87,7 @@ def answer_drawing(
     return "failed", {"why": why}
 
 
-def validation_for(config: TrainConfig, asked: DrawRequest) -> Validation:
+def validation_for(config: TrainConfig, asked: GenerateRequest) -> Validation:
     """Return the run's validation settings with a request's changes.
 
     Raises:
@@ -125,9 +126,9 @@ def require_position_table(denoiser: nn.Module, size: tuple[int, int]) -> None:
 def unchanged(denoiser: nn.Module) -> Iterator[None]:
     """Within this context, undo the effect of a picture's fp16 overflows, so that later evaluations do not change."""
     blocks = fp16_blocks_of(denoiser)
-    before = None if blocks is None else blocks.drawn_wide
+    before = None if blocks is None else blocks.wide_in_generation
     try:
         yield
     finally:
         if blocks is not None and before is not None:
-            blocks.drawn_wide = before
+            blocks.wide_in_generation = before

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from simpletune.data.sources.augmentation import UNCHANGED, Augmentation, recoloured, rotated
-from simpletune.data.sources.source import Decoding, Picture, UnusablePicture
+from simpletune.data.sources.source import Decoding, SourceImage, UnusableImage
 from simpletune.models.shared.buckets import Size, covering_size, crop_corner
 from simpletune.system.extras import install_extra
 
@@ -42,26 +42,26 @@ DAMAGE = (OSError, EOFError, IndexError, RuntimeError, SyntaxError, ValueError, 
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
-    """Open without decoding. What Pillow raises here and while the picture is used becomes UnusablePicture: the file is
+    """Open without decoding. What Pillow raises here and while the picture is used becomes UnusableImage: the file is
     empty, not a picture, damaged, or too large."""
     from PIL import Image, UnidentifiedImageError
 
     if not data:
-        raise UnusablePicture("the file is empty")
+        raise UnusableImage("the file is empty")
     try:
         try:
             image = Image.open(io.BytesIO(data), formats=_heic_format() if _is_heic(data) else FORMATS)
         except UnidentifiedImageError:
-            raise UnusablePicture("is not a picture that Pillow can read") from None
+            raise UnusableImage("is not a picture that Pillow can read") from None
         if image.format == "TIFF":
             _silence_libtiff()
         if image.format in ("JPEG", "MPO") and _has_many_scans(data):
-            raise UnusablePicture(f"is a JPEG in more than {MOST_SCANS} scans. Save it again")
+            raise UnusableImage(f"is a JPEG in more than {MOST_SCANS} scans. Save it again")
         yield image
     except Image.DecompressionBombError:
-        raise UnusablePicture(f"has more than {MAX_PIXELS:,} pixels. Scale it down") from None
+        raise UnusableImage(f"has more than {MAX_PIXELS:,} pixels. Scale it down") from None
     except DAMAGE as error:
-        raise UnusablePicture(f"is damaged ({error})") from None
+        raise UnusableImage(f"is damaged ({error})") from None
 
 
 @functools.cache
@@ -82,18 +82,18 @@ def _is_heic(data: bytes) -> bool:
 
 
 def _heic_format() -> tuple[str]:
-    """Let Pillow read HEIC. UnusablePicture: the package for it is not installed."""
+    """Let Pillow read HEIC. UnusableImage: the package for it is not installed."""
     try:
         from pillow_heif import register_heif_opener
     except ImportError:
-        raise UnusablePicture(f"is HEIC, which needs one more package. Run: {install_extra('heic')}") from None
+        raise UnusableImage(f"is HEIC, which needs one more package. Run: {install_extra('heic')}") from None
     register_heif_opener(thumbnails=False)
     return ("HEIF",)
 
 
-def picture_size(data: bytes) -> Size:
+def image_size(data: bytes) -> Size:
     """(width, height) after EXIF rotation, from the header. Decodes a file that looks truncated, to be sure.
-    UnusablePicture: the file is not a picture, damaged, or too large."""
+    UnusableImage: the file is not a picture, damaged, or too large."""
     from PIL import Image
 
     with _opened(data) as image:
@@ -108,7 +108,7 @@ def picture_size(data: bytes) -> Size:
 
 
 def header_size(data: bytes) -> Size:
-    """(width, height) as the header says, before EXIF rotation; decodes nothing. UnusablePicture: it cannot be read."""
+    """(width, height) as the header says, before EXIF rotation; decodes nothing. UnusableImage: it cannot be read."""
     with _opened(data) as image:
         return image.size
 
@@ -192,14 +192,14 @@ def _boxes_fill(data: bytes) -> bool:
 
 
 def has_more_frames(data: bytes) -> bool:
-    """Whether it is an animation, or has several pages, of which ``decode`` takes the first. UnusablePicture: it cannot
+    """Whether it is an animation, or has several pages, of which ``decode`` takes the first. UnusableImage: it cannot
     be read."""
     with _opened(data) as image:  # a camera's MPO has a preview or a depth beside the picture
         return image.format != "MPO" and bool(getattr(image, "is_animated", False))
 
 
 def decoding_of(data: bytes, background: str = "white") -> Decoding:
-    """How ``decode`` reads a picture, told from its header. UnusablePicture: it cannot be read."""
+    """How ``decode`` reads a picture, told from its header. UnusableImage: it cannot be read."""
     with _opened(data) as image:
         alpha, applied = _has_alpha(image), _profile_transform(image) is not None
         first = image.mode in ("RGB", "CMYK", "L") and not alpha  # whose profiles were always applied
@@ -231,7 +231,7 @@ def decode(data: bytes, at_least: int | None = None, background: str = "white") 
         background: ``data.background``.
 
     Raises:
-        UnusablePicture: the file is damaged or truncated.
+        UnusableImage: the file is damaged or truncated.
     """
     from PIL import ImageOps
 
@@ -241,17 +241,17 @@ def decode(data: bytes, at_least: int | None = None, background: str = "white") 
         image.load()
         ImageOps.exif_transpose(image, in_place=True)  # without in_place, copies even an unrotated image
         if image.mode == "F":
-            raise UnusablePicture("has floating-point pixels, whose range is undefined. Save it as PNG")
+            raise UnusableImage("has floating-point pixels, whose range is undefined. Save it as PNG")
         transform = _profile_transform(image)
         if image.mode == "RGB" and transform is None and not _has_alpha(image):
             return image
         return _in_strips(image, "RGB", functools.partial(_to_rgb, transform=transform, background=background))
 
 
-def decode_picture(picture: Picture, at_least: int | None = None) -> Image.Image:
-    """Read a picture again and decode it as its source says; ``at_least`` is as for ``decode``. UnusablePicture: it
+def decode_image(image: SourceImage, at_least: int | None = None) -> Image.Image:
+    """Read a picture again and decode it as its source says; ``at_least`` is as for ``decode``. UnusableImage: it
     cannot be read or decoded, or has changed since the scan."""
-    return decode(picture.read_same(), at_least, picture.background)
+    return decode(image.read_same(), at_least, image.background)
 
 
 def _has_alpha(image: Image.Image) -> bool:
@@ -260,14 +260,14 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def require_alpha(data: bytes) -> None:
-    """Check in its header that a picture has an alpha channel or a transparent colour. UnusablePicture: it has none."""
+    """Check in its header that a picture has an alpha channel or a transparent colour. UnusableImage: it has none."""
     with _opened(data) as image:
         if not _has_alpha(image):
-            raise UnusablePicture("has no transparency, which data.mask=alpha reads. Add an alpha channel")
+            raise UnusableImage("has no transparency, which data.mask=alpha reads. Add an alpha channel")
 
 
 def decode_mask(data: bytes, kind: Literal["alpha", "file"]) -> Image.Image:
-    """Decode a mask to 8-bit grey, with EXIF rotation. UnusablePicture: the file is damaged or truncated."""
+    """Decode a mask to 8-bit grey, with EXIF rotation. UnusableImage: the file is damaged or truncated."""
     from PIL import Image, ImageOps
 
     with _opened(data) as image:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from simpletune.models.shared.denoiser import Denoiser, layers_between_units, model_units, modules_around_units
+from simpletune.engine.denoiser import Denoiser, layers_between_units, model_units, modules_around_units
 from simpletune.system.console import say
 from simpletune.system.options import plural
 
@@ -59,7 +59,7 @@ class Fp16Blocks:
     def __init__(self, denoiser: Denoiser):
         self.wide: frozenset[int] = frozenset()
         """The blocks that compute in fp32."""
-        self.drawn_wide: frozenset[int] = frozenset()
+        self.wide_in_generation: frozenset[int] = frozenset()
         """Blocks that overflowed outside of training; they compute in fp32 only outside of training."""
         self.latest = 0
         """The block that ran last."""
@@ -159,7 +159,7 @@ def finite_passes(denoiser: nn.Module, compute: Callable[[], T]) -> T:
     training = blocks.wide
     try:
         while True:
-            blocks.wide = training | blocks.drawn_wide
+            blocks.wide = training | blocks.wide_in_generation
             blocks.clear()
             result = compute()
             flags = blocks._flags
@@ -167,7 +167,7 @@ def finite_passes(denoiser: nn.Module, compute: Callable[[], T]) -> T:
             new = frozenset(found) - blocks.wide
             if not new:
                 return result
-            blocks.drawn_wide |= new
+            blocks.wide_in_generation |= new
             say(f"fp16    {describe_overflow(new)} outside of training: repeated with fp32 there")
     finally:
         blocks.wide = training

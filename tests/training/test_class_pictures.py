@@ -17,10 +17,6 @@ from accelerate import Accelerator
 from PIL import Image
 from tiny_runs import saved_weights
 
-from simpletune.commands.train import class_pictures
-from simpletune.commands.train.class_pictures import class_folder, class_requests, with_class_pictures
-from simpletune.commands.train.prepare import prepare_only
-from simpletune.commands.train.train import train
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.storage.claims import KeyRange
@@ -30,6 +26,10 @@ from simpletune.estimate.simulate.simulate_stages import simulate_parts, simulat
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training import class_images
+from simpletune.training.class_images import class_folder, class_requests, with_class_images
+from simpletune.training.prepare import prepare_only
+from simpletune.training.train import train
 
 CLASS = "a flat picture"
 PRIOR = {
@@ -60,9 +60,9 @@ def test_they_are_the_bases_own_pictures_and_train_as_a_source(tiny_config: dict
     run = train(validate(data, "test"))
     names = [file.name for file in files(data)]
     assert folder(data).name == "11-13" and names == [f"seed-00000000{seed}.png" for seed in (11, 12, 13)]
-    pictures = [np.asarray(Image.open(folder(data) / name)) for name in names]
+    images = [np.asarray(Image.open(folder(data) / name)) for name in names]
     of_base = np.asarray(Image.open(run / "samples/base/prompt-00.png"))  # of seed 12, drawn with the adapter off
-    assert (pictures[1] == of_base).all() and (pictures[0] != of_base).any()
+    assert (images[1] == of_base).all() and (images[0] != of_base).any()
 
     samples = json.loads((run / "data.json").read_text())["samples"]
     of_class = [row for row in samples if row["source"] == 1]
@@ -80,13 +80,13 @@ def test_processes_wait_for_each_others_prompts_only_in_a_folder(
     """In an object store, what another process has encoded may not have arrived yet."""
     given = []
     text = SimpleNamespace(fill=lambda prompts, device, share: given.append(share), load=None)
-    monkeypatch.setattr(class_pictures, "TextCache", lambda *_: text)
+    monkeypatch.setattr(class_images, "TextCache", lambda *_: text)
     config = validate(with_prior(tiny_config), "test")
     place = config.output.place if cache == "folder" else CachePlace(config.output.place.folder, "shards", cache)
     monkeypatch.setattr(type(config.output), "place", property(lambda self: place))
     two: Any = SimpleNamespace(device=torch.device("cpu"), process_index=1, num_processes=2)
     done: Any = SimpleNamespace(claimed=lambda *_: [])
-    class_pictures.generate_missing(config, class_requests(config, config.prior), done, two)
+    class_images.generate_missing(config, class_requests(config, config.prior), done, two)
     assert given == [KeyRange(1, 2) if cache == "folder" else KeyRange()]
 
 
@@ -135,7 +135,7 @@ def test_resumes_bit_for_bit(tiny_config: dict) -> None:
 def test_an_inpainting_model_learns_from_them_inside_their_holes_too(tiny_config: dict) -> None:
     config = resolve_folders(validate(with_prior(tiny_config), "test"))
     config = config.model_copy(update={"data": config.data.model_copy(update={"inpainting_loss": "inside"})})
-    found = with_class_pictures(config, Accelerator(cpu=True), StageTimer(cuda=False))
+    found = with_class_images(config, Accelerator(cpu=True), StageTimer(cuda=False))
     assert [source.inpainting_loss for source in found.data.members] == ["inside", "inside"]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from simpletune.commands.train.accelerator import make_accelerator
-from simpletune.commands.train.class_pictures import with_class_pictures
 from simpletune.config.compute import settle_compute
 from simpletune.config.resolve import resolve_folders
 from simpletune.config.schema import TrainConfig
@@ -15,6 +13,8 @@ from simpletune.stages.plan_data import plan_data
 from simpletune.system.console import say
 from simpletune.system.devices import capability_of
 from simpletune.system.stage_timer import StageTimer
+from simpletune.training.accelerator import make_accelerator
+from simpletune.training.class_images import with_class_images
 from simpletune.training.heartbeats import leave, watched
 
 
@@ -29,7 +29,7 @@ def prepare_only(config: TrainConfig, source: str | None = None) -> None:
         config = settle_compute(config, capability_of(accelerator.device))
         say(f"simpletune {config.name}: prepare on {reason}")
         stages = StageTimer(cuda=accelerator.device.type == "cuda")
-        resolved = with_class_pictures(resolve_folders(config), accelerator, stages)
+        resolved = with_class_images(resolve_folders(config), accelerator, stages)
         data = plan_data(resolved)
         if source is not None:
             with stages.stage("copy"):

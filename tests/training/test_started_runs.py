@@ -17,9 +17,8 @@ from two_processes import run_of, together
 
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.apps.cli.main import main
-from simpletune.apps.web.run.pictures import matrix_of
+from simpletune.apps.web.run.matrix import matrix_of
 from simpletune.apps.web.run.progress import evaluation_lines
-from simpletune.commands.train.prepare import prepare_only
 from simpletune.config.load import validate
 from simpletune.config.validation_schedule import TRAINED, drift_group, drift_words, loss_words
 from simpletune.runs import checkpoint
@@ -28,6 +27,7 @@ from simpletune.runs.model_card import CARD
 from simpletune.system.checksums import sha256_of
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
+from simpletune.training.prepare import prepare_only
 
 TEXT = {
     f"lora_te1_text_model_encoder_layers_0_self_attn_q_proj.{part}.weight": torch.ones(2, 2)
@@ -128,10 +128,10 @@ def test_base_start_and_result_are_told_apart(
     assert f"| the start | {told[1]:.4f} |" in report and f"| the base | {told[0]:.4f} |" in report
 
     states = ("base", "start", "step-000002")
-    pictures = {state: Image.open(child / f"samples/{state}/prompt-00.png") for state in states}
+    images = {state: Image.open(child / f"samples/{state}/prompt-00.png") for state in states}
     of_parent = Image.open(parent / "samples/step-000002/prompt-00.png")
-    assert pictures["start"].tobytes() == of_parent.tobytes() == pictures["step-000002"].tobytes()
-    assert pictures["base"].tobytes() != of_parent.tobytes() and pictures["start"].info["weights"] == "start"
+    assert images["start"].tobytes() == of_parent.tobytes() == images["step-000002"].tobytes()
+    assert images["base"].tobytes() != of_parent.tobytes() and images["start"].info["weights"] == "start"
     assert Image.open(child / "samples/grid.png").width == 8 + 3 * 168
     assert matrix_of(child).titles == ["base", "start", "step 2"]
     assert 'data-step="start"' in (child / "report.html").read_text()
@@ -152,7 +152,7 @@ def test_a_folder_without_a_row_of_the_start_is_read_as_before() -> None:
 
 
 def test_files_that_are_refused_before_any_work(tiny_config: dict, parent: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("simpletune.commands.train.set_up.encode", None)  # comes later
+    monkeypatch.setattr("simpletune.training.set_up.encode", None)  # comes later
     tensors = load_file(parent / OUTPUT)
 
     def saved(name: str, changed: dict[str, torch.Tensor]) -> Path:

@@ -13,20 +13,20 @@ import torch
 from accelerate import Accelerator
 
 from simpletune.config.modulation import settle_modulation
-from simpletune.config.prior import ClassPictures
-from simpletune.config.schema import TrainConfig, cache_of_bases
+from simpletune.config.prior import ClassImages
+from simpletune.config.schema import ResolvedConfig, TrainConfig, cache_of_bases
 from simpletune.data.prompts import prompt_of
 from simpletune.data.sources.folder import Folder
 from simpletune.data.sources.multi_source import MultiSource, scan_sources, subjects
 from simpletune.data.storage.claims import ALONE, KeyedFolder, KeyRange
+from simpletune.engine.denoiser import model_device, model_units
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.denoiser import model_device, model_units
 from simpletune.models.text.prompts import Prompts
 from simpletune.runs.stack import read_stack
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.load import load_autoencoder, load_base, modulation_of
 from simpletune.stages.png import save_png
-from simpletune.stages.sample import PictureRequest, Sampler, generate_pictures
+from simpletune.stages.sample import ImageRequest, Sampler, generate_images
 from simpletune.stages.step.attention import attention_by
 from simpletune.stages.text_cache import TextCache
 from simpletune.system.atomic import atomic_file, remove_stale, write_text
@@ -55,14 +55,14 @@ class ClassFolder(KeyedFolder):
         remove_stale(self.folder)
 
 
-def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: StageTimer) -> TrainConfig:
+def with_class_images(config: ResolvedConfig, accelerator: Accelerator, stages: StageTimer) -> ResolvedConfig:
     """Draw the missing class pictures, and add all of them to the data as a source for regularization. Each process
     draws its share, then waits for the others. Without ``prior.method: class_pictures``, does nothing.
 
     The configuration's folders are resolved. The drawing is the stage ``class``.
     """
     prior = config.prior
-    if not isinstance(prior, ClassPictures):
+    if not isinstance(prior, ClassImages):
         return config
     requests = class_requests(config, prior)
     folder = ClassFolder(class_folder(config, requests))
@@ -71,8 +71,8 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
         link_known(folder, requests)
         missing = [request for request in requests if str(request.seed) not in folder]
     kept = len(requests) - len(missing)
-    pictures = plural(prior.count, "class picture")
-    say(f"class   {pictures} of {prior.prompt!r}: {kept} kept in {folder.folder}, {len(missing)} to draw")
+    images = plural(prior.count, "class picture")
+    say(f"class   {images} of {prior.prompt!r}: {kept} kept in {folder.folder}, {len(missing)} to draw")
     if missing:
         with stages.stage(STAGE):
             generate_missing(config, missing, folder, accelerator)
@@ -88,7 +88,7 @@ def with_class_pictures(config: TrainConfig, accelerator: Accelerator, stages: S
     return config.model_copy(update={"data": MultiSource(sources=[*sources, of_class])})
 
 
-def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureRequest]:
+def class_requests(config: TrainConfig, prior: ClassImages) -> list[ImageRequest]:
     """The pictures to draw: squares at the subject's largest resolution, each with its own seed. With a trigger, their
     prompts are those of the class for the subject's captions, in turn."""
     data = config.data
@@ -96,11 +96,11 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
     negative = config.model.text.steered_from(config.validation.negative_prompt)
     prompts = [prior.prompt]
     if prior.trigger is not None:
-        pictures = [each for each in scan_sources(data).pictures if not data.members[each.source].regularization]
-        captions = [prompt_of(each, data.members[each.source], config.train.seed, 0) for each in pictures]
+        images = [each for each in scan_sources(data).images if not data.members[each.source].regularization]
+        captions = [prompt_of(each, data.members[each.source], config.train.seed, 0) for each in images]
         prompts = list(dict.fromkeys(prior.class_prompt(caption) for caption in captions)) or prompts
     return [
-        PictureRequest(
+        ImageRequest(
             prompts[(prior.seed + number) % len(prompts)],
             prior.seed + number,
             negative,
@@ -113,7 +113,7 @@ def class_requests(config: TrainConfig, prior: ClassPictures) -> list[PictureReq
     ]
 
 
-def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
+def class_folder(config: TrainConfig, requests: list[ImageRequest]) -> Path:
     """The folder of exactly these pictures, inside a folder for everything that they depend on except seeds."""
     model, precision, first, sums = config.model, config.precision, requests[0], config.output.cache_folder
     prompts = Prompts(model.text, precision.encoder_dtype())
@@ -141,21 +141,21 @@ def class_folder(config: TrainConfig, requests: list[PictureRequest]) -> Path:
     return config.output.cache_folder / "class" / key / f"{first.seed}-{requests[-1].seed}"
 
 
-def link_known(folder: ClassFolder, requests: Sequence[PictureRequest]) -> None:
+def link_known(folder: ClassFolder, requests: Sequence[ImageRequest]) -> None:
     """Link pictures drawn by runs with another number of them or with other seeds."""
     for request in requests:
         place = folder.file(str(request.seed))
         beside = sorted(folder.folder.parent.iterdir())
         known = [sibling / place.name for sibling in beside if sibling != folder.folder]
-        drawn = next((file for file in known if file.is_file()), None)
-        if drawn is not None and not place.is_file():
-            for source in (drawn.with_suffix(".txt"), drawn):
+        generated = next((file for file in known if file.is_file()), None)
+        if generated is not None and not place.is_file():
+            for source in (generated.with_suffix(".txt"), generated):
                 with atomic_file(place.with_suffix(source.suffix), shared=True) as part:
                     os.link(source, part)
 
 
 def generate_missing(
-    config: TrainConfig, requests: list[PictureRequest], folder: ClassFolder, accelerator: Accelerator
+    config: TrainConfig, requests: list[ImageRequest], folder: ClassFolder, accelerator: Accelerator
 ) -> None:
     """Draw pictures with the base, using training's memory levers, then free the base. Each process draws the pictures
     that it claims, and loads the base only after claiming some."""
@@ -176,11 +176,11 @@ def generate_missing(
             if sampler is None:
                 sampler = sampler_of(config, device, {(request.width, request.height) for request in requests})
                 vae = load_autoencoder(config, device)
-            for picture, request in zip(generate_pictures(sampler, vae, model, some, text.load), some, strict=True):
+            for image, request in zip(generate_images(sampler, vae, model, some, text.load), some, strict=True):
                 place = folder.file(str(request.seed))
                 write_text(place.with_suffix(".txt"), request.prompt, shared=True)
                 with atomic_file(place, shared=True) as part:
-                    save_png(picture, part, request, weights="base", sampler=config.objective.sampler)
+                    save_png(image, part, request, weights="base", sampler=config.objective.sampler)
                 advance()
     if sampler is not None:
         del sampler, vae

@@ -9,7 +9,7 @@ from torch import nn
 from simpletune.adapters.files.start import require_startable, start_from
 from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.methods.targets import TargetedMethod
-from simpletune.config.schema import TrainConfig
+from simpletune.config.schema import ResolvedConfig
 from simpletune.models.text_layers import encoders_in
 from simpletune.runs.stack import given_lora, require_elsewhere
 from simpletune.system.console import say
@@ -39,7 +39,7 @@ class Start:
         say(f"start   from {self.about['name']}: {plural(given, 'layer')}{fresh}{error}")
 
 
-def read_start(config: TrainConfig) -> Start | None:
+def read_start(config: ResolvedConfig) -> Start | None:
     """Read what ``adapter.start`` names, if it does; the configuration has the model's folder resolved.
 
     Raises:
