@@ -171,8 +171,12 @@ def take_embedding(found: Translation, keys: Mapping[str, str], rate: float | No
         found.set("adapter", {"method": "none"})
     token, initial = found.read(keys["token"], as_text), found.read(keys["initial"], as_text)
     vectors = found.read(keys["vectors"], whole_number)
-    if not token or not initial:
-        raise UserError(f"{keys['token']} and {keys['initial']} name no token and no words to start from. Set both")
+    if not token:
+        raise UserError(f"{keys['token']} names no token. Set it")
+    if not initial:
+        raise UserError(
+            f"{keys['initial']} names no words that {token} starts from. Set it: here an embedding needs some"
+        )
     found.take(keys["token"], "text.embeddings.token", "_".join(token.split()), "" if " " not in token else "one word")
     found.take(keys["initial"], "text.embeddings.initial", initial)
     found.take(keys["vectors"], "text.embeddings.vectors", vectors or len(initial.split()))

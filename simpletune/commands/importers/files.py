@@ -13,7 +13,9 @@ from typing import NoReturn
 
 import yaml
 
-from simpletune.commands.importers.command_lines import TooLong, read_command
+from simpletune.commands.importers.command_lines import read_command
+from simpletune.commands.importers.shells import SHELLS, TooLong
+from simpletune.commands.importers.translation import local_path
 from simpletune.system import strict_json
 from simpletune.system.options import Json, UserError
 from simpletune.system.printable import printable
@@ -21,7 +23,6 @@ from simpletune.system.regular_files import NotRegular, TooLarge, read_regular
 from simpletune.system.strict_json import MAX_DEPTH, JsonError
 
 MOST = 2**20  # bytes of a file
-COMMANDS = (".sh", ".bash", ".bat", ".cmd")  # suffixes of files with a command line
 READ = (".json", ".toml", ".txt")  # suffixes of files that a configuration may name
 VALUES = 100_000  # of a JSON or TOML file
 YAML_VALUES = 20_000  # whose parser takes about 30 microseconds for each
@@ -52,9 +53,10 @@ def read_any(file: Path) -> object:
     except ValueError as error:  # a name that no file can have
         raise UserError(f"{printable(str(file))} cannot be read ({error}). Name another file") from None
     try:
-        return _plain(parse(content.decode("utf-8-sig"), file.suffix.lower()), iter(range(VALUES)))
+        code = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"  # as PowerShell writes
+        return _plain(parse(content.decode(code), file.suffix.lower()), iter(range(VALUES)))
     except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text. Give a .json or .toml file") from None
+        raise UserError(f"{file} is not UTF-8 text. Save it as UTF-8") from None
     except JsonError as error:
         raise UserError(f"{file}:{error.line}:{error.column}: not valid JSON ({error})") from None
     except yaml.YAMLError as error:
@@ -77,8 +79,8 @@ def read_any(file: Path) -> object:
 
 def parse(text: str, suffix: str) -> object:
     """Parse a text in the format that a file's suffix stands for; raises the parsers' own errors."""
-    if suffix in COMMANDS:
-        return read_command(text) or {}
+    if suffix in SHELLS:
+        return read_command(text, suffix) or {}
     if suffix in (".yaml", ".yml"):
         return PlainLoader(text).get_single_data()
     if suffix != ".toml":
@@ -162,6 +164,7 @@ def read_named(folder: Path, named: object) -> object:
 def find_beside(folder: Path, name: str) -> Path | None:
     """Find the file that a configuration names, relative to its folder, to the folder above (where trainers start), or
     to the current one; None if there is none."""
+    name = str(local_path(name))
     if Path(name).suffix not in READ:
         return None
     places = (folder / name, folder.parent / name, Path(name), folder / Path(name).name)

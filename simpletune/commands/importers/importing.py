@@ -5,12 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from simpletune.commands.importers import ai_toolkit, diffusers_scripts, kohya, kohya_ss, onetrainer, simpletuner
+from simpletune.commands.importers import (
+    ai_toolkit,
+    diffusers_scripts,
+    kohya,
+    kohya_ss,
+    lora_easy_scripts,
+    onetrainer,
+    simpletuner,
+)
+from simpletune.commands.importers.command_lines import TOOK, listed
 from simpletune.commands.importers.files import read_any
 from simpletune.commands.importers.translation import (
     KeyOutcome,
@@ -29,7 +39,10 @@ from simpletune.system.printable import describe_exception, printable
 from simpletune.system.redact import redact
 
 FOLDER = "data/my_pictures"
-TOOLS = {tool.TITLE: tool for tool in (simpletuner, kohya_ss, kohya, onetrainer, ai_toolkit, diffusers_scripts)}
+TOOLS = {
+    tool.TITLE: tool
+    for tool in (simpletuner, kohya_ss, kohya, lora_easy_scripts, onetrainer, ai_toolkit, diffusers_scripts)
+}
 KNOWN = ", ".join([*TOOLS][:-1]) + " or " + [*TOOLS][-1]
 UNEXPECTED = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError, OSError)
 """What a translation raises for a value that its trainer would not take either."""
@@ -93,6 +106,7 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
         raise UserError(f"{file} is a list of data sets. Give it with --data, after the configuration")
     if not isinstance(settings, dict):
         raise UserError(f"{file} is no configuration of {KNOWN}: no object {{...}}")
+    said = settings.pop(TOOK, [])
     try:
         tool = form_of(settings)
         if tool is None:
@@ -109,11 +123,15 @@ def import_file(file: Path, data: Path | None = None) -> ImportResult:
             f"({describe_exception(error)}). Correct or remove it"
         ) from None
     lines = [*general.lines, *(line for source in sources for line in source.lines)]
+    lines += [KeyOutcome("left out", key, value, why=why) for key, value, why in said]
     return ImportResult(tool, config, lines, *_problems(config, file))
 
 
 def form_of(settings: Json) -> str | None:
     """Recognise the trainer by the keys of its configuration; None for an unknown format."""
+    _refuse_musubi_tuner(settings)
+    if lora_easy_scripts.is_preset(settings):
+        return lora_easy_scripts.TITLE
     if "datasets" in settings:
         return kohya.TITLE
     if "script" in settings:  # a command line
@@ -125,6 +143,31 @@ def form_of(settings: Json) -> str | None:
     }
     best = max(scores, key=lambda tool: scores[tool])
     return best if scores[best] >= 2 else None
+
+
+def _refuse_musubi_tuner(settings: Json) -> None:
+    """Refuse a configuration, a data set or a command of musubi-tuner by the model that it trains."""
+    tables, flat = trainer_tables("musubi_tuner"), kohya.flatten(settings)
+    script, network = str(flat.get("script", "")), str(flat.get("network_module", ""))
+    sets = [each for each in listed(settings.get("datasets") or []) if isinstance(each, dict)]
+    of_data = [key for each in sets for key in each if key in tables["data"]]
+    if model := next((model for start, model in tables["scripts"].items() if script.startswith(start)), ""):
+        refuse("script", script, f"{model}, by musubi-tuner")
+    elif network in tables["networks"]:
+        refuse("network_module", network, f"{tables['networks'][network]}, by musubi-tuner")
+    elif "dit" in flat:
+        named = (
+            model
+            for key, patterns in tables["named"].items()
+            for pattern, model in patterns.items()
+            if re.search(pattern, str(flat.get(key, "")))
+        )
+        model = next(named, "") or tables["with_dit"].get(network, "a model that is not named")
+        refuse("dit", flat["dit"], f"{model}, by musubi-tuner")
+    elif of_data:
+        model = next(filter(None, (tables["data"][key] for key in of_data)), "models other than Stable Diffusion")
+        refuse(f"datasets.{of_data[0]}", next(each[of_data[0]] for each in sets if of_data[0] in each),
+               f"a data set of musubi-tuner, for {model}")  # fmt: skip
 
 
 def _take_tokenizers(general: Translation, folder: Path) -> None:

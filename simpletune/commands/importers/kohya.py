@@ -149,10 +149,14 @@ def flatten(settings: Json) -> Json:
 
 
 def translate(
-    settings: Json, folder: Path, data: Path | None, content: Json | None = None
+    settings: Json,
+    folder: Path,
+    data: Path | None,
+    content: Json | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> tuple[Translation, list[Translation]]:
     """Translate options and data, whose file ``data`` or the options name, or whose ``content`` is here; a file of data
-    sets may stand alone."""
+    sets may stand alone. ``defaults``: where a program that starts the scripts has others."""
     alone = "datasets" in settings
     options = {} if alone else flatten(settings)
     script = str(options.pop("script", ""))  # of a command line
@@ -161,7 +165,8 @@ def translate(
     if "network" in script and "network_module" not in options:
         raise UserError(f"{script} has no network_module here. Give the file with its options (--config_file)")
     family = trainer_tables(NAME)["families"].get(script.partition("_")[0])
-    general = Translation({}, trainer_tables(NAME)["defaults"]) if alone else _options(options, folder, family)
+    usual = {**trainer_tables(NAME)["defaults"], **(defaults or {})}
+    general = Translation({}, usual) if alone else _options(options, folder, family, usual)
     named = options.get("dataset_config")
     found = settings if alone else read_named(folder, named) if data is None else read_any(data)
     general.seen("dataset_config")
@@ -176,9 +181,9 @@ def translate(
     return general, sources
 
 
-def _options(settings: Json, folder: Path, family: str | None) -> Translation:
+def _options(settings: Json, folder: Path, family: str | None, defaults: Mapping[str, object]) -> Translation:
     tables = trainer_tables(NAME)
-    found = Translation(settings, tables["defaults"])
+    found = Translation(settings, defaults)
     _family(found, folder, family)
     is_flow = found.objective == "flow"
     method = _adapter(found)

@@ -19,6 +19,7 @@ from simpletune.config.schema import TrainConfig, run_name
 from simpletune.models.families import FAMILIES, family_by_name, family_of
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig
+from simpletune.system.devices import under_wsl
 from simpletune.system.options import Json, UserError, union_of
 from simpletune.system.package import ASSETS
 from simpletune.system.printable import printable
@@ -32,6 +33,7 @@ SECRET = re.compile(r"secrets?$|password|credential|(access|hub|hf|face|api|auth
 OFF = ", 0 is off"  # ends the kind of value of an option
 LARGEST = 1e30  # no setting is as large, and products of those below stay finite
 DIGITS = 6  # significant digits of a computed number
+OF_DRIVE = re.compile(r"([A-Za-z]):[\\/]+")
 TRAINS = "simpletune trains SD 3, 3.5, XL, 1.5 and 2: LoRA, DoRA, LoHa, LoKr, OFT, embeddings and the whole denoiser"
 
 
@@ -101,11 +103,16 @@ class Translation:
     def __init__(
         self, settings: Json, defaults: Mapping[str, object] | None = None, section: str = "", place: str = ""
     ):
-        self.settings = {key: value for key, value in settings.items() if value not in (None, "", [])}
+        given = {key: value for key, value in settings.items() if value not in (None, "", [])}
+        self.settings: Json = {key: local_path(value) for key, value in given.items()}
         self.defaults = dict(defaults or {})
         self.section, self.place = section, place
         self.config: Json = {}
-        self.lines: list[KeyOutcome] = []
+        self.lines = [
+            KeyOutcome("changed", section + key, value, why=f"{format_value(key, self.settings[key])}, as WSL calls it")
+            for key, value in given.items()
+            if self.settings[key] != value
+        ]
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
@@ -225,6 +232,17 @@ class Translation:
     def seen(self, *keys: str) -> None:
         """Mark keys as understood without recording lines."""
         self._read.update(keys)
+
+
+def local_path(value: object) -> object:
+    """Under WSL, a path of Windows as it is called there; anything else unchanged."""
+    if not under_wsl():
+        return value
+    if isinstance(value, list):
+        return [local_path(each) for each in value]
+    if isinstance(value, str) and (drive := OF_DRIVE.match(value)) is not None:
+        return f"/mnt/{drive[1].lower()}/" + value[drive.end() :].replace("\\", "/")
+    return value.replace("\\", "/") if isinstance(value, str) and value.startswith((".\\", "..\\")) else value
 
 
 def is_off(value: object) -> bool:
