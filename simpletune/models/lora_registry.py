@@ -136,9 +136,20 @@ def family_of_names(names: LoraNames) -> Family:
     return next(family for family in FAMILIES if family.lora[0].names is names)
 
 
-def result_layout(model: nn.Module, name: str | None = None) -> Layout:
-    """The layout of that name if the model's family has it, else that of a run's result, which most tools read; one of
-    diffusers' names if the original ones would differ from those of the published models."""
+def factor_layout(layouts: Sequence[Layout]) -> Layout:
+    """The layout of files of LoKr and LoHa: that of a run's result, or LyCORIS's if that one is for PEFT's factors."""
+    lycoris = (layout for layout in layouts if layout.name == "lycoris")
+    return next(lycoris, layouts[0]) if layouts[0].peft else layouts[0]
+
+
+def suited_layouts(model: nn.Module) -> list[Layout]:
+    """The layouts of a model's family, but for those of original names that would differ from the published models'."""
     config = {**getattr(model, "config", {}), "_class_name": type(model).__name__}
-    layouts = [each for each in family_of_config(config).lora if not each.original or each.names.suits(config)]
+    return [each for each in family_of_config(config).lora if not each.original or each.names.suits(config)]
+
+
+def result_layout(model: nn.Module, name: str | None = None) -> Layout:
+    """The suited layout of that name if the model's family has it, else that of a run's result, which most tools
+    read."""
+    layouts = suited_layouts(model)
     return next((layout for layout in layouts if layout.name == name), layouts[0])

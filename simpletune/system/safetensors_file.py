@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,6 +49,17 @@ TYPES = {
     "U8": SafetensorsType(1, "uint8", "<B"),
     "BOOL": SafetensorsType(1, "bool", "<?"),
 }
+
+
+def fp8_value(byte: int, kind: str) -> float:
+    """The value of a number in F8_E4M3 or F8_E5M2 (arXiv:2209.05433, table 1); NaN and infinities included."""
+    if kind == "F8_E5M2":  # the upper byte of a half
+        return float(struct.unpack("<e", bytes((0, byte)))[0])
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    value = math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+    return -value if byte & 128 else value
 
 
 OTHER_TYPES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")

@@ -120,45 +120,78 @@ def test_any_bytes_as_a_configuration_file(tmp_path: Path, data: bytes) -> None:
         read_config(file)
 
 
-def lora() -> bytes:
-    tensors = {}
-    for layer in ("transformer.transformer_blocks.0.attn.to_q", "transformer.transformer_blocks.0.ff.net.2"):
-        tensors |= {f"{layer}.lora_A.weight": torch.ones(2, 8), f"{layer}.lora_B.weight": torch.ones(8, 2)}
-        tensors |= {f"{layer}.alpha": torch.tensor(2.0)}
-    settings_ = {"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.alpha_pattern": {"to_q": 4}}
-    return save(tensors, {"lora_adapter_metadata": json.dumps(settings_)})
+SETTINGS = {"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.alpha_pattern": {"to_q": 4}}
+PLACE = "transformer_blocks.0."
+PAIR = {"lora_A.weight": (2, 8), "lora_B.weight": (8, 2), "alpha": ()}
+LOKR = {"lokr_w1": (2, 2), "lokr_w2_a": (4, 2), "lokr_w2_b": (2, 4), "alpha": ()}
+LOHA = {"hada_w1_a": (8, 2), "hada_w1_b": (2, 8), "hada_w2_a": (8, 2), "hada_w2_b": (2, 8), "alpha": ()}
+UNET = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"
+FILES = {  # prefix, layers, factors by the ends of their keys, and type of each
+    "LoRA": ("transformer.", (f"{PLACE}attn.to_q", f"{PLACE}ff.net.2"), PAIR, torch.float32),
+    "DoRA": ("unet.", (UNET,), PAIR | {"dora_scale": (8, 1), "lora_magnitude_vector": (8,)}, torch.float16),
+    "DoRA by inputs": ("unet.", (UNET,), PAIR | {"dora_scale": (1, 8)}, torch.bfloat16),
+    "DoKr": ("unet.", (UNET,), LOKR | {"dora_scale": (8, 1)}, torch.float32),
+    "DoHa": ("lycoris_", (UNET.replace(".", "_"),), LOHA | {"dora_scale": (1, 8)}, torch.float32),
+    "OFT": ("lora_unet_", (UNET.replace(".", "_"),), {"oft_blocks": (2, 4, 4), "alpha": ()}, torch.float32),
+    "wrapped": ("base_model.model.unet._orig_mod.", (UNET,),
+                {"lora_A.style.weight": (2, 8), "lora_B.style.weight": (8, 2)}, torch.float32),
+    "fp8": ("unet.", (UNET,), PAIR, torch.float8_e4m3fn),
+    "fp64": ("unet.", (UNET,), PAIR, torch.float64),
+}  # fmt: skip
 
 
-LORA = lora()
-HEADER = json.loads(LORA[8 : 8 + int.from_bytes(LORA[:8], "little")])
+def lora(kind: str) -> bytes:
+    prefix, layers, factors, dtype = FILES[kind]
+    tensors = {
+        f"{prefix}{layer}.{end}": torch.ones(shape).to(dtype) for layer in layers for end, shape in factors.items()
+    }
+    return save(tensors, {"lora_adapter_metadata": json.dumps(SETTINGS), "ss_network_module": "networks.lora"})
 
 
-def with_header(header: Any) -> bytes:
+LORAS = {kind: lora(kind) for kind in FILES}
+
+
+def header_of(data: bytes) -> Any:
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def with_header(header: Any, data: bytes) -> bytes:
     text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + LORA[8 + int.from_bytes(LORA[:8], "little") :]
+    return len(text).to_bytes(8, "little") + text + data[8 + int.from_bytes(data[:8], "little") :]
+
+
+KINDS = st.sampled_from(sorted(LORAS))
+WORDS = sorted(
+    {word for kind in LORAS for name in header_of(LORAS[kind]) for word in name.split(".")} | {"", "a" * 300}
+)
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
     """A LoRA file with bytes changed, cut off, or anything in its header."""
-    kind = draw(st.sampled_from(["bytes", "cut", "header", "settings", "random"]))
+    kind, lora = draw(st.sampled_from(["bytes", "cut", "header", "settings", "keys", "random"])), LORAS[draw(KINDS)]
     if kind == "random":
         return draw(st.binary(max_size=80))
     if kind == "cut":
-        return LORA[: draw(st.integers(0, len(LORA)))]
+        return lora[: draw(st.integers(0, len(lora)))]
     if kind == "bytes":
-        data = bytearray(LORA)
+        data = bytearray(lora)
         for _ in range(draw(st.integers(1, 4))):
             data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
         return bytes(data)
-    header = copy.deepcopy(HEADER)
+    header = header_of(lora)
+    if kind == "keys":  # words of another kind, prefix or wrapper in a name, or a name twice
+        name = draw(st.sampled_from(sorted(header.keys() - {"__metadata__"})))
+        old, new = draw(st.sampled_from(name.split("."))), draw(st.sampled_from(WORDS))
+        changed = draw(st.sampled_from([name.replace(old, new), f"{new}.{name}", f"{name}.{new}", new]))
+        return with_header({changed if key == name else key: entry for key, entry in header.items()}, lora)
     if kind == "settings":
         known = {f"transformer.{key}" for key in ("r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora")}
         chosen = draw(st.dictionaries(st.sampled_from(sorted(known)) | st.text(max_size=4), JSON, max_size=3) | JSON)
         header["__metadata__"]["lora_adapter_metadata"] = draw(st.just(json.dumps(chosen)) | st.text(max_size=9))
         if draw(st.booleans()):  # settings count where no tensor holds an alpha
             header = {name: entry for name, entry in header.items() if not name.endswith("alpha")}
-        return with_header(header)
+        return with_header(header, lora)
     name = draw(st.sampled_from(sorted(header)))
     inner = draw(st.sampled_from(["", "dtype", "shape", "data_offsets"]))
     value = draw(
@@ -168,7 +201,7 @@ def mutated(draw: st.DrawFn) -> bytes:
         header[name][inner] = value
     else:
         header[name] = value
-    return with_header(header)
+    return with_header(header, lora)
 
 
 @bounded
@@ -189,10 +222,11 @@ def test_any_bytes_as_a_lora_file(tmp_path: Path, data: bytes) -> None:
             assert str(file) in str(error)
 
 
-def test_a_lora_that_nothing_was_done_to_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", LORAS)
+def test_a_lora_that_nothing_was_done_to_is_read(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "lora.safetensors"
-    file.write_bytes(with_header(HEADER))
-    assert len(read_lora(file)) == 2 and format_description(describe(file))
+    file.write_bytes(with_header(header_of(LORAS[kind]), LORAS[kind]))
+    assert len(read_lora(file)) == len(FILES[kind][1]) and format_description(describe(file))
 
 
 @bounded

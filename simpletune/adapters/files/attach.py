@@ -25,6 +25,7 @@ from simpletune.adapters.files.updates import (
     without_other_input,
 )
 from simpletune.adapters.methods.adapter import Shapes
+from simpletune.adapters.methods.decomposed_layer import DecomposedLayer, LowRankLayer
 from simpletune.adapters.methods.dora_layers import DoraLayer
 from simpletune.adapters.methods.formulas import by_norms
 from simpletune.adapters.methods.hypernetwork_files import HypernetworkFile, read_hypernetwork
@@ -43,6 +44,7 @@ from simpletune.adapters.methods.loha_layer import LohaLayer
 from simpletune.adapters.methods.lokr_layer import LokrLayer
 from simpletune.adapters.methods.lora_layers import compute_in_output_type, lora_layers
 from simpletune.adapters.methods.oft_layer import OftLayer
+from simpletune.engine.tensors import all_tensors, row_blocks
 from simpletune.models.lora_registry import LAYOUTS, require_same_family
 from simpletune.models.text_layers import split_text
 from simpletune.system.options import UserError, join_names, plural
@@ -102,11 +104,15 @@ def load_loras(model: nn.Module, loras: Sequence[tuple[Path, float]]) -> list[st
 
 
 def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer:
-    """Wrap a frozen layer, or a layer that wraps it already, with an update. PEFT wraps those of LoRA.
+    """Wrap a frozen layer, or a layer that wraps it already, with an update. PEFT wraps those of LoRA alone.
 
     Args:
         adapter: the name by which the wrapping layer's ``scaling`` holds the strength.
     """
+    if isinstance(update, DoraUpdate) and not update.is_plain:
+        return decomposed_layer(update, base, adapter)
+    if isinstance(update, LoraUpdate):
+        return LowRankLayer(base, {"down": update.down.float(), "up": update.up.float() * update.scale}, adapter)
     if isinstance(update, LokrUpdate | LohaUpdate | OftUpdate):
         shape = shape_of(innermost_layer(base))
         assert shape is not None
@@ -114,7 +120,7 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
         if isinstance(update, LokrUpdate):
             return LokrLayer(base, factors, adapter, update.skipped)
         return LohaLayer(base, factors, adapter) if isinstance(update, LohaUpdate) else OftLayer(base, factors, adapter)
-    assert isinstance(update, DoraUpdate)
+    assert isinstance(update, DoraUpdate) and isinstance(update.update, LoraUpdate)
     layer = DoraLayer(base, update.rank, update.scale, adapter=adapter)
     with torch.no_grad():
         layer.lora_A.weight.copy_(update.update.down.view_as(layer.lora_A.weight))
@@ -122,6 +128,15 @@ def wrapping_layer(update: Update, base: nn.Module, adapter: str) -> UpdateLayer
     set_magnitude(layer, update)
     layer.gain = layer.exact_gains()  # fixed norms make inference as fast as with LoRA; the update does not change
     return layer
+
+
+@torch.no_grad()
+def decomposed_layer(update: DoraUpdate, base: nn.Module, adapter: str) -> DecomposedLayer:
+    """Wrap a frozen layer with DoRA of LoKr, of LoHa, or by inputs."""
+    frozen = innermost_layer(base)
+    turned, outputs = wrapping_layer(update.update, base, ADAPTER), update.shape[0]
+    gain = update.gains(row_blocks(frozen, outputs)).to(next(iter(all_tensors(frozen))).device)
+    return DecomposedLayer(base, turned, gain, update.by_input, adapter)
 
 
 def factors_of(update: Update, inputs: int) -> dict[str, Tensor]:

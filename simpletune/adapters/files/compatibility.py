@@ -6,22 +6,35 @@ Reads the rows of the file's family (``models.shared.lora_verdicts``), and says 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simpletune.adapters.files.detect_model import TEXT_ALONE
-from simpletune.adapters.files.header import LoraHeader
-from simpletune.adapters.files.keys import DORA, LORA, OFT
+from simpletune.adapters.files.header import LoraHeader, Module, adapter_words, not_read
+from simpletune.adapters.files.keys import DECOMPOSED, DOHA, DOKR, DORA, LORA, OFT
 from simpletune.adapters.text.files import SINGLE, Keys
 from simpletune.models.families import FAMILIES
-from simpletune.models.shared.lora_layout import ALPHA, DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, LoraNames
-from simpletune.models.shared.lora_verdicts import COMFYUI, DIFFUSERS, TOOLS, Fact
+from simpletune.models.shared.lora_layout import (
+    ALPHA,
+    DORA_MARK,
+    DORA_SCALE,
+    DOWN,
+    MAGNITUDE,
+    MID,
+    OFT_BLOCKS,
+    LoraNames,
+)
+from simpletune.models.shared.lora_verdicts import COMFYUI, DIFFUSERS, FORGE, MERGE, TOOLS, UNKNOWN_TO_FORGE, Fact
+from simpletune.models.shared.lora_verdicts import UNTESTED as UNTESTED_NOTE
 from simpletune.models.text_layers import ENCODERS, encoder_with, style_of
+from simpletune.system.options import join_names
 
 SIMPLETUNE = "simpletune"
 A1111 = "A1111"  # tools for embeddings; Forge reads them the same way
 UNTESTED = "like Forge, according to its source, untested"
 CLOSE = 1e-6
+NOT_IN_FORGE = (MAGNITUDE, OFT_BLOCKS)
+"""Roles of keys that Forge does not read."""
 
 
 @dataclass
@@ -41,19 +54,54 @@ def verdicts(header: LoraHeader, refusal: str | None, damaged: bool = False) -> 
     names = next(iter(header.family.names), None)  # families that share a file's names share its rows
     if names is None and header.family.model != TEXT_ALONE:
         return [own]
-    others = [ToolSupport(tool, "yes") if names is None else _of_denoiser(tool, header, names) for tool in TOOLS]
-    for verdict in others:
+    others = []
+    for tool in TOOLS:
+        found = ToolSupport(tool, "yes"), list[Module]()
+        if names is not None:
+            found = _of_wrapped(tool, header, names) or _of_denoiser(tool, header, names)
+        verdict, dropped = found
+        others.append(verdict)
         if verdict.loads in ("yes", "partly"):
-            _add_text(verdict, header, names)
+            dropped += _add_text(verdict, header, names)
+        if tool == FORGE and verdict.loads in ("yes", "partly"):
+            _count_unknown(verdict, header, dropped)
     for verdict in others if damaged else ():
         verdict.notes.append("NaN spreads through the model: pictures are black or noise")
     return [*others, own]
 
 
-def _of_denoiser(tool: str, header: LoraHeader, names: LoraNames) -> ToolSupport:
-    """How a tool loads the updates of the denoiser, by the first row of the family that fits."""
+def _of_wrapped(tool: str, header: LoraHeader, names: LoraNames) -> tuple[ToolSupport, list[Module]] | None:
+    """How a tool loads a file with words of wrappers in its names, none of which it knows, or with names of no layer:
+    diffusers by runs of 0.42.1, the others by their sources. None: it is neither."""
+    known = (adapter_words("default"),) if tool == COMFYUI else ()
+    if header.layout is not None and not any(module.layers for module in header.modules.values()):
+        return ToolSupport(tool, "silently nothing", ["knows none of its names"]), []
+    words = [word for word in not_read(header) if word not in known]
+    if not words:
+        return None
+    merged = any(kind in (DOKR, DOHA) for kind in header.kinds) or any(map(header.is_by_input, header.all_modules))
+    note = f"does not know names with {join_names(words, 3)}: {MERGE if merged else 'export it'}"
+    inside = rf"{names.denoiser}\.(module|base_model)\."
+    refuses = tool == DIFFUSERS and any(re.match(inside, name) for name in header.names)
+    return ToolSupport(tool, "refuses" if refuses else "silently nothing", [note]), []
+
+
+def _count_unknown(verdict: ToolSupport, header: LoraHeader, dropped: Sequence[Module]) -> None:
+    """Add that Forge loads nothing of a file with too many keys that it does not know."""
+    strange = [key for module in header.all_modules for role, key in module.keys.items() if role in NOT_IN_FORGE]
+    lost = [key for module in dropped for key in module.keys.values()]
+    unknown = list(dict.fromkeys([*strange, *lost, *header.unmatched, *header.bundled]))
+    if len(unknown) <= UNKNOWN_TO_FORGE:
+        return
+    remedy = MERGE if strange or header.bundled else "export to kohya"
+    note = f"it does not know {len(unknown)} keys, such as {unknown[0]}, and above {UNKNOWN_TO_FORGE} it loads nothing"
+    verdict.loads, verdict.notes = "silently nothing", [UNTESTED_NOTE.text, f"{note}: {remedy}"]
+
+
+def _of_denoiser(tool: str, header: LoraHeader, names: LoraNames) -> tuple[ToolSupport, list[Module]]:
+    """How a tool loads the updates of the denoiser, by the first row of the family that fits, and which it drops."""
     if not names.verdicts:
-        return ToolSupport(tool, "untested", [f"how it reads LoRAs for {names.title} is not known"])
+        return ToolSupport(tool, "untested", [f"how it reads LoRAs for {names.title} is not known"]), []
     said = {fact: words for fact, say in FACTS.items() if (words := say(header)) is not None}
     fitting = (
         row
@@ -63,13 +111,14 @@ def _of_denoiser(tool: str, header: LoraHeader, names: LoraNames) -> ToolSupport
         and said.keys() >= set(row.facts)
     )
     row = next(fitting)
-    dropped = [name for name in header.modules if row.drops is not None and re.search(row.drops, name)]
+    dropped = [each for each in header.modules.values() if row.drops is not None and re.search(row.drops, each.name)]
     if dropped:
-        said[Fact.DROPPED] = f"{len(dropped)} of {len(header.modules)} modules, such as {dropped[0]}"
+        said[Fact.DROPPED] = f"{len(dropped)} of {len(header.modules)} modules, such as {dropped[0].name}"
     notes = [note for note in row.notes if note.fact is None or note.fact in said]
     loads = "partly" if any(note.partly for note in notes) else row.loads
     loads = "silently nothing" if len(dropped) == len(header.modules) else loads
-    return ToolSupport(tool, loads, [note.text.format(said[note.fact] if note.fact else "") for note in notes])
+    texts = [note.text.format(said[note.fact] if note.fact else "") for note in notes]
+    return ToolSupport(tool, loads, texts), dropped
 
 
 def _scales(header: LoraHeader) -> str | None:
@@ -108,10 +157,23 @@ def _of_kinds(*kinds: str) -> Callable[[LoraHeader], str | None]:
     return lambda header: "" if not set(kinds).isdisjoint(header.kinds) else None
 
 
+def _by_input(header: LoraHeader) -> str | None:
+    decomposed = [module for module in header.modules.values() if module.kind in DECOMPOSED.values()]
+    return "" if decomposed and all(map(header.is_by_input, decomposed)) else None
+
+
+def _constrained(header: LoraHeader) -> str | None:
+    oft = (module for module in header.modules.values() if module.kind == OFT)
+    return "" if any(header.oft_limit(module) not in (None, module.alpha) for module in oft) else None
+
+
 FACTS: Mapping[Fact, Callable[[LoraHeader], str | None]] = {
-    Fact.DORA: _of_kinds(DORA),
+    Fact.DORA: _of_kinds(*DECOMPOSED.values()),
+    Fact.DECOMPOSED: lambda header: " and ".join(kind for kind in header.kinds if kind in (DOKR, DOHA)) or None,
+    Fact.BY_INPUT: _by_input,
     Fact.OFT: _of_kinds(OFT),
-    Fact.OF_WEIGHT: _of_kinds(DORA, OFT),
+    Fact.CONSTRAINED: _constrained,
+    Fact.OF_WEIGHT: _of_kinds(*DECOMPOSED.values(), OFT),
     Fact.ALL_MAGNITUDES: _all_with(MAGNITUDE),
     Fact.NOT_ALL_SCALES: _all_with(DORA_SCALE, yes=False),
     Fact.MADE_FOR_COMFYUI: lambda header: "" if DORA_MARK.items() <= header.metadata.items() else None,
@@ -131,8 +193,8 @@ FACTS: Mapping[Fact, Callable[[LoraHeader], str | None]] = {
 """What a file has: words for a note, or None if it has it not."""
 
 
-def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None) -> None:
-    """Add which updates of text encoders a tool drops."""
+def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None) -> list[Module]:
+    """Add which updates of text encoders a tool drops, and return them."""
     own = names.encoders if names else ENCODERS
     modules, lost = header.text_modules.values(), []
     for module in modules:
@@ -148,6 +210,7 @@ def _add_text(verdict: ToolSupport, header: LoraHeader, names: LoraNames | None)
         verdict.loads = "silently nothing" if whole else "partly"
         remedy = f"such as {lost[0].name}: export to {own[0].read_by[verdict.tool][0]}"
         verdict.notes.append(f"drops {len(lost)} of {len(modules)} layers of text encoders, {remedy}")
+    return lost
 
 
 def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupport]:

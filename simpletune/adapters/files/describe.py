@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from simpletune.adapters.files.compatibility import embedding_verdicts, verdicts
 from simpletune.adapters.files.detect_model import models_of_text_width, some_unet
@@ -19,21 +20,27 @@ from simpletune.adapters.files.header import (
     LoraHeader,
     TensorEntry,
     natural_sort_key,
+    not_read,
     open_lora,
     require_tensors,
     tensor_bytes,
 )
-from simpletune.adapters.files.keys import DORA, LORA, is_whole
+from simpletune.adapters.files.keys import DORA, LORA, OFT, is_whole
 from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, structure_of, widths_of
 from simpletune.adapters.text.files import FAMILY, WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
+from simpletune.models.shared.lora_layout import OFT_BLOCKS
 from simpletune.models.shared.recognise import kind_of, parts_in
 from simpletune.models.text_layers import layers_by_title, style_of
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError, join_names, plural
-from simpletune.system.safetensors_file import TYPES, content_hash
+from simpletune.system.safetensors_file import TYPES, content_hash, fp8_value
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 BASE_KEYS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "modelspec.title", "base_model")
 LONG = 60  # characters of a metadata value
@@ -81,7 +88,10 @@ def describe(file: Path, values: bool = True) -> Json:
         found["zero_updates"] = sum(not zero.isdisjoint(module.factors.values()) for module in header.all_modules)
         found |= hashed
     bundled = {"bundled": embeddings} if embeddings else {}
-    return about | {"kind": "lora", **_lora(header, damaged=bool(found.get("not_finite"))), **found, **bundled}
+    lora = _lora(header, damaged=bool(found.get("not_finite")))
+    if values and not lora["incomplete"] and not found["not_finite"] and lora["tools"][-1]["loads"] == "yes":
+        found["oft_strengths"] = oft_strengths(header)
+    return about | {"kind": "lora", **lora, **found, **bundled}
 
 
 def _embeddings(header: LoraHeader, values: bool) -> list[Json]:
@@ -130,17 +140,61 @@ def _scan_values(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, tu
     return found
 
 
-def _row_norms(file: Path, entry: TensorEntry) -> list[float]:
-    """The Euclidean norm of each row of a tensor in fp32, fp16 or bf16; one norm for a vector."""
+def _numbers(file: Path, entry: TensorEntry) -> NDArray[np.float64]:
+    """A floating-point tensor of a file."""
     import numpy as np
 
-    data = tensor_bytes(file, entry)
-    if entry["dtype"] == "BF16":
+    data, kind = tensor_bytes(file, entry), entry["dtype"]
+    if kind == "BF16":
         values = (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")
+    elif kind.startswith("F8_"):
+        table = np.array([fp8_value(byte, kind) for byte in range(256)])
+        values = table[np.frombuffer(data, dtype="u1")]
     else:
-        values = np.frombuffer(data, dtype={"F32": "<f4", "F16": "<f2"}[entry["dtype"]])
-    rows = values.astype(np.float64).reshape(-1, entry["shape"][-1])
+        values = np.frombuffer(data, dtype={"F64": "<f8", "F32": "<f4", "F16": "<f2"}[kind])
+    return values.astype(np.float64).reshape(entry["shape"])
+
+
+def _row_norms(file: Path, entry: TensorEntry) -> list[float]:
+    """The Euclidean norm of each row of a tensor; one norm for a vector."""
+    import numpy as np
+
+    rows = _numbers(file, entry).reshape(-1, entry["shape"][-1])
     return [float(norm) for norm in np.sqrt((rows * rows).sum(axis=1))]
+
+
+def oft_strengths(header: LoraHeader) -> Json | None:
+    """How strong OFT's rotations are where ComfyUI limits them more than the trainer did: ||B - B^T||, which both limit
+    by alpha, by module; None: nowhere."""
+    import numpy as np
+
+    found = {}
+    for module in header.modules.values():
+        limit = header.oft_limit(module)
+        if module.kind != OFT or limit is None or limit == module.alpha:
+            continue
+        blocks = _numbers(header.file, header.entries[module.keys[OFT_BLOCKS]])
+        norm = float(np.linalg.norm(blocks - blocks.transpose(0, 2, 1)))
+        ours, comfy = min(norm, limit), min(norm, module.alpha or 0)
+        if comfy < ours:
+            found[module.name] = {"trained": ours, "ComfyUI": comfy}
+    return found or None
+
+
+def format_strengths(strengths: Json) -> str:
+    """``oft_strengths`` in words."""
+    trained, comfy = ([each[by] for each in strengths.values()] for by in ("trained", "ComfyUI"))
+    factors = [one / other for one, other in zip(trained, comfy, strict=True)]
+    return (
+        f"|B - B^T| of {plural(len(strengths), 'module')} is {_range(trained)} as trained, limited to alpha x outputs "
+        f"(sd-scripts, LyCORIS), and {_range(comfy)} in ComfyUI, which limits it to alpha: "
+        f"{_range(factors)} times weaker"
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    ends = f"{min(values):.3g}", f"{max(values):.3g}"
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
 def _model(header: LoraHeader) -> Json:
@@ -203,7 +257,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         layout_title = f"{LAYOUT_TITLES.get(style, style)} (text encoders)"
     return {
         "method": ", ".join(header.methods)
-        or ("DoRA" if settings.get("use_dora") else " and ".join(header.named_kinds)),
+        or ("DoRA" if settings.get("use_dora") and header.named_kinds == [LORA] else " and ".join(header.named_kinds)),
         "layout": header.layout_name,
         "layout_title": layout_title,
         "family": family,
@@ -219,6 +273,7 @@ def _lora(header: LoraHeader, damaged: bool) -> Json:
         "parameters": sum(math.prod(header.shapes[key]) for m in whole for key in m.factors.values()),
         "base": base,
         "text_encoders": layers_by_title(text, encoders),
+        "not_read": not_read(header),
         "unmatched": header.unmatched,
         "incomplete": header.halves,
         "tools": [vars(verdict) for verdict in verdicts(header, refusal, damaged)],
@@ -274,6 +329,8 @@ def format_description(about: Json) -> str:
 def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
     yield "what", f"{about['method']}, {about['layout_title']}, {plural(about['parameters'], 'parameter')}"
     yield "for", f"{about['family']} ({about['family_shown_by']})"
+    if about["not_read"]:
+        yield "names", f"read without {join_names(about['not_read'], LISTED)}"
     if about["base"]:
         yield "base", ", ".join(f"{key}: {value}" for key, value in about["base"].items())
     if about["targets"]:
@@ -287,6 +344,8 @@ def _lora_lines(about: Json) -> Iterator[tuple[str, str]]:
         parts.append("in the header: " + ", ".join(f"{key} {value}" for key, value in alpha["header"].items()))
     yield "alpha", "; ".join(parts) or "not specified: every tool applies scale 1"
     yield "scale", _listed(about["scales"], "module")
+    if about.get("oft_strengths"):
+        yield "OFT", format_strengths(about["oft_strengths"])
     if "hash_matches" in about:
         yield (
             "hash",

@@ -14,11 +14,14 @@ from simpletune.models.shared.recognise import JOINT, LORAS, matches
 ARCHITECTURE_FIELDS = ("modelspec.architecture", "ss_base_model_version")
 UNET = re.compile(r"(down_blocks|up_blocks|mid_block|input_blocks|output_blocks|middle_block)")
 TEXT_ALONE = "text encoders alone"
+UNKNOWN = "an unknown model"
 UNET_NAMES = tuple(names for names in LAYOUTS if names.by_text_width)
 # Keys of other methods, which are refused by name because plain LoRA arithmetic would be wrong for them.
 OTHER_METHODS = (
     (r"\.oft_diag$|\.oft_R\.|\.rescale$", "OFT on the inputs, diagonal or rescaled"),
-    (r"\.(diff|diff_b|w_norm|b_norm|set_weight)$", "full weight differences (.diff)"),
+    (r"\.(diff|set_weight)$", "full weight differences (.diff)"),
+    (r"\.diff_b$", "with changes of biases (.diff_b)"),
+    (r"\.(w_norm|b_norm)$", "with changes of norms (LyCORIS: train_norm)"),
     (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
     (r"\.lora_B(\.default)?\.bias$", "LoRA with biases"),
     (r"\.lora_embedding_[AB]", "LoRA of embeddings"),
@@ -100,7 +103,7 @@ def family_of_lora(
     widths = (shapes[name][1] for name, (_, role) in roles.items() if role == DOWN and len(shapes[name]) > 1)
     if (width := next((width for width in widths if width in JOINT), None)) is not None and fitting:
         return Detected(JOINT[width], f"attention of width {width} under names that {fitting[0].names.title} also uses")
-    return Detected("an unknown model", names[0] if names else "no keys")
+    return Detected(UNKNOWN, names[0] if names else "no keys")
 
 
 def _first(pattern: str, names: list[str]) -> str | None:

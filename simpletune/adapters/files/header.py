@@ -14,38 +14,46 @@ from typing import TypedDict
 
 from simpletune.adapters.files.detect_model import (
     TEXT_ALONE,
+    UNKNOWN,
     Detected,
     family_of_lora,
     is_lora,
     other_methods,
 )
 from simpletune.adapters.files.keys import (
+    DECOMPOSED,
     DORA,
     DORA_ROLES,
+    LOHA,
     LORA,
     OFT,
+    PEFT,
     UpdateShape,
     is_by_output,
     is_whole,
     layout_of,
     module_kind,
+    plain_key,
     split_key,
     update_shape,
 )
+from simpletune.adapters.files.resemblance import resemblance
 from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork
 from simpletune.models.families import DENOISERS
 from simpletune.models.lora_registry import LAYOUTS
 from simpletune.models.shared.fused import Rows
-from simpletune.models.shared.lora_layout import ALPHA, DOWN, Layout
+from simpletune.models.shared.lora_layout import ALPHA, DORA_SCALE, DOWN, Layout
 from simpletune.models.shared.recognise import kind_of
 from simpletune.models.text_layers import BUNDLED, TEXT_KEY, encoder_of, encoders_in, is_text, text_layer
-from simpletune.system.options import Json, UserError, join_names
-from simpletune.system.safetensors_file import TYPES, read_header, require_safetensors
+from simpletune.system.options import Json, UserError, join_names, plural
+from simpletune.system.safetensors_file import TYPES, fp8_value, read_header, require_safetensors
 
 ADAPTER_METADATA = "lora_adapter_metadata"  # diffusers' name for PEFT's settings in the header
 LISTED = 6
+FACTORS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
+"""Types of factors, by safetensors' names; those of 8 and of 64 bits are read in fp32."""
 FAMILIES = ", ".join(names.title for names in LAYOUTS)
-PLAIN_ONLY = "Only plain LoRA can be applied exactly"
+READ = "LoRA, LoKr and LoHa, each with DoRA's magnitudes, too, and OFT of the outputs are read"
 LONGEST_PATTERN = 200  # characters
 DAMAGED = "The file is damaged: download or export it again"
 MOST_TENSORS = 100_000  # of a file that is described: matching so many names takes seconds
@@ -54,6 +62,7 @@ MOST_SIDE = 2**15  # inputs or outputs of a layer, and ranks; the widest known h
 MOST_RANK = (
     4096  # of small layers, whose rank may exceed both sides: one setting for all, or the joined ranks of q, k and v
 )
+MOST_PRODUCTS = 2**15  # rank squared of LoHa, the rank of the equal LoRA; published files have ranks up to 64
 LARGEST_SCALE = 1e6
 """Largest accepted alpha / rank; real files have 0.001 to 100."""
 
@@ -79,12 +88,12 @@ class Module:
     """One updated module of a file.
 
     Args:
-        name: the name in the file, with its prefix.
+        name: the name in the file, with its prefix, but without the words of wrappers.
         keys: keys by role.
         layers: diffusers' names of the layers that it updates: one, or those that it fuses, such as q, k and v.
         rows: which of its rows each is; empty for one layer.
         alpha: the value of its own alpha tensor, or None.
-        kind: LoRA, DoRA, LoKr, LoHa or OFT, by its roles.
+        kind: LoRA, LoKr, LoHa, each of them with magnitudes, or OFT, by its roles.
         factors: keys by role, without alpha.
     """
 
@@ -108,6 +117,9 @@ class LoraHeader:
         kinds: kinds of the denoiser's modules; ``named_kinds``: in a file of text encoders alone, of theirs.
         unmatched: keys that match no layer of the family's denoiser or of a text encoder.
         halves: modules that lack a factor.
+        removed: words of wrappers that stand in the file's names and are not read, such as ``_orig_mod.``.
+        adapters: PEFT's names of adapters in its keys, which are not read either.
+        twice: keys that name a factor which another key names, too.
 
     Raises:
         UserError: the file is damaged, or not a safetensors file.
@@ -121,18 +133,25 @@ class LoraHeader:
         self.entries: dict[str, TensorEntry] = header
         self.shapes = {name: tuple(entry["shape"]) for name, entry in self.entries.items()}
         self.names = list(self.entries)
-        self.text = [name for name in self.names if TEXT_KEY.match(name)]
+        self.plain = {name: plain_key(name) for name in self.names}
+        self.removed = tuple(dict.fromkeys(word for plain in self.plain.values() for word in plain.removed))
+        self.adapters = sorted({plain.adapter for plain in self.plain.values()} - {""})
+        plain_names = [plain.key for plain in self.plain.values()]
+        self.text = [name for name in plain_names if TEXT_KEY.match(name)]
         self.bundled = [name for name in self.names if name.startswith(BUNDLED)]
-        self.methods = other_methods(self.names)
-        self.is_lora = is_lora(self.names)
+        self.methods = other_methods(plain_names)
+        self.is_lora = is_lora(plain_names)
         size = max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
         if self.is_lora and size > MOST_BYTES:
             raise UserError(f"{file} has {size:,} bytes of tensors; a LoRA has at most {MOST_BYTES:,}. {DAMAGED}")
         self.odd_alphas: list[str] = []
+        self.twice: list[str] = []
         found: dict[str, Module] = {}
-        for key in self.names:
-            if (split := split_key(key)) is not None:
+        for key, plain in self.plain.items():
+            if (split := split_key(plain.key)) is not None:
                 module = found.setdefault(split[0], Module(split[0]))
+                if split[1] in module.keys:
+                    self.twice.append(key)
                 module.keys[split[1]] = key
                 if split[1] == ALPHA:
                     module.alpha = self._scalar(key)
@@ -146,7 +165,7 @@ class LoraHeader:
         for module in self.text_modules.values():
             layer = text_layer(module.name)
             module.layers = (layer,) if layer else ()
-        self.layout: Layout | None = layout_of(list(self.modules), self.family.model)
+        self.layout: Layout | None = layout_of(list(self.modules), self.family.model, self.family.names)
         self.layout_name = self.layout.name if self.layout else None
         for module in self.modules.values():
             if self.layout is not None:
@@ -168,7 +187,7 @@ class LoraHeader:
             return Detected(TEXT_ALONE, encoders_in(layers) or "their keys")
         sizes = {module.name: self.size(module) for module in self.modules.values() if module.kind != LORA}
         sides = {name: (size.outputs, size.inputs) for name, size in sizes.items() if size is not None}
-        return family_of_lora(self.shapes, sides, self.metadata)
+        return family_of_lora({self.plain[key].key: shape for key, shape in self.shapes.items()}, sides, self.metadata)
 
     def size(self, module: Module) -> UpdateShape | None:
         """The size of a module's update; None if factors are missing or do not match."""
@@ -194,7 +213,7 @@ class LoraHeader:
                 raise UserError(f"{self.file}: {ADAPTER_METADATA} in its header is not JSON. {DAMAGED}") from None
             return _valid_settings(found, f"{self.file}: {ADAPTER_METADATA} in its header")
         beside = self.file.with_name("adapter_config.json")
-        if self.layout_name == "peft" and beside.is_file():
+        if (self.layout_name == "peft" or PEFT in self.removed) and beside.is_file():
             try:
                 return _valid_settings(json.loads(beside.read_text(encoding="utf-8")), str(beside))
             except ValueError:
@@ -209,6 +228,28 @@ class LoraHeader:
         if module.alpha is not None:
             return module.alpha / rank if rank else math.nan
         return self.header_scale(module)
+
+    def oft_limit(self, module: Module) -> float | None:
+        """The largest ||B - B^T|| of OFT by its alpha; None: no limit.
+
+        sd-scripts (networks/oft.py) and LyCORIS (diag_oft) limit it to alpha x outputs. ComfyUI trains and applies it
+        with alpha alone, and writes its own names without sd-scripts' fields.
+        """
+        if not module.alpha:
+            return None
+        size = self.size(module)
+        of_comfyui = self.layout_name == "comfy" and "ss_network_module" not in self.metadata
+        return module.alpha * (1 if of_comfyui or size is None else size.outputs)
+
+    def is_by_input(self, module: Module) -> bool:
+        """Whether DoRA's magnitudes in a module are of its inputs."""
+        size = self.size(module)
+        return (
+            module.kind in DECOMPOSED.values()
+            and DORA_SCALE in module.keys
+            and size is not None
+            and not is_by_output(DORA_SCALE, self.shapes[module.keys[DORA_SCALE]], size.outputs)
+        )
 
     def header_scale(self, module: Module) -> float:
         """The scale that PEFT derives from the header's settings; 1 without settings."""
@@ -229,6 +270,8 @@ class LoraHeader:
     def _scalar(self, key: str) -> float | None:
         entry = self.entries[key]
         of = TYPES.get(entry["dtype"])
+        if math.prod(entry["shape"]) == 1 and entry["dtype"].startswith("F8_") and of is not None:
+            return fp8_value(tensor_bytes(self.file, entry)[0], entry["dtype"])
         if math.prod(entry["shape"]) != 1 or of is None or of.struct is None:
             self.odd_alphas.append(f"{key} must be a single number but is {entry['dtype']} {entry['shape']}")
             return None
@@ -244,10 +287,14 @@ def _valid_settings(found: object, where: str) -> Json:
     given = found if isinstance(found, dict) else {}
     settings = {re.sub(rf"^({denoisers})\.", "", str(k)): v for k, v in given.items()}
     numbers = [settings.get(name) for name in ("r", "lora_alpha", "alpha")]
+    odd: list[object] = []
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(name) or {}
-        numbers += patterns.values() if isinstance(patterns, dict) else [patterns]
-    odd = [n for n in numbers if n is not None and (type(n) not in (int, float) or not 0 <= n < 2**31)]
+        if isinstance(patterns, dict):
+            numbers += patterns.values()
+        else:
+            odd.append(patterns)
+    odd += [n for n in numbers if n is not None and (type(n) not in (int, float) or not 0 <= n < 2**31)]
     if not isinstance(found, dict) or odd:
         raise UserError(f"{where} contains the invalid value {str(odd[0] if odd else found)[:40]!r}. {DAMAGED}")
     return settings
@@ -270,6 +317,15 @@ def _by_pattern(patterns: Mapping[str, float] | None, layer: str, default: float
     return default
 
 
+def not_read(header: LoraHeader) -> list[str]:
+    """What stands in a file's names that reading leaves out, in words."""
+    return [*header.removed, *map(adapter_words, header.adapters)]
+
+
+def adapter_words(name: str) -> str:
+    return f"the adapter's name {name}"
+
+
 def require_tensors(header: LoraHeader) -> None:
     """Refuse an empty file."""
     if not header.names:
@@ -280,7 +336,8 @@ def require_family(header: LoraHeader) -> None:
     """Refuse a LoRA for another model than ours."""
     if not header.family.is_known:
         model, shown, _ = header.family
-        raise UserError(f"{header.file} is a LoRA for {model} ({shown}). Give one for {FAMILIES}")
+        like = f": {resemblance(header.modules).words}" if model == UNKNOWN else ""
+        raise UserError(f"{header.file} is a LoRA for {model} ({shown}){like}. Give one for {FAMILIES}")
 
 
 def open_lora(file: Path) -> LoraHeader:
@@ -299,13 +356,19 @@ def open_lora(file: Path) -> LoraHeader:
             "FILE --format a1111"
         )
     if not header.is_lora:
-        kind = kind_of(header.shapes) or f"an unknown kind of file (it contains {', '.join(header.names[:4])})"
-        raise UserError(f"{file} is {kind}. Give a LoRA for {FAMILIES}")
+        raise UserError(f"{file} is {kind_of(header.shapes) or unknown_kind(header)}. Give a LoRA for {FAMILIES}")
     require_family(header)
     if header.methods:
         method, keys = next(iter(header.methods.items()))
-        raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {PLAIN_ONLY}")
-    if header.settings and header.settings.get("use_dora") and header.kinds != [DORA]:
+        raise UserError(f"{file} is {method}, which is not supported ({keys[0]}). {READ}")
+    if len(header.adapters) > 1:
+        raise UserError(
+            f"{file} holds {plural(len(header.adapters), 'adapter')} of PEFT: {join_names(header.adapters, LISTED)}. "
+            "Save one of them by itself: save_pretrained(FOLDER, selected_adapters=[NAME])"
+        )
+    if header.twice:
+        raise UserError(f"{file} has two keys for one factor, {header.twice[0]} is the second. {DAMAGED}")
+    if header.settings and header.settings.get("use_dora") and not set(header.kinds) <= set(DECOMPOSED.values()):
         raise UserError(f"{file} is DoRA according to its header, but lacks its magnitudes. {DAMAGED}")
     if header.layout is None and header.modules:
         by_start = {name.partition(".")[0].partition("_")[0]: name for name in header.modules}
@@ -313,16 +376,29 @@ def open_lora(file: Path) -> LoraHeader:
         raise UserError(f"{file} mixes layouts: {listed}. Every key must have the same prefix")
     if header.unmatched:
         count, listed = len(header.unmatched), join_names(header.unmatched, LISTED)
+        title = " or ".join(names.title for names in header.family.names) or "a text encoder"
+        strays = [name for name, module in header.modules.items() if not module.layers]
+        like = resemblance(strays, header.family.names)
         raise UserError(
-            f"{file}: {count} of {len(header.names)} keys match no layer of "
-            f"{header.layout.names.title if header.layout else 'a text encoder'}: {listed}"
+            f"{file}: {count} of {len(header.names)} keys match no layer of {title}: {listed}"
+            + (f". {like.remedy(file)}" if like.layout and like.cut != like.layout.prefix else "")
         )
+    for module in header.all_modules:
+        if module.kind == OFT and (roles := [role for role in DORA_ROLES if role in module.keys]):
+            raise UserError(
+                f"{file} is OFT with DoRA's magnitudes, which is not supported ({module.keys[roles[0]]}). {READ}"
+            )
     if header.halves:
         raise UserError(f"{file}: {header.halves[0]} lacks one of its factors. {DAMAGED}")
     if header.odd_alphas:
         raise UserError(f"{file}: {header.odd_alphas[0]}. {DAMAGED}")
     _require_shapes(header)
     for module in header.all_modules:
+        if module.kind == OFT and not 0 <= (module.alpha or 0) < math.inf:  # also refuses NaN
+            raise UserError(
+                f"{file}: {module.keys[ALPHA]} is {module.alpha:g}, and it limits OFT, so that it must be 0 or above. "
+                f"{DAMAGED}"
+            )
         scale = header.scale(module)
         if not abs(scale) <= LARGEST_SCALE:  # also refuses NaN
             raise UserError(
@@ -336,7 +412,10 @@ def _require_shapes(header: LoraHeader) -> None:
     for module in header.all_modules:
         shapes = {role: header.shapes[key] for role, key in module.factors.items()}
         if module.kind == OFT and any(len(shape) == 4 for shape in shapes.values()):
-            raise UserError(f"{header.file} is BOFT, which is not supported ({module.name}). {PLAIN_ONLY}")
+            raise UserError(f"{header.file} is BOFT, which is not supported ({module.name}). {READ}")
+        for key in module.factors.values():
+            if (dtype := header.entries[key]["dtype"]) not in FACTORS:
+                raise UserError(f"{header.file}: {key} is in {dtype}, which is not supported. Use {', '.join(FACTORS)}")
         listed = " and ".join(str(list(shape)) for shape in shapes.values())
         factors = f"{header.file}: {module.name} has factors {listed}"
         larger = [shape[2:] for shape in shapes.values() if len(shape) == 4 and shape[2:] != (1, 1)]
@@ -357,11 +436,23 @@ def _require_shapes(header: LoraHeader) -> None:
                 f"{factors}: rank {size.rank or 1:,} for {size.inputs:,} inputs and {size.outputs:,} outputs. No layer "
                 f"has more than {MOST_SIDE:,}, and no update a higher rank than its layer's larger side. {DAMAGED}"
             )
-        if any(not is_by_output(role, shapes[role], size.outputs) for role in DORA_ROLES if role in shapes):
+        if module.kind in (LOHA, DECOMPOSED[LOHA]) and (size.rank or 0) ** 2 > max(MOST_PRODUCTS, sides):
             raise UserError(
-                f"{header.file} is DoRA with a magnitude for each input ({module.name}), which is not supported. Train "
-                "it with magnitudes of the outputs (LyCORIS: wd_on_out)"
+                f"{factors}: LoHa of rank {size.rank:,} equals a LoRA of rank {(size.rank or 0) ** 2:,}; at most "
+                f"{max(MOST_PRODUCTS, sides):,} are read"
             )
+        if len(module.layers) > 1 and header.is_by_input(module):
+            raise UserError(
+                f"{header.file} is {module.kind} with a magnitude for each input of a layer that fuses "
+                f"{len(module.layers)} ({module.name}), which is not supported: one norm is of all of them together. "
+                "Train it with magnitudes of the outputs (LyCORIS: wd_on_out)"
+            )
+
+
+def unknown_kind(header: LoraHeader) -> str:
+    """What a file is that is neither a known model nor a LoRA of a known method: its names, and what they are like."""
+    like = resemblance(dict.fromkeys(key.rpartition(".")[0] for key in header.names))
+    return f"an {like.words} (it contains {', '.join(header.names[:4])})"
 
 
 def natural_sort_key(name: str) -> list[tuple[int, int, str]]:

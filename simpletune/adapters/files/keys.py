@@ -12,13 +12,28 @@ Shapes: o outputs, i inputs, r rank, kh x kw kernel; LoKr: o = l k, i = m q, W1 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from simpletune.models.lora_registry import LAYOUTS
-from simpletune.models.shared.lora_layout import ALPHA, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP, Layout
+from simpletune.models.shared.lora_layout import (
+    ALPHA,
+    DORA_SCALE,
+    DOWN,
+    MAGNITUDE,
+    MID,
+    OFT_BLOCKS,
+    UP,
+    Layout,
+    LoraNames,
+)
+from simpletune.models.text_layers import TEXT_KEY
 
-LORA, LOKR, LOHA, DORA, OFT = "LoRA", "LoKr", "LoHa", "DoRA", "OFT"
+LORA, LOKR, LOHA, OFT = "LoRA", "LoKr", "LoHa", "OFT"
+DORA, DOKR, DOHA = "DoRA", "DoKr", "DoHa"  # LoRA, LoKr and LoHa with magnitudes
+DECOMPOSED = {LORA: DORA, LOKR: DOKR, LOHA: DOHA}
+"""The kinds whose weight has a direction and magnitudes (arXiv:2402.09353), by those of the update of the direction."""
 LOKR_ROLES = tuple(f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b"))
 LOHA_ROLES = tuple(f"hada_w{n}{part}" for n in (1, 2) for part in ("_a", "_b"))
 DORA_ROLES = (MAGNITUDE, DORA_SCALE)
@@ -30,8 +45,6 @@ Shape = tuple[int, ...]
 ROLES = {
     "lora_A.weight": DOWN,
     "lora_B.weight": UP,
-    "lora_A.default.weight": DOWN,
-    "lora_B.default.weight": UP,
     "lora_down.weight": DOWN,
     "lora_up.weight": UP,
     "lora_mid.weight": MID,
@@ -42,11 +55,14 @@ ROLES = {
     "alpha": ALPHA,
     "lora_magnitude_vector": MAGNITUDE,
     "lora_magnitude_vector.weight": MAGNITUDE,
-    "lora_magnitude_vector.default.weight": MAGNITUDE,
     "dora_scale": DORA_SCALE,
     OFT_BLOCKS: OFT_BLOCKS,
     **{role: role for role in (*LOKR_ROLES, *LOHA_ROLES, *CORES)},
 }
+PREFIXED = re.compile(
+    "|".join(re.escape(each.prefix) for layouts in LAYOUTS.values() for each in layouts if each.prefix)
+    + f"|{TEXT_KEY.pattern.removeprefix('^')}"
+)
 OLD_ROLES = {"_lora.down.weight": DOWN, "_lora.up.weight": UP}  # as in attention processors of old diffusers versions
 TITLES = {
     "kohya": "kohya",
@@ -56,6 +72,40 @@ TITLES = {
     "original": "original names",
     "lycoris": "LyCORIS",
 }
+
+
+WRAPPERS = re.compile(r"(?<![^._])_orig_mod[._]|(?<![^.])module\.")
+"""What torch.compile and DataParallel put into the names of a model that they wrap."""
+PEFT = "base_model.model."
+ADAPTER = re.compile(
+    r"(?<=\.)(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|oft_R|(?:lokr|hada)_[wt][12](?:_[ab])?)"
+    r"\.(?!weight$|bias$)([^.]+)(?=$|\.weight$|\.bias$)"
+)
+"""A factor and the name of its adapter, which PEFT's own files leave out."""
+
+
+class PlainKey(NamedTuple):
+    """A key without what wrapping a model put into it."""
+
+    key: str
+    removed: tuple[str, ...] = ()  # words of wrappers
+    adapter: str = ""  # PEFT's name of the adapter
+
+
+def plain_key(key: str) -> PlainKey:
+    """Take the words of wrappers and the name of PEFT's adapter out of a key.
+
+    ``base_model.model.`` stays where it is all that precedes a layer: PEFT's own layout, whose files have no other
+    prefix.
+    """
+    adapter = ADAPTER.search(key)
+    plain = key[: adapter.end(1)] + key[adapter.end() :] if adapter else key
+    removed = dict.fromkeys(word[:-1] + "." for word in WRAPPERS.findall(plain))
+    plain = WRAPPERS.sub("", plain)
+    while (place := plain.find(PEFT)) > 0 or place == 0 and PREFIXED.match(plain, len(PEFT)):
+        plain = plain[:place] + plain[place + len(PEFT) :]
+        removed[PEFT] = None
+    return PlainKey(plain, tuple(removed), adapter[2] if adapter else "")
 
 
 def split_key(key: str) -> tuple[str, str] | None:
@@ -69,11 +119,11 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def layout_of(modules: list[str], model: str = "") -> Layout | None:
+def layout_of(modules: list[str], model: str = "", families: Collection[LoraNames] = ()) -> Layout | None:
     """The layout of modules (with prefixes); None if they have no common layout.
 
     Families share prefixes and names, so this is the layout with the prefix that knows most of the modules; of several,
-    that of the family of ``model``, then the one of a family's results.
+    that of the family of ``model``, then one of ``families``, then the one of a family's results.
     """
     known = [layout for layouts in LAYOUTS.values() for layout in layouts]
     prefixes = {layout.prefix for layout in known if layout.prefix}
@@ -82,9 +132,9 @@ def layout_of(modules: list[str], model: str = "") -> Layout | None:
         common = {""}
     fitting = [layout for layout in known if layout.prefix in common] if modules else []
 
-    def fitness(layout: Layout) -> tuple[int, bool, bool]:
+    def fitness(layout: Layout) -> tuple[int, bool, bool, bool]:
         count, names = sum(bool(layout.layers(module)) for module in modules), layout.names
-        return count, names.has_model(model), count > 0 and layout is LAYOUTS[names][0]
+        return count, names.has_model(model), names in families, count > 0 and layout is LAYOUTS[names][0]
 
     return max(fitting, key=fitness, default=None)
 
@@ -111,8 +161,9 @@ class UpdateShape(NamedTuple):
 
 def module_kind(roles: Collection[str]) -> str:
     """The kind of a module with these roles; LoRA if they do not tell."""
-    telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, DORA: DORA_ROLES, OFT: (OFT_BLOCKS,)}
-    return next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
+    telling = {LOKR: LOKR_ROLES, LOHA: LOHA_ROLES, OFT: (OFT_BLOCKS,)}
+    kind = next((kind for kind, own in telling.items() if any(role in own for role in roles)), LORA)
+    return DECOMPOSED.get(kind, kind) if any(role in DORA_ROLES for role in roles) else kind
 
 
 def is_whole(roles: Collection[str]) -> bool:
@@ -125,7 +176,8 @@ def is_whole(roles: Collection[str]) -> bool:
         return found >= {DOWN, UP}
     if kind == OFT:
         return found == {OFT_BLOCKS}
-    if kind == LOHA:
+    found -= set(DORA_ROLES)
+    if kind in (LOHA, DOHA):
         return found == set(LOHA_ROLES)
     ways = [({f"lokr_w{n}"}, {f"lokr_w{n}_a", f"lokr_w{n}_b"}) for n in (1, 2)]
     return any(found == one | other for one in ways[0] for other in ways[1])
@@ -147,17 +199,21 @@ def update_shape(shapes: Mapping[str, Shape]) -> UpdateShape | None:
     flat = {role: (shape[0], math.prod(shape[1:])) for role, shape in plain.items()}
     kind = module_kind(flat)
     if kind == LOKR:
-        return _lokr(flat)
-    if kind == LOHA:
+        size = _lokr(flat)
+    elif kind == LOHA:
         (o, r), (other_r, i), *others = (flat[role] for role in LOHA_ROLES)
-        return UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
-    (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
-    channels = plain[DOWN][1]
-    fits = all(
-        is_by_output(role, shape, outputs) or (shape[:2] == (1, channels) and all(side == 1 for side in shape[2:]))
+        size = UpdateShape(o, i, r) if r == other_r and others == [(o, r), (r, i)] else None
+    else:
+        (rank, inputs), (outputs, columns) = flat[DOWN], flat[UP]
+        size = UpdateShape(outputs, inputs, rank) if rank == columns else None
+    if size is None:
+        return None
+    channels = plain[DOWN][1] if kind == LORA else None  # other factors do not tell them from the kernel
+    fits = (
+        is_by_output(role, shape, size.outputs) or role == DORA_SCALE and is_by_input(shape, size.inputs, channels)
         for role, shape in magnitudes.items()
     )
-    return UpdateShape(outputs, inputs, rank) if rank == columns and fits else None
+    return size if all(fits) else None
 
 
 def _without_cores(shapes: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
@@ -180,11 +236,17 @@ def _without_cores(shapes: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
 
 
 def is_by_output(role: str, shape: Shape, outputs: int) -> bool:
-    """Whether DoRA's magnitude is one per output: [o], [o, 1], [o, 1, 1, 1], or PEFT's [1, o, 1, 1] of a convolution;
-    rather than one per input: [1, i] ..."""
+    """Whether DoRA's magnitude is one per output: [o], [o, 1], [o, 1, 1, 1], or PEFT's [1, o, 1, 1]."""
     if role == MAGNITUDE and shape == (1, outputs, 1, 1):
         return True
     return shape[:1] == (outputs,) and all(side == 1 for side in shape[1:])
+
+
+def is_by_input(shape: Shape, inputs: int, channels: int | None = None) -> bool:
+    """Whether DoRA's magnitude is one per input channel: [1, i] or [1, i, 1, 1]; ``inputs``: i kh kw."""
+    if len(shape) < 2 or shape[0] != 1 or any(side != 1 for side in shape[2:]):
+        return False
+    return shape[1] == channels if channels is not None else shape[1] > 0 and inputs % shape[1] == 0
 
 
 def _lokr(shapes: Mapping[str, Shape]) -> UpdateShape | None:

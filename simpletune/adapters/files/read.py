@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.header import DAMAGED, LoraHeader, Module, open_lora
-from simpletune.adapters.files.keys import CORES, DORA, DORA_ROLES, LOKR, LORA, OFT
+from simpletune.adapters.files.header import DAMAGED, LISTED, LoraHeader, Module, not_read, open_lora
+from simpletune.adapters.files.keys import CORES, DECOMPOSED, DORA_ROLES, LOKR, LORA, OFT, module_kind
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, Update
-from simpletune.adapters.methods.formulas import require_numbers
+from simpletune.adapters.methods.formulas import as_numbers
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.shared.lora_layout import DORA_MARK, DORA_SCALE, DOWN, MAGNITUDE, MID, OFT_BLOCKS, UP
 from simpletune.models.text_layers import is_text
-from simpletune.system.options import UserError
+from simpletune.system.console import say
+from simpletune.system.options import UserError, join_names
 
 
 def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
@@ -25,9 +26,9 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
     header ``open_lora`` has checked.
 
     Returns:
-        Updates in the file's type by diffusers' layer name; those of text encoders by ``text_encoder.`` and the layer's
-        name (``models.text_layers``). Scales are those of diffusers and kohya's tools: an ``alpha`` tensor / rank,
-        otherwise the header's ``lora_adapter_metadata``, otherwise 1.
+        Updates in the file's type, those in fp8 and fp64 in fp32, by diffusers' layer name; those of text encoders by
+        ``text_encoder.`` and the layer's name (``models.text_layers``). Scales are those of diffusers and kohya's
+        tools: an ``alpha`` tensor / rank, otherwise the header's ``lora_adapter_metadata``, otherwise 1.
 
     Raises:
         UserError: the file is not a LoRA for a known family, is damaged, has keys that match no layer, or non-finite
@@ -36,6 +37,8 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
     from safetensors import SafetensorError, safe_open
 
     header = file if isinstance(file, LoraHeader) else open_lora(file)
+    if words := not_read(header):
+        say(f"lora    {header.file.name}: names read without {join_names(words, LISTED)}")
     found: dict[str, Update] = {}
     try:
         opened = safe_open(header.file, framework="pt")
@@ -43,9 +46,10 @@ def read_lora(file: Path | LoraHeader) -> dict[str, Update]:
         raise UserError(f"{header.file}: {' '.join(str(error).split())[:120]}. {DAMAGED}") from None
     with opened as handle:
         for module in header.all_modules:
-            factors = {role: handle.get_tensor(key) for role, key in module.factors.items()}
-            for role, tensor in factors.items():
-                require_numbers(f"{header.file}: {module.keys[role]}", tensor)
+            factors = {
+                role: as_numbers(f"{header.file}: {key}", handle.get_tensor(key))
+                for role, key in module.factors.items()
+            }
             update = _update(header, module, factors)
             parts = update.split(module.rows) if module.rows else [update]
             for layer, part in zip(module.layers, parts, strict=True):
@@ -68,9 +72,9 @@ def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -
     scale = header.scale(module)
     if module.kind == OFT:
         blocks = factors[OFT_BLOCKS]
-        norm = float((blocks - blocks.transpose(1, 2)).norm())
-        if module.alpha and norm > module.alpha > 0:  # a limit on ||B - B^T||, as in ComfyUI
-            blocks = blocks * (module.alpha / norm)
+        norm, limit = float((blocks - blocks.transpose(1, 2)).float().norm()), header.oft_limit(module)
+        if limit is not None and norm > limit:
+            blocks = blocks * (limit / norm)
         return OftUpdate(blocks)
     size, kernel = header.size(module), _kernel(factors)
     assert size is not None
@@ -78,14 +82,18 @@ def _update(header: LoraHeader, module: Module, factors: Mapping[str, Tensor]) -
         kernel = header.layout.names.kernel(module.layers[0], header.family.model)
         kernel = kernel if size.inputs % math.prod(kernel) == 0 else ()
     flat = {role: factor.flatten(1) for role, factor in plain_factors(factors).items() if role not in DORA_ROLES}
-    if module.kind in (LORA, DORA):
-        update = LoraUpdate(flat[DOWN], flat[UP], scale, kernel)
-        if module.kind == DORA:
-            return DoraUpdate(update, *_magnitudes(header, module, factors, update.shape))
+    kind = module_kind(flat)
+    if kind == LORA:
+        update: Update = LoraUpdate(flat[DOWN], flat[UP], scale, kernel)
+    elif kind == LOKR:
+        update = LokrUpdate(flat, size.outputs, scale, kernel=kernel)
+    else:
+        update = LohaUpdate(flat, scale, kernel)
+    if module.kind not in DECOMPOSED.values():
         return update
-    if module.kind == LOKR:
-        return LokrUpdate(flat, size.outputs, scale, kernel=kernel)
-    return LohaUpdate(flat, scale, kernel)
+    if header.is_by_input(module):
+        return DoraUpdate(update, factors[DORA_SCALE].flatten().float(), by_input=True)
+    return DoraUpdate(update, *_magnitudes(header, module, factors, update.shape))
 
 
 def _kernel(factors: Mapping[str, Tensor]) -> tuple[int, ...]:

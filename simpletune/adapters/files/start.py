@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.files.attach import factors_of, require_shapes, set_magnitude
 from simpletune.adapters.files.factors import resize_update
+from simpletune.adapters.files.keys import DOHA, DOKR
 from simpletune.adapters.files.updates import DoraUpdate, LokrUpdate, LoraUpdate, OftUpdate, Updates
 from simpletune.adapters.methods.adapter import Shapes
 from simpletune.adapters.methods.dora_layers import DoraLayer
@@ -21,6 +22,7 @@ from simpletune.adapters.methods.targets import LayerMethod, TargetedMethod
 from simpletune.models.lora_registry import TARGETS, is_convolution, is_residual, is_target
 from simpletune.system.options import UserError, join_names, plural
 
+ON_TOP = "Train on top of it: name it in model.loras"
 UNSCALED = DoraUpdate, OftUpdate
 """Kinds whose multiples are not of the same kind."""
 
@@ -37,10 +39,13 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
     if strays := [layer for layer in updates if layer not in trained]:
         fitting = [name for name in TARGETS if all(is_target(name, layer) for layer in updates)]
         remedy = f"Use adapter.targets {fitting[0] if fitting else 'a list with the endings of these names'}"
-        if not method.updates_convolutions and hasattr(method, "conv_rank"):
-            if any(map(is_convolution, strays)) and all(is_convolution(each) or is_residual(each) for each in strays):
+        lacks_rank = not method.updates_convolutions and hasattr(method, "conv_rank")
+        if lacks_rank and any(map(is_convolution, strays)):
+            if all(is_residual(each) or method.is_targeted(each) for each in strays):
                 remedy = "Give convolutions a rank by adapter.conv_rank, with which all layers of the resnets train"
-        if all(map(method.is_targeted, strays)):
+            else:
+                remedy += ", and give their convolutions a rank by adapter.conv_rank"
+        elif all(map(method.is_targeted, strays)):
             remedy = "Use an adapter.layers that does not leave them out"
         raise UserError(
             f"{place}: {len(strays)} of {plural(len(updates), 'layer')} are not trained by this run: "
@@ -48,9 +53,15 @@ def require_startable(place: str, method: TargetedMethod, updates: Updates, shap
         )
     if others := {update.kind: layer for layer, update in updates.items() if update.kind != method.title}:
         kind, layer = next(iter(others.items()))
+        if kind in (DOKR, DOHA):
+            raise UserError(f"{place} is {kind} ({layer}), which no method here trains. {ON_TOP}")
         raise UserError(
             f"{place} is {kind} ({layer}), and {method.title} starts only from its own kind. Use adapter.method "
             f"{kind.lower()}, or start from a {method.title}"
+        )
+    if odd := [layer for layer, each in updates.items() if isinstance(each, DoraUpdate) and each.by_input]:
+        raise UserError(
+            f"{place} has a magnitude for each input ({odd[0]}), and this run trains one for each output. {ON_TOP}"
         )
     if not 0 < scale < float("inf"):
         raise UserError(f"{place}: the strength {scale:g} must be above 0. Leave it out for 1")
@@ -93,6 +104,7 @@ def start_from(model: nn.Module, updates: Updates, scale: float) -> float:
         elif isinstance(layer, DoraLayer):
             assert isinstance(update, DoraUpdate)
             low_rank = update.update
+            assert isinstance(low_rank, LoraUpdate)
             left_out += _fill(layer.lora_A.weight, layer.lora_B.weight, low_rank, 1 / layer.scale)
             whole += _square(low_rank)
             set_magnitude(layer, update)

@@ -1,4 +1,4 @@
-"""How a file changes one layer: the protocol ``Update``, and its kinds LoRA, LoKr, LoHa, DoRA and OFT.
+"""How a file changes one layer: the protocol ``Update``, and its kinds LoRA, LoKr, LoHa, DoRA of each, and OFT.
 
 Every weight is a matrix here: a convolution's, [o, c, kh, kw], has i = c kh kw inputs.
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from simpletune.adapters.files.keys import DORA, LOHA, LOKR, LORA, OFT
+from simpletune.adapters.files.keys import DECOMPOSED, LOHA, LOKR, LORA, OFT
 from simpletune.adapters.methods.formulas import (
     by_norms,
     hadamard_delta,
@@ -239,9 +239,9 @@ class LokrUpdate(Update):
             whole = self.factors[name].float()
             tall, wide = whole.shape
             pairs.append((whole, torch.eye(wide)) if wide <= tall else (torch.eye(tall), whole))
-        up, down = (torch.kron(one, other) for one, other in zip(*pairs, strict=True))
-        if len(down) > min(self.shape):
+        if math.prod(len(down) for _, down in pairs) > min(self.shape):
             return super().as_lora()
+        up, down = (torch.kron(one, other) for one, other in zip(*pairs, strict=True))
         return LoraUpdate(down, up[self.skipped : self.skipped + self.outputs], self.scale, self.kernel)
 
     def file_factors(self) -> tuple[dict[str, Tensor], float]:
@@ -300,9 +300,10 @@ class LohaUpdate(Update):
         return self.scale * hadamard_delta(self.factors)
 
     def as_lora(self) -> LoraUpdate:
-        down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
-        if len(down) > min(self.shape):
+        assert self.dim is not None
+        if self.dim * len(self.factors["hada_w2_b"]) > min(self.shape):
             return super().as_lora()
+        down, up = low_rank({name: factor.float() for name, factor in self.factors.items()})
         return LoraUpdate(down, up.contiguous(), self.scale, self.kernel)
 
     def file_factors(self) -> tuple[dict[str, Tensor], float]:
@@ -321,46 +322,74 @@ class LohaUpdate(Update):
 
 @dataclass(eq=False)
 class DoraUpdate(Update):
-    """DoRA's weight, m (W + s B A) / ||W + s B A||, by rows.
+    """DoRA's weight, m (W + s B A) / ||W + s B A||, by rows or by the columns of each input channel; of LoKr and LoHa
+    with their matrix for s B A.
 
     Args:
         update: s B A.
-        magnitude: m [o], or None if the file contains only ``relative``.
+        magnitude: m [o], or None if the file contains only ``relative``; [c] for each input channel.
         relative: m ||W|| / ||W + s B A|| [o], which is applied without the norm of the sum: ``dora_scale`` as made for
             ComfyUI.
+        by_input: whether magnitudes and norms are of input channels, as OneTrainer and older LyCORIS have them.
     """
 
-    update: LoraUpdate
+    update: Update
     magnitude: Tensor | None = None
     relative: Tensor | None = None
-    kind: ClassVar[str] = DORA
+    by_input: bool = False
 
     def __post_init__(self) -> None:
         self.shape, self.scale, self.kernel = self.update.shape, self.update.scale, self.update.kernel
-        self.rank = self.dim = self.update.rank
+        self.rank, self.dim = self.update.rank, self.update.dim
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return DECOMPOSED[self.update.kind]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is DoRA as this package trains it: LoRA with magnitudes of the outputs."""
+        return isinstance(self.update, LoraUpdate) and not self.by_input
+
+    def gains(self, blocks: Iterable[Tensor]) -> Tensor:  # fp32 [o], or [c] of input channels
+        """m / ||W + s B A||, from blocks of W's rows in fp32, on their device."""
+        delta, first, found = self.update.delta(), 0, list[Tensor]()
+        for block in blocks:
+            turned = block + delta[first : first + len(block)].to(block.device)
+            first += len(block)
+            if self.by_input:
+                assert self.magnitude is not None
+                found.append(turned.unflatten(1, (len(self.magnitude), -1)).square().sum((0, 2)))
+            else:
+                found.append((block if self.magnitude is None else turned).norm(dim=1))
+        norms = torch.stack(found).sum(0).sqrt() if self.by_input else torch.cat(found)
+        magnitude = self.relative if self.magnitude is None else self.magnitude
+        assert magnitude is not None
+        return by_norms(magnitude.to(norms.device), norms)
 
     def delta_for(self, weight: Tensor) -> Tensor:
-        turned = weight + self.update.delta()
-        if self.magnitude is not None:
-            gain = by_norms(self.magnitude, turned.norm(dim=1))
-        else:
-            assert self.relative is not None
-            gain = by_norms(self.relative, weight.norm(dim=1))
+        turned, gain = weight + self.update.delta(), self.gains([weight])
+        if self.by_input:
+            return (turned.unflatten(1, (len(gain), -1)) * gain[:, None]).flatten(1) - weight
         return gain[:, None] * turned - weight
 
     def split(self, rows: Sequence[Rows]) -> Sequence[DoraUpdate]:
         spans = [own.within(self.shape[0]) for own in rows]
+        whole = self.update
         return [
             DoraUpdate(
-                part or replace(self.update, up=self.update.up[own].contiguous()),
-                *(None if vector is None else vector[own] for vector in (self.magnitude, self.relative)),
+                part if part is not None else replace(whole, up=whole.up[own].contiguous()),  # type: ignore[attr-defined, type-var]
+                None if self.magnitude is None else self.magnitude[own],
+                None if self.relative is None else self.relative[own],
             )
             for part, own in zip(self.update.split(rows), spans, strict=True)
         ]
 
     def swap_halves(self) -> DoraUpdate:
-        vectors = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
-        return DoraUpdate(self.update.swap_halves(), *vectors)
+        if self.by_input:
+            return replace(self, update=self.update.swap_halves())
+        magnitude, relative = (None if v is None else exchanged_halves(v) for v in (self.magnitude, self.relative))
+        return DoraUpdate(self.update.swap_halves(), magnitude, relative)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.header import ADAPTER_METADATA, natural_sort_key
-from simpletune.adapters.files.keys import DORA, OFT
 from simpletune.adapters.files.updates import (
     DoraUpdate,
     LohaUpdate,
@@ -27,7 +26,7 @@ from simpletune.adapters.files.updates import (
 )
 from simpletune.adapters.methods.formulas import FLOATS, named_blocks
 from simpletune.engine.tensors import exchanged_halves
-from simpletune.models.lora_registry import LAYOUTS, family_of_names, names_of
+from simpletune.models.lora_registry import LAYOUTS, factor_layout, family_of_names, names_of
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.lora_encoders import LoraEncoder
 from simpletune.models.shared.lora_layout import ALPHA, DORA_MARK, DORA_SCALE, MAGNITUDE, Layout, LoraNames
@@ -72,6 +71,13 @@ def write_lora(
     updates, text = split_text(updates)
     low_rank = {layer: update for layer, update in updates.items() if isinstance(update, LoraUpdate)}
     dora = {layer: update for layer, update in updates.items() if isinstance(update, DoraUpdate)}
+    for layer, each in dora.items():
+        if not each.is_plain:
+            form = f"{each.kind} with a magnitude for each input" if each.by_input else each.kind
+            raise UserError(
+                f"{layer} is {form}, which is not written. Merge it into its base: simpletune merge, and for a LoRA "
+                "that is close to it: simpletune extract"
+            )
     oft = {layer: update for layer, update in updates.items() if isinstance(update, OftUpdate)}
     others = {layer: u for layer, u in updates.items() if isinstance(u, LokrUpdate | LohaUpdate)}
     tensors: dict[str, Tensor] = {}
@@ -87,7 +93,8 @@ def write_lora(
         if chosen is None:
             known = " or ".join(each.name for each in LAYOUTS[names] if each.prefix)
             raise UserError(f"{layout}: files for {names.title} have no such layout. Use {known}")
-        tensors = file_tensors(low_rank | {layer: each.update for layer, each in dora.items()}, chosen, kind)
+        directions = {layer: each.update for layer, each in dora.items() if isinstance(each.update, LoraUpdate)}
+        tensors = file_tensors(low_rank | directions, chosen, kind)
         tensors |= _magnitudes(dora, chosen)
         for layer, turned in oft.items():  # ComfyUI would rotate the wrong rows under other names
             if not chosen.alpha or chosen.names.reorders and chosen.original != (turned.original is not None):
@@ -228,8 +235,7 @@ def _by_module(vectors: Mapping[str, Tensor], layout: Layout) -> dict[str, Tenso
 def _lycoris_tensors(updates: Updates, names: LoraNames | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of LoKr and LoHa by key: the layers under the names that ComfyUI reads."""
     tensors: dict[str, Tensor] = {}
-    layouts = LAYOUTS[names] if updates and names is not None else ()
-    layout = next((each for each in layouts if each.name == "lycoris"), next(iter(layouts), None))
+    layout = factor_layout(LAYOUTS[names]) if updates and names is not None else None
     for layer in sorted(updates, key=natural_sort_key):
         update = updates[layer]
         assert layout is not None
@@ -266,7 +272,7 @@ def text_tensors_of(
     tensors: dict[str, Tensor] = {}
     for layer in sorted(others, key=natural_sort_key):
         update = others[layer]
-        if update.kind in (DORA, OFT):
+        if isinstance(update, DoraUpdate | OftUpdate):
             raise UserError(f"{layer} is {update.kind}, which is written for the denoiser only. Merge it into its base")
         if layout != "lycoris":
             raise _needs_rank(layer, update)

@@ -17,6 +17,17 @@ FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Types by their names in options."""
 
 
+WIDENED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float64)
+"""Types of files that are read in fp32: torch has no arithmetic for the first two; the third is rounded once."""
+
+
+def as_numbers(place: str, tensor: Tensor) -> Tensor:
+    """A file's factor, in fp32 if it is of a type of ``WIDENED``; raises what ``require_numbers`` raises."""
+    found = tensor.float() if tensor.dtype in WIDENED else tensor
+    require_numbers(place, found)
+    return found
+
+
 def require_numbers(place: str, tensor: Tensor) -> None:
     """Refuse a file's tensor of a type that none of them has, or with values that are not finite."""
     if tensor.dtype not in FLOATS.values():

@@ -16,11 +16,12 @@ from simpletune.adapters.methods.adapter import OUTPUT, Shapes, TrainingMethod
 from simpletune.models.lora_registry import (
     SHORT,
     TARGETS,
+    factor_layout,
     is_convolution,
     is_residual,
     is_target,
     matches_layer,
-    result_layout,
+    suited_layouts,
 )
 from simpletune.models.shared.lora_layout import ALPHA
 from simpletune.system.options import Option, Problem, join_names, plural
@@ -280,7 +281,7 @@ class LayerMethod(TargetedMethod):
         from simpletune.system.safetensors_file import write_safetensors
 
         layers = {name: layer for name, layer in outer_layers(model) if isinstance(layer, FactorLayer)}
-        layout = result_layout(model, "lycoris")
+        layout = factor_layout(suited_layouts(model))
         state: dict[str, Tensor] = {}
         for name, layer in layers.items():
             module = layout.module(name)

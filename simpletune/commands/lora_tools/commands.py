@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.adapters.files.header import LoraHeader, open_lora
-from simpletune.commands.lora_tools.metadata import EMBEDDED, SAID, base_fields, header_of, shared_fields, source_note
+from simpletune.adapters.files.header import LISTED, LoraHeader, open_lora
+from simpletune.commands.lora_tools.metadata import (
+    EMBEDDED,
+    SAID,
+    base_fields,
+    foreign_fields,
+    header_of,
+    shared_fields,
+    source_note,
+)
 from simpletune.config.load import read_saved
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
@@ -18,7 +26,7 @@ from simpletune.models.lora_registry import family_of_names, is_convolution
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.lora_layout import Layout, LoraNames
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.text_layers import encoders_in, split_text
+from simpletune.models.text_layers import encoders_in, split_text, style_of
 from simpletune.runs.folder import CONFIG, SUMMARY, read_json_or_none
 from simpletune.runs.outputs import require_new
 from simpletune.runs.weights_names import find_lora, is_run, run_config
@@ -111,9 +119,12 @@ def export(args: argparse.Namespace) -> Path:
     metadata = base_fields(header) | header_of(updates, out.stem, config, source.steps, names)
     said = {name: value for name in SAID if (value := getattr(args, name, None)) is not None}
     metadata |= shared_fields(source.run, source.step, header.metadata, said)
+    kept, left_out = kept_fields(source, header, metadata)
+    metadata |= kept
     if not getattr(args, "thumbnail", True):
         metadata.pop("modelspec.thumbnail", None)
     written = write_lora_file(updates, out, args, metadata, names, usual_layout(names, header))
+    say_rest(header, kept, left_out)
     if lost is not None:
         kinds = " and ".join(header.named_kinds)
         say(f"  LoRA of rank {ranks_of(updates)} for {kinds}: residual {lost:.3%} of the update (Frobenius norm)")
@@ -165,8 +176,11 @@ def resize(args: argparse.Namespace) -> Path:
     config = source.config(header.metadata)
     names = names_of_run(config, header)
     require_suited(source, config, args.format)
-    metadata = base_fields(header) | header_of(new, args.out.stem, config, source.steps, names)
-    written = write_lora_file(new, args.out, args, metadata | note, names, usual_layout(names, header))
+    metadata = base_fields(header) | header_of(new, args.out.stem, config, source.steps, names) | note
+    kept, left_out = kept_fields(source, header, metadata)
+    style = None if header.modules else style_of(header.text[0])
+    written = write_lora_file(new, args.out, args, {**metadata, **kept}, names, usual_layout(names, header), style)
+    say_rest(header, kept, left_out)
     say(f"  rank {ranks_of(old)} before, {ranks_of(new)} now; lost {lost:.3%} of the update (Frobenius norm)")
     return written
 
@@ -199,7 +213,10 @@ def mix(args: argparse.Namespace) -> Path:
     metadata = base_fields(headers[0]) | header_of(updates, args.out.stem, None, None, names)
     layouts = [usual_layout(names, header) for header in headers]
     usual = next((each for each in layouts if each is not None and not each.original), layouts[0])
-    written = write_lora_file(updates, args.out, args, metadata | source_note("mix", details), names, usual)
+    style = None if any(header.modules for header in headers) else style_of(headers[0].text[0])
+    written = write_lora_file(updates, args.out, args, metadata | source_note("mix", details), names, usual, style)
+    for header in headers:
+        say_rest(header, {}, [*foreign_fields(header.metadata, metadata)[0]])
     summed = " + ".join(f"{weight:g} {name}" for name, weight in parts)
     say(f"  {summed} by {args.method}: rank {ranks_of(updates)}")
     return written
@@ -207,6 +224,7 @@ def mix(args: argparse.Namespace) -> Path:
 
 def merge(args: argparse.Namespace) -> Path:
     from simpletune.adapters.files.base_reader import BaseReader
+    from simpletune.adapters.files.describe import format_strengths, oft_strengths
     from simpletune.adapters.files.merge import Merger
     from simpletune.adapters.files.read import read_lora
 
@@ -225,7 +243,9 @@ def merge(args: argparse.Namespace) -> Path:
     if single and base.rest is not None:
         refuse_same(args.out, base.rest)
     require_new(args.out, args.overwrite, folder=not single)
-    loras = [(read_lora(source.file), source.weight * args.scale) for source in sources]
+    headers = [open_lora(source.file) for source in sources]
+    loras = [(read_lora(header), source.weight * args.scale) for header, source in zip(headers, sources, strict=True)]
+    left_out = sorted({name for updates, _ in loras for name in split_text(updates)[1]}) if args.denoiser_only else []
     if args.denoiser_only:
         loras = [(split_text(updates)[0], weight) for updates, weight in loras]
     merger = Merger(base, loras, args.dtype)
@@ -236,9 +256,16 @@ def merge(args: argparse.Namespace) -> Path:
     summed = ", ".join(f"{weight:g} x {name}" for name, weight in parts)
     say(f"{args.out}: {base.name}{f' with {summed}' if summed else ''}")
     types = ", ".join(sorted({merger.kind(name) for name in base.shapes}))
+    own = base.family.lora[0].names.encoders
     if merger.text:
-        encoders = encoders_in(merger.text, base.family.lora[0].names.encoders)
-        say(f"  with the updates of {encoders}: {plural(len(merger.text), 'layer')}")
+        say(f"  with the updates of {encoders_in(merger.text, own)}: {plural(len(merger.text), 'layer')}")
+    if left_out:
+        count = plural(len(left_out), "layer")
+        say(f"  without the updates of {encoders_in(left_out, own)}: {count} (--denoiser-only)")
+    for header in headers:
+        say_rest(header, {}, [])
+        if strengths := oft_strengths(header):
+            say(f"  {header.file.name}: {format_strengths(strengths)}")
     changed = plural(len(merger.changed), "layer")
     say(f"  changed {changed}, written in {types}; rounding lost {merger.lost:.2%} of the update")
     return args.out
@@ -345,13 +372,15 @@ def write_lora_file(
     metadata: Mapping[str, str],
     names: LoraNames | None,
     default: Layout | None,
+    style: str | None = None,
 ) -> Path:
-    """Write a LoRA file of a family, if that is known, and describe it. ``default``: the layout without --format."""
+    """Write a LoRA file of a family, if that is known, and describe it. ``default``: the layout without --format;
+    ``style``: the layout without either, of text encoders' keys alone."""
     from simpletune.adapters.files.write import is_single_encoder, write_lora
 
     layouts = () if names is None else family_of_names(names).lora
     usual = "kohya" if is_single_encoder(updates, metadata, names) else "diffusers"
-    layout = args.format or (default.name if default is not None else usual)
+    layout = args.format or style or (default.name if default is not None else usual)
     kohya = next((each for each in layouts if each.name == "kohya"), None)
     if layout == "comfy" and (usual == "kohya" if names is None else kohya is not None and not kohya.original):
         layout = "kohya"  # kohya's scripts train diffusers' model, and ComfyUI loads those names
@@ -361,6 +390,25 @@ def write_lora_file(
     size = written.stat().st_size / 2**20
     say(f"{written}: {layout}, {plural(len(updates), 'layer')}, rank {ranks_of(updates)}, {size:.1f} MiB")
     return written
+
+
+def kept_fields(
+    source: NamedLora, header: LoraHeader, written: Mapping[str, str]
+) -> tuple[Mapping[str, str], Sequence[str]]:
+    """``foreign_fields`` of a file; none of a run's own, whose configuration the header is written from."""
+    return foreign_fields(header.metadata, written) if source.run is None else ({}, [])
+
+
+def say_rest(header: LoraHeader, kept: Mapping[str, str], left_out: Sequence[str]) -> None:
+    """Say what becomes of a file's parts that are no updates: its header's fields, and embeddings inside it."""
+    if kept:
+        say(f"  keeps {plural(len(kept), 'other field')} of its header: {join_names(sorted(kept), LISTED)}")
+    if left_out:
+        listed = join_names(left_out, LISTED)
+        say(f"  leaves out {plural(len(left_out), 'field')} of {header.file.name}'s header: {listed}")
+    if header.bundled:
+        say(f"  leaves out {plural(len(header.bundled), 'tensor')} of embeddings inside {header.file.name}: "
+            f"{join_names(header.bundled, LISTED)}")  # fmt: skip
 
 
 def ranks_of(updates: Updates) -> str:

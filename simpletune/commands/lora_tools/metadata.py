@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,10 +15,11 @@ from PIL import Image, ImageOps
 
 from simpletune import __version__
 from simpletune.adapters.files.detect_model import ARCHITECTURE_FIELDS, family_of_lora
+from simpletune.adapters.files.header import ADAPTER_METADATA
 from simpletune.adapters.files.keys import DORA, LORA
 from simpletune.config.schema import TrainConfig
 from simpletune.models.lora_registry import Layers
-from simpletune.models.shared.lora_layout import LoraNames
+from simpletune.models.shared.lora_layout import DORA_MARK, LoraNames
 from simpletune.models.text_layers import split_text
 from simpletune.runs.attempts import attempts_of
 from simpletune.runs.folder import SAMPLES
@@ -89,6 +91,22 @@ def shared_fields(run: Path | None, step: int | None, known: Mapping[str, str], 
         found = {"date": trained_at(run), "thumbnail": thumbnail(run, step)}
         fields |= {SPEC + name: value for name, value in found.items() if value is not None}
     return fields | {SPEC + name: value for name, value in said.items()}
+
+
+OF_TENSORS = re.compile(
+    r"^(sshs_|ss_network_(module|dim|alpha|args)$|modelspec\.(hash|sai_model_spec|implementation|title|architecture))"
+    rf"|^({'|'.join((ADAPTER_METADATA, EMBEDDED, 'format', *DORA_MARK))})$"
+)
+"""Fields that describe the tensors beside them, or that say how to read them: false in a file with others."""
+
+
+def foreign_fields(known: Mapping[str, str], written: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Other fields of a file's header, which the file that is made from it keeps, and the names of those that it cannot
+    keep because they describe tensors."""
+    others = {name: value for name, value in known.items() if name not in written}
+    return {name: value for name, value in others.items() if not OF_TENSORS.search(name)}, [
+        name for name in others if OF_TENSORS.search(name) and name not in ("format", EMBEDDED)
+    ]
 
 
 def model_fields(denoiser: Layers, names: LoraNames | None) -> Mapping[str, str]:

@@ -54,5 +54,6 @@ LAYOUTS = (  # the first is the one of a run's result, which every tool loads
     Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
     Layout("original", "lora_unet_", NAMES, original=True, dots=False, peft=False, alpha=True),
     Layout("peft", "base_model.model.", NAMES),
+    Layout("lycoris", "lycoris_", NAMES, dots=False, peft=False, alpha=True),  # SimpleTuner's and LyCORIS's own
     Layout("bare", "", NAMES),
 )

@@ -15,6 +15,7 @@ from simpletune.models.shared.lora_verdicts import (
     DEPENDENT,
     DIFFUSERS,
     FORGE,
+    FORMS,
     MERGE,
     ONLY_LORA,
     UNMATCHED,
@@ -40,6 +41,7 @@ T5_READERS = {DIFFUSERS: (), COMFYUI: ("kohya", "comfy"), FORGE: ("kohya",)}
 ORIGINAL_ONLY = "knows only the original names for SD3: "
 
 VERDICTS = (
+    *FORMS,
     Verdict((DIFFUSERS,), "yes", layouts=("diffusers",), facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
     Verdict((DIFFUSERS,), "yes", (Note("as plain LoRA, which is wrong: it drops dora_scale"),),
             layouts=("diffusers",), facts=(Fact.DORA,)),

@@ -45,5 +45,6 @@ LAYOUTS = (  # the first is the one of a run's result; the second suits a UNet w
     Layout("diffusers", "unet.", NAMES),
     Layout("comfy", "diffusion_model.", NAMES, original=True, alpha=True),
     Layout("peft", "base_model.model.", NAMES),
+    Layout("lycoris", "lycoris_", NAMES, dots=False, peft=False, alpha=True),  # SimpleTuner's and LyCORIS's own
     Layout("bare", "", NAMES),
 )

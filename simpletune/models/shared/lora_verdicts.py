@@ -16,7 +16,10 @@ TOOLS = DIFFUSERS, COMFYUI, FORGE = "diffusers", "ComfyUI", "Forge"
 class Fact(StrEnum):
     """What a file may have; ``adapters.files.compatibility`` says of a header whether it does, and in which words."""
 
-    DORA = "modules of DoRA"
+    DORA = "modules with DoRA's magnitudes, of LoRA, LoKr or LoHa"
+    DECOMPOSED = "modules of LoKr or LoHa with magnitudes: their kinds"
+    BY_INPUT = "magnitudes of the inputs in every module that has some"
+    CONSTRAINED = "OFT whose trainer limits it to a multiple of alpha"
     OFT = "modules of OFT"
     OF_WEIGHT = "modules of DoRA or OFT, which depend on the weight"
     ALL_MAGNITUDES = "PEFT's magnitude in every module"
@@ -59,22 +62,38 @@ class Verdict:
 UNTESTED = Note("according to its source, untested")
 UNMATCHED = Note("{}", Fact.UNMATCHED, partly=True)
 MERGE = "merge it into its base instead"
+UNKNOWN_TO_FORGE = 12
+"""Forge (b6cfd7fc) returns the model unchanged if a file has more keys that match none of its own."""
+FORMS: tuple[Verdict, ...] = (  # DoRA that this package does not train
+    Verdict((DIFFUSERS,), "refuses", (Note(f"reads no {{}}: {MERGE}", Fact.DECOMPOSED),), facts=(Fact.DECOMPOSED,)),
+    Verdict((DIFFUSERS,), "refuses", (Note(f"reads DoRA by outputs alone, and this one is by inputs: {MERGE}"),),
+            facts=(Fact.DORA, Fact.BY_INPUT)),
+)  # fmt: skip
 DEPENDENT: tuple[Verdict, ...] = (  # DoRA and OFT; Forge supports neither scales per row nor rotations
     Verdict((DIFFUSERS,), "yes", layouts=("diffusers",), facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
+    Verdict((DIFFUSERS,), "refuses", (Note("reads DoRA under its own names alone: export to diffusers"),),
+            facts=(Fact.DORA, Fact.ALL_MAGNITUDES)),
+    Verdict((DIFFUSERS,), "refuses", (Note(f"its DoRA needs lora_magnitude_vector, and this is ComfyUI's: {MERGE}"),),
+            facts=(Fact.DORA, Fact.MADE_FOR_COMFYUI)),
     Verdict((DIFFUSERS,), "refuses", (Note("its DoRA needs lora_magnitude_vector: export to diffusers"),),
             facts=(Fact.DORA,)),
     Verdict((DIFFUSERS,), "refuses", (Note(f"reads no OFT: {MERGE}"),), facts=(Fact.OFT,)),
+    Verdict((COMFYUI,), "yes", facts=(Fact.DORA, Fact.BY_INPUT)),
     Verdict((COMFYUI,), "yes", (Note("as plain LoRA, which is wrong: it does not know lora_magnitude_vector"),),
             facts=(Fact.DORA, Fact.NOT_ALL_SCALES)),
     Verdict((COMFYUI,), "yes", (Note("exactly; a version that divides by the norm of the sum would be wrong"),),
             facts=(Fact.DORA, Fact.MADE_FOR_COMFYUI)),
     Verdict((COMFYUI,), "yes", (Note("divides by the norms of the base's rows instead of the sum's: wrong"),),
             facts=(Fact.DORA,)),
+    Verdict((COMFYUI,), "yes",
+            (Note("wrongly: limits |B - B^T| to alpha, where the trainer has alpha x outputs, so its update is weaker: "
+                  f"{MERGE}"),), facts=(Fact.OFT, Fact.CONSTRAINED)),
     Verdict((COMFYUI,), "yes", (Note("exactly at strength 1; strength k changes the weights by k squared"),),
             facts=(Fact.OFT,)),
+    Verdict((FORGE,), "yes", (Note("according to its source, untested"),), facts=(Fact.DORA, Fact.BY_INPUT)),
     Verdict((FORGE,), "yes", (Note(f"wrongly: divides dora_scale by the norms of columns: {MERGE}"),),
             facts=(Fact.DORA,)),
-    Verdict((FORGE,), "silently nothing", (Note(f"reads no OFT for SD3: {MERGE}"),), facts=(Fact.OFT,)),
+    Verdict((FORGE,), "silently nothing", (Note(f"reads no OFT: {MERGE}"),), facts=(Fact.OFT,)),
 )  # fmt: skip
 ONLY_LORA = Verdict(
     (DIFFUSERS,), "refuses",

@@ -18,6 +18,8 @@ from simpletune.models.shared.lora_verdicts import (
     DEPENDENT,
     DIFFUSERS,
     FORGE,
+    FORMS,
+    MERGE,
     ONLY_LORA,
     UNMATCHED,
     UNTESTED,
@@ -51,8 +53,17 @@ PROJECTIONS = r"^(?!.*\.processor\.).*\.to_"
 DROPPED = Note("drops {}: export to kohya", Fact.DROPPED, partly=True)
 
 VERDICTS = (
+    *FORMS,
+    Verdict((FORGE,), "silently nothing", (Note(f"knows no names with lycoris_: {MERGE}"),), layouts=("lycoris",),
+            facts=(Fact.OF_WEIGHT,)),
+    Verdict((FORGE,), "silently nothing", (Note("knows no names with lycoris_: export to lycoris, which has others"),),
+            layouts=("lycoris",), facts=(Fact.OTHER_KINDS,)),
+    Verdict((FORGE,), "silently nothing", (Note("knows no names with lycoris_: export to kohya"),),
+            layouts=("lycoris",)),
+    Verdict((COMFYUI, FORGE), "silently nothing", (Note("drops all of these names: export to kohya"),),
+            layouts=("peft",), facts=(Fact.OF_WEIGHT,), drops=""),
     Verdict((COMFYUI, FORGE), "partly", (Note("drops the projections under these names: export to kohya"),),
-            layouts=("diffusers", "peft"), facts=(Fact.OF_WEIGHT,)),
+            layouts=("diffusers",), facts=(Fact.OF_WEIGHT,), drops=PROJECTIONS),
     *DEPENDENT,
     ONLY_LORA,
     Verdict((DIFFUSERS,), "refuses", (Note("reads no lora_mid (Tucker form): export to kohya, without it"),),

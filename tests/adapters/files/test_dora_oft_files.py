@@ -203,7 +203,7 @@ def test_a_unet_s_file_comes_back_and_comfyui_computes_it(method: str, tmp_path:
 
 
 def test_files_of_other_tools_are_read(tmp_path: Path) -> None:
-    """dora_scale [o, 1] without our mark is m; OFT's alpha limits the rotation."""
+    """dora_scale [o, 1] without our mark is m; OFT's alpha x outputs limits the rotation."""
     torch.manual_seed(0)
     module = "lora_unet_joint_blocks_0_x_block_attn_proj"
     w, a, b = (torch.randn(shape) for shape in ((32, 32), (2, 32), (32, 2)))
@@ -217,8 +217,9 @@ def test_files_of_other_tools_are_read(tmp_path: Path) -> None:
         write_lora({"transformer_blocks.0.attn.to_out.0": update}, tmp_path / "x.safetensors", "kohya")
 
     blocks = torch.randn(4, 8, 8)
-    file = {f"{module}.oft_blocks": blocks, f"{module}.alpha": torch.tensor(0.7)}
+    file = {f"{module}.oft_blocks": blocks, f"{module}.alpha": torch.tensor(0.7 / 32)}
     save_file(file, tmp_path / "oft.safetensors")
+    file[f"{module}.alpha"] = torch.tensor(0.7)  # which ComfyUI multiplies by nothing
     (update,) = read_lora(tmp_path / "oft.safetensors").values()
     torch.testing.assert_close(w + update.delta_for(w), dora_oft.comfy(w, file, module).float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
 
@@ -226,7 +227,7 @@ def test_files_of_other_tools_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"lora_down.weight": (2, 32), "lora_up.weight": (32, 2), "dora_scale": (1, 32)}, "a magnitude for each input"),
+        ({"lora_down.weight": (2, 32), "lora_up.weight": (32, 2), "dora_scale": (1, 16)}, "which do not match"),
         ({"lora_down.weight": (2, 32), "lora_up.weight": (32, 2), "dora_scale": (31, 1)}, "which do not match"),
         ({"lora_down.weight": (2, 32), "lora_up.weight": (32, 2), "oft_blocks": (4, 8, 8)}, "lacks one of its factors"),
         ({"oft_blocks": (2, 4, 8, 8)}, "is BOFT"),
@@ -270,7 +271,9 @@ def test_inspect_says_how_each_tool_loads_them(trained: Callable[[str], Trained]
     assert found["Forge"][0] == "silently nothing" and found["simpletune"] == ("yes", "")
     kohya = write_lora(read_lora(file), tmp_path / "kohya.safetensors", "kohya")
     found = loads(kohya)
-    assert found["ComfyUI"][1].startswith("exactly") and found["Forge"][1].startswith("wrongly")
+    assert found["ComfyUI"][1].startswith("exactly") and found["Forge"][0] == "silently nothing"
+    assert "and above 12 it loads nothing: merge it" in found["Forge"][1]
+    assert found["diffusers"][1] == "reads DoRA under its own names alone: export to diffusers"
     assert found["diffusers"][0] == "refuses"
     tensors = {key: tensor for key, tensor in load_file(file).items() if "dora_scale" not in key}
     save_file(tensors, tmp_path / "peft.safetensors")

@@ -48,7 +48,7 @@ from simpletune.models.sdxl.option import SDXL
 from simpletune.models.text_layers import text_key
 from simpletune.system.options import UserError
 
-KOHYA, ONETRAINER, DIFFUSERS, COMFY, PEFT, BARE = LAYOUTS
+KOHYA, ONETRAINER, DIFFUSERS, COMFY, PEFT, LYCORIS, BARE = LAYOUTS
 TINY: dict[str, Any] = {  # two levels of two layers, numbered as the real ones, and the width of the real text
     "sample_size": 8, "block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": (1, 2),
      "use_linear_projection": True, "cross_attention_dim": 2048,

@@ -1,7 +1,7 @@
 """What is said of how other tools read a LoRA file, over families x layouts x kinds of files.
 
-``verdicts.json`` has every sentence about a tool, with how many of the files get it and a hash of which. It was written
-by the functions of commit a13f70e7, before the verdicts became data of the families."""
+``verdicts.json`` has every sentence about a tool, with how many of the files get it and a hash of which. Its first
+version is of commit a13f70e7; each change since was read sentence by sentence."""
 
 from __future__ import annotations
 
