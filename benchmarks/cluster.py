@@ -62,7 +62,7 @@ class Job:
     @property
     def exchanged(self) -> int:
         """Bytes of the gradients of trained parameters."""
-        return GRADIENT * self.config.adapter.trainable(self.config.model.known_shapes())
+        return GRADIENT * self.config.adapter.trainable(self.config.model.architecture.known_shapes())
 
     @property
     def sample_bytes(self) -> int:

@@ -33,7 +33,7 @@ class Plain:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        folder = model.part("transformer").folder
+        folder = model.files.part("transformer").folder
         if folder is None or not (folder.parent / "model_index.json").exists():
             raise UserError(
                 f"--model: {model.pretrained} is not a folder in diffusers' layout, which the baseline needs. "

@@ -71,7 +71,7 @@ def chosen_attention(config: TrainConfig, stage: str) -> str:
     from simpletune.stages.step.attention import AttentionCall, usable
 
     asked = config.speed.attention
-    width = 512 if stage == "latents" else config.model.attentions(config.image_size())[0].width
+    width = 512 if stage == "latents" else config.model.architecture.attentions(config.image_size())[0].width
     if asked != "auto" and stage == "train":
         return asked
     shape = AttentionCall(1, 2, 64, 64, width, stage == "train", stage)
@@ -86,7 +86,7 @@ def text(config: TrainConfig) -> None:
 
     device, dtype = torch.device("cuda"), config.precision.encoder_dtype()
     for encoder in config.model.text.encoders:
-        part = config.model.known_part(encoder.model)
+        part = config.model.files.known_part(encoder.model)
         opened = encoder.open_empty(part, dtype, device)
         ids = torch.zeros((2 * BATCH, encoder.longest(part.config())), dtype=torch.int64)
         for _ in opened.encode(Tokens(ids), BATCH):

@@ -70,7 +70,7 @@ def gradients(layers: int | None = None, side: int = 512) -> Json:
     from diffusers import SD3Transformer2DModel
 
     family = SD3(pretrained="stabilityai/stable-diffusion-3.5-medium")
-    config = dict(family.known_config())
+    config = dict(family.files.known_config())
     if layers is not None:
         config |= {"num_layers": layers, "dual_attention_layers": tuple(range(layers))}
     torch.manual_seed(0)

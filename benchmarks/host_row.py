@@ -69,7 +69,7 @@ def theirs(config: TrainConfig, wide: bool) -> Step:
     is_unet = family.family == "sd15"
     with CUDA:
         kind: Any = UNet2DConditionModel if is_unet else SD3Transformer2DModel
-        model = kind.from_config(dict(family.known_config()))
+        model = kind.from_config(dict(family.files.known_config()))
     model.requires_grad_(False).to(torch.bfloat16)
     if config.memory.checkpointing != "none":
         model.enable_gradient_checkpointing()

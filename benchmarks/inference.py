@@ -230,7 +230,7 @@ def prepare(workload: Workload, folder: Path) -> Job:
     config = resolve_folders(config)
     say(f"bench   {workload.model}, {weights} on {reason}")
     text = TextCache(config.model, config.precision.encoder_dtype(), folder / "cache")
-    guidance = 3.0 if config.model.blocks() < 12 else 4.5
+    guidance = 3.0 if config.model.architecture.blocks() < 12 else 4.5
     prompt = "a flat picture of a large blue heart in the middle, on a cream background"
     requests = [ImageRequest(prompt, seed, "", width, height, steps, guidance) for seed in SEEDS]
     text.fill([prompt, ""], chosen)

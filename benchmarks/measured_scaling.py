@@ -61,7 +61,7 @@ def measured(method: str, processes: int, passes: int) -> Json:
 def exchange_of(method: str, processes: int) -> Json:
     """Measure an all-reduce of the gradients of ``METHODS`` among processes, with gloo over this machine's loopback."""
     config = resolve_folders(read_config(Path("demo"), [*METHODS[method], *COMMON], needs_data=False)[0])
-    bytes_ = 4 * config.adapter.trainable(config.model.known_shapes())
+    bytes_ = 4 * config.adapter.trainable(config.model.architecture.known_shapes())
     said = launch(["-m", "benchmarks.measured_scaling", str(bytes_)], processes)
     return {"processes": processes, "bytes": bytes_, "seconds": json.loads(said.splitlines()[-1])["seconds"]}
 

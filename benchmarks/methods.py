@@ -55,14 +55,14 @@ def with_adapter(shipped: str, adapter: Json, *overrides: str) -> TrainConfig:
 
 def stepper(adapter: Json) -> Callable[[], object]:
     """Assemble a few blocks with random weights and an adapter; return a function that takes a training step."""
-    shapes = {**SD3().known_config(), "num_layers": BLOCKS}
+    shapes = {**SD3().files.known_config(), "num_layers": BLOCKS}
     overrides = ["device=cpu", "precision.weights=bf16", f"data.resolution={SIZE}", "optimizer.name=adamw"]
     overrides += ["memory.checkpointing=none", "memory.modulation=resident"]
     config = with_adapter(list(SHIPPED)[-1], adapter, *overrides)
     config = config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": 0})})
     model = fill_model(
-        SD3().empty_model(shapes),
-        SD3().random_tensors(shapes, 1),
+        SD3().architecture.empty_model(shapes),
+        SD3().architecture.random_tensors(shapes, 1),
         config.precision,
         CPU,
         lambda name: False,

@@ -145,7 +145,7 @@ def flops_of(config: TrainConfig, model: nn.Module) -> Flops:
     """Count the operations of a micro-batch of a row."""
     # accelerate and PEFT keep the transformer's parameter names and add the adapter's name to those of LoRA.
     trained = {name: tuple(value.shape) for name, value in trained_parameters(model).items()}
-    side, blocks = config.data.resolution, config.memory.checkpointed(config.model.blocks())
+    side, blocks = config.data.resolution, config.memory.checkpointed(config.model.architecture.blocks())
     return config.model.flops(trained_of(trained), (side, side), config.train.micro_batch, blocks)
 
 
@@ -201,18 +201,18 @@ def theirs(config: TrainConfig, device: torch.device) -> Any:
 
     from benchmarks.diffusers_training import DreamBooth, Flags
 
-    shapes, batch, side = config.model.known_config(), config.train.micro_batch, config.data.resolution
+    shapes, batch, side = config.model.files.known_config(), config.train.micro_batch, config.data.resolution
     rank = getattr(config.adapter, "rank", None)
     dtype = torch.float32 if rank is None else torch.bfloat16
     model, tensors = (
-        nn.Module.to(config.model.empty_model(shapes), dtype),
-        RandomWeights(config.model.empty_tensors(shapes), device),
+        nn.Module.to(config.model.architecture.empty_model(shapes), dtype),
+        RandomWeights(config.model.architecture.empty_tensors(shapes), device),
     )
     model = model.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(tensors.get(name))
-    parts = {part: config.model.known_part(part).config() for part in ("vae", "scheduler")}
+    parts = {part: config.model.files.known_part(part).config() for part in ("vae", "scheduler")}
     with torch.device(device):
         vae = AutoencoderKL.from_config(parts["vae"])
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(parts["scheduler"])

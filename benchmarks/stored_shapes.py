@@ -22,11 +22,11 @@ from simpletune.system.atomic import write_text
 def shipped() -> Iterator[tuple[str, ModelConfig]]:
     """The class and configuration of every model that ships."""
     demos = [family_of(str(folder)).model_copy(update={"pretrained": str(folder)}) for folder in MODELS.values()]  # type: ignore[union-attr]
-    known = [family.model_copy(update={"pretrained": name}) for family in FAMILIES for name in family.hub_names]
+    known = [family.model_copy(update={"pretrained": name}) for family in FAMILIES for name in family.files.hub_names]
     for family in [*known, *demos]:
         widened = [family.model_copy(update={"inpainting": True})] if "inpainting" in type(family).model_fields else []
         for each in [family, *widened]:
-            yield family.diffusers.model, each.known_config()
+            yield family.architecture.diffusers_class, each.files.known_config()
 
 
 def stored() -> str:

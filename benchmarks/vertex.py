@@ -127,7 +127,7 @@ def config_of(*overrides: str) -> TrainConfig:
 def counts(rank: int) -> Json:
     """Count a LoRA's parameters from shapes, and the bytes of the file that a run would write."""
     config = config_of(*BASE, f"adapter.rank={rank}")
-    shapes = config.model.known_shapes()
+    shapes = config.model.architecture.known_shapes()
     trained = config.adapter.trainable(shapes)
     total = sum(math.prod(shape) for shape in shapes.values()) + trained
     return {"trained": trained, "total": total, "tensor_bytes": 4 * trained, "file_bytes": file_bytes(config)}
@@ -137,7 +137,7 @@ def file_bytes(config: TrainConfig) -> int:
     """Return the size of the LoRA file that a run of this configuration exports."""
     import torch
 
-    model = config.model.empty_model(config.model.known_config())
+    model = config.model.architecture.empty_model(config.model.files.known_config())
     config.adapter.attach(model, seed=0)
     for name, parameter in list(model.named_parameters()):
         if parameter.requires_grad:

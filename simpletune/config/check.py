@@ -74,8 +74,8 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
     if other is not None and other.family != model.family:
         yield Problem(
             "model.pretrained",
-            f"{model.pretrained} is a model of {other.title}. Set model.family to {other.family}, or name an "
-            f"{model.title} model",
+            f"{model.pretrained} is a model of {other.words.title}. Set model.family to {other.family}, or name an "
+            f"{model.words.title} model",
         )
     if model.loras and model.init == "random":
         yield Problem("model.loras", "LoRAs of a trained model do not suit random weights. Remove them, or model.init")
@@ -83,9 +83,9 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
         allowed = " or ".join(model.objectives)
         yield Problem(
             "objective.name",
-            f"{name}, but {model.title} models are trained with {allowed}. Leave it out, or use {allowed}",
+            f"{name}, but {model.words.title} models are trained with {allowed}. Leave it out, or use {allowed}",
         )
-    if config.adapter.needs_contexts and (reason := model.no_hypernetwork) is not None:
+    if config.adapter.needs_contexts and (reason := model.words.no_hypernetwork) is not None:
         yield Problem(
             "adapter.method", f"{config.adapter.method} changes what the attention to the prompt reads, but {reason}"
         )
@@ -94,11 +94,12 @@ def _family_rules(config: TrainConfig) -> Iterator[Problem]:
         for index, source in enumerate(config.data.members)
     }
     sides |= {f"validation.{side}": getattr(config.validation, side) for side in ("width", "height")}
+    multiple, title = model.architecture.multiple, model.words.title
     for path, side in sides.items():
-        if side is not None and side % model.multiple:
-            low = side // model.multiple * model.multiple
-            near = f"{low} or {low + model.multiple}" if low else str(model.multiple)
-            yield Problem(path, f"{side} is not a multiple of {model.multiple}, which {model.title} needs. Use {near}")
+        if side is not None and side % multiple:
+            low = side // multiple * multiple
+            near = f"{low} or {low + multiple}" if low else str(multiple)
+            yield Problem(path, f"{side} is not a multiple of {multiple}, which {title} needs. Use {near}")
 
 
 def _adapter_rules(config: TrainConfig) -> Iterator[Problem]:
@@ -226,8 +227,8 @@ def _lora_rules(config: TrainConfig, option: TextLora) -> Iterator[Problem]:
             why = f"{frozen[name]} is not trained: all of it would stay on the device. " if name in frozen else ""
             yield Problem(
                 "text.lora.encoders",
-                f"{name!r} is not a {kind} encoder of {config.model.title}. {why}Use {', '.join(known)}, or null for "
-                "all",
+                f"{name!r} is not a {kind} encoder of {config.model.words.title}. {why}Use {', '.join(known)}, or null "
+                "for all",
             )
     if not (config.adapter.holds_lora or config.adapter.trains_base):
         yield Problem(
@@ -313,11 +314,13 @@ def _recompute_rules(config: TrainConfig) -> Iterator[Problem]:
 def may_recompute_alone(config: TrainConfig) -> bool:
     """Whether recomputing feed-forward networks separately saves time, because nothing needs their outputs again; for
     a known model and resolved demo names."""
-    if not config.model.ends_with_feed_forward or config.speed.compile or config.precision.settled == "fp16":
+    if not config.model.architecture.ends_with_feed_forward or config.speed.compile:
+        return False
+    if config.precision.settled == "fp16":
         return False
     if config.adapter.trains_base or config.trains_conditioning:
         return False
-    return not config.trained_modulation(config.model.known_shapes())
+    return not config.trained_modulation(config.model.architecture.known_shapes())
 
 
 def _in_backward_rules(config: TrainConfig) -> Iterator[Problem]:
@@ -393,11 +396,11 @@ def _fsdp_rules(config: TrainConfig) -> Iterator[Problem]:
             "base, of which each process keeps a whole copy: quantised, that takes the least memory. Use none, or "
             "adapter.method full",
         )
-    if not config.model.supports_fsdp:
+    if not config.model.architecture.supports_fsdp:
         yield Problem(
             "train.fsdp",
-            f"full divides a transformer block by block, and {config.model.title} models are not transformers. Use "
-            "none",
+            f"full divides a transformer block by block, and {config.model.words.title} models are not transformers. "
+            "Use none",
         )
     if config.optimizer.no_fsdp_reason is not None:
         yield Problem(

@@ -16,7 +16,7 @@ from simpletune.data.sources.multi_source import source_notes
 from simpletune.data.sources.source import Source
 from simpletune.models.families import family_suggested
 from simpletune.models.shared.model_config import Shape
-from simpletune.models.shared.sources import is_single_file
+from simpletune.models.shared.single_file import is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.notify import find_receiver
 from simpletune.system.options import UserError, plural
@@ -46,7 +46,8 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{model.pretrained} ({source}){under}, {model.text.describe()}"
     shapes, located = _shapes(config), resolve_model_folder(config).model
     if shapes is not None and located.inpaints:
-        new = f"; {located.new_weights} begins with zeros for them" if located.new_weights else ""
+        weights = located.architecture.new_weights
+        new = f"; {weights} begins with zeros for them" if weights else ""
         yield "inpaints", f"the model also reads a mask and the latents of the masked picture{new}"
     if shapes is not None:
         total, trained = sum(math.prod(s) for s in shapes.values()), _trained(config, shapes)
@@ -55,9 +56,9 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{trained:,} of the base's {total:,} trained ({100 * trained / total:.2f}%)"
     else:
         yield "trains", f"by {config.adapter.method}; the number of parameters is unknown until the model is downloaded"
-    known = located.is_schedule_known()
+    known = located.files.is_schedule_known()
     predicts = config.objective.describe(
-        located.scheduler_config() if known else None, located.schedule_source() if known else ""
+        located.files.scheduler_config() if known else None, located.files.schedule_source() if known else ""
     )
     if predicts is not None:
         yield "predicts", predicts
@@ -162,7 +163,8 @@ def _memory(config: TrainConfig) -> Iterator[str]:
         yield f"in tiles of {memory.feed_forward} tokens"
     if memory.offload_checkpoint_inputs:
         yield "offloads their inputs to the host"
-    shapes = _shapes(config) if memory.modulation == "auto" and config.model.modulation is not None else None
+    plannable = memory.modulation == "auto" and config.model.architecture.modulation is not None
+    shapes = _shapes(config) if plannable else None
     may_plan = shapes is not None and auto_modulation(config, config.device == "cpu", shapes)[0] == "plan"
     if memory.modulation == "plan" or may_plan:
         where = "" if memory.modulation == "plan" else " on a GPU"
@@ -176,7 +178,7 @@ def _memory(config: TrainConfig) -> Iterator[str]:
 
 
 def _shapes(config: TrainConfig) -> dict[str, Shape] | None:
-    shapes = resolve_model_folder(config).model.shapes(fetch=False)
+    shapes = resolve_model_folder(config).model.architecture.shapes(fetch=False)
     return None if shapes is None else dict(shapes)
 
 
@@ -194,7 +196,7 @@ def _idle(config: TrainConfig) -> Iterator[str]:
         if value is not None and value < NEGLIGIBLE:
             yield f"{path} {value:g} is so small that nothing trains"
     located = resolve_model_folder(config).model
-    scheduler = located.scheduler_config() if located.is_schedule_known() else {}
+    scheduler = located.files.scheduler_config() if located.files.is_schedule_known() else {}
     if config.objective.is_idle(scheduler):
         yield (
             "the only level from objective.min_timestep on has a weight of 0, by objective.min_snr_gamma and an SNR of "
@@ -226,7 +228,7 @@ def _notes(config: TrainConfig) -> Iterator[str]:
     suggested = family_suggested(config.model.pretrained)
     if suggested is not None and suggested.family != config.model.family:
         yield (
-            f"the name of {config.model.pretrained} suggests {suggested.title}, and model.family is "
+            f"the name of {config.model.pretrained} suggests {suggested.words.title}, and model.family is "
             f"{config.model.family}: its configuration is checked before its weights are downloaded"
         )
     yield from source_notes(config.data, inpaints=known_to_inpaint(config))

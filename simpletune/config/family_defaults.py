@@ -11,8 +11,8 @@ def family_defaults(family: Family) -> dict[str, dict[str, object]]:
     """Return the defaults that depend on the family, by section and field."""
     return {
         "objective": {"name": family.objectives[0]},
-        "data": {"resolution": family.resolution},
-        "validation": {"guidance": family.guidance, "negative_prompt": family.negative_prompt},
+        "data": {"resolution": family.words.resolution},
+        "validation": {"guidance": family.words.guidance, "negative_prompt": family.words.negative_prompt},
     }
 
 
@@ -37,7 +37,7 @@ def with_family(data: Json) -> Json:
     if family is None:
         return data
     defaults = family_defaults(family)
-    if family.modulation is None:  # a memory.profile may plan modulations
+    if family.architecture.modulation is None:  # a memory.profile may plan modulations
         defaults["memory"] = {"modulation": "auto"}
     return _filled(data, defaults)
 

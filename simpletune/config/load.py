@@ -207,8 +207,8 @@ def validate(
         found.append(
             Problem(
                 "model.family",
-                f"it is not stated, and the name of {data['model']['pretrained']} suggests {suggested.title}. "
-                f"Set it to {suggested.family}, or to {usual.family} if it is an {usual.title} model",
+                f"it is not stated, and the name of {data['model']['pretrained']} suggests {suggested.words.title}. "
+                f"Set it to {suggested.family}, or to {usual.family} if it is an {usual.words.title} model",
             )
         )
         data = {**data, "model": {**data["model"], "family": suggested.family}}

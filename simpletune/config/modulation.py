@@ -20,7 +20,7 @@ def settle_modulation(config: AnyConfig, on_host: bool, before: str | None = Non
     """
     if config.memory.modulation != "auto":
         return config
-    if config.model.modulation is None:
+    if config.model.architecture.modulation is None:
         kind = "resident"
     else:
         kind, why = auto_modulation(config, on_host)
@@ -36,7 +36,7 @@ def auto_modulation(config: TrainConfig, on_host: bool, shapes: dict[str, Shape]
         return "resident", f"adapter.method {config.adapter.method} trains it"
     if config.trains_conditioning:
         return "resident", "the text encoders change the pooled prompt in every step"
-    trained = config.trained_modulation(config.model.known_shapes() if shapes is None else shapes)
+    trained = config.trained_modulation(config.model.architecture.known_shapes() if shapes is None else shapes)
     if trained:
         return "resident", f"adapter.targets trains {join_names(trained, 1)}"
     if on_host:

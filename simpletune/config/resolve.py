@@ -29,11 +29,11 @@ def file_problems(config: TrainConfig, family_known: bool = True, needs_data: bo
         known = " or ".join(MODELS)
         return found + [Problem(f"model.{part}", f"unknown demo {name}. Use {known}") for part, name in unknown]
     config = resolve_model_folder(config)
-    model = list(config.model.problems())
+    model = list(config.model.files.problems())
     if model:
         return found + model
     try:
-        shapes = config.model.shapes(fetch=False)
+        shapes = config.model.architecture.shapes(fetch=False)
     except UserError as error:
         return [*found, Problem("model.pretrained", str(error))]
     except (KeyError, TypeError) as error:
@@ -41,13 +41,13 @@ def file_problems(config: TrainConfig, family_known: bool = True, needs_data: bo
             *found,
             Problem(
                 "model.pretrained",
-                f"the {config.model.denoiser}'s config.json lacks {error}. Name an {config.model.title} model",
+                f"the {config.model.denoiser}'s config.json lacks {error}. Name an {config.model.words.title} model",
             ),
         ]
     found += config.shape_rules(dict(shapes)) if shapes else []
     try:
-        if config.model.is_schedule_known():  # without a download
-            found += list(config.objective.problems(config.model.scheduler_config))
+        if config.model.files.is_schedule_known():  # without a download
+            found += list(config.objective.problems(config.model.files.scheduler_config))
     except UserError as error:
         found.append(Problem("model.pretrained", str(error)))
     return found
@@ -58,8 +58,8 @@ def require_model_rules(config: TrainConfig) -> None:
 
     The model's folder is resolved. All problems are raised as one ``ConfigError``.
     """
-    problems = list(config.shape_rules(config.model.known_shapes()))
-    problems += config.objective.problems(config.model.scheduler_config)
+    problems = list(config.shape_rules(config.model.architecture.known_shapes()))
+    problems += config.objective.problems(config.model.files.scheduler_config)
     if problems:
         raise ConfigError(problems)
 
@@ -68,7 +68,7 @@ def resolve_folders(config: TrainConfig) -> ResolvedConfig:
     """Replace ``demo:`` names by folders, which are created on first use, and download the model from the hub, all of
     it before any other work; a ``UserError`` says why it fails or does not fit on the disk."""
     config = resolve_data_folder(resolve_model_folder(config))
-    config.model.fetch()
+    config.model.files.fetch()
     return ResolvedConfig(config)
 
 
@@ -90,10 +90,10 @@ def resolve_model_folder(config: TrainConfig) -> TrainConfig:
 def known_to_inpaint(config: TrainConfig) -> bool:
     """Whether the model inpaints, as far as is known without a download and with the files that are there."""
     model = resolve_model_folder(config).model
-    if any(model.problems()):
+    if any(model.files.problems()):
         return False
     try:
-        return model.denoiser_config(fetch=False) is not None and model.inpaints
+        return model.files.denoiser_config(fetch=False) is not None and model.inpaints
     except UserError:  # whoever reads its weights says what is wrong with them
         return False
 

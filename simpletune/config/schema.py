@@ -112,13 +112,13 @@ class TrainConfig(Option):
     def shape_rules(self, shapes: dict[str, Shape]) -> Iterator[Problem]:
         """Check the rules that need the base model's parameter shapes."""
         yield from self.adapter.problems(shapes)
-        new = self.model.new_weights
+        new = self.model.architecture.new_weights
         if new is not None and not self.adapter.trains_weight(new):
             yield Problem(
                 "model.inpainting",
-                f"true gives {self.model.weights_from} input channels whose weights begin at zero, and adapter.method "
-                f"{self.adapter.method} does not train {new}. Use adapter.method full, or partial with {new} in "
-                "adapter.layers; or name an inpainting model",
+                f"true gives {self.model.files.weights_from} input channels whose weights begin at zero, and "
+                f"adapter.method {self.adapter.method} does not train {new}. Use adapter.method full, or partial with "
+                f"{new} in adapter.layers; or name an inpainting model",
             )
         trained = self.trained_modulation(shapes)
         if self.memory.modulation == "plan" and trained and not self.adapter.trains_base:
@@ -127,19 +127,20 @@ class TrainConfig(Option):
                 f"plan needs frozen modulation weights, but adapter.targets trains {join_names(trained, 1)}. Use "
                 "adapter.targets attention, or memory.modulation resident",
             )
-        yield from self.memory.model_rules(len(self.model.units_among(shapes)), self.model.modulation is not None)
+        network = self.model.architecture
+        yield from self.memory.model_rules(len(network.units_among(shapes)), network.modulation is not None)
         yield from inpainting_rules(self.data, self.model)
 
     @property
     def trains_conditioning(self) -> bool:
         """Whether the text side trains what modulations are made from, the pooled prompt."""
-        modulation = self.model.modulation
+        modulation = self.model.architecture.modulation
         reads_pooled = modulation is not None and modulation.reads_pooled
         return reads_pooled and bool(self.text.resident(self.model.text.trainable))
 
     def trained_modulation(self, shapes: dict[str, Shape]) -> list[str]:
         """List the modulation modules that the adapter trains."""
-        if (modulation := self.model.modulation) is None:
+        if (modulation := self.model.architecture.modulation) is None:
             return []
         modules = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
         return [name for name in modules if modulation.serves(name) and not self.adapter.is_untouched(name)]

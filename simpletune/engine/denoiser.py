@@ -23,7 +23,7 @@ class Denoiser(nn.Module):
     after_units: str
     """The name of the module that takes the last unit's output: a norm."""
     per_sample: frozenset[str]
-    """The names of the layers that see one row for each sample (``FamilyFacts.per_sample``)."""
+    """The names of the layers that see one row for each sample (``Architecture.per_sample``)."""
 
 
 def model_units(model: nn.Module) -> list[nn.Module]:

@@ -119,7 +119,7 @@ def peak_of(config: TrainConfig, size: Size) -> int:
     all blocks are checkpointed."""
     memory = config.memory.model_copy(update={"budget_gib": None})
     if memory.checkpointing == "auto":
-        memory = with_checkpointed(config, config.model.blocks()).memory
+        memory = with_checkpointed(config, config.model.architecture.blocks()).memory
     config = config.model_copy(update={"memory": memory})
     if config.train.reduce == "fast":
         own = {"gradient_accumulation": min(config.train.accumulation, ALIKE), "global_batch": None}
@@ -154,7 +154,7 @@ def resolve_checkpointing(
     Raises:
         UserError: the given budget is too small, or there is neither a budget nor a card.
     """
-    memory, blocks = config.memory, config.model.blocks()
+    memory, blocks = config.memory, config.model.architecture.blocks()
     if memory.checkpointing != "auto":
         return config
     peaks = partial(recompute_peak, config, size)
@@ -205,7 +205,7 @@ def with_checkpointed(config: AnyConfig, count: int, keeping: int = 0) -> AnyCon
 
 def fewest(config: TrainConfig, peaks: Callable[[RecomputeCounts], int], budget: int) -> RecomputeCounts | None:
     """Find the choice whose peak fits a budget in bytes and takes the least time; None if nothing fits."""
-    blocks, keep = config.model.blocks(), config.memory.keep_attention
+    blocks, keep = config.model.architecture.blocks(), config.memory.keep_attention
     keeps = may_keep_attention(config) if keep == "auto" else keep == "all"
     found = fewest_that_fit(blocks, lambda count: peaks(RecomputeCounts(count, keeps * count)), budget)
     if found is not None:

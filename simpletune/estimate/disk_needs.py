@@ -192,7 +192,7 @@ def _to_encode(config: TrainConfig, plan: Plan, start: int = 0) -> tuple[int, in
 def checkpoint_bytes(config: TrainConfig) -> tuple[int, int]:
     """Return the bytes of one checkpoint and of the result; folders must be resolved."""
     adapter = config.adapter
-    shapes = config.model.known_shapes()
+    shapes = config.model.architecture.known_shapes()
     count = adapter.trainable(shapes)
     wide = ITEM[config.precision.compute_type]
     each = {"fp32": 4, "bf16": 2}.get(getattr(adapter, "dtype", ""), wide)

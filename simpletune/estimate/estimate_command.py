@@ -98,8 +98,8 @@ def say_what_is_known(config: TrainConfig, card: Card | None, reserved: int) -> 
             say(line)
         say(f"predict {config.name} with the installed versions instead")
         return
-    weights = config.model.parameter_count() * config.precision.bytes_per_weight / GIB
-    trained = config.adapter.trainable(config.model.known_shapes())
+    weights = config.model.architecture.parameter_count() * config.precision.bytes_per_weight / GIB
+    trained = config.adapter.trainable(config.model.architecture.known_shapes())
     say(f"predict {config.name}: {weights:.1f} GiB of weights, {trained:,} trained values; a step on fake tensors")
 
 

@@ -33,7 +33,6 @@ from simpletune.estimate.simulate.reports import (
 )
 from simpletune.estimate.stored import other_versions, prediction_key, stored_job
 from simpletune.models.shared.buckets import Size
-from simpletune.models.shared.sources import hub_parts
 from simpletune.models.text.encoder import CHUNK_BYTES
 from simpletune.runs.folder import read_json_or_none
 from simpletune.stages.plan_data import make_plan
@@ -240,8 +239,9 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         wide = ITEM[config.precision.encoder_type]
         text = sum(job.part_bytes[part] // 2 * wide for part in parts_in_steps(config))  # not part of the base
         disk["quantised base"] = train.steady.by_kind.get("weights", 0) - text + train.host_bytes
-    sizes = {**job.part_bytes, config.model.denoiser: 2 * config.model.parameter_count()}  # at 2 bytes per parameter
-    missing = (part.part for part in hub_parts(config.model) if part.weights and in_cache(part) is None)
+    denoiser = 2 * config.model.architecture.parameter_count()  # at 2 bytes per parameter
+    sizes = {**job.part_bytes, config.model.denoiser: denoiser}
+    missing = (part.part for part in config.model.files.hub_parts() if part.weights and in_cache(part) is None)
     return Estimate(
         job,
         size,
@@ -249,7 +249,7 @@ def needs_of(config: TrainConfig, job: JobReport, size: Size) -> Estimate:
         {name: size for name, size in host.items() if size},
         train.shared_bytes,
         {name: size for name, size in disk.items() if size},
-        {part: sizes[part] // 2 * config.model.hub_bytes for part in missing},
+        {part: sizes[part] // 2 * config.model.files.hub_bytes for part in missing},
     )
 
 
@@ -262,7 +262,7 @@ def counts_of(config: TrainConfig) -> DataCounts | None:
         if any(path.startswith("demo:") or not Path(path).exists() for path in paths):
             return None
         images = scan_sources(config.data).images
-        small = too_small(images, config.data, config.model.multiple)
+        small = too_small(images, config.data, config.model.architecture.multiple)
         plan = make_plan(config, drop_rejected(images, small), config.model.inpaints)
         found = DataCounts.of(config, plan)
     except UserError:  # the run itself reports problems of the data

@@ -125,7 +125,7 @@ def job_time(
     per_epoch = None if counts is None else counts.steps or max(1, -(-counts.samples // batch))
     steps = config.steps(per_epoch or 1)
     bring = READ_BYTE + 1 / (card.link * 1e9)  # seconds per byte from a file to the card
-    base = 2 * config.model.parameter_count() * bring
+    base = 2 * config.model.architecture.parameter_count() * bring
     beside = sum(job.part_bytes.get(part, 0) for part in parts_in_steps(config)) * bring
     vae = job.part_bytes.get("vae", 0) * bring
     stages = {"text": _text(config, job, counts, speeds, bring)}

@@ -257,7 +257,7 @@ def describe_int8(in_int8: PlanResult, best: PlanResult) -> str:
 def describe_settings(config: TrainConfig, result: PlanResult) -> Iterator[str]:
     """Describe what settings cost in time and quality, compared with the configuration before the changes."""
     step, memory = result.step_time, result.choice.config.memory
-    blocks = config.model.blocks()
+    blocks = config.model.architecture.blocks()
     recomputed, keeping = memory.checkpointing, memory.keeping_attention(blocks)
     if recomputed == "feed_forward":
         what = "feed-forward networks"

@@ -244,7 +244,8 @@ class Search:
 
 def possible_resolutions(config: TrainConfig, sides: Sequence[int]) -> list[int]:
     """Those of some resolutions that the model takes; if it takes none of them, its largest."""
-    most = config.model.largest_side  # simulating a picture beyond its position embeddings fails within diffusers
+    # Simulating a picture beyond the model's position embeddings fails within diffusers.
+    most = config.model.architecture.largest_side
     return [side for side in sides if side <= most] or [most]
 
 
@@ -256,7 +257,7 @@ def candidate_lists(config: TrainConfig, card: Card) -> Iterator[list[SettingCha
     if config.adapter.trains_base and not card.has_bf16:
         precisions = ["fp32"]  # fp16 cannot hold small updates
     always = ["memory.profile=null", "memory.crop_positions=true", "memory.budget_gib=null"]
-    ways = block_options(config.model.blocks(), may_recompute_alone(config), may_keep_attention(config))
+    ways = block_options(config.model.architecture.blocks(), may_recompute_alone(config), may_keep_attention(config))
     for weights in precisions:
         plain = with_changes(config, [f"precision.weights={weights}", "precision.compute=fp32"])
         fewer_bits = int(plain is not None and own.bytes_per_weight > plain.precision.bytes_per_weight)
@@ -382,8 +383,8 @@ def likely_first(configs: Sequence[TrainConfig], room: int) -> int:
 def lasting_bytes(config: TrainConfig) -> float:
     """Estimate the device bytes that weights, their optimizer states and gradients take throughout a step."""
     model, trains = config.model, config.adapter.trains_base
-    on_host, found = config.memory.on_host(model.units()), 0.0
-    for name, shape in model.known_shapes().items():
+    on_host, found = config.memory.on_host(model.architecture.units()), 0.0
+    for name, shape in model.architecture.known_shapes().items():
         if not on_host(name):
             found += math.prod(shape) * config.precision.bytes_per_weight
             found += math.prod(shape) * config.optimizer.bytes_per_parameter * trains

@@ -35,7 +35,7 @@ def tune_ahead(file: Path, overrides: Sequence[str]) -> None:
     with fake_tensors():
         size, batch = square(config), config.train.micro_batch
         denoiser = empty_base(config.model, config.memory, config.precision, CPU, [size])
-        rows = config.model.layer_rows(size)
+        rows = config.model.architecture.layer_rows(size)
         shapes = int8_tuning.tunings(denoiser, lambda layer: [batch * rows(layer)])
     if not shapes:
         raise UserError(

@@ -1,8 +1,8 @@
 """Model families: the sources of their weights, their parts, shapes and operations; the union of ``model.family``.
 
-A new family takes a folder here and a line in ``Model``. Its option provides data and pure functions, so that no other
-package needs to ask for a family's name. May import objectives, models and what is below them. Adapters, data and the
-packages above may import this one; a family imports no other.
+A new family takes a folder here and a line in ``Model``. Its option is composed of data and pure functions
+(``Family``), so that no other package needs to ask for a family's name. May import objectives, models and what is below
+them. Adapters, data and the packages above may import this one; a family imports no other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from simpletune.models.sd15.option import SD15
 from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.single_file import open_file
-from simpletune.models.shared.sources import is_single_file
+from simpletune.models.shared.single_file import is_single_file
 from simpletune.system.options import UserError
 
 Model = Annotated[SD3 | SD15 | SDXL, Field(discriminator="family")]
@@ -48,8 +47,8 @@ def family_of(source: str) -> Family | None:
     for family in candidates if len(candidates) > 1 or single else ():
         with suppress(UserError, KeyError, TypeError):  # it is of another family, or damaged
             config, own = (
-                family.model_copy(update={"pretrained": source}).denoiser_config(False),
-                family.diffusers.model,
+                family.model_copy(update={"pretrained": source}).files.denoiser_config(False),
+                family.architecture.diffusers_class,
             )
             if config is not None and config.get("_class_name", own) == own:
                 return family
@@ -60,22 +59,22 @@ def family_of_config(config: ModelConfig) -> Family:
     """The family of a denoiser's ``config.json``: of those with its class, the first that can train it, else the first.
     A configuration without a class is of the first family, whose files have none. UserError: no family has its class.
     """
-    name = str(config.get("_class_name", FAMILIES[0].diffusers.model))
-    fitting = [family for family in FAMILIES if family.diffusers.model == name]
+    name = str(config.get("_class_name", FAMILIES[0].architecture.diffusers_class))
+    fitting = [family for family in FAMILIES if family.architecture.diffusers_class == name]
     for family in fitting if len(fitting) > 1 else ():
         with suppress(UserError, KeyError, TypeError):
-            family.require_supported({**config, "_class_name": name}, "")
+            family.files.require_supported({**config, "_class_name": name}, "")
             return family
     if fitting:
         return fitting[0]
-    wanted = " or ".join(dict.fromkeys(family.diffusers.model for family in FAMILIES))
+    wanted = " or ".join(dict.fromkeys(family.architecture.diffusers_class for family in FAMILIES))
     raise UserError(f"{name} is not the class of a known model. Use {wanted}")
 
 
 def family_by_name(source: str) -> Family | None:
     """The family, with its defaults, that the last part of a base's name suggests (``published_as``)."""
     last = re.split(r"[/\\]", source.rstrip("/\\"))[-1]
-    return next((family for family in FAMILIES if re.search(family.published_as, last)), None)
+    return next((family for family in FAMILIES if re.search(family.words.published_as, last)), None)
 
 
 def family_suggested(source: str) -> Family | None:
@@ -87,7 +86,7 @@ def _may_be(family: Family, source: str, single: bool) -> bool:
     """Whether a base has a part of the family's name, or is known by its Hub name."""
     try:
         if single:
-            return open_file(Path(source), family.layout).has(family.denoiser)
+            return family.files.single_file(source).has(family.denoiser)
     except UserError:
         return False  # not a file of this family
-    return os.path.isdir(Path(source) / family.denoiser) or family.bundled_config(source) is not None
+    return os.path.isdir(Path(source) / family.denoiser) or family.files.bundled_config(source) is not None

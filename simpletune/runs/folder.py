@@ -210,7 +210,7 @@ def put_chosen(config: ResolvedConfig, chosen: TrainConfig, threads: int) -> Non
     """Record the values chosen for ``auto``, for the run's next start; ``chosen`` has ``memory`` resolved."""
     found: Json = {"threads": threads}
     if config.memory.checkpointing == "auto":
-        blocks = config.model.blocks()
+        blocks = config.model.architecture.blocks()
         memory = chosen.memory
         found |= {"checkpointed": memory.checkpointed(blocks), "blocks": blocks}
         found["keeping_attention"] = memory.keeping_attention(blocks)
@@ -225,7 +225,7 @@ def chosen_before(config: ResolvedConfig) -> Json:
     saved = read_own(run_folder(config) / CHOSEN, {}) or {}
     types = {"threads": int, "checkpointed": int, "keeping_attention": int, "modulation": str}
     sound = {key: saved[key] for key, kind in types.items() if type(saved.get(key)) is kind}
-    blocks = config.model.blocks()
+    blocks = config.model.architecture.blocks()
     largest = {"threads": 1024, "checkpointed": blocks, "keeping_attention": blocks}
     return sound | {key: min(max(sound[key], 0), most) for key, most in largest.items() if key in sound}
 

@@ -19,7 +19,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import ON_TRAINING, drift_words, loss_words
 from simpletune.data.samples import images_in
 from simpletune.data.sources.multi_source import with_paths
-from simpletune.models.shared.family_facts import Licence
+from simpletune.models.shared.words import Licence
 from simpletune.runs.best_checkpoint import LAST
 from simpletune.system.atomic import write_text
 from simpletune.system.console import duration
@@ -80,7 +80,7 @@ def front_matter(config: TrainConfig) -> str:
         base_model_relation=("finetune" if config.adapter.trains_base else "adapter") if base else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["text-to-image", "diffusers", config.model.diffusers.tag, config.adapter.method, "simpletune"],
+        tags=["text-to-image", "diffusers", config.model.words.pipeline.tag, config.adapter.method, "simpletune"],
         instance_prompt=config.data.prompt,
         ignore_metadata_errors=False,
         **licence(config),
@@ -93,7 +93,7 @@ def licence(config: TrainConfig) -> Licence:
     base = _hub_base(config)
     if base is None:
         return {"license": "other"}
-    known = config.model.licence_of(base)
+    known = config.model.words.licence(base)
     return {"license": "other", "license_link": f"https://huggingface.co/{base}"} if known is None else known
 
 
@@ -148,13 +148,13 @@ def public_name(name: str) -> str:
 
 def _hub_base(config: TrainConfig) -> str | None:
     """The base's name on the hub, if it has one and the run starts from its weights."""
-    name = config.model.weights_from
+    name = config.model.files.weights_from
     return name if is_hub_name(name) and config.model.init == "pretrained" else None
 
 
 def _introduction(folder: Path, config: TrainConfig, prompt: str) -> Iterator[str]:
     """Yield what the result is, of which base, and the prompt and pictures to begin with."""
-    name = config.model.weights_from
+    name = config.model.files.weights_from
     if config.model.init == "random":
         base = f"random weights with the architecture of {code(public_name(name))}"
     elif config.is_demo:
@@ -234,7 +234,7 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
         if config.model.loras and not config.adapter.trains_base:
             loras, base = (
                 (public_name(lora) for lora in config.model.loras),
-                _local_name(config, config.model.weights_from),
+                _local_name(config, config.model.files.weights_from),
             )
             merge = shlex.join(["simpletune", "merge", *loras, "--base", base, "--out", MERGED])
             yield f"It was trained on top of other LoRAs. Merge them into the base first:\n\n```sh\n{merge}\n```"
@@ -258,7 +258,7 @@ def _use(config: TrainConfig, example: ImageRequest) -> Iterator[str]:
 
 def _paints(config: TrainConfig) -> bool:
     """Whether the model inpaints; without the base's files it counts as plain."""
-    return config.model.pipeline == config.model.diffusers.inpainting
+    return config.model.pipeline == config.model.words.pipeline.inpainting
 
 
 def _local_name(config: TrainConfig, name: str) -> str:
@@ -280,11 +280,11 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
     whole = precision.encoder_dtype() if precision.settled == "fp16" else precision.compute_dtype()  # fp16: see there
     dtype = f"dtype={whole}"
     own = None if config.adapter.trains_base else MERGED if model.loras else getattr(model, model.denoiser)
-    part, kind, pipeline = model.denoiser, model.diffusers.model, model.pipeline
+    part, kind, pipeline = model.denoiser, model.architecture.diffusers_class, model.pipeline
     extra = [f"{part}={part}"] if own or config.adapter.trains_base else []
     scheduler = config.objective.diffusers_scheduler()
     classes = ", ".join([*([scheduler[0]] if scheduler else []), *([kind] if extra else []), pipeline])
-    extra += [f"{name}={value}" for name, value in model.pipeline_arguments().items()]
+    extra += [f"{name}={value}" for name, value in model.text.pipeline_arguments().items()]
     extra += [f"revision={model.revision!r}"] if model.revision and is_hub_name(model.pretrained) else []
     lines = ["import torch", f"from diffusers import {classes}"]
     lines += ["from diffusers.utils import load_image", ""] if _paints(config) else [""]
@@ -306,12 +306,12 @@ def snippet(config: TrainConfig, example: ImageRequest) -> str:
     away = example.negative_prompt
     arguments = {
         "prompt": example.prompt,
-        **({"negative_prompt": away} if away is not None and model.diffusers.negative_prompt else {}),
+        **({"negative_prompt": away} if away is not None and model.words.pipeline.negative_prompt else {}),
         "width": example.width,
         "height": example.height,
         "num_inference_steps": example.steps,
         "guidance_scale": example.guidance,
-        **model.call_arguments(),
+        **model.text.call_arguments(),
     }
     lines += ['pipeline.to("cuda" if torch.cuda.is_available() else "cpu")', "picture = pipeline("]
     lines += [f"    {name}={value!r}," for name, value in arguments.items()]

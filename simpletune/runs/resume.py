@@ -38,8 +38,8 @@ def base_of(config: ResolvedConfig, loras: list[Json]) -> Json:
     """
     model = config.model
     found: Json = {
-        name: {"fingerprint": fingerprint, "commit": commit_of(model.part(name).folder)}
-        for name, fingerprint in model.fingerprints(config.output.cache_folder).items()
+        name: {"fingerprint": fingerprint, "commit": commit_of(model.files.part(name).folder)}
+        for name, fingerprint in model.files.fingerprints(config.output.cache_folder).items()
     }
     return {"parts": found, "loras": [[each["sha256"], each["scale"]] for each in loras]}
 
@@ -75,8 +75,8 @@ def require_same_base(saved: SavedState, config: ResolvedConfig, base: Json) -> 
             continue
         commit = commit or (before or {}).get("commit")
         others = f" (fingerprint {before['fingerprint']} -> {known['fingerprint']})" if before else " (new)"
-        part = config.model.part(name)
-        place = part.place if part.folder or part.file else config.model.weights_from  # of a file's marks
+        part = config.model.files.part(name)
+        place = part.place if part.folder or part.file else config.model.files.weights_from  # of a file's marks
         listed.append(f"{name}: {place} has other contents{others}")
     if saved.base["loras"] != base["loras"]:
         listed.append("model.loras: other files or strengths")

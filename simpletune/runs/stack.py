@@ -176,7 +176,7 @@ def read_stack(config: TrainConfig, run: Path | None = None) -> Stack | None:
     if run is None:
         for each in given:
             require_elsewhere(each, config)
-    part, shapes = config.model.denoiser, weight_shapes(config.model.stored_shapes())
+    part, shapes = config.model.denoiser, weight_shapes(config.model.architecture.stored_shapes())
     loras: list[tuple[Updates, float]] = []
     for each in given:
         updates, text = each.read()

@@ -112,7 +112,7 @@ def summary_at(run: Path, config: TrainConfig, saved: SavedState) -> Json:
     evaluated = {row["step"]: row["eval_loss"] for row in read_rows(run / EVALUATIONS)}
     summary |= {
         "trainable_parameters": sum(trained.get(name).numel() for name in trained.names),
-        "total_parameters": config.model.parameter_count(),
+        "total_parameters": config.model.architecture.parameter_count(),
         "eval_loss_before": before.get("eval_loss"),
         "eval_loss_after": evaluated.get(step),
     }

@@ -62,9 +62,10 @@ class LatentCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, tile: int | None = None):
         self.model, self.autoencoder, self.dtype, self.tile = model, model.autoencoder, dtype, tile
+        self._framed = model.text.reads_framing
         sums = place if isinstance(place, Path) else place.folder
-        name = f"{model.part('vae').fingerprint(sums)}-{str(dtype).removeprefix('torch.')}"
-        tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if model.text.reads_framing else ""
+        name = f"{model.files.part('vae').fingerprint(sums)}-{str(dtype).removeprefix('torch.')}"
+        tiled, framed = "" if tile is None else f"-tile{tile}", "-framed" if self._framed else ""
         self.cache = open_cache(place, "latents", f"{name}{tiled}{framed}")
 
     @classmethod
@@ -133,7 +134,7 @@ class LatentCache:
             if key in self.cache:  # an identical file under another name has been encoded
                 return 0
             tensors["z_0"] = self._encoded(pixels, vae, device)
-            if self.model.text.reads_framing:  # of the picture itself: a stream's plan may not know its size
+            if self._framed:  # of the picture itself: a stream's plan may not know its size
                 framing = framing_of(image.size, view.bucket, view.offset, view.flip)
                 tensors["framing"] = torch.tensor(framing, dtype=torch.int32).flatten()
         self.cache.save(key, tensors)
@@ -184,7 +185,7 @@ class LatentCache:
         found = self.cache.load(crop_key(view.without_hole))
         mask = found["mask"].to(torch.float32) / 255 if "mask" in found else torch.ones(1, 1, 1)
         framing = None
-        if self.model.text.reads_framing:
+        if self._framed:
             width, height, left, top, *target = found["framing"].tolist()
             framing = Framing((width, height), (left, top), (target[0], target[1]))
         inpainting = None

@@ -126,7 +126,7 @@ def meet(config: TrainConfig, accelerator: Accelerator) -> tuple[MachineWeights 
     weights, why, offer = None, "", None
     if processes_here() > 1 and accelerator.local_process_index == 0:
         try:
-            weights = MachineWeights.create(8 * config.model.parameter_count())
+            weights = MachineWeights.create(8 * config.model.architecture.parameter_count())
             offer = weights.offer
         except OSError as error:
             why = str(error)
@@ -151,14 +151,14 @@ def empty_base(
 
 def stays_on_host(memory: Memory, model: Model) -> Callable[[str], bool]:
     """Return a predicate: whether the module of a given name stays in host memory when the base is loaded."""
-    offloaded = memory.on_host(model.units())
-    planned = model.modulation if memory.modulation == "plan" else None
+    offloaded = memory.on_host(model.architecture.units())
+    planned = model.architecture.modulation if memory.modulation == "plan" else None
     return lambda name: offloaded(name) or (planned is not None and planned.serves(name))
 
 
 def modulation_of(denoiser: Denoiser, config: TrainConfig, device: torch.device) -> DetachedModulation | None:
     """Detach and return a model's modulation if ``memory.modulation`` is plan; otherwise None."""
-    fact, memory = config.model.modulation, config.memory
+    fact, memory = config.model.architecture.modulation, config.memory
     if memory.modulation != "plan":
         return None
     assert fact is not None, "Memory.model_rules refuses it"

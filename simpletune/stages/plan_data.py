@@ -56,7 +56,7 @@ def plan_data(config: ResolvedConfig) -> PlannedData:
         require_positions(config, streamed)
         return PlannedData(streamed, [], streamed.samples.source.captions_from, [])
     scan = scan_sources(config.data)
-    small = too_small(scan.images, config.data, config.model.multiple)
+    small = too_small(scan.images, config.data, config.model.architecture.multiple)
     for line in [*sentences(scan.files), *scan.notes, *source_notes(config.data, scan.images, config.model.inpaints)]:
         say(f"data    {line}")
     for hint in scan.hints:  # before errors, which they may explain
@@ -77,7 +77,7 @@ def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool
     Raises:
         UserError: a source has no pictures, or none are on one side of the split.
     """
-    data = config.data
+    data, multiple = config.data, config.model.architecture.multiple
     for index, source in enumerate(data.members):
         if all(image.source != index for image in images):
             raise UserError(f"{field_of(data, index, 'path')}: {source.path} contains no usable pictures. Add some")
@@ -86,12 +86,12 @@ def make_plan(config: TrainConfig, images: Sequence[SourceImage], inpaints: bool
     training, held_out = split_images(others, config.validation.split)
     firsts = {image.digest: image.source for image in reversed(held_out)}  # a second source may hold copies
     return Plan(
-        make_samples([*training, *kept], data.members, step=config.model.multiple),
+        make_samples([*training, *kept], data.members, step=multiple),
         data,
         config.objective,
         config.train.seed,
         GlobalBatch(config.train.micro_batch, config.train.accumulation),
-        make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, config.model.multiple),
+        make_samples([p for p in held_out if firsts[p.digest] == p.source], data.members, 1, multiple),
         inpaints,
     )
 
@@ -136,7 +136,7 @@ def require_positions(config: TrainConfig, plan: Plan) -> None:
     Raises:
         UserError: a bucket or a validation picture is too large.
     """
-    most = config.model.largest_side
+    most = config.model.architecture.largest_side
     generated = [config.image_size()] if config.validation.prompts != [] else []
     for field, sizes in (("data.resolution", plan.sizes()), ("validation", generated)):
         for width, height in sizes:

@@ -49,7 +49,7 @@ def encode_stream(config: TrainConfig, plan: StreamPlan, caches: Caches, start: 
     filling.evaluation(max(MOST if asked == "auto" else asked, painted))
     requests = validation_requests(config, filling.plan)
     caches.fill_text(prompts_beside(config, requests))
-    modulation = config.model.modulation
+    modulation = config.model.architecture.modulation
     if modulation is not None and modulation.reads_pooled and config.memory.modulation != "resident":
         # modulations are computed for whole windows of steps
         window = config.memory.modulation_window

@@ -187,7 +187,7 @@ def stream_plan(config: TrainConfig) -> StreamPlan:
         UserError: the data set is missing or damaged, or no rows are left to train on.
     """
     assert isinstance(config.data, Stream)
-    every = streamed_samples(config.data, config.model.multiple, config.output.cache_folder / "streams")
+    every = streamed_samples(config.data, config.model.architecture.multiple, config.output.cache_folder / "streams")
     training, held_out = split_samples(every, config.validation.split, config.train.seed)
     batch = GlobalBatch(config.train.micro_batch, config.train.accumulation)
     return StreamPlan(training, config.objective, config.train.seed, batch, held_out, inpaints=config.model.inpaints)

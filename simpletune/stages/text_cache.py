@@ -202,7 +202,7 @@ class TextCache:
 
     def __init__(self, model: Model, dtype: torch.dtype, place: CachePlace | Path, text: Text = NO_TEXT):
         self.prompts, self.dtype = Prompts(model.text, dtype), dtype
-        self.tokens = PromptTokenizer(text, model, self.prompts)
+        self.tokens, self._trains = PromptTokenizer(text, model, self.prompts), text.trains
         encoders = [e for e in self.prompts.encoders if e.name not in self.tokens.resident]
         self._entries = PromptEntries(place, self.prompts, encoders) if encoders else None
         self.caches: list[Cache] = [self._entries.cache] if self._entries else []
@@ -262,7 +262,7 @@ class TextCache:
 
     def inputs(self, prompts: Sequence[str]) -> TextInputs | None:
         """The trained text side's inputs for a micro-batch's prompts; None if nothing trains there."""
-        return self.tokens.of(prompts) if self.tokens.text.trains else None
+        return self.tokens.of(prompts) if self._trains else None
 
     def too_long(self, prompts: Iterable[str]) -> list[str]:
         """The prompts that the first encoder truncates."""

@@ -61,7 +61,7 @@ def t5_rows(config: TrainConfig, cache: TextCache) -> dict[str, Tensor]:
 
     for encoder in cache.prompts.encoders:
         if not encoder.may_train:
-            part, tokenizer = config.model.part(encoder.model), cache.prompts.tokenizer(encoder)
+            part, tokenizer = config.model.files.part(encoder.model), cache.prompts.tokenizer(encoder)
             opened = encoder.open(part, cache.dtype, torch.device("cpu"), tokenizer)
             assert isinstance(opened, LayeredEncoder)
             return {encoder.name: opened.rows(cache.tokens.word_ids(encoder.name)).float()}
@@ -96,7 +96,7 @@ def empty_text_side(config: TrainConfig, device: torch.device) -> TextUpdate | N
     model, dtype = config.model, config.precision.encoder_dtype()
     resident = config.text.resident(model.text.trainable)
     encoders = {
-        encoder.name: encoder.empty(model.known_part(encoder.model).config()).to(dtype)
+        encoder.name: encoder.empty(model.files.known_part(encoder.model).config()).to(dtype)
         for encoder in model.text.encoders
         if encoder.name in resident
     }
@@ -113,7 +113,7 @@ def empty_text_inputs(config: TrainConfig, b: int, device: torch.device) -> Text
         return None
     model = config.model
     lengths = {
-        encoder.name: encoder.longest(model.known_part(encoder.model).config()) for encoder in model.text.encoders
+        encoder.name: encoder.longest(model.files.known_part(encoder.model).config()) for encoder in model.text.encoders
     }
     both = (
         {name: torch.zeros((b, lengths[name]), dtype=torch.int64, device=device) for name in names}

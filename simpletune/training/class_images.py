@@ -119,13 +119,13 @@ def class_folder(config: TrainConfig, requests: list[ImageRequest]) -> Path:
     prompts = Prompts(model.text, precision.encoder_dtype())
     depends = {
         "base": [
-            model.part(model.denoiser).fingerprint(sums),
+            model.files.part(model.denoiser).fingerprint(sums),
             model.init,
             config.train.seed if model.init == "random" else 0,
             *([] if (stack := read_stack(config)) is None else [stack.key]),
         ],
         "encoders": [prompts.fingerprint(encoder, sums) for encoder in prompts.encoders],
-        "vae": model.part("vae").fingerprint(sums),
+        "vae": model.files.part("vae").fingerprint(sums),
         "weights": precision.weights,
         "request": [
             sorted({request.prompt for request in requests}),

@@ -39,7 +39,7 @@ def finish(trainer: Trainer, traces: EpochTraces) -> None:
         "seconds_to_first_step": None if to_first_step is None else round(to_first_step, 2),
         "attention": job.attention,
         "trainable_parameters": sum(parameter.numel() for parameter in core.named.values()),
-        "total_parameters": core.config.model.parameter_count(),
+        "total_parameters": core.config.model.architecture.parameter_count(),
         "steps_per_epoch": plan.steps_per_epoch,
         "eval_loss_before": before.get("eval_loss"),
         "eval_loss_after": eval_after,

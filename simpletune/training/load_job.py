@@ -146,7 +146,8 @@ def load_model(
         checkpoint.restore(saved, denoiser, core.optimizer, config.optimizer, core.average)
         if core.fp16 is not None and saved.fp16 is not None:
             core.fp16.load(saved.fp16)
-    total, trainable = config.model.parameter_count(), sum(parameter.numel() for parameter in core.named.values())
+    total = config.model.architecture.parameter_count()
+    trainable = sum(parameter.numel() for parameter in core.named.values())
     say(f"model   {total:,} parameters, {trainable:,} of them trained ({100 * trainable / total:.2f}%)")
     announce_kernel(config, denoiser, device, plan)
     return core
@@ -158,5 +159,5 @@ def announce_kernel(config: TrainConfig, denoiser: Denoiser, device: torch.devic
         from simpletune.engine.quant.int8_tuning import announce_tuning
 
         batch = config.train.micro_batch
-        sizes = [config.model.layer_rows(size) for size in plan.sizes()]
+        sizes = [config.model.architecture.layer_rows(size) for size in plan.sizes()]
         announce_tuning(denoiser, lambda layer: {batch * rows(layer) for rows in sizes}, device)

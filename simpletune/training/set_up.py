@@ -178,7 +178,7 @@ def require_loras(config: TrainConfig, saved: checkpoint.SavedState | None) -> l
 def settle_threads(config: TrainConfig, device: torch.device, earlier: int | None) -> int:
     """Set the number of CPU threads, and print it if the CPU is the device; a resumed run keeps its ``earlier`` one."""
     on_cpu = device.type == "cpu"
-    threads, why = choose_threads(config.speed.threads, config.model.parameter_count(), on_cpu, earlier)
+    threads, why = choose_threads(config.speed.threads, config.model.architecture.parameter_count(), on_cpu, earlier)
     if on_cpu:
         say(f"threads {threads} ({why})")
     torch.set_num_threads(threads)

@@ -54,7 +54,7 @@ def read_start(config: ResolvedConfig) -> Start | None:
     encoders = encoders_in(text, config.model.lora[0].names.encoders)
     if not updates:
         raise UserError(f"{given.place} updates only {encoders}. Give a LoRA of the denoiser")
-    shapes = config.model.known_shapes()
+    shapes = config.model.architecture.known_shapes()
     weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
     updates = without_other_input(given.place, updates, weights)
     require_startable(given.place, method, updates, shapes, given.scale)

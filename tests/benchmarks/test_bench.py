@@ -270,7 +270,7 @@ def test_every_method_is_one_of_both_models(tmp_path: Path) -> None:
         tiny = resolve_folders(bench.config(method.for_tiny(), "x"))
         assert tiny.precision.weights == "fp32" and not tiny.tracking.tensorboard and tiny.checkpoint.every is None
         for config in (tiny, which_method.on_sd3_medium(method)):
-            assert not list(config.adapter.problems(config.model.known_shapes())), name
+            assert not list(config.adapter.problems(config.model.architecture.known_shapes())), name
 
 
 def test_the_memory_of_lokr_s_step_is_lora_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

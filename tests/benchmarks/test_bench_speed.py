@@ -61,7 +61,7 @@ def test_no_row_downloads_the_gated_model(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(hub, "listing", lambda repository: pytest.fail(f"listed {repository}"))
     for row in speed_rows.grid().values():
         config = speed.config_of(row.overrides)
-        assert config.model.known_config() and config.model.text.tokens > 0 and Path(config.data.path).is_dir()
+        assert config.model.files.known_config() and config.model.text.tokens > 0 and Path(config.data.path).is_dir()
 
 
 def test_kinds_on_a_device_follow_what_launched_the_work() -> None:

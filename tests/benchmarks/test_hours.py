@@ -53,7 +53,7 @@ def test_every_row_has_a_source_a_card_and_a_configuration() -> None:
     config = config_of(row.config, row.overrides, card_named(row.card))  # as the peer's example says
     assert (config.data.resolution, config.train.batch_size, config.adapter.rank) == (1024, 3, 128)  # type: ignore[union-attr]
     assert config.model.text.tokens == 77 + 154 and config.memory.checkpointing == "all"
-    trained = config.adapter.modules(config.model.known_shapes())  # type: ignore[union-attr]
+    trained = config.adapter.modules(config.model.architecture.known_shapes())  # type: ignore[union-attr]
     assert all(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name in trained)
     assert len(trained) == 4 * (24 + 13)  # SD3.5 Medium has a second attention in 13 blocks
 

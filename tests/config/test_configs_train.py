@@ -98,7 +98,7 @@ def test_trains_the_denoiser_at_its_real_size(file: Path, tiny_config: dict) -> 
     if model.get("pretrained", "").startswith("runs/"):  # which the file's own preparation makes
         here.append(f"model.pretrained=demo:tiny-{model.get('family', 'sd3')}")
     config, _ = read_config(file, [f"data.path={tiny_config['data']['path']}", *captions(file), *here])
-    shapes = dict(resolve_model_folder(config).model.known_shapes())
+    shapes = dict(resolve_model_folder(config).model.architecture.known_shapes())
     trained, whole = config.adapter.trainable(shapes), sum(math.prod(shape) for shape in shapes.values())
     rate = config.optimizer.lr
     assert rate > 0 and config.train.steps != 0
@@ -112,5 +112,5 @@ def test_trains_the_denoiser_at_its_real_size(file: Path, tiny_config: dict) -> 
     if isinstance(config.adapter, TargetedMethod):
         layers = config.adapter.modules(shapes)
         assert layers and all(f"{layer}.weight" in shapes for layer in layers)
-        units = config.model.units_among(shapes)
+        units = config.model.architecture.units_among(shapes)
         assert any(layer.startswith(units) for layer in layers)

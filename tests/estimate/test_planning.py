@@ -70,7 +70,10 @@ def test_every_candidate_takes_less_memory_than_the_one_before(
 def test_a_list_has_every_way_to_keep_blocks_by_decreasing_memory(config_of) -> None:
     for method in ("lora", "full"):
         config = config_of(f"adapter.method={method}")
-        ways = [name.split(", ")[-1] for name, _ in block_options(config.model.blocks(), may_recompute_alone(config))]
+        ways = [
+            name.split(", ")[-1]
+            for name, _ in block_options(config.model.architecture.blocks(), may_recompute_alone(config))
+        ]
         for candidates in itertools.islice(candidate_lists(config, L4), 2):
             assert [choice.about.split(", ")[-1] for choice in candidates] == ways[: len(candidates)]
 
@@ -219,7 +222,7 @@ def test_the_largest_batch_is_found_by_bisection(config_of, monkeypatch: pytest.
 def test_no_resolution_is_tried_that_the_model_cannot_take(config_of, monkeypatch: pytest.MonkeyPatch) -> None:
     """A learned position embedding has a largest picture; simulating a larger one fails within diffusers."""
     config, tried = config_of(), []
-    side = config.model.largest_side
+    side = config.model.architecture.largest_side
     assert simulate(with_changes(config, [f"data.resolution={side}"])).peak.bytes > 0
     monkeypatch.setattr(planning, "RESOLUTIONS", (32, side, 2 * side))
     monkeypatch.setattr(Search, "fits", lambda self, config: tried.append(config.data.resolution) is None)

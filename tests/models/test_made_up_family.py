@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_its_other_stages_take_the_same_bytes_real_and_fake(config: dict[str, An
     stages, model = simulate_parts(read, (96, 64)).stages, read.model
     assert {name for name, found in stages.items() if found.bytes > 0} == {"text", "latents", "train", "validate"}
     (encoder,), vae = model.text.encoders, model.autoencoder.load(CPU, torch.float32)
-    opened = encoder.open(model.part("text_encoder"), torch.float32, CPU, None)  # type: ignore[arg-type]
+    opened = encoder.open(model.files.part("text_encoder"), torch.float32, CPU, None)  # type: ignore[arg-type]
     assert stages["text"].by_kind == of_encoder(opened, model.text.tokens).by_kind
     assert stages["latents"].by_kind == simulate_encoding(model, vae, (96, 64)).by_kind
 
@@ -302,6 +303,27 @@ def test_of_which_family_a_model_is_and_what_it_lacks_is_said(config: dict[str, 
     prompts = [Conditioning(torch.zeros(3, 64), each) for each in (mask, None)]
     with pytest.raises(UserError, match="some prompts of a batch have mask and others do not"):
         stack(prompts)
+
+
+def test_a_single_file_is_refused_where_it_is_given(
+    config: dict[str, Any], pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.safetensors"
+    shutil.copy(pipeline / "transformer" / "diffusion_pytorch_model.safetensors", file)
+    words = f"{re.escape(str(file))} is a single file, and Made-up models have none. Give a folder in diffusers' layout"
+    for field in ("pretrained", "transformer"):
+        with pytest.raises(ConfigError, match=f"model.{field}: {words}"):
+            validate(merged(config, model={field: str(file)}), "x")
+    for part in ("scheduler", "transformer", "tokenizer"):
+        with pytest.raises(UserError, match=f"^{words}"):
+            made_up.MadeUp(pretrained=str(file)).files.part(part)
+    layer = "single_transformer_blocks.0.attn.to_out"
+    lora = write_lora({layer: LoraUpdate(torch.ones(2, 128), torch.ones(32, 2), 1.0)}, tmp_path / "a.safetensors")
+    out = tmp_path / "merged.safetensors"
+    assert main(["merge", str(lora), "--base", str(pipeline), "--out", str(out)]) == 2
+    assert f"{out}: Made-up models have no single files. Give --out a folder" in capsys.readouterr().err
+    assert main(["merge", str(lora), "--base", str(pipeline), "--out", str(tmp_path / "merged")]) == 0
+    assert (tmp_path / "merged" / "config.json").is_file()
 
 
 def test_the_commands_know_it(

@@ -109,4 +109,4 @@ def test_a_loaded_base_does_not_hold_their_updates(bases: dict, tmp_path: Path) 
     known = weakref.ref(stack)
     del stack
     gc.collect()
-    assert known() is None and config.model.whole_tensors(model)
+    assert known() is None and config.model.architecture.whole_tensors(model)

@@ -77,7 +77,7 @@ def load(
     place: str = "the model",
 ) -> Any:
     """An SD3 of a ``config.json`` with these tensors."""
-    return fill_model(SD3().empty_model(config), tensors, precision, device, on_host, place)
+    return fill_model(SD3().architecture.empty_model(config), tensors, precision, device, on_host, place)
 
 
 def predict_velocity(
@@ -149,22 +149,29 @@ def untouched(version: str, precision: WeightPrecision) -> Any:
 def built(version: str, precision: WeightPrecision, device: str) -> Any:
     """A model of a family or version, ``sd3`` among them."""
     if version == "sd3":
-        return load(CONFIG, SD3().random_tensors(CONFIG, 3), precision, torch.device(device))
+        return load(CONFIG, SD3().architecture.random_tensors(CONFIG, 3), precision, torch.device(device))
     family, config, where = FAMILIES[version], UNETS[version], torch.device(device)
     return fill_model(
-        family.empty_model(config), lively_tensors(family, config, 3), precision, where, lambda name: False, "the model"
+        family.architecture.empty_model(config),
+        lively_tensors(family, config, 3),
+        precision,
+        where,
+        lambda name: False,
+        "the model",
     )
 
 
 def unit_names(version: str) -> tuple[str, ...]:
     """The units of a U-Net, in the order of the forward pass."""
-    return FAMILIES[version].units_among(FAMILIES[version].shapes_of(UNETS[version]))
+    return FAMILIES[version].architecture.units_among(FAMILIES[version].architecture.shapes_of(UNETS[version]))
 
 
 def lively_tensors(family: Family, config: dict[str, Any], seed: int) -> TensorSource:
     """Random weights of a U-Net whose residual branches do not start near zero, so that every error shows."""
-    drawn, small = family.random_tensors(config, seed), re.compile(family.starts_small)
-    return MadeTensors(family.shapes_of(config), lambda name, _: drawn.get(name) * (30 if small.search(name) else 1))
+    drawn, small = family.architecture.random_tensors(config, seed), re.compile(family.architecture.starts_small)
+    return MadeTensors(
+        family.architecture.shapes_of(config), lambda name, _: drawn.get(name) * (30 if small.search(name) else 1)
+    )
 
 
 def unet_loss(

@@ -154,7 +154,7 @@ def fits_fp16(case: Case) -> bool:
 
 def fits_model(case: Case) -> bool:
     """By capabilities: what changes an attention's context needs a model that allows it."""
-    return member("model", case[3]).no_hypernetwork is None or not member("adapter", case[0]).needs_contexts
+    return member("model", case[3]).words.no_hypernetwork is None or not member("adapter", case[0]).needs_contexts
 
 
 def is_allowed(case: Case) -> bool:

@@ -22,16 +22,17 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from simpletune.models.objectives.conventions import FlowConventions, empirical_mu
+from simpletune.models.shared.architecture import Architecture, AttentionShape
 from simpletune.models.shared.autoencoder import Latents
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.family_facts import AttentionShape, DiffusersNames, Licence, LoraNames
+from simpletune.models.shared.family_files import LoraNames
 from simpletune.models.shared.fused import Fused, Rows
 from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.lora_layout import LoraNames as Names
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.modulation import Modulation
-from simpletune.models.shared.single_file import FileLayout
+from simpletune.models.shared.words import DiffusersPipeline, Words
 from simpletune.models.text.encoder import EncoderChanges, OpenEncoder, TextEncoder, Tokens
 from simpletune.models.text.family_text import FamilyText, TextRegion
 
@@ -125,7 +126,7 @@ class MadeUpText(FamilyText["MadeUp"]):
 
     @property
     def width(self) -> int:
-        return int(self.family.known_config()["joint_attention_dim"])
+        return int(self.family.files.known_config()["joint_attention_dim"])
 
     def regions(self) -> Mapping[str, TextRegion]:
         return {"qwen3": TextRegion("text_encoder", self.width)}
@@ -185,8 +186,41 @@ LAYOUTS = (
 )
 
 
-def _no_files(*_: object) -> Any:
-    raise KeyError("it has no single files")
+class MadeUpArchitecture(Architecture):
+    """FLUX.2's transformer."""
+
+    diffusers_class: ClassVar[str] = "Flux2Transformer2DModel"
+    multiple: ClassVar[int] = 16
+    largest_side: ClassVar[int] = 2048
+    after_units: ClassVar[str] = "norm_out"
+    starts_small: ClassVar[str] = r"modulation|norm_out\.linear|^proj_out\."
+    modulation: ClassVar[Modulation | None] = Modulation(
+        embed="time_guidance_embed",
+        layers={r"_modulation(_img|_txt)?\.linear$": "act_fn", r"^norm_out\.linear$": "silu"},
+        inputs=lambda time, pooled, dtype: (time.to(dtype) * 1000, None),
+        reads_pooled=False,
+    )
+
+    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
+        blocks = (name.split(".") for name in names if name.split(".")[0] in BLOCKS)
+        return tuple(dict.fromkeys(f"{block}.{number}" for block, number, *_ in blocks))
+
+    def image_tokens(self, size: Size) -> int:
+        return size[0] // 16 * (size[1] // 16)
+
+    def layer_rows(self, size: Size) -> Callable[[str], int]:
+        image, text = self.image_tokens(size), self.family.text.tokens
+
+        def rows(layer: str) -> int:
+            if layer.startswith("single_"):
+                return image + text
+            return text if re.search(r"\.(add_|to_add_out|ff_context)", layer) else image
+
+        return rows
+
+    def attentions(self, size: Size) -> Sequence[AttentionShape]:
+        config, tokens = self.family.files.known_config(), self.image_tokens(size) + self.family.text.tokens
+        return [AttentionShape(config["num_attention_heads"], tokens, tokens, config["attention_head_dim"])]
 
 
 class MadeUp(Family):
@@ -211,60 +245,20 @@ class MadeUp(Family):
     text_length: Annotated[int, Field(ge=16, le=512)] = 96
     """The most tokens of a prompt."""
 
-    title: ClassVar[str] = "Made-up"
     denoiser: ClassVar[str] = "transformer"
-    layout: ClassVar[FileLayout] = FileLayout(
-        "Made-up", "transformer", "double_blocks.0.made_up", {}, _no_files, _no_files
-    )
-    lora: ClassVar[Sequence[Layout]] = LAYOUTS
+    architecture_class: ClassVar[type[Architecture]] = MadeUpArchitecture
+    text_class: ClassVar[type[FamilyText[Any]]] = MadeUpText
     latents: ClassVar[Latents] = Latents(("AutoencoderKLFlux2",), 16)
-    multiple: ClassVar[int] = 16
-    resolution: ClassVar[int] = 512
-    guidance: ClassVar[float] = 4.0
-    largest_side: ClassVar[int] = 2048
+    lora: ClassVar[Sequence[Layout]] = LAYOUTS
     objectives: ClassVar[tuple[str, ...]] = ("flow",)
     flow: ClassVar[FlowConventions] = FlowConventions(1.0, 0.0, -1, empirical_mu, from_one=True)
-    no_hypernetwork: ClassVar[str | None] = "its attention reads prompt and picture together. Use adapter.method lora"
-    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
-        "Flux2Transformer2DModel", "Flux2KleinPipeline", "made-up", negative_prompt=False
+    words: ClassVar[Words] = Words(
+        title="Made-up",
+        pipeline=DiffusersPipeline("Flux2KleinPipeline", "made-up", negative_prompt=False),
+        resolution=512,
+        guidance=4.0,
+        no_hypernetwork="its attention reads prompt and picture together. Use adapter.method lora",
     )
-    text_side: ClassVar[type[FamilyText[Any]]] = MadeUpText
-    hub_names: ClassVar[Mapping[str, str]] = {}
-    after_units: ClassVar[str] = "norm_out"
-    starts_small: ClassVar[str] = r"modulation|norm_out\.linear|^proj_out\."
-    modulation: ClassVar[Modulation | None] = Modulation(
-        embed="time_guidance_embed",
-        layers={r"_modulation(_img|_txt)?\.linear$": "act_fn", r"^norm_out\.linear$": "silu"},
-        inputs=lambda time, pooled, dtype: (time.to(dtype) * 1000, None),
-        reads_pooled=False,
-    )
-
-    def bundled_configs(self) -> Mapping[str, Mapping[str, ModelConfig]]:
-        return {}
-
-    def file_version(self) -> str:
-        return ""
-
-    def units_among(self, names: Collection[str]) -> tuple[str, ...]:
-        blocks = (name.split(".") for name in names if name.split(".")[0] in BLOCKS)
-        return tuple(dict.fromkeys(f"{block}.{number}" for block, number, *_ in blocks))
-
-    def image_tokens(self, size: Size) -> int:
-        return size[0] // 16 * (size[1] // 16)
-
-    def layer_rows(self, size: Size) -> Callable[[str], int]:
-        image, text = self.image_tokens(size), self.text.tokens
-
-        def rows(layer: str) -> int:
-            if layer.startswith("single_"):
-                return image + text
-            return text if re.search(r"\.(add_|to_add_out|ff_context)", layer) else image
-
-        return rows
-
-    def attentions(self, size: Size) -> Sequence[AttentionShape]:
-        config, tokens = self.known_config(), self.image_tokens(size) + self.text.tokens
-        return [AttentionShape(config["num_attention_heads"], tokens, tokens, config["attention_head_dim"])]
 
     def predict(
         self, model: nn.Module, z_t: Tensor, time: Tensor, conditioning: Conditioning, dtype: torch.dtype
@@ -288,12 +282,6 @@ class MadeUp(Family):
             return_dict=False,
         )[0]
         return predicted.transpose(1, 2).reshape(b, c, h, w)
-
-    def skipped_steps(self, steps: int, strength: float) -> int:
-        return int(max(steps - steps * strength, 0))
-
-    def licence_of(self, hub_name: str) -> Licence | None:
-        return None
 
 
 CHAT = (

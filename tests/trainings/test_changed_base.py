@@ -144,7 +144,7 @@ def test_the_marks_of_a_single_file_count(unet_pipeline: Callable[[str], Path], 
     for marks in ((), ("v_pred",), ("v_pred", "ztsnr")):
         file = original_sdxl.write(folder, tmp_path / "file.safetensors", marks=marks)
         os.utime(file, ns=(0, len(marks) + 1))
-        found.append(SDXL(pretrained=str(file), text_encoders=str(folder)).fingerprints())
+        found.append(SDXL(pretrained=str(file), text_encoders=str(folder)).files.fingerprints())
     assert len({each.pop("scheduler") for each in found}) == 3
     assert found[0] == found[1] == found[2] and {"unet", "vae", "text_encoder_2", "tokenizer"} <= found[0].keys()
 

@@ -103,7 +103,7 @@ def test_both_stages_take_the_same_batch_and_average(tiny_config: dict[str, Any]
 
 def test_modulations_and_the_output_start_at_a_hundredth() -> None:
     """DiT starts them at zero (arXiv:2212.09748, section 3.2)."""
-    tensors = SD3().random_tensors(CONFIG, 0)
+    tensors = SD3().architecture.random_tensors(CONFIG, 0)
     weights = {name: tensors.get(name) for name in tensors.names - {TABLE} if name.endswith(".weight")}
     spread = {name: float(w.std()) * w[0].numel() ** 0.5 for name, w in weights.items()}
     blocks = [
@@ -115,7 +115,9 @@ def test_modulations_and_the_output_start_at_a_hundredth() -> None:
 
 
 def test_random_weights_take_the_position_table_from_the_folder(tmp_path: Path) -> None:
-    computed = SD3().random_tensors(CONFIG, 0, tmp_path).get(TABLE)
+    computed = SD3().architecture.random_tensors(CONFIG, 0, tmp_path).get(TABLE)
     save_file({TABLE: 2 * computed}, tmp_path / WEIGHTS)
-    torch.testing.assert_close(SD3().random_tensors(CONFIG, 0, tmp_path).get(TABLE), 2 * computed, rtol=0, atol=0)
-    assert computed.shape == SD3().empty_tensors(CONFIG).get(TABLE).shape and computed.std() > 0.1
+    torch.testing.assert_close(
+        SD3().architecture.random_tensors(CONFIG, 0, tmp_path).get(TABLE), 2 * computed, rtol=0, atol=0
+    )
+    assert computed.shape == SD3().architecture.empty_tensors(CONFIG).get(TABLE).shape and computed.std() > 0.1

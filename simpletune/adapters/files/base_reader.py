@@ -16,8 +16,7 @@ from simpletune.models.families import FAMILIES, family_of, family_of_config
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig, Shape, read_config
 from simpletune.models.shared.parts import Part
-from simpletune.models.shared.single_file import DENOISER_PREFIXES
-from simpletune.models.shared.sources import is_single_file
+from simpletune.models.shared.single_file import DENOISER_PREFIXES, is_single_file
 from simpletune.system.hub import is_hub_name
 from simpletune.system.model_folder import weight_files
 from simpletune.system.options import Json, UserError
@@ -89,25 +88,27 @@ class BaseReader:
     def others(self) -> dict[str, Path]:
         """The folders of the pipeline's parts that a written single file holds beside the denoiser, by name; none for
         other bases. Downloads those of a Hub name."""
-        layout, part = self.family.layout, self.part
-        if self._located and layout.others is not None:
-            parts = [self.family.part(name) for name in layout.prefixes]
+        layout, part = self.family.files.layout, self.part
+        if layout is None or layout.others is None:
+            return {}
+        if self._located:
+            parts = [self.family.files.part(name) for name in layout.prefixes]
             return {each.name: each.folder for each in parts if each.file is None and each.folder is not None}
-        if layout.others is None or part is None or part.folder is None or (Path(self.name) / "config.json").is_file():
+        if part is None or part.folder is None or (Path(self.name) / "config.json").is_file():
             return {}
         if is_hub_name(self.name):
             found = self.family.model_copy(update={"pretrained": self.name})
-            return {name: folder for name in layout.prefixes if (folder := found.part(name).folder) is not None}
+            return {name: folder for name in layout.prefixes if (folder := found.files.part(name).folder) is not None}
         folders = {name: part.folder.parent / name for name in layout.prefixes}
         return {name: folder for name, folder in folders.items() if folder.is_dir()}
 
     def marks(self) -> list[str] | None:
         """The empty tensors that say in a written single file how the model was trained; None: those of the single file
         that it comes from."""
-        known = self.scheduler()
-        if known is None:
+        known, layout = self.scheduler(), self.family.files.layout
+        if known is None or layout is None:
             return None
-        return [mark for mark, settings in self.family.layout.marks.items() if settings.items() <= known.items()]
+        return [mark for mark, settings in layout.marks.items() if settings.items() <= known.items()]
 
     def scheduler(self) -> ModelConfig | None:
         """The configuration of its scheduler, empty if it has none; None: that of the single file that it comes
@@ -119,7 +120,7 @@ class BaseReader:
             return None
         folder: Path | None = part.folder.parent / "scheduler"
         if is_hub_name(self.name):
-            folder = self.family.model_copy(update={"pretrained": self.name}).part("scheduler").folder
+            folder = self.family.model_copy(update={"pretrained": self.name}).files.part("scheduler").folder
         return Part("scheduler", folder).config() if folder is not None and folder.is_dir() else {}
 
     def weight_shapes(self) -> dict[str, Shape]:
@@ -131,7 +132,7 @@ class BaseReader:
         if self.part is not None and self.part.folder is not None:
             shutil.copyfile(self.part.folder / "config.json", folder / "config.json")
         else:
-            config = {"_class_name": self.family.diffusers.model, **self.config}
+            config = {"_class_name": self.family.architecture.diffusers_class, **self.config}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -155,7 +156,7 @@ class QuantisedBaseReader:
         self._precision = TypeAdapter(Precision).validate_python(about["precision"])
         self._reader = WeightReader([folder / "transformer.safetensors"])
         self.family = family_of_config(self.config)
-        self._model = self.family.empty_model(self.config)
+        self._model = self.family.architecture.empty_model(self.config)
         self._quantised = {f"{layer}.weight" for layer in quantised_layers(self._model, self._precision)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         self.kinds = {  # types of what ``get`` returns, by safetensors' names
@@ -196,11 +197,12 @@ def locate_denoiser(name: str) -> tuple[Family, Part]:
         raise UserError(f"{name} does not exist. Give a folder, a .safetensors file or a Hub name (owner/name)")
     if path.is_file() and path.suffix == ".safetensors":
         header = read_header(path)
-        fitting = [f for f in FAMILIES if any(prefix + f.layout.marker in header for prefix in DENOISER_PREFIXES)]
+        layouts = [(family, family.files.layout) for family in FAMILIES]
+        fitting = [f for f, own in layouts if own and any(start + own.marker in header for start in DENOISER_PREFIXES)]
     else:  # a Hub name of a family that ships with this package
-        fitting = [f for f in FAMILIES if f.bundled_config(name) is not None]
+        fitting = [f for f in FAMILIES if f.files.bundled_config(name) is not None]
     family = family_of(name) or (inside or fitting or [FAMILIES[0]])[0]
     try:
-        return family, family.model_copy(update={"pretrained": name}).part(family.denoiser)
+        return family, family.model_copy(update={"pretrained": name}).files.part(family.denoiser)
     except UserError as error:  # the message begins with a configuration option
         raise UserError(str(error).removeprefix("model.pretrained: "), error.code) from None

@@ -239,7 +239,7 @@ def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupp
             ToolSupport(A1111, "yes", [UNTESTED, f"write {name} into the prompt"]),
             own,
         ]
-    readers = [each for each in FAMILIES if each.pipeline_reads_embeddings and family in ("", each.family)]
+    readers = [each for each in FAMILIES if each.words.pipeline.reads_embeddings and family in ("", each.family)]
     reader = next((each for each in readers if set(each.text.trainable) == keys.keys.keys()), None)
     note = "loads files with one tensor; SD3's pipeline loads none"
     if len(keys.keys) == 1:
@@ -251,7 +251,7 @@ def embedding_verdicts(keys: Keys, file: str, family: str = "") -> list[ToolSupp
             f"tokenizer=pipeline.{encoder.tokenizer})"
             for encoder in reader.text.encoders
         ]
-        only = "" if family else f" of {reader.title}"
+        only = "" if family else f" of {reader.words.title}"
         note = f"its pipeline{only}, a tensor for each encoder: {', '.join(ways)}"
         diffusers = ToolSupport(DIFFUSERS, "yes", [note])
     comfyui = ToolSupport(COMFYUI, "yes", [f"write embedding:{name} into the prompt"])

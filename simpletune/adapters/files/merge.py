@@ -21,7 +21,7 @@ from simpletune.adapters.files.write import overflow
 from simpletune.adapters.methods.formulas import FLOATS
 from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_registry import require_same_family
-from simpletune.models.shared.single_file import Origin, open_file
+from simpletune.models.shared.single_file import FileLayout, Origin, open_file
 from simpletune.models.text_layers import encoder_of, encoders_in, split_text
 from simpletune.models.unet.config import inpainting_channels
 from simpletune.system.atomic import atomic_folder
@@ -144,25 +144,27 @@ class Merger:
         the other parts in folders if their original names are known. Calls ``done`` after each tensor.
 
         Raises:
-            UserError: readers would take the file for a model with another target.
+            UserError: the family has no single files, or readers would take this one for a model with another target.
         """
-        base = self.base
+        base, layout = self.base, self.base.family.files.layout
+        if layout is None:
+            raise UserError(f"{file}: {base.family.words.title} models have no single files. Give --out a folder")
         predicts_v, read = (
             (base.scheduler() or {}).get("prediction_type") == "v_prediction",
             base.config.get("in_channels"),
         )
-        if predicts_v and not base.family.layout.marks and read == inpainting_channels(base.config):
+        if predicts_v and not layout.marks and read == inpainting_channels(base.config):
             raise UserError(
                 f"{base.name}: predicts v, but every reader takes a single file of an inpainting model of Stable "
                 "Diffusion 2 for one that predicts noise. Write a folder"
             )
-        groups = _by_original(base.family.layout.origins(base.config))
-        beside = [FolderPart(name, folder, base) for name, folder in base.others().items()]
+        groups = _by_original(layout.origins(base.config))
+        beside = [FolderPart(name, folder, base, layout) for name, folder in base.others().items()]
         prefix = PREFIX
         others: dict[str, TensorEntry] = {}
         old: dict[str, str] = {}
         if base.rest is not None:
-            prefix = open_file(base.rest, base.family.layout).prefix
+            prefix = open_file(base.rest, layout).prefix
             header = read_header(base.rest)
             old = header.pop("__metadata__", None) or {}
             old = {k: v for k, v in old.items() if not k.startswith("modelspec.hash")}
@@ -173,7 +175,7 @@ class Merger:
                 if name.removeprefix(prefix) not in groups and not name.startswith(given)
             }
         if (marks := base.marks()) is not None:
-            others = {name: entry for name, entry in others.items() if name not in base.family.layout.marks}
+            others = {name: entry for name, entry in others.items() if name not in layout.marks}
         entries: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in others.items()
         }
@@ -182,7 +184,7 @@ class Merger:
         for part in beside:
             entries |= part.entries
         entries |= {mark: ("F32", (0,)) for mark in marks or ()}
-        text = self._text_weights(others, beside)
+        text = self._text_weights(layout, others, beside)
         file.parent.mkdir(parents=True, exist_ok=True)
         with SafetensorsWriter(file, entries, {**old, "format": "pt", **metadata}) as writer:
             for original, pieces in groups.items():
@@ -207,14 +209,16 @@ class Merger:
         tensor, pieces = part.reader.get(name), text.get(part.layer_weight(name))
         return tensor if pieces is None else self._merged_original(pieces, part.header[name]["dtype"], tensor)
 
-    def _text_weights(self, others: Mapping[str, TensorEntry], beside: Sequence[FolderPart]) -> dict[str, Pieces]:
+    def _text_weights(
+        self, layout: FileLayout, others: Mapping[str, TensorEntry], beside: Sequence[FolderPart]
+    ) -> dict[str, Pieces]:
         """The updated layers of text encoders by the names of the tensors with their weights: in a single file, whose
         names are transformers' or the original ones, or of ``layer_weight``.
 
         Raises:
             UserError: the base lacks one.
         """
-        layout, lost = self.base.family.layout, []
+        lost = []
         others = {**others, **{part.layer_weight(name): part.header[name] for part in beside for name in part.header}}
         found: dict[str, list[tuple[str, Origin]]] = {}
         for layer in self.text:
@@ -244,13 +248,14 @@ class FolderPart:
         name: ``vae``, ``text_encoder``.
         folder: the part's.
         base: the checkpoint that it belongs to.
+        layout: of the file.
 
     Raises:
         UserError: the folder has no weights, or a tensor without an original name.
     """
 
-    def __init__(self, name: str, folder: Path, base: BaseReader):
-        layout, files = base.family.layout, weight_files(folder)
+    def __init__(self, name: str, folder: Path, base: BaseReader, layout: FileLayout):
+        files = weight_files(folder)
         assert layout.others is not None
         self.name, self.prefix, self.reader = name, layout.prefixes[name], WeightReader(files)
         headers = [read_header(file) for file in files]

@@ -59,7 +59,9 @@ def resemblance(modules: Iterable[str], families: Collection[LoraNames] = ()) ->
         return Resemblance(like, cut, layout)
     words = {word for name in names for word in _words(name)}
     shares = {
-        family.lora[0].names.title: len(words & {word for name in family.known_shapes() for word in _words(name)})
+        family.lora[0].names.title: len(
+            words & {word for name in family.architecture.known_shapes() for word in _words(name)}
+        )
         for family in FAMILIES
     }
     title = max(shares, key=lambda each: shares[each])

@@ -47,7 +47,7 @@ class Full(TrainingMethod):
         leading = rank_zero_driver(model)
         with nullcontext() if leading is None else own_class(model):
             family = family_of_config({**getattr(model, "config", {}), "_class_name": type(model).__name__})
-            place, whole = folder / family.denoiser, family.whole_tensors(model)
+            place, whole = folder / family.denoiser, family.architecture.whole_tensors(model)
             if leading is None:
                 return write_model_folder(model, place, metadata, whole)
             return write_divided_folder(model, leading, place, metadata, whole)

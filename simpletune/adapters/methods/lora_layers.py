@@ -319,8 +319,8 @@ def _operands(layer: LoraLayer, adapter: str, dtype: torch.dtype) -> tuple[Tenso
 def _factors(layer: LoraLayer, adapter: str) -> tuple[Tensor, Tensor]:
     """A layer's A and B, without ``nn.Module``'s search of its parts, which takes as long as a small operation."""
     own: Any = layer._modules
-    a, b = (own[name]._modules[adapter]._parameters["weight"] for name in ("lora_A", "lora_B"))
-    return a, b
+    a, b = own["lora_A"]._modules[adapter], own["lora_B"]._modules[adapter]
+    return a._parameters["weight"], b._parameters["weight"]
 
 
 class _Cast(torch.autograd.Function):

@@ -55,14 +55,14 @@ class TextEncoding:
         for encoder in self.prompts.encoders if side.embeddings else ():
             config = self.prompts.part(encoder.model).config()
             widths[encoder.name] = encoder.width(config)
-        self.embeddings = tuple(_fitted(each, widths, model.title) for each in side.embeddings)
+        self.embeddings = tuple(_fitted(each, widths, model.words.title) for each in side.embeddings)
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         parts = {encoder.model for encoder in model.text.encoders}
         for lora in side.loras:
             lost = [layer for layer in lora.updates if encoder_of(layer)[0] not in parts]
             own = [layer for layer in lost if encoder_of(layer)[0] != T5]
             if own:
-                raise UserError(f"{lora.name}: {join_names(own, 3)}: {model.title} has no such text encoder")
+                raise UserError(f"{lora.name}: {join_names(own, 3)}: {model.words.title} has no such text encoder")
 
     def tokenizer(self, encoder: TextEncoder) -> PreTrainedTokenizerBase:
         """An encoder's tokenizer, read once."""

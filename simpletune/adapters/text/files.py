@@ -248,7 +248,7 @@ def how_to_use(name: str, token: str, place: str, family: str) -> Iterator[str]:
         yield "These are outputs of the text encoders, which no other tool reads."
         return
     yield f"ComfyUI: copy the file to models/embeddings and write embedding:{stem} into the prompt."
-    if model is None or not model.pipeline_reads_embeddings:
+    if model is None or not model.words.pipeline.reads_embeddings:
         title = "this model" if model is None else model.lora[0].names.title
         yield f"diffusers: its pipeline of {title} loads no embeddings."
         return

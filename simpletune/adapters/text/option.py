@@ -109,7 +109,7 @@ class Text(Option):
             count += self.embeddings.vectors * sum(regions[name].width for name in names)
         if self.lora is not None:
             for name in self.with_lora(model.text.trainable):  # rank x (inputs + outputs) of every layer
-                config = model.known_part(regions[name].part).config()
+                config = model.files.known_part(regions[name].part).config()
                 width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
                 sides = 4 * 2 * width
                 if self.lora.targets == "attention_and_mlp":

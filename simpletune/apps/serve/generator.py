@@ -108,7 +108,7 @@ class ImageGenerator:
             )
         finally:
             self._check_cancelled = lambda: None
-        model, loras, label = config.model.weights_from, [], image.lora
+        model, loras, label = config.model.files.weights_from, [], image.lora
         if image.lora in self.served.loras:
             loras, label = [(image.lora, image.scale)], f"LoRA {image.lora} x {image.scale:g}"
         elif image.lora in self.served.embeddings:
@@ -116,7 +116,7 @@ class ImageGenerator:
         elif image.lora != BASE:
             model = image.lora
         png, sampled = io.BytesIO(), config.objective.sampler
-        under = base_loras(config) if model == config.model.weights_from else {}
+        under = base_loras(config) if model == config.model.files.weights_from else {}
         save_png(images[0], png, image.request, weights=label, model=model, **under, loras=loras, sampler=sampled)
         return png.getvalue()
 

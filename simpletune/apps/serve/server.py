@@ -114,8 +114,9 @@ def build(args: argparse.Namespace, environment: Mapping[str, str] = os.environ)
     session = open_session(args)
     served = _served_models(session, args.lora, vars(args).get("embedding") or [])
     model = session.config.model
-    step = model.generated_multiple or model.multiple
-    most = model.largest_side // step * step  # by the model's positions
+    network = model.architecture
+    step = network.generated_multiple or network.multiple
+    most = network.largest_side // step * step  # by the model's positions
     side = min(Limits.side // step * step, most) if args.max_side is None else args.max_side
     if not step <= side <= most or side % step:
         raise UserError(f"--max-side: {side} is not allowed. Use a multiple of {step} from {step} to {most}")

@@ -218,8 +218,8 @@ def thumbnail(request: Request) -> Response:
         if content is None:
             raise HTTPException(404)
         kept = thumbnail_of(
-            content.read, content.version, found.source, found.config.model.multiple, roots.own / "thumbnails",
-            content.mask,
+            content.read, content.version, found.source, found.config.model.architecture.multiple,
+            roots.own / "thumbnails", content.mask,
         )  # fmt: skip
     except UnusableImage as reason:
         raise HTTPException(404, f"{name} {reason}") from None

@@ -360,7 +360,7 @@ def image_tiles(
             else:
                 version = str(entry.file.stat().st_mtime_ns)
                 size = image_size(read_regular(entry.file))
-            bucket = data.source.bucket(size, data.config.model.multiple)
+            bucket = data.source.bucket(size, data.config.model.architecture.multiple)
             scale, limit = upscaling(size, bucket), data.source.max_upscale
             if limit is not None and scale > limit:
                 problem = f"is too small: it would be scaled up {scale:.1f} times; the limit is {limit:g}"

@@ -59,7 +59,7 @@ def cached_estimate(roots: Roots, key: str) -> Json | None:
 def keep_shipped(roots: Roots, key: str, config: TrainConfig, card: Card | None) -> None:
     """Keep the prediction that ships for other versions of the libraries, if any, as that of ``key + SHIPPED``."""
     parts = [part for name in MODEL_PARTS if (part := getattr(config.model, name, None)) is not None]
-    known = all(str(part).startswith("demo:") or config.model.bundled_config(str(part)) for part in parts)
+    known = all(str(part).startswith("demo:") or config.model.files.bundled_config(str(part)) for part in parts)
     if not known or _file(roots, key + SHIPPED).exists():
         return  # another model's configuration would have to be read, perhaps from the hub
     if (found := shipped_json(config, card)) is not None:

@@ -76,13 +76,14 @@ class RandomWeights:
 @contextmanager
 def random_steps(config: TrainConfig, device: torch.device) -> Iterator[Steps]:
     """Set up the trainer's step on random weights, latents and prompts."""
-    side, shapes = config.data.resolution, config.model.known_config()
+    side, shapes = config.data.resolution, config.model.files.known_config()
     on_host = stays_on_host(config.memory, config.model)
-    family, empty = config.model, config.model.empty_tensors(shapes)
-    model = fill_model(family.empty_model(shapes), RandomWeights(empty, device), config.precision, device, on_host)
+    network = config.model.architecture
+    empty = network.empty_tensors(shapes)
+    model = fill_model(network.empty_model(shapes), RandomWeights(empty, device), config.precision, device, on_host)
     if config.memory.crop_positions:
         weights = RandomWeights(empty, device)
-        family.fit_to(model, [(side, side)], lambda: weights, config.precision.compute_dtype())
+        network.fit_to(model, [(side, side)], lambda: weights, config.precision.compute_dtype())
     core = assemble(config, model, SingleProcess(device))
     synthetic, count = SyntheticBatches(config, core, device=device), iter(range(10**9))
     model.train()

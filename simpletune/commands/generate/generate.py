@@ -61,13 +61,14 @@ def build_requests(
 def image_size(config: TrainConfig, args: argparse.Namespace) -> tuple[int, int]:
     """The size to draw, by the arguments or the run; a UserError if the model cannot."""
     width, height = args.size or config.image_size()
-    step, title = config.model.generated_multiple or config.model.multiple, config.model.title
+    network, title = config.model.architecture, config.model.words.title
+    step = network.generated_multiple or network.multiple
     if width % step or height % step:
         near = "x".join(str(max(step, side // step * step)) for side in (width, height))
         raise UserError(
             f"--size: {width}x{height}, but {title} needs sides that are multiples of {step}. Use {near}, for example"
         )
-    if max(width, height) > (most := config.model.largest_side):
+    if max(width, height) > (most := network.largest_side):
         raise UserError(f"--size: {width}x{height}, but the model has positions for at most {most} px a side. Use less")
     return width, height
 
@@ -191,7 +192,7 @@ def say_what_is_painted(session: GenerationSession, request: ImageRequest) -> No
 def made_with(session: GenerationSession, weights: Weights) -> dict[str, object]:
     """Return a picture's metadata besides its request: model, LoRAs with strengths, precision, lossy settings."""
     own = weights.denoiser or weights.trained
-    model = _name_of(own) if own else session.config.model.weights_from
+    model = _name_of(own) if own else session.config.model.files.weights_from
     loras = [(_name_of(file), scale) for file, scale in weights.loras]
     under = {} if weights.alone or own else base_loras(session.config)
     precision = precision_of(session.config, weights).weights

@@ -126,7 +126,7 @@ class SharedBase:
         shared = weights.lora is not None and not weights.merged
         if shared and self.config.memory.modulation == "plan":
             # Not for a LoRA that changes layers which the modulation plan detached from the transformer.
-            detached = self.config.model.modulation
+            detached = self.config.model.architecture.modulation
             assert detached is not None, "Memory.model_rules refuses it"
             # A hypernetwork changes no layer.
             files = [file for file, _ in weights.loras if not holds_hypernetwork(file)]
@@ -274,14 +274,14 @@ def open_session(args: argparse.Namespace) -> GenerationSession:
     config = config.model_copy(update=_changes(config, args))
     device, reason = choose_device(config.device, "auto", config.is_demo)
     config = resolve_folders(compute_to_generate(config, capability_of(device)))
-    threads, _ = choose_threads(config.speed.threads, config.model.parameter_count(), device.type == "cpu")
+    threads, _ = choose_threads(config.speed.threads, config.model.architecture.parameter_count(), device.type == "cpu")
     torch.set_num_threads(threads)
     if given_arguments(args, "compile") and args.compile and given_arguments(args, "resident_blocks"):
         raise UserError(
             "--compile: compiled blocks need their weights in one place, but --resident-blocks moves them. Leave out "
             "one of the two"
         )
-    resident, blocks = config.memory.resident_blocks, config.model.blocks()
+    resident, blocks = config.memory.resident_blocks, config.model.architecture.blocks()
     if resident is not None and resident >= blocks:
         raise UserError(
             f"--resident-blocks: {resident} leaves none of the model's {plural(blocks, 'block')} to stream. "
@@ -313,8 +313,8 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
         if "model.t5=false" not in config.model.text.optional.values():
             titles = " and ".join(encoder.title for encoder in config.model.text.encoders)
             raise UserError(
-                f"--no-t5: {config.model.title} has no T5 text encoder that it can do without; it reads prompts with "
-                f"{titles}. Leave --no-t5 out"
+                f"--no-t5: {config.model.words.title} has no T5 text encoder that it can do without; it reads prompts "
+                f"with {titles}. Leave --no-t5 out"
             )
         model["t5"] = False
     if model:
@@ -323,8 +323,8 @@ def _changes(config: TrainConfig, args: argparse.Namespace) -> dict[str, object]
         compute = {} if args.precision in ("bf16", "fp32") else {"compute": config.precision.compute}
         changes["precision"] = TypeAdapter(Precision).validate_python({"weights": args.precision, **compute})
     memory = given_arguments(args, *MEMORY)
-    if memory.get("modulation") == "plan" and config.model.modulation is None:
-        raise UserError(f"--modulation: plan, but {config.model.title} has no adaLN modulations. Leave it out")
+    if memory.get("modulation") == "plan" and config.model.architecture.modulation is None:
+        raise UserError(f"--modulation: plan, but {config.model.words.title} has no adaLN modulations. Leave it out")
     if memory:
         changes["memory"] = config.memory.model_copy(update=memory)
     if args.device:

@@ -189,7 +189,7 @@ def _samples(found: Translation) -> None:
     for name in ("width", "height"):
         side = found.read(f"sample.{name}", whole_number)
         if side is not None:
-            step = found.family.multiple
+            step = found.family.architecture.multiple
             found.take(f"sample.{name}", f"validation.{name}", max(step, side // step * step))
 
 
@@ -221,7 +221,7 @@ def _data_sets(general: Translation) -> list[Translation]:
             source.take("mask_path", "mask", "files")
             source.take("mask_path", "mask_path", masks)
             source.by_table([KeyRule("mask_min_value", "unmasked_weight", number)])
-        _size(source, general.family.multiple)
+        _size(source, general.family.architecture.multiple)
         varied = next((key for key in ("flip_x", "random_crop", "shuffle_tokens") if source.settings.get(key)), None)
         if varied is not None:
             source.take(varied, "variants", VARIANTS, "drawn once for each variant, and cached")

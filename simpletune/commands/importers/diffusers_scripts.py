@@ -186,7 +186,7 @@ def _data(found: Translation, method: str) -> Translation:
         source.take("learnable_property", "prompt", words, "one of several such prompts there")
     side, repeats = source.read("resolution", whole_number) or 512, source.read("repeats", whole_number)
     source.by_table([KeyRule("proportion_empty_prompts", "caption_dropout", number)])
-    step = found.family.multiple
+    step = found.family.architecture.multiple
     whole = max(step, round(side / step) * step)
     source.take("resolution", "resolution", whole, "" if whole == side else f"in steps of {step}")
     source.take("resolution", "aspect", "square", "pictures are cropped to squares there")

@@ -173,12 +173,12 @@ def _refuse_musubi_tuner(settings: Json) -> None:
 def _take_tokenizers(general: Translation, folder: Path) -> None:
     """Name a source of tokenizers for a single file, which contains none; other trainers bring them."""
     base = general.get("model.pretrained")
-    if not isinstance(base, str) or not general.family.lacks_tokenizers:
+    if not isinstance(base, str) or not general.family.files.lacks_tokenizers:
         return
     local = folder / base
     family = general.family.model_copy(update={"pretrained": str(local)}) if os.path.isfile(local) else general.family
     try:
-        example = family.text_example
+        example = family.files.text_example
     except UserError:  # the file is of another family, or damaged: ``check`` says so
         return
     why = "a single file has no tokenizers; only what it lacks is downloaded"

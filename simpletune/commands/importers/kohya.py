@@ -315,7 +315,7 @@ def _layers_of_unet(found: Translation, arguments: dict[str, str], rank: int | N
     names = found.family.lora[0].names
     if names.kohya_blocks is None:
         for key in keys.values():
-            found.leave(key, f"networks.lora counts no blocks of {found.family.title}")
+            found.leave(key, f"networks.lora counts no blocks of {found.family.words.title}")
         return
     if found.get("adapter.conv_rank"):
         for key in keys.values():
@@ -629,7 +629,7 @@ def _subset(source: Translation, general: Translation) -> None:
         source.take("conditioning_data_dir", "mask", "files")
         source.take("conditioning_data_dir", "mask_path", masks)
         general.seen("masked_loss")
-    _size(source, general.family.multiple)
+    _size(source, general.family.architecture.multiple)
     varied = [key for key in ("flip_aug", "random_crop", "shuffle_caption") if boolean(source.settings.get(key, False))]
     varied += ["train_inpainting"] if general.get("model.inpainting") else []  # a new hole in every step
     if varied or source.get("tag_dropout"):
@@ -669,7 +669,7 @@ def take_prompts(found: Translation, rows: list[Json]) -> None:
             continue
         value: object
         if field in ("width", "height"):
-            step = found.family.multiple
+            step = found.family.architecture.multiple
             value = max(step, whole_number(values[0]) // step * step)
         elif field == "negative_prompt":
             value = str(values[0])

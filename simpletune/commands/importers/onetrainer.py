@@ -310,7 +310,7 @@ def _optimizer(found: Translation) -> None:
 def _objective(found: Translation) -> None:
     if found.objective != "flow":
         found.seen("text_encoder_3_sequence_length")
-        title = found.family.title
+        title = found.family.words.title
         if found.read("timestep_distribution", as_text) not in (None, "UNIFORM"):
             found.leave("timestep_distribution", f"{title}'s timesteps are uniform here")
             found.seen("noising_weight", "noising_bias")  # which belong to it
@@ -524,7 +524,7 @@ def _image(source: Translation, general: Translation) -> None:
         else general.settings.get("resolution", "512")
     ).split(",")
     first = sizes[0].lower().split("x")
-    side = side_of_area(number(first[0]), number(first[-1]), general.family.multiple)
+    side = side_of_area(number(first[0]), number(first[-1]), general.family.architecture.multiple)
     same = len(sizes) == len(first) == 1 and side == number(first[0])
     why = "" if same else "the first size, as the side of a square of that area in whole steps"
     given = general.has("resolution") or own.has("resolution_override")
@@ -592,7 +592,7 @@ def _samples(samples: list[Json], general: Translation) -> None:
         if not values:
             continue
         first = values[0] if name == "negative_prompt" else number(values[0])
-        step = general.family.multiple
+        step = general.family.architecture.multiple
         value = max(step, whole_number(first) // step * step) if path in ("width", "height") else first
         differ = any(other != values[0] for other in values) and path != "seed"
         general.take("samples", f"validation.{path}", value, f"{name} of the first sample, for all" if differ else "")

@@ -275,7 +275,7 @@ def _data_sets(data: list[Json], general: Translation) -> list[Translation]:
         given = {key: general.settings[key] for key in INHERITED if general.has(key)}
         inherited = {key: general.defaults.get(key) for key in INHERITED}
         source = Translation({**given, **entry}, inherited, section, f"data.sources.{len(found)}.")
-        _data_set(source, masks, general.family.multiple)
+        _data_set(source, masks, general.family.architecture.multiple)
         found.append(source)
     return found
 

@@ -370,15 +370,15 @@ def take_family_of_base(found: Translation, key: str, folder: Path, otherwise: s
 
 def blocks_of(general: Translation) -> int:
     """Count the blocks of the base."""
-    return len(general.family.units_among(general.family.shapes_of(known_config(general))))
+    return len(general.family.architecture.units_among(general.family.architecture.shapes_of(known_config(general))))
 
 
 def known_config(general: Translation) -> ModelConfig:
     """Return the configuration of the base's denoiser, or of its family's own base if only a download could tell."""
     with suppress(UserError, OSError):  # it is not on this machine
-        if (config := general.family.denoiser_config(fetch=False)) is not None:
+        if (config := general.family.files.denoiser_config(fetch=False)) is not None:
             return config
-    config = type(general.family).model_validate({}).denoiser_config(fetch=False)
+    config = type(general.family).model_validate({}).files.denoiser_config(fetch=False)
     assert config is not None, "every family's own base ships its configurations"
     return config
 

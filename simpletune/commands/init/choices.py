@@ -186,13 +186,13 @@ class Choices:
         self.tiny = model.startswith(DEMO)
         if not self.tiny:
             self.family = family_of(model) or family_by_name(model) or FAMILIES[0]
-        templates = self.family.templates
+        templates = self.family.words.templates
         if self.tiny:
             templates = TINY[model if model in MODELS else TINY_SD3]  # an unknown one is refused with the others
         if not templates:
             raise UserError(
-                f"{model} is a {self.family.title} model, and no configuration for those ships that init could start "
-                "from. Write one (docs/reference/configuration.md), or name another model"
+                f"{model} is a {self.family.words.title} model, and no configuration for those ships that init could "
+                "start from. Write one (docs/reference/configuration.md), or name another model"
             )
         profile, fits = profile_of(self.device)
         origin, *smaller = templates_for(templates[self.what], profile)
@@ -217,10 +217,10 @@ class Choices:
             self.set("model.family", self.family.family)
         base = self.family.model_copy(update={"pretrained": model})
         with suppress(UserError, KeyError, TypeError):  # the check of the whole configuration refuses it
-            if base.denoiser_config(fetch=False) is not None and base.inpaints:
+            if base.files.denoiser_config(fetch=False) is not None and base.inpaints:
                 self.notes.append(f"{model} inpaints: it learns to fill holes in the pictures, and draws with a mask")
-        if base.lacks_tokenizers:
-            self.set("model.text_encoders", base.text_example, WITHOUT_TOKENIZERS)
+        if base.files.lacks_tokenizers:
+            self.set("model.text_encoders", base.files.text_example, WITHOUT_TOKENIZERS)
         if self.device is None and self.answers.on_cpu:
             self.set("device", "cpu", "you asked for the CPU: seconds to minutes a step")
             return
@@ -260,8 +260,8 @@ class Choices:
             side = TINY_SIDE
             self.set("data.resolution", side, "the tiny model's own size")
         else:
-            lower = self.family.resolution >= SIDES[0] and not self.family.text.reads_framing
-            known = SIDES if lower else (self.family.resolution,)
+            lower = self.family.words.resolution >= SIDES[0] and not self.family.text.reads_framing
+            known = SIDES if lower else (self.family.words.resolution,)
             large = {side: sum(each >= NEAR * side for each in sides) for side in known}
             side = next((side for side in known if large[side] >= ENOUGH * len(sides)), known[-1])
             why = f"{large[side]} of {plural(len(sides), 'picture')} reach it, nearly or in full"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from simpletune.config.resolve import resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.data.demo import MODELS
-from simpletune.models.shared.sources import is_single_file, provider
+from simpletune.models.shared.single_file import is_single_file
 from simpletune.models.text.clip import ClipEncoder
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.system.hub import HubPart, Repository, in_cache, is_hub_name
@@ -45,7 +45,7 @@ def tokenizer_folder(config: TrainConfig, part: str) -> Path | None:
             return None
         config = resolve_model_folder(config)
     try:
-        field, value = provider(config.model, part)
+        field, value = config.model.files.provider(part)
     except (UserError, OSError):  # a missing or damaged single file; training reports it
         return None
     if value is None or is_single_file(value):

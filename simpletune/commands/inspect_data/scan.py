@@ -139,7 +139,7 @@ def scan_dataset(config: TrainConfig, shown: int, names: tuple[str, ...] = ()) -
     if config.data.streamed:  # its split draws from all rows, not only from the examined ones
         config = config.model_copy(update={"validation": config.validation.model_copy(update={"split": None})})
     scan, inpaints = scan_sources(config.data), known_to_inpaint(config)
-    small = too_small(scan.images, config.data, config.model.multiple)
+    small = too_small(scan.images, config.data, config.model.architecture.multiple)
     images = _named(drop_rejected(scan.images, small), config)
     found = DatasetReport(
         ", ".join(dict.fromkeys(names)) or config.data.place,

@@ -151,7 +151,7 @@ def export_hypernetwork(source: NamedLora, args: argparse.Namespace) -> Path:
     require_new(out, args.overwrite)
     found = read_hypernetwork(source.file)
     config = source.config(found.metadata)
-    base = None if config is None else public_name(config.model.weights_from)
+    base = None if config is None else public_name(config.model.files.weights_from)
     written = write_a1111(found, out, getattr(args, "title", None) or out.stem, source.steps, base)
     say(f"{written}: {args.format}, {plural(len(found.tensors), 'tensor')}, {written.stat().st_size / 2**20:.1f} MiB. "
         "It is a pickle file of plain tensors, which simpletune itself does not read")  # fmt: skip
@@ -346,7 +346,7 @@ def require_suited(source: NamedLora, config: TrainConfig | None, wanted: str | 
     if source.run is None or config is None:
         return
     try:
-        known = resolve_model_folder(config).model.denoiser_config(fetch=False)
+        known = resolve_model_folder(config).model.files.denoiser_config(fetch=False)
     except UserError:  # a result is written without its base, too
         return
     if known is not None:
@@ -426,8 +426,8 @@ def full_result(base: str | None) -> BaseReader | None:
         return None
     config = resolve_model_folder(run_config(run))
     family = config.model.model_copy(update={config.model.denoiser: str(folder), "loras": []})
-    scheduler = config.objective.scheduler_config(config.model.scheduler_config())
-    return BaseReader(base, (family, family.part(family.denoiser)), scheduler)
+    scheduler = config.objective.scheduler_config(config.model.files.scheduler_config())
+    return BaseReader(base, (family, family.files.part(family.denoiser)), scheduler)
 
 
 def base_name(sources: list[NamedLora]) -> str:
@@ -439,7 +439,7 @@ def base_name(sources: list[NamedLora]) -> str:
         raise UserError("--base: name the model to merge into: a folder, a single file or a hub name")
     if config.model.init == "random":
         raise UserError(f"--base: {sources[0].run} trained on random weights, which were not saved. Name another base")
-    return config.model.weights_from
+    return config.model.files.weights_from
 
 
 def stack_of(source: NamedLora) -> Stack | None:

@@ -136,14 +136,14 @@ def _of_run(config: TrainConfig, steps: int | None) -> Iterator[tuple[str, str]]
     public = shareable(config)
     width, height = config.image_size()
     terms = licence(config)
-    base = public_name(config.model.weights_from)
+    base = public_name(config.model.files.weights_from)
     train, adapter = config.train, config.adapter
     yield "modelspec.resolution", f"{width}x{height}"
     yield "modelspec.license", str(terms.get("license_name") or terms["license"])
     if (trigger := trigger_of(config)) is not None:
         yield "modelspec.trigger_phrase", trigger
         yield "modelspec.usage_hint", f"Write {trigger!r} into the prompt"
-    yield "modelspec.tags", ", ".join((adapter.method, config.model.diffusers.tag, "simpletune"))
+    yield "modelspec.tags", ", ".join((adapter.method, config.model.words.pipeline.tag, "simpletune"))
     under = "".join(f" with {lora}" for lora in public.model.loras)
     yield "modelspec.description", f"LoRA for {base}{under}, trained with simpletune {__version__}"
     yield "ss_output_name", config.name

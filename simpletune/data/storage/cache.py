@@ -314,8 +314,9 @@ def _parsed(content: bytearray, size: int) -> tuple[dict[str, str], int, Layout]
 
 def span(layout: Layout) -> tuple[int, int]:
     """The first byte of some tensors, and the one after the last; a ``KeyError`` if a type is unknown."""
+    starts = [offset for *_, offset in layout]
     ends = [offset + TYPES[kind].bytes * math.prod(shape) for _, kind, shape, offset in layout]
-    return min((offset for *_, offset in layout), default=0), max(ends, default=0)
+    return min(starts, default=0), max(ends, default=0)
 
 
 def sample_tensors(content: bytearray, layout: Layout, start: int = 0) -> dict[str, Tensor]:

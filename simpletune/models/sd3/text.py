@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from simpletune.models.text.clip import ClipEncoder
 from simpletune.models.text.encoder import TextEncoder
-from simpletune.models.text.family_text import FamilyText, ModelParts, TextRegion
+from simpletune.models.text.family_text import FamilyText, HasFiles, TextRegion
 from simpletune.models.text.t5 import T5Encoder
 from simpletune.system.options import plural
 
@@ -27,7 +27,7 @@ CLIP = (
 )
 
 
-class SD3Options(ModelParts, Protocol):
+class SD3Options(HasFiles, Protocol):
     """The fields of SD3's option that its text side reads."""
 
     t5: bool
@@ -54,11 +54,11 @@ class SD3Text(FamilyText[SD3Options]):
 
     @cached_property
     def width(self) -> int:
-        return int(self.family.known_config()["joint_attention_dim"])
+        return int(self.family.files.known_config()["joint_attention_dim"])
 
     @cached_property
     def pooled_width(self) -> int:
-        return int(self.family.known_config()["pooled_projection_dim"])
+        return int(self.family.files.known_config()["pooled_projection_dim"])
 
     def fits(self, widths: Sequence[int]) -> bool:
         return sum(widths[:2]) <= self.width and all(width == self.width for width in widths[2:])
@@ -66,9 +66,16 @@ class SD3Text(FamilyText[SD3Options]):
     def describe(self) -> str:
         return f"T5 with {plural(self.family.t5_length, 'token')}" if self.family.t5 else "no T5"
 
+    def pipeline_arguments(self) -> dict[str, str]:
+        """Leave out T5 if it is not in use."""
+        return {} if self.family.t5 else {"text_encoder_3": "None", "tokenizer_3": "None"}
+
+    def call_arguments(self) -> dict[str, object]:
+        return {"max_sequence_length": self.family.t5_length}
+
     def regions(self) -> dict[str, TextRegion]:
         """CLIP-L and CLIP-G side by side, T5 after them."""
-        clip_l, clip_g = (self.family.known_part(part).config() for part in ("text_encoder", "text_encoder_2"))
+        clip_l, clip_g = (self.family.files.known_part(part).config() for part in ("text_encoder", "text_encoder_2"))
         width, pooled = int(clip_l["hidden_size"]), int(clip_l["projection_dim"])
         found = {
             "clip_l": TextRegion("text_encoder", width, 0, (0, pooled)),

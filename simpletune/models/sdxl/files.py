@@ -8,11 +8,19 @@ comfy_extras/nodes_model_merging.py, ``save_checkpoint``); sd-scripts and OneTra
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from simpletune.models.sdxl.config import REMEDY, V_PREDICTION, ZERO_SNR, bundled_configs
+from simpletune.models.sdxl.config import (
+    HUB_NAMES,
+    REMEDY,
+    V_PREDICTION,
+    ZERO_SNR,
+    bundled_configs,
+    require_supported,
+)
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin
+from simpletune.models.unet.family import UNetFiles
 from simpletune.models.unet.files import (
     OPEN_CLIP,
     inferred,
@@ -73,3 +81,16 @@ LAYOUT = FileLayout(
         r"^conditioner\.embedders\.0\.model\.": f"a refiner of Stable Diffusion XL, which cannot be trained. {REMEDY}",
     },
 )
+
+
+class SDXLFiles(UNetFiles):
+    """Where the parts of Stable Diffusion XL come from."""
+
+    layout: ClassVar[FileLayout | None] = LAYOUT
+    hub_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+
+    bundled_configs: ClassVar = staticmethod(bundled_configs)
+    require_supported: ClassVar = staticmethod(require_supported)
+
+    def file_version(self) -> str:
+        return "sdxl"

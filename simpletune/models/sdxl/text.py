@@ -13,8 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from simpletune.models.shared.buckets import Framing
-from simpletune.models.shared.family_facts import FamilyFacts
-from simpletune.models.shared.sources import pipeline_index
 from simpletune.models.text.clip import ClipEncoder
 from simpletune.models.text.family_text import TextRegion
 from simpletune.models.unet.text import UNetText
@@ -40,14 +38,13 @@ class SDXLText(UNetText):
 
     @cached_property
     def pooled_width(self) -> int:
-        known = self.family.known_config()
+        known = self.family.files.known_config()
         return int(known["projection_class_embeddings_input_dim"]) - NUMBERS * int(known["addition_time_embed_dim"])
 
     def steered_from(self, negative_prompt: str | None) -> str | None:
         """As diffusers' pipeline, which takes zeros for none unless its ``model_index.json`` says no. Without one, as
         for a single file, it takes them, too."""
-        assert isinstance(self.family, FamilyFacts)
-        if negative_prompt is None and pipeline_index(self.family).get("force_zeros_for_empty_prompt", True):
+        if negative_prompt is None and self.family.files.pipeline_index().get("force_zeros_for_empty_prompt", True):
             return None
         return super().steered_from(negative_prompt)
 

@@ -58,24 +58,18 @@ def stack(prompts: Sequence[Conditioning]) -> Conditioning:
         UserError: some of them have a mask, a pooled prompt or an extra that others lack.
     """
     names = [set(each.tensors()) for each in prompts]
-    if odd := next((each ^ names[0] for each in names if each != names[0]), None):
+    if odd := names[0].union(*names) - names[0].intersection(*names):
         raise UserError(
             f"some prompts of a batch have {' and '.join(sorted(odd))} and others do not. Their cache entries are of "
             "different models. Delete the cache folder's prompts, and start again"
         )
-    longest = max(len(each.embeds) for each in prompts)
-    if any(len(each.embeds) < longest for each in prompts):
-        prompts = [_padded(each, longest) for each in prompts]
-    first = prompts[0]
-
-    def rows(of: Callable[[Conditioning], Tensor | None]) -> Tensor | None:
-        return None if of(first) is None else torch.stack([each for each in map(of, prompts) if each is not None])
-
-    extra = {name: torch.stack([each.extra[name] for each in prompts]) for name in first.extra}
-    embeds = torch.stack([each.embeds for each in prompts])
-    return Conditioning(
-        embeds, rows(lambda each: each.mask), rows(lambda each: each.pooled), extra, rows(lambda each: each.modulation)
-    )
+    lengths = [len(each.embeds) for each in prompts]
+    if min(lengths) < max(lengths):
+        prompts = [_padded(each, max(lengths)) for each in prompts]
+    every = [each.tensors() for each in prompts]
+    rows = {name: torch.stack([each[name] for each in every]) for name in every[0]}
+    extra = {name: rows.pop(name) for name in prompts[0].extra}
+    return Conditioning(rows["embeds"], rows.get("mask"), rows.get("pooled"), extra, rows.get("modulation"))
 
 
 def _padded(prompt: Conditioning, length: int) -> Conditioning:

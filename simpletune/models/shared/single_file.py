@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 DENOISER_PREFIXES = ("model.diffusion_model.", "")
 
 
+def is_single_file(name: str) -> bool:
+    """Whether a name is the path of a single weight file."""
+    return name.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")) and not Path(name).is_dir()
+
+
 def a_lora(file: Path) -> str:
     """What to do with a LoRA that was given in place of something else."""
     named = join_words([str(file)])

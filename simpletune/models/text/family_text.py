@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ModelParts(Protocol):
-    """What a text side asks of its family, the model's option."""
+    """What a text side asks of its family's files."""
 
     def known_config(self) -> ModelConfig:
         """The denoiser's ``config.json``."""
@@ -32,8 +32,19 @@ class ModelParts(Protocol):
     def part(self, name: str) -> Part:
         """Locate a part, downloading it if necessary."""
 
+    def pipeline_index(self) -> ModelConfig:
+        """The pipeline's ``model_index.json``; empty for one without."""
 
-F = TypeVar("F", bound=ModelParts)
+
+class HasFiles(Protocol):
+    """What a text side asks of its family, the model's option."""
+
+    @property
+    def files(self) -> ModelParts:
+        """Where its parts come from."""
+
+
+F = TypeVar("F", bound=HasFiles)
 
 
 class TextRegion(NamedTuple):
@@ -115,6 +126,14 @@ class FamilyText(Generic[F]):
         """The text that guidance steers away from if ``negative_prompt`` is given, or with None none is; None: zeros
         take the place of its embeddings."""
         return negative_prompt or ""
+
+    def pipeline_arguments(self) -> dict[str, str]:
+        """Arguments of diffusers' ``from_pretrained`` that make its pipeline read prompts so, as Python."""
+        return {}
+
+    def call_arguments(self) -> dict[str, object]:
+        """Arguments for the call of diffusers' pipeline that make it read prompts so."""
+        return {}
 
     def part_names(self) -> list[str]:
         """The parts with tokenizers and weights."""

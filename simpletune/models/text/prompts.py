@@ -40,7 +40,7 @@ class Prompts:
 
     def part(self, name: str) -> Part:
         """Locate a part by its name."""
-        return self.text.family.part(name)
+        return self.text.family.files.part(name)
 
     def load(self, encoder: TextEncoder) -> nn.Module:
         """Load an encoder that may train, on the CPU."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from simpletune.models.shared.architecture import Architecture, AttentionShape
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
-from simpletune.models.shared.family_facts import AttentionShape, LoraNames
+from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.model_config import ModelConfig, Shape
-from simpletune.models.unet.config import DEFAULTS, INPUT, inpainting_channels, inpainting_config
+from simpletune.models.unet.config import CLASS, DEFAULTS, INPUT, inpainting_config
 from simpletune.models.unet.shapes import ATTENTION, pixels, unet_units
 
 if TYPE_CHECKING:
@@ -49,40 +50,53 @@ class UNetFamily(Family):
     partial with conv_in.weight). A UNet that has nine channels already stays as it is, with or without this."""
 
     denoiser: ClassVar[str] = "unet"
-    pipeline_reads_embeddings: ClassVar[bool] = True
     latents: ClassVar[Latents] = STABLE_DIFFUSION
-    multiple: ClassVar[int] = 64
-    generated_multiple: ClassVar[int | None] = 8  # diffusers' UNet rounds odd halves up, and its pipelines ask for 8
-    largest_side: ClassVar[int] = 4096
-    """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
     objectives: ClassVar[tuple[str, ...]] = ("ddpm",)
+
+    def skipped_steps(self, steps: int, strength: float) -> int:
+        return steps - min(int(steps * strength), steps)
+
+
+class UNetFiles(FamilyFiles):
+    """Where the parts of a model with a UNet come from."""
+
+    family: UNetFamily
+    scheduler_tells: ClassVar[bool] = True
     hub_bytes: ClassVar[int] = 4  # SDXL's unet/diffusion_pytorch_model.safetensors has 10,270,077,736 bytes
-    after_units: ClassVar[str] = "conv_norm_out"
-    starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
 
     def denoiser_config(self, fetch: bool = True) -> ModelConfig | None:
-        """As for ``Family``. UserError: the UNet is of another family."""
+        """As for ``FamilyFiles``. UserError: the UNet is of another family."""
         config = super().denoiser_config(fetch)
         if config is None:
             return None
         self.require_supported(config, self.weights_from)
-        return inpainting_config(config) if self.inpainting else config
+        return inpainting_config(config) if self.family.inpainting else config
 
-    @staticmethod
-    def complete(config: ModelConfig) -> ModelConfig:
-        return {**DEFAULTS, **config}
+
+class UNetArchitecture(Architecture):
+    """A UNet, in which units and levers are the modules of ``unet_units`` or parts of them."""
+
+    family: UNetFamily
+    diffusers_class: ClassVar[str] = CLASS
+    defaults: ClassVar[ModelConfig] = DEFAULTS
+    multiple: ClassVar[int] = 64
+    generated_multiple: ClassVar[int | None] = 8  # diffusers' UNet rounds odd halves up, and its pipelines ask for 8
+    largest_side: ClassVar[int] = 4096
+    """A bound for requests; the UNet has no limit of positions. Self-attention takes 2^36 products per head here."""
+    after_units: ClassVar[str] = "conv_norm_out"
+    starts_small: ClassVar[str] = r"(proj_out|conv2|conv_out)\.weight$"
 
     def stored_shapes(self) -> dict[str, Shape]:
-        return self.model_copy(update={"inpainting": False}).known_shapes()
+        return self.family.model_copy(update={"inpainting": False}).architecture.known_shapes()
 
     @property
     def new_weights(self) -> str | None:
-        if not self.inpainting or self.init == "random":
+        if not self.family.inpainting or self.family.init == "random":
             return None
         return INPUT if self.stored_shapes()[INPUT] != self.known_shapes()[INPUT] else None
 
     def widened(self, tensors: TensorSource) -> TensorSource:
-        return WidenedTensors(tensors, inpainting_channels(self.known_config())) if self.inpainting else tensors
+        return WidenedTensors(tensors, self.in_channels) if self.family.inpainting else tensors
 
     def per_sample(self, layer: str) -> bool:
         """Also the time's layer in each resnet, which shifts its channels."""
@@ -90,13 +104,15 @@ class UNetFamily(Family):
 
     def layer_rows(self, size: Size) -> Callable[[str], int]:
         """By level; the text's layers have its tokens, and the time's a single row."""
-        levels = [(f"{unit.name}.", pixels(size, unit.halvings)) for unit in unet_units(self.known_config())]
+        levels = [
+            (f"{unit.name}.", pixels(size, unit.halvings)) for unit in unet_units(self.family.files.known_config())
+        ]
 
         def rows(layer: str) -> int:
             if ".time_emb_proj" in layer:
                 return 1
             if ".attn2.to_k" in layer or ".attn2.to_v" in layer:
-                return self.text.tokens
+                return self.family.text.tokens
             return next(rows for name, rows in levels if layer.startswith(name))
 
         return rows
@@ -104,15 +120,12 @@ class UNetFamily(Family):
     def attentions(self, size: Size) -> Sequence[AttentionShape]:
         """Self-attention and attention to the text at each level that has attention."""
         found: dict[AttentionShape, None] = {}
-        for unit in unet_units(self.known_config()):
+        for unit in unet_units(self.family.files.known_config()):
             if unit.kind == ATTENTION:
                 heads, queries = unit.level.heads, pixels(size, unit.halvings)
-                for keys in (queries, self.text.tokens):
+                for keys in (queries, self.family.text.tokens):
                     found[AttentionShape(heads, queries, keys, unit.outputs // heads)] = None
         return sorted(found, key=lambda shape: -shape.heads * shape.queries * shape.keys)
-
-    def skipped_steps(self, steps: int, strength: float) -> int:
-        return steps - min(int(steps * strength), steps)
 
 
 class WidenedTensors:

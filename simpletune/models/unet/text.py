@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
-from simpletune.models.text.family_text import FamilyText, ModelParts
+from simpletune.models.text.family_text import FamilyText, HasFiles
 from simpletune.models.unet.config import levels_of
 
 
-class UNetText(FamilyText[ModelParts]):
+class UNetText(FamilyText[HasFiles]):
     """The text side of a family with a UNet."""
 
     tokens: ClassVar[int] = 77
 
     @cached_property
     def width(self) -> int:
-        return levels_of(self.family.known_config())[0].text
+        return levels_of(self.family.files.known_config())[0].text

@@ -73,7 +73,7 @@ def summary_sentence(run: RunData) -> str:
     config = run.config
     if config is None:
         return plural(run.steps_of_result, "step")
-    base = config.model.weights_from
+    base = config.model.files.weights_from
     base = base if not os.path.isabs(base) else os.path.basename(base)
     rank = getattr(config.adapter, "rank", None)
     method = config.adapter.method if rank is None else f"{config.adapter.title} r{rank}"

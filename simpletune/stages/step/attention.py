@@ -75,7 +75,7 @@ def attention_calls(config: TrainConfig, sizes: Iterable[Size]) -> list[Attentio
     found: dict[AttentionCall, None] = {}
     for size, batch, trained, what in passes:
         masked = config.model.text.masked and batch > 1
-        for shape in config.model.attentions(size):
+        for shape in config.model.architecture.attentions(size):
             found[AttentionCall(batch, *shape, trained, f"{what} of {size[0]}x{size[1]} px", masked)] = None
     return sorted(found, key=lambda shape: (shape.trained, shape.tokens), reverse=True)
 

@@ -158,12 +158,13 @@ class BatchLoader:
     ):
         self.plan, self.text, self.latents = prepared.plan, prepared.text, prepared.latents
         self.model = prepared.latents.model
+        self._framed = self.model.text.framed
         self.seed, self.device, self.share, self.remote = seed, device, share, prepared.remote
         self.passes = TrainingPasses(prepared.plan, prior, share)
         self._to_device = methodcaller("to", device, non_blocking=True)
         self.modulations: ModulationPlan | None = None
         if modulation is not None:
-            time = self.plan.objective.process(self.model.scheduler_config, self.model.flow).time
+            time = self.plan.objective.process(self.model.files.scheduler_config, self.model.flow).time
             self.modulations = ModulationPlan(modulation, self.passes, time, self.text.pooled, apart=share.exact)
         self._named: range | None = None  # the last window that ``needs`` has listed
 
@@ -266,7 +267,7 @@ class BatchLoader:
             weight, prior = self._weights(each, masks, holes)
             batch = replace(
                 first,
-                conditioning=self.model.text.framed(stack([prompts[caption] for caption in own]), framings),
+                conditioning=self._framed(stack([prompts[caption] for caption in own]), framings),
                 weight=weight,
                 prior=prior,
                 text=self.text.inputs(own),

@@ -185,7 +185,7 @@ def assemble(
     if blocks is not None and scale is not None:
         variant = fp16 = Fp16(variant, scale, blocks, plain.parameters, optimizer)
     if text is not None:
-        variant = TrainedText(variant, text)
+        variant = TrainedText(variant, text, denoiser)
     if config.prior.predicts:
         variant = Prior(variant, plain)
     return TrainStep(plain, variant, denoiser, modulation, fp16, text)
@@ -217,7 +217,7 @@ def attach(
     device = model_device(denoiser)
     if config.speed.compile and compile_training(blocks, device, sizes):
         say(f"compile the blocks for {plural(sizes, 'picture size')}; the first step takes at least 30 s longer")
-    trains, last = in_backward and config.adapter.trains_base, config.model.ends_with_feed_forward
+    trains, last = in_backward and config.adapter.trains_base, config.model.architecture.ends_with_feed_forward
     offloaded = config.memory.attach(blocks, device, trains, last)
     if text is not None:
         text.attach_lora(config.train.seed)

@@ -116,7 +116,7 @@ class PlainStep(StepVariant):
         self.config, self.model, self.optimizer, self.accelerator = config, model, optimizer, accelerator
         self.denoiser: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self.parameters = list(held_parameters(model).values())
-        self.process = config.objective.process(config.model.scheduler_config, config.model.flow)
+        self.process = config.objective.process(config.model.files.scheduler_config, config.model.flow)
         self.dtype = config.precision.compute_dtype()
 
     def at_step(self, step: int, steps: int) -> None:
@@ -174,8 +174,7 @@ class PlainStep(StepVariant):
         self.optimizer.step()
 
     def constrain(self) -> None:
-        with without_text(self.denoiser):
-            self.config.adapter.constrain(self.denoiser)
+        self.config.adapter.constrain(self.denoiser)
 
 
 class InBackward(PlainStep):
@@ -221,11 +220,12 @@ class TrainedText(StepVariant):
     Args:
         inner: the step to change.
         text: what trains on the text side, on the device.
+        denoiser: the denoiser, of which that is a submodule.
     """
 
-    def __init__(self, inner: StepVariant, text: TextUpdate):
+    def __init__(self, inner: StepVariant, text: TextUpdate, denoiser: nn.Module):
         super().__init__(inner)
-        self.text = text
+        self.text, self.denoiser = text, denoiser
 
     def at_step(self, step: int, steps: int) -> None:
         self.text.at_step(step, steps)
@@ -238,7 +238,8 @@ class TrainedText(StepVariant):
         return super().predict(model, batch)
 
     def constrain(self) -> None:
-        super().constrain()
+        with without_text(self.denoiser):
+            super().constrain()
         self.text.constrain()
 
 

@@ -195,7 +195,7 @@ def test_names_are_those_that_diffusers_and_kohya_give_these_layers(number: int)
     """kohya's file of a whole published U-Net, through diffusers' converters."""
     family = FAMILIES[number]
     layouts = {layout.name: layout for layout in family.lora}
-    kohya, bare, shapes = layouts["kohya"], layouts["bare"], family.known_shapes()
+    kohya, bare, shapes = layouts["kohya"], layouts["bare"], family.architecture.known_shapes()
     convolutions = [name.removesuffix(".weight") for name, shape in shapes.items() if shape[2:] == (3, 3)]
     assert len(convolutions) == {"sd15": 52, "sdxl": 40}[family.family]
     for layer in convolutions:

@@ -51,7 +51,7 @@ def test_layers_outside_the_blocks_are_written_and_read_in_every_layout(
     family: Any, names: Any, layout: str, tmp_path: Path
 ) -> None:
     """conv_in, conv_out and the embeddings of time and size, which other readers drop."""
-    shapes = family().known_shapes()
+    shapes = family().architecture.known_shapes()
     outer = [layer for layer in OUTER.values() if f"{layer}.weight" in shapes]
     assert len(outer) == (6 if family is SDXL else 4)
     updates = {layer: random_update(shapes[f"{layer}.weight"], seed) for seed, layer in enumerate((*outer, ATTENTION))}

@@ -207,7 +207,7 @@ def test_parts_that_cannot_be_of_one_layer_are_refused() -> None:
 @pytest.mark.parametrize("layout", WRITTEN)
 def test_exported_keys_match_sd3_mediums_own(layout: str) -> None:
     """Every linear layer of SD3 Medium, none left over, none unmatched."""
-    config = SD3().known_config()
+    config = SD3().files.known_config()
     updates = {name: LoraUpdate(torch.zeros(1, i), torch.zeros(o, 1)) for name, (o, i) in linears(config).items()}
     real = KEYS["diffusers" if layout == "diffusers" else "original"]
     chosen = WRITTEN[layout]
@@ -228,7 +228,7 @@ def test_the_real_key_lists_are_those_of_the_data(real_data: Path) -> None:
     original = (folder / "sd3_medium_mmdit_singlefile_keys.txt").read_text().split()
     assert KEYS["original"] == [key.removeprefix("model.diffusion_model.") for key in original]
     assert KEYS["diffusers"] == (folder / "sd3_medium_transformer_diffusers_keys.txt").read_text().split()
-    assert {*parameter_shapes(SD3().known_config()), "pos_embed.pos_embed"} == set(KEYS["diffusers"])
+    assert {*parameter_shapes(SD3().files.known_config()), "pos_embed.pos_embed"} == set(KEYS["diffusers"])
 
 
 def renamed(tensors: dict[str, torch.Tensor], prefix: str, underscores: bool = False) -> dict[str, torch.Tensor]:

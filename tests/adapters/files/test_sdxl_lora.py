@@ -154,7 +154,7 @@ def in_diffusers(file: Path, model: UNet2DConditionModel) -> StableDiffusionXLPi
 @functools.cache
 def real_layers() -> dict[str, tuple[int, ...]]:
     """The shapes of the weights that kohya's scripts train in SDXL, by layer."""
-    shapes = SDXL().known_shapes()
+    shapes = SDXL().architecture.known_shapes()
     return {name: shapes[f"{name}.weight"] for name in Lora(targets="all_linear").modules(shapes)}
 
 
@@ -173,7 +173,7 @@ def test_kohyas_names_are_722_of_the_unet_and_72_and_192_of_the_encoders() -> No
         NAMES.original("down_blocks.0.attentions.0.proj_in")
     for part, count in (("text_encoder", 72), ("text_encoder_2", 192)):
         with torch.device("meta"):
-            encoder = CLIPTextModel(CLIPTextConfig.from_dict(dict(SDXL().known_part(part).config())))
+            encoder = CLIPTextModel(CLIPTextConfig.from_dict(dict(SDXL().files.known_part(part).config())))
         own = [name for name, _ in encoder.named_modules() if name.endswith(TARGETS["attention_and_mlp"])]
         number = {"text_encoder": 1, "text_encoder_2": 2}[part]
         keys = {text_key(f"{part}.text_model.{name.removeprefix('text_model.')}", "down", "kohya") for name in own}
@@ -486,7 +486,7 @@ def test_a_file_of_diffusers_names_keeps_them_where_original_ones_may_be_other_l
 
 
 def test_patterns_choose_blocks_and_b_lora_is_a_list_of_them() -> None:
-    shapes = SDXL().known_shapes()
+    shapes = SDXL().architecture.known_shapes()
     none, content, style = ({"pattern": name, "rank": rank} for name, rank in
                             (("*", 0), ("up.0.attentions.0", 64), ("up.0.attentions.1", 64)))  # fmt: skip
     lora = Lora(targets="attention", layers=[none, content, style])
@@ -502,7 +502,7 @@ def test_patterns_choose_blocks_and_b_lora_is_a_list_of_them() -> None:
 
 
 def test_a_run_of_sd15_keeps_its_names() -> None:
-    shapes = SD15().known_shapes()
+    shapes = SD15().architecture.known_shapes()
     layers = {name: shapes[f"{name}.weight"] for name in Lora(targets="all_linear").modules(shapes)}
     assert len(layers) == 192 and names_of(layers) is SD15_NAMES
     with pytest.raises(UserError, match="LoRAs for Stable Diffusion 1.5 or 2 do not have the original names"):

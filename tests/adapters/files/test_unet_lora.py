@@ -179,8 +179,8 @@ def test_targets_update_the_layers_that_other_trainers_update(targets: Any, modu
 
 
 def test_targets_of_sd3_are_its_own() -> None:
-    shapes = parameter_shapes(SD3().known_config())
-    dual = parameter_shapes(SD3().known_config() | {"dual_attention_layers": (0, 1)})
+    shapes = parameter_shapes(SD3().files.known_config())
+    dual = parameter_shapes(SD3().files.known_config() | {"dual_attention_layers": (0, 1)})
     numbers = {  # without and with second attentions in two blocks
         "attention": (191, 191 + 8), "attention_qv": (96, 96 + 4), "attention_mlp": (191 + 94, 191 + 94 + 8),
         "attention_image": (96, 96 + 8),
@@ -469,7 +469,7 @@ def test_a_pipeline_becomes_a_whole_file_and_from_there_a_folder(version: Any, t
     for part, model in (
         ("unet", ours.load_denoiser(FP32(), torch.device("cpu"))),
         ("vae", ours.autoencoder.load(torch.device("cpu"), torch.float32)),
-        ("text_encoder", load_text_model(ours.part("text_encoder"), torch.float32, projected=False)),
+        ("text_encoder", load_text_model(ours.files.part("text_encoder"), torch.float32, projected=False)),
         *((part, getattr(theirs, part)) for part in expected),
     ):
         found = {name.removeprefix("text_model."): tensor for name, tensor in model.state_dict().items()}

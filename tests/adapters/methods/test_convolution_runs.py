@@ -60,7 +60,10 @@ def test_levers_and_a_second_start_change_no_bit(
     torch.testing.assert_close(levers, plain, rtol=0, atol=0)
     option, drawn = validate(config, "x"), dict[str, Tensor]()
     rounding = {"rtol": 2**-7, "atol": 1e-4} if weights == "bf16" else {}  # a bf16 model draws with LoRAs in bf16
-    shapes, updates = option.model.known_shapes(), read_lora(Path(config["output"]["runs"]) / "plain" / FILE)
+    shapes, updates = (
+        option.model.architecture.known_shapes(),
+        read_lora(Path(config["output"]["runs"]) / "plain" / FILE),
+    )
     for started in (False, True):
         unet = option.model.load_denoiser(option.precision, torch.device("cpu"))
         if started:

@@ -207,7 +207,7 @@ def test_dora_starts_as_the_frozen_layer() -> None:
 
 
 def unet(family: str) -> dict[str, tuple[int, ...]]:
-    return dict({"sd15": SD15, "sdxl": SDXL}[family]().known_shapes())
+    return dict({"sd15": SD15, "sdxl": SDXL}[family]().architecture.known_shapes())
 
 
 @pytest.mark.parametrize(("family", "convolutions", "others"), [("sd15", 50, 22 + 14), ("sdxl", 38, 17 + 11)])
@@ -283,7 +283,7 @@ def test_what_cannot_be_is_refused_with_the_remedy() -> None:
         problems(Oft(targets=["conv1"]), shapes)
     )
     assert "adapter.conv_rank: 4 is for a U-Net's convolutions, and this model has none" in (
-        problems(Lora(conv_rank=4), SD3().known_shapes())
+        problems(Lora(conv_rank=4), SD3().architecture.known_shapes())
     )
     assert "adapter.targets names none. Add endings such as conv1" in problems(
         Lora(conv_rank=4, targets=["to_q"]), shapes

@@ -265,7 +265,7 @@ def test_a_run_resumes_exactly_and_only_with_the_same_layers(
     summary = json.loads((whole / "summary.json").read_text())
     saved = load_file(checkpoint.checkpoint_folder(whole, 4) / checkpoint.TRAINABLE)
     assert summary["trainable_parameters"] == sum(tensor.numel() for tensor in saved.values())
-    assert summary["trainable_parameters"] == config.adapter.trainable(config.model.known_shapes())
+    assert summary["trainable_parameters"] == config.adapter.trainable(config.model.architecture.known_shapes())
     cut_back(halves, 2)
     others = (LAYERS[:1], "adapter.layers: "), ([LAYERS[0] | {"rank": 4}, LAYERS[1]], "adapter.layers.0.rank: 2 -> 4")
     for layers, words in others:
@@ -297,6 +297,6 @@ def test_check_says_it_in_a_line(tiny_config: dict) -> None:
 
 
 def test_sd3_medium_s_parameters_are_their_arithmetic() -> None:
-    shapes = parameter_shapes(SD3().known_config())
+    shapes = parameter_shapes(SD3().files.known_config())
     lora = Lora(layers=[{"pattern": "blocks.0-11", "rank": 4}, {"pattern": "blocks.23", "rank": 0}])
     assert lora.trainable(shapes) == 3072 * 8 * (12 * 4 + 11 * 16)

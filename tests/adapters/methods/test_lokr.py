@@ -197,7 +197,7 @@ def test_over_frozen_precisions_it_adds_the_same_update(method: str, precision: 
 
 
 def test_shapes_of_factors() -> None:
-    shapes = parameter_shapes(SD3().known_config())
+    shapes = parameter_shapes(SD3().files.known_config())
     assert Lokr(factor=16).factor_shapes(1536, 1536) == {
         "lokr_w1": (16, 16), "lokr_w2_a": (96, 16), "lokr_w2_b": (16, 96)
     }  # fmt: skip

@@ -198,7 +198,9 @@ def test_the_disk_that_a_result_needs_is_what_it_takes(adapter: dict, tiny_confi
     config = validate(copy.deepcopy(tiny_config) | {"adapter": adapter}, "disk")
     file = train(config) / "pytorch_lora_weights.safetensors"
     shapes = {key: tensor.shape for key, tensor in load_file(file).items()}
-    assert sum(shape.numel() for shape in shapes.values()) == config.adapter.exported(config.model.known_shapes())
+    assert sum(shape.numel() for shape in shapes.values()) == config.adapter.exported(
+        config.model.architecture.known_shapes()
+    )
 
 
 def test_norms_of_a_high_rank_take_no_square_of_the_rank() -> None:

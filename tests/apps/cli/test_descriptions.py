@@ -95,7 +95,7 @@ def test_estimates_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]
 
 def test_licences_of_the_models_on_the_hub() -> None:
     option = SD15(pretrained=SD15_NAME)
-    found = {name: option.licence_of(name) for name in [*HUB_NAMES, "someone/else"]}
+    found = {name: option.words.licence(name) for name in [*HUB_NAMES, "someone/else"]}
     assert found.pop("someone/else") is None and found[SD15_NAME] == {"license": "creativeml-openrail-m"}
     expected = dict.fromkeys(("sd15", "sd15_inpainting"), "creativeml-openrail-m")
     assert all(found[name] == {"license": expected.get(kind, "openrail++")} for name, kind in HUB_NAMES.items())

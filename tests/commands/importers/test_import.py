@@ -445,7 +445,7 @@ def test_every_name_of_the_tables_exists_here(tmp_path: Path) -> None:
         assert not [p for p in found.problems if p.path == "optimizer.name"], name
     for name in SCHEDULES:
         assert not imported("kohya", tmp_path, {"lr_scheduler": name}).problems, name
-    known = {name for kind in (SD3, SDXL) for name in kind.hub_names if not kind(pretrained=name).inpaints}
+    known = {name for kind in (SD3, SDXL) for name in kind().files.hub_names if not kind(pretrained=name).inpaints}
     assert set(trainer_tables("simpletuner")["flavours"].values()) == known
     families = {family.family for family in FAMILIES}
     of_scripts = (trainer_tables(name)["families"].values() for name in ("kohya", "diffusers", "onetrainer"))
@@ -467,7 +467,7 @@ def test_each_of_kohya_s_25_blocks_is_the_layers_that_its_script_counts_in_it(un
         index = 3 * int(match[2]) + int(match[3])
         return 1 + index if match[1] == "down" else 13 + index
 
-    shapes = SD15().known_shapes()
+    shapes = SD15().architecture.known_shapes()
     layers = Lora(targets="all_linear").modules(shapes)
     assert {block(layer) for layer in layers} == {1, 2, 4, 5, 7, 8, 12, *range(16, 25)}
     for number in range(25):
@@ -491,13 +491,13 @@ def test_each_of_kohya_s_23_blocks_of_sdxl_is_the_layers_that_its_script_counts_
         way, number = re.match(r"(input|middle|output)_blocks?\.(\d+)", original(layer)).groups()  # type: ignore[union-attr]
         return first[way] + int(number)
 
-    modules = original_modules(SDXL().known_config())
+    modules = original_modules(SDXL().files.known_config())
 
     def original(layer: str) -> str:
         unit = next(unit for unit in modules if layer.startswith(f"{unit}."))
         return layer.replace(unit, modules[unit], 1)
 
-    shapes = SDXL().known_shapes()
+    shapes = SDXL().architecture.known_shapes()
     layers = [layer for layer in Lora(targets="all_linear").modules(shapes) if ".attentions." in layer]
     assert {block(layer) for layer in layers} == {5, 6, 8, 9, 11, *range(13, 19)}
     for number in range(23):
@@ -526,7 +526,9 @@ def test_a_family_without_kohya_s_blocks_leaves_their_options_out(tmp_path: Path
 def test_kohya_s_kinds_of_sd3_s_layers_are_those_of_its_script() -> None:
     """By the words that networks/lora_sd3.py looks for in a layer's original name."""
     kinds = {"attn": "attn", "mlp": "mlp", "mod": "adaLN_modulation"}
-    shapes = SD3().known_shapes() | {f"transformer_blocks.0.attn2.to_{x}.weight": (1536, 1536) for x in ("q", "out.0")}
+    shapes = SD3().architecture.known_shapes() | {
+        f"transformer_blocks.0.attn2.to_{x}.weight": (1536, 1536) for x in ("q", "out.0")
+    }
     layers = Lora(targets="all_linear").modules(shapes)
     for name, pattern in SD3_DIMS.items():
         stream, kind, _ = name.split("_")

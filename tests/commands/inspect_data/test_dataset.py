@@ -436,7 +436,11 @@ def test_the_page_shows_the_same_sizes_without_reading_the_pictures(photos: Path
     )
     assert about == "sizes are for Stable Diffusion 3 Medium at 1024 px; --model names another"
     config, about = page_config(photos, SD15)
-    assert (config.data.resolution, config.model.multiple, about) == (512, 64, f"sizes are for {SD15} at 512 px")
+    assert (config.data.resolution, config.model.architecture.multiple, about) == (
+        512,
+        64,
+        f"sizes are for {SD15} at 512 px",
+    )
     config, about = page_config(resolve(SUBJECT, tmp_path))  # pictures of 64 px that come with simpletune
     assert (config.data.resolution, about) == (64, "sizes are for demo:tiny-sd3 at 64 px")
     assert page_config(tmp_path / "t.parquet")[0].data.source == "table"

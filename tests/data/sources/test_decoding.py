@@ -292,6 +292,10 @@ class Autoencoder:
     def autoencoder(self) -> Autoencoder:
         return self
 
+    @property
+    def files(self) -> Autoencoder:
+        return self
+
     def part(self, name: str) -> Autoencoder:
         return self
 

@@ -245,7 +245,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
     model = config.model.load_denoiser(config.precision, torch.device("cpu"))
     optimizer_ = attach(config, model, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(p.numel() for p in trained) == config.adapter.trainable(config.model.shapes())
+    assert sum(p.numel() for p in trained) == config.adapter.trainable(config.model.architecture.shapes())
     for parameter in trained:
         parameter.grad = torch.randn_like(parameter)
     optimizer_.step()
@@ -255,7 +255,7 @@ def test_bytes_of_a_lora_are_those_of_the_arithmetic(
     held = {"fp32": 4, "bf16": 2}[dtype]
     assert per_parameter == pytest.approx(2 * held + config.optimizer.bytes_per_parameter)
     if per_parameter == 16:
-        shapes = parameter_shapes(SD3().known_config())
+        shapes = parameter_shapes(SD3().files.known_config())
         for rank, mib in ((16, 143), (64, 573)):  # [derived] in the memory notes
             count = config.adapter.model_copy(update={"rank": rank}).trainable(shapes)
             assert count * 16 / 2**20 == pytest.approx(mib, abs=0.6)

@@ -49,7 +49,7 @@ STREAMED = tuple(range(BLOCKS))
 def loaded(weights: MachineWeights, precision: WeightPrecision) -> Any:
     """The model of ``blocks.transformer``, whose blocks stay on the host."""
     with shared_loading(weights):
-        return load(CONFIG, SD3().random_tensors(CONFIG, 3), precision, CPU, in_units(UNITS))
+        return load(CONFIG, SD3().architecture.random_tensors(CONFIG, 3), precision, CPU, in_units(UNITS))
 
 
 def both(precision: WeightPrecision) -> tuple[MachineWeights, Any, MachineWeights, Any]:

@@ -265,7 +265,7 @@ def test_the_rows_of_a_u_nets_layers_are_known(
     text = config.model.text.framed(config.model.text.blank(torch.float32, 1), [Framing.whole((64, 128))])
     noise, text = torch.randn(1, 4, 16, 8), replace(text, embeds=torch.randn_like(text.embeds))
     config.model.predict(model, noise, torch.tensor([5.0]), text, config.precision.compute_dtype())
-    rows = config.model.layer_rows((64, 128))
+    rows = config.model.architecture.layer_rows((64, 128))
     assert seen == {name: rows(name) for name in layers} and set(seen.values()) >= {1, 32, 77}
 
 

@@ -136,7 +136,7 @@ def test_which_layers_are_held_how(modulation: str, tiny_pipeline) -> None:
     assert {inside[name] for name in ada} == {Int8Linear if modulation == "int8" else Nf4Linear}
     assert {kind for name, kind in inside.items() if name not in ada} == {Nf4Linear}
     plain = model.load_denoiser(FP32(), torch.device("cpu"))
-    assert model.parameter_count() == sum(p.numel() for p in plain.parameters())
+    assert model.architecture.parameter_count() == sum(p.numel() for p in plain.parameters())
     for each in (loaded, plain):
         Lora(rank=3, targets="all_linear").attach(each, seed=0)
     ours, theirs = dict(lora_layers(loaded)), dict(lora_layers(plain))

@@ -22,7 +22,7 @@ from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import FP32, Int8, Int8Quanto, Nf4, WeightPrecision
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.architecture import SD3Architecture
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase
 from simpletune.models.shared.weights import fill_model
@@ -168,7 +168,7 @@ def test_a_cached_base_is_dequantised_for_tools(
 ) -> None:
     base = QuantisedBase(tmp_path, TINY, lambda: empty(TINY), Part("unet", folder), precision, CPU)
     base.keep(loaded(precision))
-    monkeypatch.setattr(SD3, "empty_model", lambda self, config: empty(config))
+    monkeypatch.setattr(SD3Architecture, "empty_model", lambda self, config: empty(config))
     kept, plain = QuantisedBaseReader(base.folder), loaded(FP32()).state_dict()
     assert kept.shapes == {name: tuple(tensor.shape) for name, tensor in plain.items()}
     name = "down_blocks.0.resnets.0.conv1"

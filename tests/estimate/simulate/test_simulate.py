@@ -198,7 +198,7 @@ def test_a_lora_is_its_arithmetic_and_no_cycle_keeps_tensors_between_steps(
 ) -> None:
     lora, checkpointed = {"method": "lora", "rank": 2}, {"checkpointing": "all"}
     config = with_blocks(tiny_config, three_blocks, adapter=lora, memory=checkpointed)
-    shapes = config.model.shapes()
+    shapes = config.model.architecture.shapes()
     sides = [side for name in config.adapter.modules(shapes) for side in shapes[f"{name}.weight"]]
     apply, resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
     steady = simulate(config).steady.by_kind

@@ -21,7 +21,7 @@ from simpletune.estimate.simulate.simulate_stages import (
     simulate_parts,
     text_snapshots,
 )
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.architecture import SD3Architecture
 from simpletune.models.text.layered_t5 import LayeredT5
 from simpletune.models.text.prompts import Prompts
 from simpletune.stages.step.synthetic import CPU
@@ -47,7 +47,7 @@ def bytes_of(snapshot: MemorySnapshot) -> dict[str, int]:
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_text_encoders_take_the_same_bytes_real_and_fake(weights: str, tiny_config: dict) -> None:
     config = with_options(tiny_config, weights)
-    dtype, part = config.precision.encoder_dtype(), config.model.part
+    dtype, part = config.precision.encoder_dtype(), config.model.files.part
     with fake_tensors(), without_collection():
         clip_l, clip_g, t5 = (bytes_of(snapshot) for _, _, snapshot in text_snapshots(config))
     prompts = Prompts(config.model.text, dtype)
@@ -75,7 +75,7 @@ def test_the_autoencoder_takes_the_same_bytes_real_and_fake(tile: int | None, ti
 
 def test_layers_of_t5_stand_on_the_device_one_at_a_time(tiny_pipeline: Path, tiny_config: dict) -> None:
     config = with_options(tiny_config)
-    t5 = LayeredT5(config.model.part("text_encoder_3"), torch.float32, CPU)
+    t5 = LayeredT5(config.model.files.part("text_encoder_3"), torch.float32, CPU)
     with accounting_of(()) as accounting:
         for number, block in enumerate(t5.model.encoder.block):
             with t5._loaded(block, f"encoder.block.{number}."):
@@ -96,7 +96,7 @@ def test_sampling_with_a_plan_holds_a_whole_window() -> None:
         seen.append(len(time))
         return torch.zeros(len(time), 5)
 
-    modulation.window, modulation.fact = 16, SD3.modulation  # type: ignore[attr-defined]
+    modulation.window, modulation.fact = 16, SD3Architecture.modulation  # type: ignore[attr-defined]
     whole = WholeWindowModulation(modulation, steps=20, simulated=3)  # type: ignore[arg-type]
     assert whole(torch.zeros(6), torch.zeros(6, 4)).shape == (6, 5)  # three steps with guidance
     assert seen == [2 * 16]

@@ -39,7 +39,7 @@ def test_the_l4_has_sixty_rows_and_more_and_each_is_a_configuration() -> None:
     assert len(rows) >= 60 and len(set(rows.values())) == len(rows)
     assert {row.stage for row in rows.values()} == {"text", "latents", "train", "validate"}
     configs = {name: config_of(row) for name, row in rows.items()}
-    assert configs["SD3.5 Large: LoRA r16 int8, plan"].model.blocks() == 38
+    assert configs["SD3.5 Large: LoRA r16 int8, plan"].model.architecture.blocks() == 38
     assert {1, 2, 4, 8} <= {config.train.batch_size for config in configs.values()}
     assert {512, 768, 1024, 1536, 2048} <= {config.data.resolution for config in configs.values()}
 

@@ -39,6 +39,7 @@ from simpletune.engine.memory.copy_stream import CopyEvent, CudaCopies, host_byt
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, WeightPrecision
 from simpletune.engine.tensors import own_tensors
+from simpletune.models.sd3.architecture import SD3Architecture
 from simpletune.models.sd3.option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
@@ -203,23 +204,23 @@ def test_the_modulation_plan_gives_the_losses_of_the_resident_path(weights: str,
 def test_the_modulation_plan_frees_the_device_of_its_weights(precision: WeightPrecision, tiny_pipeline: Path) -> None:
     """Wide enough layers that the allocator's rounding to 512 bytes does not count."""
     device = torch.device("cuda")
-    config = SD3(pretrained=str(tiny_pipeline)).denoiser_config() | {"num_layers": 2, "num_attention_heads": 8}
+    config = SD3(pretrained=str(tiny_pipeline)).files.denoiser_config() | {"num_layers": 2, "num_attention_heads": 8}
     config |= {"caption_projection_dim": 512}
     allocated, parts = [], []
-    for on_host in (lambda name: False, SD3.modulation.serves):
+    for on_host in (lambda name: False, SD3Architecture.modulation.serves):
         before = torch.cuda.memory_allocated()
-        model = load(config, SD3().random_tensors(config, 0), precision, device, on_host=on_host)
+        model = load(config, SD3().architecture.random_tensors(config, 0), precision, device, on_host=on_host)
         allocated.append(torch.cuda.memory_allocated() - before)
         parts.append(model)
     resident, planned = parts
-    detached = (module for name, module in resident.named_modules() if SD3.modulation.serves(name))
+    detached = (module for name, module in resident.named_modules() if SD3Architecture.modulation.serves(name))
     own = [tensor for module in detached for _, tensor in own_tensors(module)]
     expected = sum(t.untyped_storage().nbytes() for t in own if type(t.data) is torch.Tensor)
     if precision.weights != "int8-quanto":
         assert allocated[0] - allocated[1] == pytest.approx(expected, rel=0.02)
     assert allocated[1] < 0.8 * allocated[0]
 
-    modulation = detach_modulation(planned, SD3.modulation, precision, device, 4)
+    modulation = detach_modulation(planned, SD3Architecture.modulation, precision, device, 4)
     own = [tensor for layer in modulation.layers for _, tensor in own_tensors(layer)]
     assert all(t.device.type == "cpu" and t.is_pinned() for t in own if type(t.data) is torch.Tensor)
     sigma, pooled = torch.rand(8), torch.randn(8, config["pooled_projection_dim"])

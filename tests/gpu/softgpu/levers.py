@@ -27,6 +27,7 @@ from simpletune.engine.optim.options import PAGED_FROM, PagedAdamW8bit
 from simpletune.engine.optim.state import state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
+from simpletune.models.sd3.architecture import SD3Architecture
 from simpletune.models.sd3.option import SD3
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.latent_cache import CachedImage
@@ -155,8 +156,8 @@ def assembled(levers: Levers, device: torch.device) -> TrainStep:
     config = levers.config(device.type)
     streams = config.memory.on_host(UNITS)
     model = load(
-        SHAPES, SD3().random_tensors(SHAPES, 3), config.precision, device,
-        on_host=lambda name: streams(name) or (levers.window is not None and SD3.modulation.serves(name)),
+        SHAPES, SD3().architecture.random_tensors(SHAPES, 3), config.precision, device,
+        on_host=lambda name: streams(name) or (levers.window is not None and SD3Architecture.modulation.serves(name)),
     )  # fmt: skip
     core = assemble(config, model, SingleProcess(device))  # type: ignore[arg-type]
     shake_updates(model)

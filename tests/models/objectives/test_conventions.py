@@ -136,8 +136,9 @@ class MadeUp:
     flow: ClassVar[FlowConventions] = Z_IMAGE
     inpaints: ClassVar[bool] = False
 
-    def scheduler_config(self) -> dict[str, Any]:
-        return CONSTANT
+    @property
+    def files(self) -> Any:
+        return SimpleNamespace(scheduler_config=lambda: CONSTANT)
 
     @property
     def autoencoder(self) -> Autoencoder:
@@ -145,7 +146,7 @@ class MadeUp:
         return Autoencoder(STABLE_DIFFUSION, nothing, nothing, lambda: 4, {})
 
     def solver(self, objective: TrainingObjective, size: tuple[int, int], steps: int, skipped: int) -> Solver:
-        return objective.solver(self.scheduler_config(), steps, skipped, self.flow, lambda: 0)
+        return objective.solver(CONSTANT, steps, skipped, self.flow, lambda: 0)
 
     def skipped_steps(self, steps: int, strength: float) -> int:
         return 0

@@ -58,11 +58,11 @@ def family(file: Path, descriptions: Path) -> SD15:
 
 
 def problems(**options: object) -> str:
-    return "\n".join(str(problem) for problem in SD15(**options).problems())  # type: ignore[arg-type]
+    return "\n".join(str(problem) for problem in SD15(**options).files.problems())  # type: ignore[arg-type]
 
 
 def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file: Path, pipeline: Path) -> None:
-    assert list(family.problems()) == []
+    assert list(family.files.problems()) == []
     expected = state_of(pipeline / "unet")
     config = json.loads((pipeline / "unet" / "config.json").read_text())
     theirs = convert_ldm_unet_checkpoint(load_file(file), config)
@@ -70,7 +70,7 @@ def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file
     torch.testing.assert_close(dict(family.load_denoiser(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
     assert OriginalReader(file, LAYOUT).names == set(expected)
     assert open_file(file, LAYOUT) is open_file(file, LAYOUT), "a file is opened once"
-    inferred = family.known_config()
+    inferred = family.files.known_config()
     unknown = {"sample_size", "upcast_attention", "_diffusers_version"}  # shapes do not tell them
     told = {name: value for name, value in inferred.items() if name not in unknown}
     assert told == {name: config[name] for name in told}
@@ -79,7 +79,7 @@ def test_the_unet_equals_the_folders_and_diffusers_conversion(family: SD15, file
 def test_autoencoder_text_encoder_and_prompts_equal_the_folders(family: SD15, pipeline: Path) -> None:
     vae = dict(family.autoencoder.load(CPU, torch.float32).state_dict())
     torch.testing.assert_close(vae, state_of(pipeline / "vae"), rtol=0, atol=0)
-    text = dict(load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict())
+    text = dict(load_text_model(family.files.part("text_encoder"), torch.float32, projected=False).state_dict())
     expected = {name.removeprefix("text_model."): t for name, t in state_of(pipeline / "text_encoder").items()}
     expected.pop("embeddings.position_ids", None)
     torch.testing.assert_close(text, expected, rtol=0, atol=0)
@@ -96,7 +96,7 @@ def test_the_scheduler_comes_with_the_tokenizer(file: Path, descriptions: Path, 
     """A file of 2-base and one of 2.1 have the same shapes; only a pipeline says which of both it is."""
 
     def scheduler(text_encoders: str) -> dict:
-        return SD15(pretrained=str(file), text_encoders=text_encoders).scheduler_config()
+        return SD15(pretrained=str(file), text_encoders=text_encoders).files.scheduler_config()
 
     shutil.copytree(descriptions / "tokenizer", tmp_path / "bare" / "tokenizer")
     assert scheduler(str(tmp_path / "bare")) == bundled_configs()[version]["scheduler"]
@@ -134,7 +134,7 @@ def test_incomplete_foreign_and_depth_files_are_named(file: Path, descriptions: 
     state, first = load_file(file), original_sd15.UNET + "input_blocks.0.0.weight"
     save_file(state | {first: state[first].repeat(1, 2, 1, 1)[:, :5].clone()}, tmp_path / "depth.safetensors")
     with pytest.raises(UserError, match=r"in_channels 5 \(must be 4, or 9 of an inpainting model; .*a depth map"):
-        SD15(pretrained=str(tmp_path / "depth.safetensors"), text_encoders=str(descriptions)).known_config()
+        SD15(pretrained=str(tmp_path / "depth.safetensors"), text_encoders=str(descriptions)).files.known_config()
     del state[original_sd15.UNET + "middle_block.1.proj_in.weight"]
     save_file(state, tmp_path / "part.safetensors")
     said = problems(pretrained=str(tmp_path / "part.safetensors"), text_encoders=str(descriptions))
@@ -146,7 +146,7 @@ def test_incomplete_foreign_and_depth_files_are_named(file: Path, descriptions: 
         save_file({name: torch.zeros(2, 2)}, tmp_path / "other.safetensors")
         said = problems(pretrained=str(tmp_path / "other.safetensors"))
         assert "contains no SD 1.5/2 model in the original layout (input_blocks...). It seems to be " + kind in said
-    said = "\n".join(str(problem) for problem in SD3(pretrained=str(file)).problems())
+    said = "\n".join(str(problem) for problem in SD3(pretrained=str(file)).files.problems())
     assert re.search(r"It seems to be Stable Diffusion [12](.5)?: set model.family to sd15", said)
 
 

@@ -21,7 +21,6 @@ from simpletune.models.sd15.config import HUB_NAMES
 from simpletune.models.sd15.option import SD15
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.flops import trained_of
-from simpletune.models.shared.sources import hub_parts
 from simpletune.models.text.clip import load_text_model
 from simpletune.models.text.prompts import Prompts
 from simpletune.system.options import UserError
@@ -112,10 +111,10 @@ def test_weights_of_the_text_encoder_are_those_of_the_file(family: SD15, folder:
     """Published files name the tensors with a prefix that transformers 5 no longer writes."""
     file = load_file(folder / "text_encoder" / "model.safetensors")
     expected = {name.removeprefix("text_model."): tensor for name, tensor in file.items() if "position_ids" not in name}
-    ours = load_text_model(family.part("text_encoder"), torch.float32, projected=False).state_dict()
+    ours = load_text_model(family.files.part("text_encoder"), torch.float32, projected=False).state_dict()
     torch.testing.assert_close(dict(ours), expected, rtol=0, atol=0)
     (encoder,) = family.text.encoders
-    assert encoder.empty(family.part("text_encoder").config()).state_dict().keys() == expected.keys()
+    assert encoder.empty(family.files.part("text_encoder").config()).state_dict().keys() == expected.keys()
 
 
 def test_latents_are_those_of_the_pipeline(family: SD15, pipeline: StableDiffusionPipeline) -> None:
@@ -132,13 +131,19 @@ def test_latents_are_those_of_the_pipeline(family: SD15, pipeline: StableDiffusi
 
 def test_version_units_shapes_and_parameters_agree(family: SD15, version: str) -> None:
     assert family.text.width == tiny_sd15.TEXT[version]
-    assert family.scheduler_config().get("prediction_type", "epsilon") == ("epsilon", "v_prediction")[version == "sd2"]
-    assert (family.autoencoder.channels, family.multiple, family.modulation) == (4, 64, None)
-    model = family.empty_model(family.known_config())
-    assert model.units == family.units() and family.blocks() == len(model_units(model)) > 20
-    assert family.known_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert family.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
-    outside = [name for name in family.known_shapes() if not name.startswith(tuple(f"{u}." for u in model.units))]
+    assert (
+        family.files.scheduler_config().get("prediction_type", "epsilon")
+        == ("epsilon", "v_prediction")[version == "sd2"]
+    )
+    assert (family.autoencoder.channels, family.architecture.multiple, family.architecture.modulation) == (4, 64, None)
+    model = family.architecture.empty_model(family.files.known_config())
+    assert model.units == family.architecture.units() and family.architecture.blocks() == len(model_units(model)) > 20
+    shapes = family.architecture.known_shapes()
+    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert family.architecture.parameter_count() == sum(parameter.numel() for parameter in model.parameters())
+    outside = [
+        name for name in family.architecture.known_shapes() if not name.startswith(tuple(f"{u}." for u in model.units))
+    ]
     assert {name.split(".")[0] for name in outside} == {"conv_in", "time_embedding", "conv_norm_out", "conv_out"}
 
 
@@ -153,7 +158,7 @@ def test_what_attentions_read(family: SD15, unet: Denoiser) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
         family.predict(unet, **given, dtype=torch.float32)
-    attentions = family.attentions(SIZE)
+    attentions = family.architecture.attentions(SIZE)
     assert {tuple(shape) for shape in attentions} == shapes and len(attentions) == len(shapes)
     assert attentions[0].queries == 16 * 8
 
@@ -161,7 +166,7 @@ def test_what_attentions_read(family: SD15, unet: Denoiser) -> None:
 def test_random_weights_depend_on_seed_and_name(small: SD15) -> None:
     family = SD15(pretrained=small.pretrained, init="random")
     state, block = family.load_denoiser(FP32(), CPU, seed=1).state_dict(), "down_blocks.0.resnets.0"
-    drawn = [family.random_tensors(family.known_config(), seed, None) for seed in (1, 2)]
+    drawn = [family.architecture.random_tensors(family.files.known_config(), seed, None) for seed in (1, 2)]
     names = [f"{block}.conv1.weight", f"{block}.conv2.weight"]
     first, second = (state[name] for name in names)
     assert torch.equal(first, drawn[0].get(names[0])) and not torch.equal(first, drawn[1].get(names[0]))
@@ -210,18 +215,23 @@ def test_operations_are_those_that_torch_counts(version: str, family: SD15, unet
 
 
 def test_recomputed_operations_are_those_of_the_first_units(family: SD15) -> None:
-    first, units = trained_of({"conv_in.bias": family.known_shapes()["conv_in.bias"]}), family.blocks()
+    first, units = (
+        trained_of({"conv_in.bias": family.architecture.known_shapes()["conv_in.bias"]}),
+        family.architecture.blocks(),
+    )
     counts = [family.flops(first, SIZE, 1, checkpointed=number) for number in (0, 1, 2, units)]
     assert counts[0].recomputed == 0 and [flops.forward for flops in counts] == [counts[0].forward] * 4
     steps = [later.recomputed - first.recomputed for first, later in zip(counts, counts[1:], strict=False)]
     assert min(steps) > 0 and counts[-1].recomputed < counts[0].forward
-    shapes = family.known_shapes()
+    shapes = family.architecture.known_shapes()
     rows = 16 * 8
-    convolutions = sum(2 * rows * 9 * shapes[f"{family.units()[0]}.conv{n}.weight"][0] ** 2 for n in (1, 2))
+    convolutions = sum(
+        2 * rows * 9 * shapes[f"{family.architecture.units()[0]}.conv{n}.weight"][0] ** 2 for n in (1, 2)
+    )
     time = 2 * shapes["down_blocks.0.resnets.0.time_emb_proj.weight"][0] * shapes["time_embedding.linear_1.bias"][0]
     assert steps[0] == convolutions + time
     name = "down_blocks.0.attentions.0.proj_in.bias"
-    later = trained_of({name: family.known_shapes()[name]})  # the backward pass ends before the first unit
+    later = trained_of({name: family.architecture.known_shapes()[name]})  # the backward pass ends before the first unit
     recomputed = [family.flops(later, SIZE, 1, checkpointed=number).recomputed for number in (1, 2, units)]
     assert recomputed == [0, steps[1], counts[-1].recomputed - steps[0]]
 
@@ -230,24 +240,24 @@ def test_known_hub_names_need_no_network() -> None:
     counts = {}
     for name, version in HUB_NAMES.items():
         family = SD15(pretrained=name)
-        assert list(family.problems()) == []
-        counts[version] = family.parameter_count(), family.text.width
-        predicts = family.scheduler_config()["prediction_type"]
+        assert list(family.files.problems()) == []
+        counts[version] = family.architecture.parameter_count(), family.text.width
+        predicts = family.files.scheduler_config()["prediction_type"]
         assert predicts == ("v_prediction" if version == "sd2" else "epsilon")
-        assert family.known_part("vae").config()["scaling_factor"] == 0.18215
-        assert family.known_part("text_encoder").config()["hidden_size"] == family.text.width
+        assert family.files.known_part("vae").config()["scaling_factor"] == 0.18215
+        assert family.files.known_part("text_encoder").config()["hidden_size"] == family.text.width
     assert counts == {
         "sd15": (859_520_964, 768), "sd2": (865_910_724, 1024), "sd2_base": (865_910_724, 1024),
         "sd15_inpainting": (859_535_364, 768), "sd2_inpainting": (865_925_124, 1024),  # 5 x 320 x 9 more
     }  # fmt: skip
-    assert SD15(pretrained="someone/finetuned").denoiser_config(fetch=False) is None
+    assert SD15(pretrained="someone/finetuned").files.denoiser_config(fetch=False) is None
 
 
 def test_parts_that_come_from_the_hub() -> None:
-    parts = {part.part: part.weights for part in hub_parts(SD15())}
+    parts = {part.part: part.weights for part in SD15().files.hub_parts()}
     with_weights = {"unet": True, "vae": True, "text_encoder": True}
     assert parts == {"scheduler": False, "tokenizer": False, **with_weights}
-    assert {part.part: part.weights for part in hub_parts(SD15(init="random"))} == {**parts, "unet": False}
+    assert {part.part: part.weights for part in SD15(init="random").files.hub_parts()} == {**parts, "unet": False}
 
 
 def test_a_unet_of_another_family_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -262,4 +272,4 @@ def test_a_unet_of_another_family_is_refused(folder: Path, tmp_path: Path) -> No
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(UserError, match=words):
-            SD15(pretrained=str(folder), unet=str(tmp_path)).known_config()
+            SD15(pretrained=str(folder), unet=str(tmp_path)).files.known_config()

@@ -33,6 +33,7 @@ from simpletune.config.resolve import require_model_rules
 from simpletune.data.demo import demo_scenes
 from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, WeightPrecision
 from simpletune.models.objectives.flow import Flow
+from simpletune.models.sd3.architecture import SD3Architecture
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.shapes import parameter_shapes
 from simpletune.models.shared.conditioning import Conditioning
@@ -123,7 +124,7 @@ def velocity_and_gradients(
 def test_outputs_and_lora_gradients_are_those_of_the_resident_path_bit_for_bit(name, checkpointing, inputs) -> None:
     precision, adapter = PRECISIONS[name], Lora(rank=2)
     resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
-    modulation = detach_modulation(planned, SD3.modulation, precision, CPU, 4)
+    modulation = detach_modulation(planned, SD3Architecture.modulation, precision, CPU, 4)
     for model in (resident, planned):
         adapter.attach(model, seed=1)
         for parameter_name, parameter in model.named_parameters():
@@ -159,8 +160,10 @@ def test_the_host_pins_no_more_than_the_weights(name: str, inputs, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     monkeypatch.setattr(Tensor, "pin_memory", None)
     precision = PRECISIONS[name]
-    plain = detach_modulation(model_of(inputs[0], precision), SD3.modulation, precision, CPU, 4)
-    hosted = detach_modulation(model_of(inputs[0], precision), SD3.modulation, precision, torch.device("cuda"), 4)
+    plain = detach_modulation(model_of(inputs[0], precision), SD3Architecture.modulation, precision, CPU, 4)
+    hosted = detach_modulation(
+        model_of(inputs[0], precision), SD3Architecture.modulation, precision, torch.device("cuda"), 4
+    )
     known = {}
     for ours, theirs in zip((hosted.embed, *hosted.layers), (plain.embed, *plain.layers), strict=True):
         values = [(*module.named_parameters(), *module.named_buffers()) for module in (ours, theirs)]
@@ -182,7 +185,7 @@ def test_sd3_5_with_dual_attention() -> None:
     model.units = ("transformer_blocks.0", "transformer_blocks.1", "transformer_blocks.2")
     given = arguments(model, rows=2)
     expected = predict_velocity(model, **given, dtype=torch.float32)
-    modulation = detach_modulation(model, SD3.modulation, FP32(), CPU, 4)
+    modulation = detach_modulation(model, SD3Architecture.modulation, FP32(), CPU, 4)
     assert modulation.width == (9 + 6 + 6 + 6 + 9 + 2 + 2) * 16
     replay(model, modulation(1000.0 * given["sigma"], given["pooled"]))
     assert torch.equal(predict_velocity(model, **given | {"pooled": None}, dtype=torch.float32), expected)
@@ -292,24 +295,28 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name, size", [("fp32", 4), ("bf16", 2), ("int8-bf16", 1)])
 def test_what_stays_on_the_device_is_less_by_the_modulation(name: str, size: int, inputs: tuple[Path, Path]) -> None:
     resident, planned = (model_of(inputs[0], PRECISIONS[name]) for _ in range(2))
-    modulation = detach_modulation(planned, SD3.modulation, PRECISIONS[name], CPU, 4)
+    modulation = detach_modulation(planned, SD3Architecture.modulation, PRECISIONS[name], CPU, 4)
     shapes = parameter_shapes(resident.config)
     plain = PRECISIONS[name].compute_dtype().itemsize
     expected = 0
     for parameter, shape in shapes.items():
         module = parameter.rpartition(".")[0]
-        if SD3.modulation.serves(module):
+        if SD3Architecture.modulation.serves(module):
             quantised = size == 1 and module.startswith("transformer_blocks.") and len(shape) == 2
             expected += math.prod(shape) + 4 * shape[0] if quantised else math.prod(shape) * plain
     assert held_bytes(resident) - held_bytes(planned) == expected
     assert sum(held_bytes(module) for module in (modulation.embed, *modulation.layers)) == expected
-    assert not [name for name, _ in planned.named_parameters() if SD3.modulation.serves(name.rpartition(".")[0])]
+    assert not [
+        name for name, _ in planned.named_parameters() if SD3Architecture.modulation.serves(name.rpartition(".")[0])
+    ]
 
 
 def test_the_share_of_sd3_medium() -> None:
-    shapes = parameter_shapes(SD3().known_config())
-    modulations = sum(math.prod(s) for name, s in shapes.items() if SD3.modulation.has(name.rpartition(".")[0]))
-    width = sum(s[0] for name, s in shapes.items() if SD3.modulation.has(name.removesuffix(".bias")))
+    shapes = parameter_shapes(SD3().files.known_config())
+    modulations = sum(
+        math.prod(s) for name, s in shapes.items() if SD3Architecture.modulation.has(name.rpartition(".")[0])
+    )
+    width = sum(s[0] for name, s in shapes.items() if SD3Architecture.modulation.has(name.removesuffix(".bias")))
     assert width == 286 * 1536 and 2 * width == pytest.approx(0.88e6, rel=1e-2)
     assert modulations / sum(math.prod(s) for s in shapes.values()) == pytest.approx(1 / 3, abs=2e-3)
 
@@ -319,7 +326,7 @@ def test_one_layer_at_a_time_is_on_the_device_and_nothing_stays(name: str, input
     """Host and device are both RAM here, so the only way between them is watched, and makes copies."""
     model = model_of(inputs[0], PRECISIONS[name])
     given = arguments(model, rows=3)
-    modulation = detach_modulation(model, SD3.modulation, PRECISIONS[name], CPU, 4)
+    modulation = detach_modulation(model, SD3Architecture.modulation, PRECISIONS[name], CPU, 4)
     expected = modulation(given["sigma"], given["pooled"])
     alive: dict[int, int] = {}
     peaks: list[int] = []
@@ -342,14 +349,14 @@ def test_one_layer_at_a_time_is_on_the_device_and_nothing_stays(name: str, input
 def test_pictures_are_those_of_the_resident_path(inputs: tuple[Path, Path]) -> None:
     family, precision = SD3(pretrained=str(inputs[0])), FP32()
     generator = torch.Generator().manual_seed(0)
-    width, pooled = (parameter_shapes(family.denoiser_config())[f"{name}.weight"][1]
+    width, pooled = (parameter_shapes(family.files.denoiser_config())[f"{name}.weight"][1]
                      for name in ("context_embedder", "time_text_embed.text_embedder.linear_1"))  # fmt: skip
     prompts = [
         Conditioning(torch.randn(7, width, generator=generator), pooled=torch.randn(pooled, generator=generator))
         for _ in "ab"
     ]
     resident, planned = model_of(inputs[0], precision), model_of(inputs[0], precision)
-    modulation = detach_modulation(planned, SD3.modulation, precision, CPU, window=4)
+    modulation = detach_modulation(planned, SD3Architecture.modulation, precision, CPU, window=4)
     for guidance, steps in ((1.0, 3), (4.5, 5)):
         request = ImageRequest("", seed=1, width=32, height=48, steps=steps, guidance=guidance)
         rows = [request], [prompts[0]], [prompts[1]]
@@ -442,7 +449,7 @@ def require_auto(config_json: dict, on_host: bool, kind: str, why: str, capsys: 
     assert settled.memory == config.memory.model_copy(update={"modulation": kind})
     said = capsys.readouterr().out
     assert f"modulation {kind} (auto: " in said and why in said
-    if config.model.modulation is not None:  # a resumed run keeps what it chose, if that is a choice
+    if config.model.architecture.modulation is not None:  # a resumed run keeps what it chose, if that is a choice
         assert settle_modulation(config, on_host, "resident").memory.modulation == "resident"
         assert "modulation resident (auto: as before)" in capsys.readouterr().out
         assert settle_modulation(config, on_host, "unknown").memory == settled.memory
@@ -459,7 +466,7 @@ def test_refuses_the_same_for_the_demo_and_once_an_unknown_model_is_here(config_
         require_model_rules(config)
     model = model_of(Path(config.model.pretrained), FP32()).requires_grad_(True)
     with pytest.raises(ValueError, match="needs frozen modulation weights; time_text_embed is trained"):
-        detach_modulation(model, SD3.modulation, FP32(), CPU, 4)
+        detach_modulation(model, SD3Architecture.modulation, FP32(), CPU, 4)
 
 
 def test_a_resumed_run_keeps_what_auto_has_chosen(

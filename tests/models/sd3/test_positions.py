@@ -43,7 +43,7 @@ def test_every_size_gets_the_rows_of_the_whole_table(whole: int, patches: list[t
 
 
 def test_every_side_of_sd3_medium() -> None:
-    whole = SD3().known_config()["pos_embed_max_size"]
+    whole = SD3().files.known_config()["pos_embed_max_size"]
     uncut, table = embedder(whole), embedder(whole).pos_embed
     for side in [*range(1, 33), 63, 64, 65, 95, 96, 127, 128, 191, 192]:
         cut = embedder(4)
@@ -75,8 +75,8 @@ def test_the_loader_keeps_what_is_needed_and_can_read_the_rest_again(init, preci
     assert new.dtype == precision.compute_dtype()
     assert new.untyped_storage().nbytes() == side**2 * old.shape[-1] * old.element_size() < old.nbytes
     assert cut.config.pos_embed_max_size == whole.config.pos_embed_max_size
-    assert SD3().whole_tensors(whole) == {}
-    assert torch.equal(SD3().whole_tensors(cut)[TABLE], old)
+    assert SD3().architecture.whole_tensors(whole) == {}
+    assert torch.equal(SD3().architecture.whole_tensors(cut)[TABLE], old)
 
 
 @pytest.mark.parametrize("method", slow_but(["full"], ["full", "partial", "lora"]))

@@ -32,7 +32,7 @@ from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.models.sd3.option import SD3
-from simpletune.models.shared import sources
+from simpletune.models.shared import family_files
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.system.gpus import find_card
@@ -237,21 +237,23 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_sizes_are_known_without_the_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, and those of a LoRA of rank 1 on all attention: by hand for SD3.5 Medium 586,752 + 13 x 4 x 3,072."""
-    monkeypatch.setattr(sources, "part_folder", lambda part: pytest.fail("asked the hub"))
+    monkeypatch.setattr(family_files, "part_folder", lambda part: pytest.fail("asked the hub"))
     model = SD3(pretrained=name)
-    shapes = model.shapes(fetch=False)
+    shapes = model.architecture.shapes(fetch=False)
     assert shapes is not None
-    assert (model.parameter_count(), Lora(rank=1).trainable(shapes)) == KNOWN[name]
+    assert (model.architecture.parameter_count(), Lora(rank=1).trainable(shapes)) == KNOWN[name]
     parts = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    assert [model.known_part(part).config() for part in parts] == [SD3().known_part(part).config() for part in parts]
-    assert SD3(pretrained="owner/another").shapes(fetch=False) is None
+    assert [model.files.known_part(part).config() for part in parts] == [
+        SD3().files.known_part(part).config() for part in parts
+    ]
+    assert SD3(pretrained="owner/another").architecture.shapes(fetch=False) is None
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("size", ["medium", "large"])
 def test_bundled_configs_are_the_published_ones(size: str, real_data: Path) -> None:
     published = json.loads((real_data / "sd35_config" / size / "transformer" / "config.json").read_text())
-    assert SD3(pretrained=f"stabilityai/stable-diffusion-3.5-{size}").denoiser_config(fetch=False) == published
+    assert SD3(pretrained=f"stabilityai/stable-diffusion-3.5-{size}").files.denoiser_config(fetch=False) == published
 
 
 ROOT = Path(__file__).resolve().parents[3]

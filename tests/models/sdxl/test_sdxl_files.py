@@ -37,7 +37,6 @@ from simpletune.models.sdxl.config import bundled_configs
 from simpletune.models.sdxl.files import LAYOUT
 from simpletune.models.sdxl.lora_names import LAYOUTS
 from simpletune.models.sdxl.option import SDXL
-from simpletune.models.shared.sources import hub_parts, provider
 from simpletune.models.text.clip import load_text_model
 from simpletune.models.text.prompts import Prompts
 from simpletune.models.unet.files import origins
@@ -88,7 +87,7 @@ def family(file: Path, descriptions: Path) -> SDXL:
 
 
 def problems(**options: object) -> str:
-    return "\n".join(str(problem) for problem in SDXL(**options).problems())  # type: ignore[arg-type]
+    return "\n".join(str(problem) for problem in SDXL(**options).files.problems())  # type: ignore[arg-type]
 
 
 def states(family: SDXL) -> dict[str, dict[str, torch.Tensor]]:
@@ -97,7 +96,7 @@ def states(family: SDXL) -> dict[str, dict[str, torch.Tensor]]:
         "unet": family.load_denoiser(FP32(), CPU),
         "vae": family.autoencoder.load(CPU, torch.float32),
         **{
-            each.model: load_text_model(family.part(each.model), torch.float32, each.projected)
+            each.model: load_text_model(family.files.part(each.model), torch.float32, each.projected)
             for each in family.text.encoders
         },
     }
@@ -113,12 +112,12 @@ def expected_states(pipeline: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_every_part_equals_the_folders(family: SDXL, file: Path, pipeline: Path) -> None:
-    assert list(family.problems()) == []
+    assert list(family.files.problems()) == []
     torch.testing.assert_close(states(family), expected_states(pipeline), rtol=0, atol=0)
     config = json.loads((pipeline / "unet" / "config.json").read_text())
     theirs = convert_ldm_unet_checkpoint(load_file(file), config)
     torch.testing.assert_close(theirs, state_of(pipeline / "unet"), rtol=0, atol=0)
-    inferred = family.known_config()
+    inferred = family.files.known_config()
     told = {name: value for name, value in inferred.items() if name != "sample_size"}
     assert told == {name: config[name] for name in told}
 
@@ -176,7 +175,7 @@ def test_marks_tell_what_the_unet_predicts(
 
 def told(**options: object) -> tuple[str, bool]:
     """Prediction, and whether the terminal SNR is zero."""
-    found = SDXL(**options).scheduler_config()  # type: ignore[arg-type]
+    found = SDXL(**options).files.scheduler_config()  # type: ignore[arg-type]
     return found.get("prediction_type", "epsilon"), found.get("rescale_betas_zero_snr", False)
 
 
@@ -199,7 +198,7 @@ def test_whoever_provides_the_unet_says_what_it_predicts(
         assert problems(**options) == ""
     assert "does not exist" in problems(pretrained=str(pipeline), unet=str(tmp_path / "no.safetensors"))
     model = SDXL(pretrained=str(pipeline), unet="someone/v")
-    assert sorted(part.part for part in hub_parts(model)) == ["scheduler", "unet"], (
+    assert sorted(part.part for part in model.files.hub_parts()) == ["scheduler", "unet"], (
         "a download of its configuration alone"
     )
 
@@ -212,11 +211,14 @@ def test_a_file_without_marks_predicts_what_its_pipeline_does_in_a_folder_or_on_
     assert told(pretrained=plain, text_encoders=folder) == ("v_prediction", False)
     assert told(pretrained=plain) == told(pretrained=plain, text_encoders=str(pipeline)) == ("epsilon", False)
     on_the_hub = SDXL(pretrained=plain, text_encoders="someone/v")
-    assert provider(on_the_hub, "scheduler") == ("text_encoders", "someone/v") and not on_the_hub.is_schedule_known()
-    assert [each.weights for each in hub_parts(on_the_hub) if each.part == "scheduler"] == [False]
+    assert (
+        on_the_hub.files.provider("scheduler") == ("text_encoders", "someone/v")
+        and not on_the_hub.files.is_schedule_known()
+    )
+    assert [each.weights for each in on_the_hub.files.hub_parts() if each.part == "scheduler"] == [False]
     by_mark = SDXL(pretrained=str(marked["v"]), text_encoders="someone/epsilon")
-    assert by_mark.is_schedule_known() and by_mark.scheduler_config()["prediction_type"] == "v_prediction"
-    assert "scheduler" not in [each.part for each in hub_parts(by_mark)]
+    assert by_mark.files.is_schedule_known() and by_mark.files.scheduler_config()["prediction_type"] == "v_prediction"
+    assert "scheduler" not in [each.part for each in by_mark.files.hub_parts()]
 
 
 def test_a_lora_of_both_encoders_merges_into_a_file_and_a_folder(pipeline: Path, file: Path, tmp_path: Path) -> None:
@@ -304,8 +306,11 @@ def test_what_a_file_lacks_is_named_with_the_remedy(pipeline: Path, descriptions
 
 def test_init_and_import_name_a_source_of_tokenizers_for_a_single_file(file: Path, tmp_path: Path) -> None:
     example = "stabilityai/stable-diffusion-xl-base-1.0"
-    assert SDXL(pretrained=str(file)).lacks_tokenizers and not SDXL(pretrained=str(file.parent)).lacks_tokenizers
-    assert not SDXL(pretrained=str(file), text_encoders="folder").lacks_tokenizers
+    assert (
+        SDXL(pretrained=str(file)).files.lacks_tokenizers
+        and not SDXL(pretrained=str(file.parent)).files.lacks_tokenizers
+    )
+    assert not SDXL(pretrained=str(file), text_encoders="folder").files.lacks_tokenizers
     (images := tmp_path / "pictures").mkdir()
     Image.new("RGB", (1024, 1024)).save(images / "a.png")
     found = suggest(images, Answers(model=str(file)))
@@ -363,7 +368,7 @@ def test_pruned_unets_and_those_that_read_another_picture_are_refused(
     def refused(tensors: dict[str, torch.Tensor], words: str) -> None:
         save_file(tensors, tmp_path / "odd.safetensors")
         with pytest.raises(UserError, match=words):
-            SDXL(pretrained=str(tmp_path / "odd.safetensors"), text_encoders=str(descriptions)).known_config()
+            SDXL(pretrained=str(tmp_path / "odd.safetensors"), text_encoders=str(descriptions)).files.known_config()
 
     state, first = load_file(file), original_sdxl.UNET + "input_blocks.0.0.weight"
     refused(
@@ -395,7 +400,7 @@ def test_a_refiner_and_other_unets_in_folders_are_refused(pipeline: Path, tmp_pa
     ):
         folder = changed(pipeline, tmp_path / str(number), "unet", **changes)
         with pytest.raises(UserError, match=words):
-            SDXL(pretrained=folder).known_config()
+            SDXL(pretrained=folder).files.known_config()
         assert family_of(folder) is None, "no other family takes it"
 
 
@@ -408,7 +413,7 @@ def test_playground_in_a_folder_is_refused(pipeline: Path, tmp_path: Path) -> No
         SDXL(pretrained=vae).autoencoder.load(CPU, torch.float32)
     edm = changed(pipeline, tmp_path / "edm", "scheduler", _class_name="EDMDPMSolverMultistepScheduler")
     noise = SDXL(pretrained=edm)
-    (problem,) = Ddpm().problems(noise.scheduler_config)
+    (problem,) = Ddpm().problems(noise.files.scheduler_config)
     assert str(problem).startswith("objective.name: ddpm cannot train the noise of the model's scheduler, EDMDPMSolver")
 
 
@@ -420,12 +425,12 @@ def test_models_of_other_families_are_told_apart(
     assert [family_of(str(each)).family for each in (pipeline, file, other, single)] == ["sdxl"] * 2 + ["sd15"] * 2  # type: ignore[union-attr]
     assert "Stable Diffusion 1.5: set model.family to sd15" in problems(pretrained=str(single))
     for family in (SD15, SD3):
-        said = "\n".join(str(problem) for problem in family(pretrained=str(file)).problems())
+        said = "\n".join(str(problem) for problem in family(pretrained=str(file)).files.problems())
         assert "It seems to be Stable Diffusion XL: set model.family to sdxl" in said
     with pytest.raises(UserError, match="set model.family to sdxl"):
-        SD15(pretrained=str(pipeline)).known_config()
+        SD15(pretrained=str(pipeline)).files.known_config()
     with pytest.raises(UserError, match="set model.family to sd15"):
-        SDXL(pretrained=str(other)).known_config()
+        SDXL(pretrained=str(other)).files.known_config()
 
 
 def test_text_encoders_of_another_model_are_refused(pipeline: Path, file: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from simpletune.models.sdxl.option import SDXL
 from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.flops import trained_of
-from simpletune.models.shared.sources import hub_parts
 from simpletune.models.unet.shapes import unet_units
 
 CPU = torch.device("cpu")
@@ -92,7 +91,7 @@ def test_operations_are_those_that_torch_counts(family: SDXL) -> None:
 def test_parameters_units_and_their_order_are_diffusers() -> None:
     """Of the published UNet, whose shapes need no download."""
     family = SDXL()
-    shapes, config = family.known_shapes(), family.known_config()
+    shapes, config = family.architecture.known_shapes(), family.files.known_config()
     with init_empty_weights():
         theirs = UNet2DConditionModel.from_config(config)
     assert shapes == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
@@ -104,9 +103,9 @@ def test_parameters_units_and_their_order_are_diffusers() -> None:
     assert kinds["attentions"] == 2_209_201_920
     outer = kinds["time_embedding"], kinds["add_embedding"], kinds["conv_in"], kinds["out"]
     assert outer == (2_050_560, 5_245_440, 11_840, 12_164)
-    assert family.parameter_count() == sum(kinds.values()) == 2_567_463_684
+    assert family.architecture.parameter_count() == sum(kinds.values()) == 2_567_463_684
 
-    units = family.units()
+    units = family.architecture.units()
     assert Counter(unit.split(".")[-2] for unit in units) == {
         "transformer_blocks": 70,
         "resnets": 17,
@@ -128,16 +127,16 @@ def test_units_run_in_their_order(family: SDXL) -> None:
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
     with torch.no_grad():
         family.predict(model, **inputs(family), dtype=torch.float32)
-    assert tuple(seen) == model.units == family.units()
+    assert tuple(seen) == model.units == family.architecture.units()
 
 
 def test_the_hub_name_needs_no_network() -> None:
     family = SDXL()
-    assert list(family.problems()) == [] and (family.text.width, family.text.pooled_width) == (2048, 1280)
-    assert family.scheduler_config()["prediction_type"] == "epsilon"
-    vae = family.known_part("vae").config()
+    assert list(family.files.problems()) == [] and (family.text.width, family.text.pooled_width) == (2048, 1280)
+    assert family.files.scheduler_config()["prediction_type"] == "epsilon"
+    vae = family.files.known_part("vae").config()
     assert (vae["scaling_factor"], vae["force_upcast"]) == (0.13025, True)
     with_weights = {"unet": True, "vae": True, "text_encoder": True, "text_encoder_2": True}
-    parts = {part.part: part.weights for part in hub_parts(family)}
+    parts = {part.part: part.weights for part in family.files.hub_parts()}
     assert parts == {"scheduler": False, "tokenizer": False, "tokenizer_2": False, **with_weights}
-    assert family.autoencoder.shape(1216, 832) == (4, 104, 152) and family.multiple == 64
+    assert family.autoencoder.shape(1216, 832) == (4, 104, 152) and family.architecture.multiple == 64

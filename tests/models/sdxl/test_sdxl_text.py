@@ -28,7 +28,7 @@ from simpletune.config.load import validate
 from simpletune.models.sd3.option import SD3
 from simpletune.models.sdxl.config import SDXL_NAME
 from simpletune.models.sdxl.option import SDXL
-from simpletune.models.shared import sources
+from simpletune.models.shared import family_files
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.prompts import Prompts
 from simpletune.runs import checkpoint
@@ -99,7 +99,7 @@ def test_a_name_on_the_hub_is_asked_for_its_setting(tmp_path: Path, monkeypatch:
     (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
     asked: list[tuple[object, ...]] = []
     found: list[Path | None] = [tmp_path, None]  # None: it has no such file, or cannot be reached
-    monkeypatch.setattr(sources, "files_folder", lambda *given: asked.append(given) or found.pop(0))
+    monkeypatch.setattr(family_files, "files_folder", lambda *given: asked.append(given) or found.pop(0))
     family = SDXL(pretrained="owner/tuned", revision="v2")
     assert [family.text.steered_from(None) for _ in range(2)] == ["", None]
     assert asked == [("owner/tuned", ("model_index.json",), "v2")] * 2
@@ -199,7 +199,7 @@ def test_states_that_sd3_has_are_found_again_and_never_without_a_pooled_output(
     """Both read the same files; SD3 also needs CLIP-L's pooled output, which SDXL's entries do not have."""
     sd3 = SD3(pretrained=str(tiny_pipeline), t5=False)
     source = {"sd3": Prompts(sd3.text, torch.float32), "sdxl": Prompts(SDXL().text, torch.float32)}
-    source["sdxl"].part = sd3.part  # type: ignore[method-assign]
+    source["sdxl"].part = sd3.files.part  # type: ignore[method-assign]
     encoded = list[str]()
 
     def fill(name: str, place: Path) -> dict[str, Parts]:

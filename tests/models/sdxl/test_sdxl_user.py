@@ -111,9 +111,9 @@ def test_check_says_what_the_unet_predicts_and_by_what(base: Path, tmp_path: Pat
         rows = explain(validate(simple(model=model, objective=objective), "x")).splitlines()
         found = [row.removeprefix("  predicts   ") for row in rows if row.startswith("  predicts")]
         assert found == ([said] if said else []), (pretrained, objective)
-    assert SDXL(pretrained=str(base), unet=str(marked)).schedule_source() == "the file's marks"
+    assert SDXL(pretrained=str(base), unet=str(marked)).files.schedule_source() == "the file's marks"
     alone = SDXL(pretrained=str(unmarked))
-    assert alone.schedule_source() == "assumed, since the file does not tell"
+    assert alone.files.schedule_source() == "assumed, since the file does not tell"
     flow = validate({"name": "x", "data": {"path": "demo:pictures"}}, "x")
     assert "predicts" not in explain(flow)
 

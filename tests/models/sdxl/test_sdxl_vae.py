@@ -84,7 +84,7 @@ def test_other_types_follow_the_products(
 def test_other_families_run_theirs_in_fp32_as_before(unet_pipeline: Callable[..., Path]) -> None:
     """Their configurations deny an upcast too, and SD3's autoencoder overflows in fp16."""
     for family in (SD3(), SD15(), SD15(pretrained=str(unet_pipeline("sd15")))):
-        assert family.known_part("vae").config().get("force_upcast") is False
+        assert family.files.known_part("vae").config().get("force_upcast") is False
         assert family.autoencoder.dtype(FP16) == torch.float32
 
 

@@ -28,7 +28,9 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.estimate.disk_needs import DataCounts, disk_needs
 from simpletune.estimate.simulate.simulate_stages import simulate_encoding, simulate_parts
 from simpletune.models.families import FAMILIES
+from simpletune.models.sd3.architecture import SD3Architecture
 from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.autoencoder import KINDS, Autoencoder, Latents, autoencoder_config
 from simpletune.models.shared.parts import Part
 from simpletune.stages.encode import prepare
@@ -171,12 +173,12 @@ def test_it_takes_the_same_bytes_real_and_empty(case: Case, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.family)
 def test_every_family_reads_what_its_own_autoencoder_makes(family: Any) -> None:
-    for version, parts in family.bundled_configs().items():
-        config = family.complete(parts[family.denoiser])
+    for version, parts in family.files.bundled_configs().items():
+        config = {**family.architecture.defaults, **parts[family.denoiser]}
         channels = config.get("out_channels") or config["in_channels"]
         own = Part("vae", None, bundled=parts["vae"])
         assert autoencoder_config(own, family.latents, channels) == parts["vae"], version
-    assert family.multiple % family.latents.downsampling == 0
+    assert family.architecture.multiple % family.latents.downsampling == 0
     assert family.autoencoder.shape(1024, 512) == (family.autoencoder.channels, 64, 128)
 
 
@@ -244,17 +246,23 @@ def test_check_names_an_autoencoder_with_other_channels(tiny_pipeline: Path, tmp
     (vae / "config.json").write_text(json.dumps(config | {"latent_channels": 4}))
     words = f"{vae} makes latents of 4 channels, and the model reads 16. {OTHERS}"
     model = SD3(pretrained=str(tiny_pipeline), vae=str(vae))
-    assert [str(problem) for problem in model.problems()] == [f"model.vae: {words}"]
+    assert [str(problem) for problem in model.files.problems()] == [f"model.vae: {words}"]
     with pytest.raises(UserError, match=f"^model.vae: {words}"):
         model.autoencoder.load(CPU, torch.float32)
-    assert not list(SD3(vae=str(tiny_pipeline / "vae")).problems()), "SD3 Medium reads as many"
+    assert not list(SD3(vae=str(tiny_pipeline / "vae")).files.problems()), "SD3 Medium reads as many"
+
+
+class SixteenthsArchitecture(SD3Architecture):
+    """SD3's transformer for latents of 16 x 16 pixels."""
+
+    multiple: ClassVar[int] = 32
 
 
 class Sixteenths(SD3):
     """SD3's transformer on FLUX.2's autoencoder."""
 
     latents: ClassVar[Latents] = SIXTEENTHS
-    multiple: ClassVar[int] = 32
+    architecture_class: ClassVar[type[Architecture]] = SixteenthsArchitecture
 
 
 @pytest.fixture

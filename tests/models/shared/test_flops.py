@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import BF16, Int8
 from simpletune.engine.tensors import trained_parameters
+from simpletune.models.sd3.files import SD3Files
 from simpletune.models.sd3.option import SD3
+from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches
 from simpletune.stages.step.train_step import TrainStep, assemble
@@ -57,11 +60,11 @@ def config_of(tiny_config: dict, **changes: object) -> TrainConfig:
 
 
 def sd3(config: TrainConfig, **changes: object) -> dict:
-    return config.model.known_config() | {"num_layers": 2} | changes
+    return config.model.files.known_config() | {"num_layers": 2} | changes
 
 
 def build(config: TrainConfig, shapes: dict) -> TrainStep:
-    model = load(shapes, SD3().random_tensors(shapes, 1), config.precision, CPU)
+    model = load(shapes, SD3().architecture.random_tensors(shapes, 1), config.precision, CPU)
     return assemble(config, model, SingleProcess(CPU))
 
 
@@ -83,8 +86,14 @@ def ours(core: TrainStep, shapes: dict, checkpointed: int = 0) -> Flops:
 
 
 def of_parameters(trained: dict, shapes: dict, checkpointed: int = 0) -> Flops:
-    family = type("Sized", (SD3,), {"known_config": lambda self: shapes})(t5_length=8)
-    return family.flops(trained_of(trained), (32, 64), 2, checkpointed)
+    class SizedFiles(SD3Files):
+        def known_config(self) -> dict:
+            return shapes
+
+    class Sized(SD3):
+        files_class: ClassVar[type[FamilyFiles]] = SizedFiles
+
+    return Sized(t5_length=8).flops(trained_of(trained), (32, 64), 2, checkpointed)
 
 
 FAST = [("sd3.5", case) for case in CASES] + [("sd3", case) for case in ("lora", "full")]

@@ -30,7 +30,7 @@ def pipeline_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp("full") / "pipeline"
         tiny_sd3.build(folder, replace(tiny_sd3.MINIMAL, clip_widths=(768, 1280), t5_width=4096), dtype="bf16")
-        (folder / "transformer" / "config.json").write_text(json.dumps(SD3(pretrained=name).known_config()))
+        (folder / "transformer" / "config.json").write_text(json.dumps(SD3(pretrained=name).files.known_config()))
         (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
         return folder
 

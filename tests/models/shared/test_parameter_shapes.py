@@ -33,11 +33,11 @@ def test_a_shipped_size_is_known_by_what_differs_from_the_class(monkeypatch: pyt
     """Whatever else its files state: their version, diffusers' own defaults, what the class ignores."""
     monkeypatch.setattr(shapes, "_made", lambda *_: pytest.fail("it ships"))
     for family in (SD3(), SDXL()):
-        config = family.known_config()
+        config = family.files.known_config()
         stated = {"_diffusers_version": "9", "_name_or_path": "x", "foreign": 1, "out_channels": config["out_channels"]}
-        assert family.shapes_of({**config, **stated}) == family.known_shapes()
+        assert family.architecture.shapes_of({**config, **stated}) == family.architecture.known_shapes()
     with pytest.raises(pytest.fail.Exception):
-        SD3().shapes_of({**SD3().known_config(), "num_layers": 23})
+        SD3().architecture.shapes_of({**SD3().files.known_config(), "num_layers": 23})
 
 
 def test_a_process_computes_an_unknown_size_once(

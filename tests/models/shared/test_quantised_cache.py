@@ -130,7 +130,7 @@ def test_the_header_says_what_it_was_made_from_and_loaded_tensors_are_their_own(
         about = json.loads(handle.metadata()["simpletune_quantised_from"])
     known = Nf4(compute="bf16").model_dump(mode="json", exclude={"rotation"})  # as before rotation was an option
     assert about["precision"] == known
-    assert about["weights"] == model.part("transformer").fingerprint()
+    assert about["weights"] == model.files.part("transformer").fingerprint()
     assert about["place"].endswith("pipeline/transformer")
     assert {path.name for path in folder.iterdir()} == {quantised_cache.FILE, quantised_cache.ABOUT}
     loaded = model.load_denoiser(Nf4(), CPU, cache=cache)
@@ -140,8 +140,10 @@ def test_the_header_says_what_it_was_made_from_and_loaded_tensors_are_their_own(
 
 
 def base_of(model: SD3, cache: Path, precision: WeightPrecision) -> quantised_cache.QuantisedBase:
-    part, config = model.part("transformer"), model.denoiser_config()
-    return quantised_cache.QuantisedBase(cache, config, lambda: model.empty_model(config), part, precision, CPU)
+    part, config = model.files.part("transformer"), model.files.denoiser_config()
+    return quantised_cache.QuantisedBase(
+        cache, config, lambda: model.architecture.empty_model(config), part, precision, CPU
+    )
 
 
 def test_every_precision_has_its_own_and_other_weights_too(model: SD3, cache: Path) -> None:

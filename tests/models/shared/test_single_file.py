@@ -163,12 +163,12 @@ def test_a_transformer_in_fp8_is_widened_exactly(dtype: torch.dtype, pipeline, t
 @pytest.mark.data
 def test_names_and_config_of_the_published_file(real_data: Path, tmp_path: Path) -> None:
     published = (real_data / "sd3_keys" / "sd3_medium_mmdit_singlefile_keys.txt").read_text().split()
-    shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
+    shapes = {**parameter_shapes(SD3().files.known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     assert {original_layout.MMDIT + origin_of(name, 24).name for name in shapes} == set(published)
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     assert {original_layout.MMDIT + name for name in state} == set(published)
     file = header_only(tmp_path / "sd3_medium.safetensors", {original_layout.MMDIT + k: v for k, v in state.items()})
-    inferred, known = open_file(file, LAYOUT).denoiser_config, SD3().known_config()
+    inferred, known = open_file(file, LAYOUT).denoiser_config, SD3().files.known_config()
     named = {key: value for key, value in known.items() if not key.startswith("_")}
     assert {key: inferred[key] for key in named} == named
 
@@ -243,12 +243,12 @@ def test_a_part_that_is_nowhere_is_an_error_of_its_own(pipeline, tmp_path: Path)
     no_vae = str(original_layout.write(pipeline, tmp_path / "no_vae.safetensors", "transformer clip"))
     alone = SD3(pretrained=no_vae)
     with pytest.raises(UserError, match=r"model.pretrained: .* no autoencoder \(VAE\). Set model.vae"):
-        alone.part("vae")
+        alone.files.part("vae")
     with pytest.raises(UserError, match=r"model.pretrained: .* no tokenizer. Set model.text_encoders"):
-        alone.part("tokenizer")
-    assert alone.part("scheduler").folder is None and alone.part("scheduler").config()
+        alone.files.part("tokenizer")
+    assert alone.files.part("scheduler").folder is None and alone.files.part("scheduler").config()
     with pytest.raises(UserError, match=r"model.pretrained: .* has no vae/ folder. Give a folder in diffusers' layout"):
-        SD3(pretrained=str(tmp_path)).part("vae")
+        SD3(pretrained=str(tmp_path)).files.part("vae")
 
 
 def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_damaged_files(whole_file, descriptions, tiny_config, tmp_path: Path) ->
 def test_configs_that_do_not_fit_are_listed(whole_file, pipeline, tmp_path: Path) -> None:
     tokenizers = tmp_path / "tokenizers"
     shutil.copytree(pipeline, tokenizers, ignore=lambda folder, names: [n for n in names if n.startswith("text_e")])
-    part = SD3(pretrained=str(whole_file), text_encoders=str(tokenizers)).part("text_encoder")
+    part = SD3(pretrained=str(whole_file), text_encoders=str(tokenizers)).files.part("text_encoder")
     with pytest.raises(UserError, match=r"does not match its configuration \(bundled\)\. missing: .*wrong shape"):
         load_text_model(part, torch.float32)
 
@@ -289,8 +289,8 @@ def test_check_reads_headers_only(whole_file, descriptions, tiny_config, write_c
     descriptions = shutil.copytree(descriptions, tmp_path / "medium")
     for encoder in SD3().text.encoders:
         folder = descriptions / encoder.model
-        (folder / "config.json").write_text(json.dumps(SD3().known_part(encoder.model).config()))
-    shapes = {**parameter_shapes(SD3().known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
+        (folder / "config.json").write_text(json.dumps(SD3().files.known_part(encoder.model).config()))
+    shapes = {**parameter_shapes(SD3().files.known_config()), "pos_embed.pos_embed": (1, 192**2, 1536)}
     state = original_layout.mmdit({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, 24)
     named = {original_layout.MMDIT + name: tensor for name, tensor in state.items()}
     file = header_only(descriptions / "medium.safetensors", named)
@@ -330,8 +330,8 @@ def test_a_part_is_known_by_every_byte_of_its_own(
 def test_class_pictures_of_a_single_file_have_a_folder(whole_file: Path, descriptions: Path) -> None:
     """The denoiser of a single file has no config.json: its configuration is that which its shapes tell."""
     model = SD3(pretrained=str(whole_file), text_encoders=str(descriptions))
-    config = model.denoiser_config()
-    assert re.fullmatch("[0-9a-f]{16}", model.part("transformer").fingerprint()) and config["num_layers"] == 3
+    config = model.files.denoiser_config()
+    assert re.fullmatch("[0-9a-f]{16}", model.files.part("transformer").fingerprint()) and config["num_layers"] == 3
 
 
 @pytest.mark.parametrize(

