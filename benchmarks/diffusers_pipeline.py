@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.stages.sample import ImageRequest
 from simpletune.system.options import UserError
 

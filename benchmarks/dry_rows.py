@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks import memory
 from benchmarks.memory import BATCH4, BF16, FULL, HOST, NF4, PLAN, PX512, SMALL, STREAMED, TILES
-from simpletune.models.sd3.files import SD35_LARGE, SD35_MEDIUM
+from simpletune.models.sd3.sd3_files import SD35_LARGE, SD35_MEDIUM
 
 FP32 = ("precision.weights=fp32",)
 AUTOCAST = (*FP32, "precision.compute=bf16")

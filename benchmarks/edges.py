@@ -22,8 +22,8 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import demo_scenes
 from simpletune.models.sd3.joint_block import use_joint_blocks
-from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import crop_positions
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs.weights import BASE, Weights, run_result
 from simpletune.system.console import say
 from simpletune.system.options import Json

@@ -32,7 +32,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant import Precision
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs.weights import BASE, Weights, precision_of
 from simpletune.stages.latent_cache import free_memory
 from simpletune.stages.sample import ImageRequest, Sampler, decode

@@ -26,7 +26,7 @@ from simpletune.config.load import read_config
 from simpletune.config.resolve import resolve_data_folder, resolve_model_folder
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.profiling.figures import read_events, shares
-from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.profiling.traces import TraceWindow, Window
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.shared.flops import Flops, trained_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simpletune.adapters.methods.targets import TargetedMethod
-from simpletune.adapters.text.option import Embeddings, TextLora
 from simpletune.adapters.text.placeholders import occurs
+from simpletune.adapters.text.text_option import Embeddings, TextLora
 from simpletune.config.batches import batch_rules
 from simpletune.config.prior import ClassImages
 from simpletune.config.schema import TrainConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from simpletune.adapters.text.option import result_names
+from simpletune.adapters.text.text_option import result_names
 from simpletune.config.modulation import auto_modulation
 from simpletune.config.prior import BasePrediction, ClassImages
 from simpletune.config.resolve import known_to_inpaint, resolve_model_folder

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from simpletune.adapters.methods import Adapter
 from simpletune.adapters.methods.lora import Lora
-from simpletune.adapters.text.option import Text
+from simpletune.adapters.text.text_option import Text
 from simpletune.config.checkpoint import Checkpoint
 from simpletune.config.output import Output
 from simpletune.config.prior import NoPrior, Prior
@@ -25,14 +25,14 @@ from simpletune.engine.optim import Optimizer
 from simpletune.engine.optim.ema import Ema
 from simpletune.engine.optim.options import AdamW
 from simpletune.engine.optim.schedule import Constant, Schedule
-from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.quant import Precision
 from simpletune.engine.quant.precision import BF16
 from simpletune.engine.speed import Speed
 from simpletune.models.families import Model
 from simpletune.models.objectives import Objective
 from simpletune.models.objectives.flow import Flow
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.model_config import Shape
 from simpletune.system.options import Option, Problem, join_names
 

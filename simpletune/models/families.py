@@ -15,9 +15,9 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import is_single_file

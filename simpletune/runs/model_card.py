@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.adapters.text.files import how_to_use
-from simpletune.adapters.text.option import embedding_name
+from simpletune.adapters.text.embedding_files import how_to_use
+from simpletune.adapters.text.text_option import embedding_name
 from simpletune.config.schema import TrainConfig
 from simpletune.config.validation_schedule import ON_TRAINING, drift_words, loss_words
 from simpletune.data.samples import images_in

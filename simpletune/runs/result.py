@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from simpletune.adapters.text.option import result_names
+from simpletune.adapters.text.text_option import result_names
 from simpletune.adapters.text.update import trained_text, without_text
 from simpletune.config.schema import TrainConfig
 from simpletune.system.checksums import sha256_of

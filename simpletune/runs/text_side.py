@@ -8,15 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simpletune.adapters.text.files import embeddings_in, keys_of, read_embeddings
+from simpletune.adapters.text.embedding_files import embeddings_in, keys_of, read_embeddings
 from simpletune.runs.weights import Embedding, Weights
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:
     from simpletune.adapters.files.updates import Update
-    from simpletune.adapters.text.files import EmbeddingFile
-    from simpletune.adapters.text.option import Text
+    from simpletune.adapters.text.embedding_files import EmbeddingFile
     from simpletune.adapters.text.side import TextSide
+    from simpletune.adapters.text.text_option import Text
 
 StandIns = tuple[tuple[str, tuple[str, ...]], ...]
 """Words by token."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from simpletune.adapters.files.describe import find_weight_file
 from simpletune.adapters.files.header import LARGEST_SCALE
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
-from simpletune.adapters.text.files import embeddings_in
+from simpletune.adapters.text.embedding_files import embeddings_in
 from simpletune.config.load import read_saved
 from simpletune.config.schema import TrainConfig
 from simpletune.models.families import DENOISERS, denoiser_in

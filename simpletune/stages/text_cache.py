@@ -11,8 +11,8 @@ from torch import Tensor
 
 from simpletune.adapters.text.encoding import TextEncoding
 from simpletune.adapters.text.inputs import PromptTokenizer, TextInputs
-from simpletune.adapters.text.option import NO_TEXT, Text
 from simpletune.adapters.text.side import PLAIN, TextSide
+from simpletune.adapters.text.text_option import NO_TEXT, Text
 from simpletune.data.storage.cache import Cache, FileCache, name_of
 from simpletune.data.storage.claims import ALONE, KeyRange
 from simpletune.data.storage.place import CachePlace, open_cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from simpletune.adapters.files.start import require_startable, start_from
+from simpletune.adapters.files.starting_point import require_startable, start_from
 from simpletune.adapters.files.updates import Updates, without_other_input
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.config.schema import ResolvedConfig

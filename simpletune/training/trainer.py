@@ -16,7 +16,7 @@ from simpletune.config.schema import TrainConfig, profile_folder, run_folder
 from simpletune.config.validation_schedule import choose_validation_samples, is_due, is_validation_due
 from simpletune.engine.denoiser import model_units
 from simpletune.engine.fsdp.rank_zero import rank_zero_driver
-from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.flops import trained_of

@@ -22,7 +22,7 @@ from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.flow import Flow
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs import checkpoint
 from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.train_step import attach

@@ -24,9 +24,9 @@ from slow_cases import slow_but
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.objectives.flow import Flow
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15 as StableDiffusion
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15 as StableDiffusion
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.stages.sample import (
     ImageRequest,
     Sampler,

@@ -37,10 +37,10 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.ddpm import Ddpm
 from simpletune.models.objectives.flow import Euler
 from simpletune.models.objectives.objective import Solver
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15 as StableDiffusion
-from simpletune.models.sd15.text import SD15Text
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15 as StableDiffusion
+from simpletune.models.sd15.sd15_text import SD15Text
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Autoencoder
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.text.family_text import FamilyText

@@ -19,8 +19,8 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderMo
 
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.write import write_lora
+from simpletune.adapters.text.embedding_files import EmbeddingFile, read_embeddings, write_embeddings
 from simpletune.adapters.text.encoding import TextEncoding, encode_prompts
-from simpletune.adapters.text.files import EmbeddingFile, read_embeddings, write_embeddings
 from simpletune.adapters.text.side import AppliedText, TextSide
 from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server

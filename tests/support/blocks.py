@@ -24,10 +24,10 @@ from simpletune.engine.memory.copy_stream import CopyEvent
 from simpletune.engine.memory.offload_inputs import CheckpointInputOffload
 from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, Nf4, WeightPrecision
 from simpletune.models.objectives.flow import FlowProcess
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
-from simpletune.models.sdxl.text import NUMBERS
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
+from simpletune.models.sdxl.sdxl_text import NUMBERS
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.weights import MadeTensors, TensorSource, fill_model

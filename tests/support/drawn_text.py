@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from simpletune.adapters.files.updates import LoraUpdate
+from simpletune.adapters.text.embedding_files import EmbeddingFile
 from simpletune.adapters.text.encoding import encode_prompts
-from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.adapters.text.side import PLAIN, TextSide
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.runs.text_side import text_side_of
 from simpletune.runs.weights import Weights
 

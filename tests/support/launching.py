@@ -275,7 +275,7 @@ def preload() -> None:
     import simpletune.engine.memory.recompute  # noqa: F401
     import simpletune.estimate.simulate.simulate  # noqa: F401
     import simpletune.models.sd3.joint_block  # noqa: F401
-    import simpletune.models.sd3.text  # noqa: F401
+    import simpletune.models.sd3.sd3_text  # noqa: F401
     import simpletune.runs.report.single_run  # noqa: F401
 
     Image.preinit()

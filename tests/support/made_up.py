@@ -371,7 +371,7 @@ def write_tokenizer(folder: Path) -> None:
 def registered() -> Iterator[None]:
     """Add the family to the union and to what is computed from it; in a release it would stand in families.py."""
     import simpletune.adapters.files.header  # noqa: F401  they keep what is changed here from their import on
-    import simpletune.adapters.files.start  # noqa: F401
+    import simpletune.adapters.files.starting_point  # noqa: F401
     import simpletune.adapters.files.updates  # noqa: F401
     import simpletune.adapters.methods.targets  # noqa: F401
     from simpletune.config.schema import TrainConfig

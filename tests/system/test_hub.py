@@ -34,7 +34,7 @@ from tiny_tagger import TAGS, write_tagger
 from simpletune.apps.cli.main import main
 from simpletune.commands.caption.tagger import find_tagger
 from simpletune.commands.evaluate.encoders import find_encoder
-from simpletune.models.sdxl.config import bundled_configs
+from simpletune.models.sdxl.sdxl_config import bundled_configs
 from simpletune.system import hub as ours
 from simpletune.system.hub import (
     HubFile,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_runs import TrainOnce, merged, run_with, saved_weights
 
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.runs.checkpoint_folders import read_state, with_checksum
 from simpletune.runs.resume import require_same_base
 from simpletune.system.hub import commit_of

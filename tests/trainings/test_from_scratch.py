@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from simpletune.config.load import read_config, validate
 from simpletune.data.demo import demo_scenes
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import TABLE
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import TABLE
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics, read_summary
 from simpletune.training.prepare import prepare_only

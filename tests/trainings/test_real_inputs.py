@@ -13,7 +13,7 @@ import torch
 from benchmarks.tiny_models import tiny_sd3
 from simpletune.config.load import validate
 from simpletune.data.sources.image_files import crop_to_bucket, decode
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.training.train import train
 
 pytestmark = pytest.mark.data

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from simpletune.config.load import validate
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, load_autoencoder
 from simpletune.models.shared.parts import Part
 from simpletune.models.text.clip import load_text_model

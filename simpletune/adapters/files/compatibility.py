@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from simpletune.adapters.files.detect_model import TEXT_ALONE
 from simpletune.adapters.files.header import LoraHeader, Module, adapter_words, not_read
 from simpletune.adapters.files.keys import DECOMPOSED, DOHA, DOKR, DORA, LORA, OFT
-from simpletune.adapters.text.files import SINGLE, Keys
+from simpletune.adapters.text.embedding_files import SINGLE, Keys
 from simpletune.models.families import FAMILIES
 from simpletune.models.shared.lora_layout import (
     ALPHA,

@@ -29,7 +29,7 @@ from simpletune.adapters.files.keys import DORA, LORA, OFT, is_whole
 from simpletune.adapters.files.keys import TITLES as LAYOUT_TITLES
 from simpletune.adapters.methods.adapter import OUTPUT
 from simpletune.adapters.methods.hypernetwork_structure import is_hypernetwork, structure_of, widths_of
-from simpletune.adapters.text.files import FAMILY, WORDS, is_embedding, keys_of, read_cosines
+from simpletune.adapters.text.embedding_files import FAMILY, WORDS, is_embedding, keys_of, read_cosines
 from simpletune.models.families import denoiser_in
 from simpletune.models.shared.lora_layout import OFT_BLOCKS
 from simpletune.models.shared.recognise import kind_of, parts_in

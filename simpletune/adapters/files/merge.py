@@ -23,7 +23,7 @@ from simpletune.engine.tensors import exchanged_halves
 from simpletune.models.lora_registry import require_same_family
 from simpletune.models.shared.single_file import FileLayout, Origin, open_file
 from simpletune.models.text_layers import encoder_of, encoders_in, split_text
-from simpletune.models.unet.config import inpainting_channels
+from simpletune.models.unet.unet_config import inpainting_channels
 from simpletune.system.atomic import atomic_folder
 from simpletune.system.model_folder import NAMES, weight_files
 from simpletune.system.options import UserError, join_names, plural

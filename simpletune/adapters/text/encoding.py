@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from simpletune.adapters.text.files import SINGLE, EmbeddingFile
+from simpletune.adapters.text.embedding_files import SINGLE, EmbeddingFile
 from simpletune.adapters.text.placeholders import expand, occurs, positions, tokens_of
 from simpletune.adapters.text.side import PLAIN, AppliedText, TextSide, embedding_digest
 from simpletune.models.families import Model

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from simpletune.adapters.text.option import Text
 from simpletune.adapters.text.placeholders import expand, positions, tokens_of
+from simpletune.adapters.text.text_option import Text
 from simpletune.models.families import Model
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.prompts import Prompts

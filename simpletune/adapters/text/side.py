@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from simpletune.adapters.text.files import EmbeddingFile
+from simpletune.adapters.text.embedding_files import EmbeddingFile
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simpletune.adapters.files.header import ADAPTER_METADATA
-from simpletune.adapters.text.files import COSINES, EmbeddingFile, write_embeddings
+from simpletune.adapters.text.embedding_files import COSINES, EmbeddingFile, write_embeddings
 from simpletune.adapters.text.inputs import TextInputs
-from simpletune.adapters.text.option import Text, embedding_name
+from simpletune.adapters.text.text_option import Text, embedding_name
 from simpletune.models.families import Model
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.lora_layout import ALPHA, DOWN, UP

@@ -52,7 +52,7 @@ def of_folder(config: Path, overrides: Sequence[str] = ()) -> Path:
     """Return a configuration file as it is; for a folder of pictures, return its configuration, written if missing."""
     if not is_folder_of_images(config):
         return config
-    from simpletune.commands.init.command import config_for
+    from simpletune.commands.init.write_config import config_for
 
     return config_for(config, overrides)
 

@@ -31,7 +31,7 @@ def login(machine: Machine) -> Iterator[Finding]:
 
 def licence(machine: Machine) -> Iterator[Finding]:
     """Check whether this account may download SD3 Medium."""
-    from simpletune.models.sd3.files import SD3_MEDIUM
+    from simpletune.models.sd3.sd3_files import SD3_MEDIUM
 
     yield from access(SD3_MEDIUM, "SD3 Medium")
 

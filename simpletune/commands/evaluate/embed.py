@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from simpletune.commands.evaluate.encoders import EncoderInfo
-from simpletune.commands.evaluate.generate import Gallery
+from simpletune.commands.evaluate.gallery_images import Gallery
 from simpletune.commands.evaluate.plan import EvaluatedWeights, EvaluationPlan
 from simpletune.commands.evaluate.scores import Array
 from simpletune.data.sources.image_files import decode_image

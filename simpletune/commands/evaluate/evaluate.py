@@ -9,11 +9,11 @@ from pathlib import Path
 from simpletune import __version__
 from simpletune.commands.evaluate.embed import embed
 from simpletune.commands.evaluate.encoders import EncoderInfo, find_encoder
-from simpletune.commands.evaluate.estimate import estimate_stages
-from simpletune.commands.evaluate.generate import FOLDER, IMAGES, Gallery, generate_missing
+from simpletune.commands.evaluate.evaluation_estimate import estimate_stages
+from simpletune.commands.evaluate.gallery_images import FOLDER, IMAGES, Gallery, generate_missing
 from simpletune.commands.evaluate.measure import measure
 from simpletune.commands.evaluate.plan import FIRST_SEED, EvaluationPlan, evaluated_weights, real_images, shots_of
-from simpletune.commands.evaluate.prompts import find_prompts, subject_words
+from simpletune.commands.evaluate.prompt_sets import find_prompts, subject_words
 from simpletune.commands.generate.generate import image_size
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.data.demo import ENCODERS

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from simpletune.commands.evaluate.prompts import Prompt, PromptSet
+from simpletune.commands.evaluate.prompt_sets import Prompt, PromptSet
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import scan_sources

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from simpletune.adapters.text.files import read_embeddings
+from simpletune.adapters.text.embedding_files import read_embeddings
 from simpletune.commands.generate.session import GenerationSession, given_arguments, open_session
 from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.multi_source import example_prompt

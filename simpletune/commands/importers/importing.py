@@ -21,7 +21,7 @@ from simpletune.commands.importers import (
     simpletuner,
 )
 from simpletune.commands.importers.command_lines import TOOK, listed
-from simpletune.commands.importers.files import read_any
+from simpletune.commands.importers.config_files import read_any
 from simpletune.commands.importers.translation import (
     KeyOutcome,
     Translation,

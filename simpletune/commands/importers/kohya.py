@@ -29,7 +29,7 @@ from simpletune.commands.importers.common_options import (
     take_text_lora,
     take_warmup,
 )
-from simpletune.commands.importers.files import MOST, find_beside, read_any, read_named
+from simpletune.commands.importers.config_files import MOST, find_beside, read_any, read_named
 from simpletune.commands.importers.translation import (
     UNKNOWN,
     KeyRule,

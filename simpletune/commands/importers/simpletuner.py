@@ -16,7 +16,7 @@ from simpletune.commands.importers.common_options import (
     take_swapped_blocks,
     take_warmup,
 )
-from simpletune.commands.importers.files import read_any, read_named
+from simpletune.commands.importers.config_files import read_any, read_named
 from simpletune.commands.importers.translation import (
     KeyRule,
     Translation,
@@ -31,7 +31,7 @@ from simpletune.commands.importers.translation import (
     whole_number,
 )
 from simpletune.config.schema import run_name
-from simpletune.models.sd3.files import SD35_MEDIUM
+from simpletune.models.sd3.sd3_files import SD35_MEDIUM
 from simpletune.system.options import Json, UserError
 
 TITLE, NAME = "SimpleTuner", "simpletuner"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from simpletune.commands.init.answers import Answers
 from simpletune.commands.init.choices import TINY_SIDE, suggest
-from simpletune.commands.init.command import card_for, fields_of, file_for, is_of
+from simpletune.commands.init.write_config import card_for, fields_of, file_for, is_of
 from simpletune.config.load import read_config, validate
 from simpletune.config.overrides import merge
 from simpletune.config.schema import DEMO, TrainConfig

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from simpletune.data.storage.files import PARQUET, TARS, DataFiles
 from simpletune.data.storage.mds import INDEX, MDSRows
 from simpletune.data.storage.parquet import ParquetRows
 from simpletune.data.storage.rows import Columns, ShardedRows
+from simpletune.data.storage.shard_files import PARQUET, TARS, DataFiles
 from simpletune.data.storage.tars import TarRows
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpletune.data.storage.files import DataFiles
 from simpletune.data.storage.rows import Block, Columns, LruCache, Shard, ShardedRows, require_columns
+from simpletune.data.storage.shard_files import DataFiles
 from simpletune.system.options import Json, UserError, plural
 from simpletune.system.portable import name_inside
 from simpletune.system.printable import describe_exception

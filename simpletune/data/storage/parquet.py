@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simpletune.data.storage.files import PARQUET, DataFiles
 from simpletune.data.storage.rows import (
     MAX_BLOCK,
     Block,
@@ -23,6 +22,7 @@ from simpletune.data.storage.rows import (
     ShardedRows,
     require_columns,
 )
+from simpletune.data.storage.shard_files import PARQUET, DataFiles
 from simpletune.system.options import UserError
 from simpletune.system.printable import describe_exception
 

@@ -24,8 +24,8 @@ from simpletune.data.sources.captions import TEXTS
 from simpletune.data.sources.image_files import image_size
 from simpletune.data.sources.source import UnusableImage
 from simpletune.data.sources.walk import MAX_BYTES, SUFFIXES, readable, too_large
-from simpletune.data.storage.files import TARS, DataFiles
 from simpletune.data.storage.rows import BLOCKS_IN_MEMORY, MAX_BLOCK, Block, Columns, LruCache, Shard, ShardedRows
+from simpletune.data.storage.shard_files import TARS, DataFiles
 from simpletune.system.console import counting
 from simpletune.system.options import UserError, plural
 from simpletune.system.printable import describe_exception, printable_name

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.engine.profiling import summary
 from simpletune.engine.profiling.figures import read_events
-from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.profile_option import Profile
 from simpletune.system.console import say
 from simpletune.system.options import plural
 

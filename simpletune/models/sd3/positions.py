@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from simpletune.models.sd3.shapes import TABLE
+from simpletune.models.sd3.sd3_shapes import TABLE
 from simpletune.models.shared.buckets import STEP, Size
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.system.model_folder import weight_files

@@ -11,7 +11,7 @@ from PIL import Image
 from simpletune.adapters.files.describe import describe
 from simpletune.adapters.methods.adapter import OUTPUT as LORA_FILE
 from simpletune.adapters.methods.targets import TargetedMethod
-from simpletune.adapters.text.files import embeddings_in
+from simpletune.adapters.text.embedding_files import embeddings_in
 from simpletune.data.source_mix import SOURCE_COLUMNS, SourceShare, source_rows
 from simpletune.runs.checkpoint_folders import list_checkpoints
 from simpletune.runs.folder import DATA, overflow_words

@@ -27,7 +27,7 @@ from simpletune.adapters.files.factors import resize_all
 from simpletune.adapters.files.merge import Merger
 from simpletune.adapters.files.mix import Recipe, mix
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.start import start_from
+from simpletune.adapters.files.starting_point import start_from
 from simpletune.adapters.files.updates import LohaUpdate, LokrUpdate, LoraUpdate, Update
 from simpletune.adapters.files.write import write_lora
 from simpletune.adapters.methods.dora import Dora
@@ -38,7 +38,7 @@ from simpletune.apps.cli.main import main
 from simpletune.engine.quant.precision import Int8
 from simpletune.models.families import FAMILIES
 from simpletune.models.lora_registry import is_convolution
-from simpletune.models.unet.files import origins
+from simpletune.models.unet.unet_files import origins
 from simpletune.system.options import UserError
 
 OF_BOTH: dict[str, Any] = {"sample_size": 8, "norm_num_groups": 4, "layers_per_block": 1, "attention_head_dim": 1}

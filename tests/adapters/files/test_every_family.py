@@ -16,11 +16,11 @@ from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LoraUpdate
 from simpletune.adapters.files.write import write_lora
 from simpletune.apps.cli.main import main
-from simpletune.models.sd15.lora_names import NAMES as SD15_NAMES
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.lora_names import NAMES as SDXL_NAMES
-from simpletune.models.sdxl.option import SDXL
-from simpletune.models.unet.lora_names import OUTER
+from simpletune.models.sd15.sd15_lora import NAMES as SD15_NAMES
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_lora import NAMES as SDXL_NAMES
+from simpletune.models.sdxl.sdxl_option import SDXL
+from simpletune.models.unet.unet_lora import OUTER
 
 WRITTEN = ("diffusers", "kohya", "comfy")
 ORIGINAL = {

@@ -23,7 +23,7 @@ from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.header import LoraHeader, open_lora
 from simpletune.adapters.files.keys import DECOMPOSED, LOHA, LOKR, LORA, OFT, PEFT, plain_key
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.start import require_startable
+from simpletune.adapters.files.starting_point import require_startable
 from simpletune.adapters.methods.dora import Dora
 from simpletune.adapters.methods.formulas import rotate_rows
 from simpletune.adapters.methods.layers import at_strength, updates_disabled
@@ -33,7 +33,7 @@ from simpletune.apps.cli.main import main
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.engine.tensors import row_blocks
 from simpletune.models.lora_registry import LAYOUTS
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import fp8_value
 

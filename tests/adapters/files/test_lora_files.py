@@ -24,9 +24,9 @@ from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import DoraUpdate, LohaUpdate, LokrUpdate, LoraUpdate, OftUpdate, fuse
 from simpletune.adapters.files.write import file_tensors, in_original_names, write_lora
 from simpletune.apps.cli.main import main
-from simpletune.models.sd3.lora_names import LAYOUTS, NAMES
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.sd3_lora import LAYOUTS, NAMES
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
 from simpletune.models.shared.fused import THIRDS, stacked
 from simpletune.system.options import UserError
 

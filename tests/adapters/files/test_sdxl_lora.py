@@ -33,18 +33,18 @@ from simpletune.adapters.methods.loha import Loha
 from simpletune.adapters.methods.lokr import Lokr
 from simpletune.adapters.methods.lora import Lora
 from simpletune.adapters.methods.oft import Oft
+from simpletune.adapters.text.embedding_files import EmbeddingFile, read_embeddings, write_embeddings
 from simpletune.adapters.text.encoding import encode_prompts
-from simpletune.adapters.text.files import EmbeddingFile, read_embeddings, write_embeddings
-from simpletune.adapters.text.option import Text, TextLora
 from simpletune.adapters.text.side import TextSide
+from simpletune.adapters.text.text_option import Text, TextLora
 from simpletune.adapters.text.update import TARGETS, TextUpdate
 from simpletune.apps.cli.main import main
 from simpletune.models.families import FAMILIES, family_of_config
 from simpletune.models.lora_registry import families_of, names_of
-from simpletune.models.sd15.lora_names import NAMES as SD15_NAMES
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.lora_names import LAYOUTS, NAMES
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd15.sd15_lora import NAMES as SD15_NAMES
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_lora import LAYOUTS, NAMES
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.text_layers import text_key
 from simpletune.system.options import UserError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from simpletune.adapters.files.attach import load_loras
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.start import require_startable, start_from
+from simpletune.adapters.files.starting_point import require_startable, start_from
 from simpletune.adapters.files.updates import Updates
 from simpletune.adapters.methods.dora import Dora
 from simpletune.adapters.methods.layers import layer_shapes, shape_of

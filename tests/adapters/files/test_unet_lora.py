@@ -35,11 +35,11 @@ from simpletune.adapters.methods.lora_layers import add_pointwise_update, lora_l
 from simpletune.apps.cli.main import main
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.lora_registry import LAYOUTS
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
-from simpletune.models.sd15.files import origins_beside
-from simpletune.models.sd15.lora_names import NAMES
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
+from simpletune.models.sd15.sd15_files import origins_beside
+from simpletune.models.sd15.sd15_lora import NAMES
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.models.text.clip import load_text_model
 from simpletune.runs.weights_names import find_named
 from simpletune.system.options import UserError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from simpletune.adapters.files.attach import _merged, load_loras
 from simpletune.adapters.files.read import read_lora
-from simpletune.adapters.files.start import require_startable, start_from
+from simpletune.adapters.files.starting_point import require_startable, start_from
 from simpletune.adapters.methods.layers import innermost_layer, outer_layers, shape_of
 from simpletune.config.load import validate
 from simpletune.runs import checkpoint

@@ -26,9 +26,9 @@ from simpletune.adapters.methods.oft import Oft
 from simpletune.adapters.methods.targets import TargetedMethod
 from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.tensors import row_blocks
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.flops import count_flops, trained_of
 
 IN, OUT = 8, 12

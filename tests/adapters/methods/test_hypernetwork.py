@@ -36,10 +36,10 @@ from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.sd15.config import bundled_configs
+from simpletune.models.sd15.sd15_config import bundled_configs
 from simpletune.models.shared.flops import Flops, count_flops, trained_of
 from simpletune.models.shared.parameter_shapes import empty_model
-from simpletune.models.unet.shapes import parameter_shapes, unet_units
+from simpletune.models.unet.unet_shapes import parameter_shapes, unet_units
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import attach
 from simpletune.system.options import ConfigError, UserError

@@ -31,8 +31,8 @@ from simpletune.config.overrides import merge
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.lora_registry import matches_layer
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
 from simpletune.runs import checkpoint
 from simpletune.runs.report.run_data import read_run
 from simpletune.runs.report.single_run import summary_sentence

@@ -21,8 +21,8 @@ from simpletune.adapters.methods.lokr_layer import add_kronecker, sides
 from simpletune.adapters.methods.targets import LayerMethod
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import BF16, Int8, Nf4
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
 from simpletune.training.train import train
 
 METHODS = {

@@ -20,7 +20,7 @@ from simpletune.adapters.files.describe import describe, format_description
 from simpletune.adapters.files.read import read_lora
 from simpletune.adapters.files.updates import LokrUpdate, LoraUpdate, OftUpdate
 from simpletune.adapters.files.write import text_tensors_of, write_lora
-from simpletune.adapters.text.files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
+from simpletune.adapters.text.embedding_files import EmbeddingFile, embeddings_in, read_embeddings, write_embeddings
 from simpletune.apps.cli.main import main
 from simpletune.models import text_layers
 from simpletune.models.shared.lora_encoders import LoraEncoder

@@ -12,15 +12,15 @@ import torch
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 from simpletune.adapters.text.inputs import PromptTokenizer
-from simpletune.adapters.text.option import Text, embedding_name
 from simpletune.adapters.text.placeholders import expand, occurs, positions
+from simpletune.adapters.text.text_option import Text, embedding_name
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.config.modulation import settle_modulation
 from simpletune.config.resolve import resolve_folders
 from simpletune.data.demo import SHIPPED
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.prompts import Prompts
 from simpletune.stages.plan_data import plan_data

@@ -20,8 +20,8 @@ from simpletune.apps.cli.main import main
 from simpletune.config.checkpoint import Checkpoint
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
-from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd15.sd15_config import HUB_NAMES, SD15_NAME
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.runs.folder import SCORES
 from simpletune.runs.report.evaluations import fidelity_sections
 from simpletune.runs.report.single_run import image_section

@@ -18,14 +18,14 @@ from tiny_runs import TrainOnce
 
 from simpletune.apps.cli.evaluate import evaluate_arguments
 from simpletune.apps.cli.main import main
-from simpletune.commands.evaluate import estimate
 from simpletune.commands.evaluate import evaluate as command
+from simpletune.commands.evaluate import evaluation_estimate
 from simpletune.commands.evaluate.encoders import find_encoder
-from simpletune.commands.evaluate.estimate import estimate_stages, speeds_at_hand
 from simpletune.commands.evaluate.evaluate import evaluate, plan_of
-from simpletune.commands.evaluate.generate import Gallery
+from simpletune.commands.evaluate.evaluation_estimate import estimate_stages, speeds_at_hand
+from simpletune.commands.evaluate.gallery_images import Gallery
 from simpletune.commands.evaluate.plan import EvaluationPlan, evaluated_weights, identity, shots_of
-from simpletune.commands.evaluate.prompts import Prompt
+from simpletune.commands.evaluate.prompt_sets import Prompt
 from simpletune.commands.generate.session import GenerationSession
 from simpletune.runs.folder import read_scores
 from simpletune.stages.sample import ImageRequest, Sampler
@@ -67,7 +67,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prediction does not measure this CPU."""
-    monkeypatch.setattr(estimate, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
+    monkeypatch.setattr(evaluation_estimate, "speeds_at_hand", lambda cache, card: (Counted(), "counted"))
 
 
 def parsed(run: Path, *words: object) -> argparse.Namespace:
@@ -316,7 +316,7 @@ def test_a_card_that_is_too_small_is_refused_before_anything_is_drawn(
     assert set(found) == {"text", "draw", "decode", "eye", "reader"}
     assert found["draw"].bytes > 4 * 100_000 and found["draw"].seconds > 0
     session.device = torch.device("cuda")
-    monkeypatch.setattr(estimate, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
+    monkeypatch.setattr(evaluation_estimate, "card_at_hand", lambda device: (Card("tiny", 0.5, (8, 9), found=1.0), 0))
     with pytest.raises(UserError, match=r"text needs .* MiB \(predicted\) and tiny has 512. Use --resident-blocks 0"):
         estimate_stages(plan, command.encoders_of(False, encoders), 5)
 
@@ -356,7 +356,7 @@ def test_the_predicted_time_is_near_the_measured(run: Path, encoders: list[str])
     """Of processor time, which other programs do not lengthen much."""
     import time
 
-    from simpletune.commands.evaluate.generate import generate_missing
+    from simpletune.commands.evaluate.gallery_images import generate_missing
 
     _, plan = planned(run, "--encoders", *encoders)
     gallery = Gallery(run)

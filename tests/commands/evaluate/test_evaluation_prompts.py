@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from simpletune.commands.evaluate.prompts import (
+from simpletune.commands.evaluate.prompt_sets import (
     Prompt,
     Words,
     dreambooth,

@@ -27,7 +27,7 @@ from simpletune.commands.generate.generate import choose_weights, default_prompt
 from simpletune.commands.generate.session import GeneratedImages, GenerationSession, open_session
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.weights import BASE, Weights, checkpoints_of, overwrite
 from simpletune.runs.weights_names import LORA_FILE

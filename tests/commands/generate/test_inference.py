@@ -35,7 +35,7 @@ from simpletune.engine.quant.precision import FP32, Int8, Nf4
 from simpletune.estimate import job_estimate
 from simpletune.models.families import FAMILIES
 from simpletune.models.objectives.flow import Flow
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.autoencoder import Autoencoder
 from simpletune.runs.weights import BASE, Weights, combine, load_weights
 from simpletune.runs.weights_names import split_scale

@@ -17,7 +17,7 @@ from simpletune.adapters.methods.lora import Lora
 from simpletune.apps.cli.main import main
 from simpletune.commands.importers import importing
 from simpletune.commands.importers.common_options import OPTIMIZERS, SCHEDULES, take_alpha
-from simpletune.commands.importers.files import read_any
+from simpletune.commands.importers.config_files import read_any
 from simpletune.commands.importers.importing import ImportResult, form_of, import_file
 from simpletune.commands.importers.kohya import SD3_DIMS
 from simpletune.commands.importers.translation import Translation, trainer_tables
@@ -25,11 +25,11 @@ from simpletune.config.load import read_json, validate
 from simpletune.config.schema import run_name
 from simpletune.models.families import FAMILIES
 from simpletune.models.lora_registry import matches_layer
-from simpletune.models.sd3.lora_names import NAMES
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
-from simpletune.models.unet.files import original_modules
+from simpletune.models.sd3.sd3_lora import NAMES
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
+from simpletune.models.unet.unet_files import original_modules
 from simpletune.system.options import Json, UserError
 
 ROOT = Path(__file__).resolve().parents[3]

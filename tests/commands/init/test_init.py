@@ -13,7 +13,7 @@ from PIL import Image
 from simpletune.apps.cli.main import main
 from simpletune.apps.cli.train import of_folder
 from simpletune.commands.doctor.machine import OK, WARNING, Finding
-from simpletune.commands.init import Answers, Suggestion, command, inspect_folder, machine, suggest
+from simpletune.commands.init import Answers, Suggestion, inspect_folder, machine, suggest, write_config
 from simpletune.commands.init import choices as making
 from simpletune.commands.init.answers import WHAT, ask
 from simpletune.commands.init.choices import PROFILES, profile_of, templates_for
@@ -22,8 +22,8 @@ from simpletune.data.sources.multi_source import scan_sources
 from simpletune.data.sources.walk import USUAL
 from simpletune.data.split import split_images
 from simpletune.models.families import FAMILIES
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.system.gpus import Card, find_card
 from simpletune.system.options import Json, UserError
 from simpletune.system.shell import to_paste
@@ -515,10 +515,10 @@ def test_only_a_terminal_is_asked(
     terminal: bool, quiet: bool, tiny_images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Answers] = []
-    monkeypatch.setattr(command, "ask", lambda answers, *rest: asked.append(answers) or answers)
+    monkeypatch.setattr(write_config, "ask", lambda answers, *rest: asked.append(answers) or answers)
     monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
-    command.init_command(tiny_images, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
+    write_config.init_command(tiny_images, Answers(), tmp_path / "a.json", "cpu", quiet=quiet)
     assert len(asked) == (terminal and not quiet)
 
 
@@ -623,7 +623,7 @@ def test_folders_of_sd_scripts_below_another_are_asked_about(tmp_path: Path, cap
     assert [shlex.split(command)[2:-2] for command in commands] == [
         [str(folder / "img")], [str(folder / "reg")], [str(folder), "data.folder_names=plain"],
     ]  # fmt: skip
-    assert all(command.endswith(" --device cpu") for command in commands)
+    assert all(write_config.endswith(" --device cpu") for command in commands)
     found = suggest(folder / "img")
     assert found.config["data"]["folder_names"] == "kohya" and not found.questions
     assert "10 repeats of 'sks dog'" in why(found, "data.folder_names")
@@ -770,7 +770,7 @@ def test_a_class_that_is_not_one_known_word_is_asked_for(name: str, offered: lis
     named = suggest(tmp_path / name, Answers(trigger="sks dog"))
     assert not named.questions and named.config["prior"]["prompt"] == "a photo of a dog"
     assert "A step takes about twice the time" in why(named, "prior.method")
-    command_line = command.open_questions(Path("x y"), found.questions, Answers(), ["data.flip=true"], "train")
+    command_line = write_config.open_questions(Path("x y"), found.questions, Answers(), ["data.flip=true"], "train")
     assert "init 'x y' data.flip=true --trigger sks && " in command_line and "train 'x y'" in command_line
 
 

@@ -38,7 +38,7 @@ from simpletune.apps.cli import lora as verbs
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import SafetensorsWriter
 

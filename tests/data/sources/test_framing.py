@@ -20,7 +20,7 @@ from simpletune.data.sources.image_files import EXIF_ORIENTATION, crop_to_bucket
 from simpletune.data.sources.source import Mask, SourceImage
 from simpletune.data.storage.cache import crop_key
 from simpletune.data.storage.place import CachePlace
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.buckets import Framing, covering_size, framing_of
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.latent_cache import LatentCache

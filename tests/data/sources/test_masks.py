@@ -31,8 +31,8 @@ from simpletune.data.storage import cache as storage
 from simpletune.data.storage.cache import crop_key
 from simpletune.estimate.simulate.simulate import simulate
 from simpletune.models.objectives.flow import Flow, FlowProcess
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.text import SD3Text
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_text import SD3Text
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.latent_cache import LatentCache

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from simpletune.data.storage.files import DataFiles
 from simpletune.data.storage.mds import decompress
+from simpletune.data.storage.shard_files import DataFiles
 from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import StoreError

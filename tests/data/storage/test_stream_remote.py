@@ -15,8 +15,8 @@ from stream_data import COUNT, copy_mds, rows_of, write_parquet
 
 from simpletune.data.storage import files as data_files
 from simpletune.data.storage.dataset import open_rows
-from simpletune.data.storage.files import DataFiles, split_url
 from simpletune.data.storage.rows import Columns, ShardedRows
+from simpletune.data.storage.shard_files import DataFiles, split_url
 from simpletune.system.options import UserError
 from simpletune.system.stores.object_store import ObjectStore
 from simpletune.system.stores.store import RangeFile, StoreError

@@ -21,8 +21,8 @@ from simpletune.config.load import validate
 from simpletune.data.sources.source import UnusableImage
 from simpletune.data.storage import tars
 from simpletune.data.storage.dataset import open_rows
-from simpletune.data.storage.files import split_url
 from simpletune.data.storage.rows import Columns, ShardedRows
+from simpletune.data.storage.shard_files import split_url
 from simpletune.system.options import UserError
 
 COLUMNS = Columns("image", "text", ("width", "height"))

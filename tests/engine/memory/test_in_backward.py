@@ -25,8 +25,8 @@ from simpletune.engine.optim.in_backward import step_in_backward
 from simpletune.engine.optim.options import AdamW, AdamWBF16
 from simpletune.engine.optim.rounding import key_draws
 from simpletune.engine.optim.state import begin_step, state_to_tensors
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
 from simpletune.runs import checkpoint
 from simpletune.runs.checkpoint_folders import CHECKSUM, with_checksum
 from simpletune.runs.folder import read_metrics

@@ -37,7 +37,7 @@ from simpletune.engine.memory.machine_weights import MachineWeights, SharedFile,
 from simpletune.engine.quant.precision import WeightPrecision
 from simpletune.engine.tensors import all_tensors, plain_tensors
 from simpletune.estimate.simulate.simulate import simulate
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.stages.load import leaves_weights_on_host
 from simpletune.system.options import UserError
 

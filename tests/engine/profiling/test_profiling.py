@@ -16,7 +16,7 @@ from simpletune.config.load import validate
 from simpletune.engine.memory.snapshot import MemorySnapshot
 from simpletune.engine.profiling import summary, traces
 from simpletune.engine.profiling.figures import Recording, Span, figures, nested, peak_of_memory, read_events
-from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.profiling.traces import TraceWindow, place_window, traced_epochs
 from simpletune.system.options import ConfigError
 
@@ -243,6 +243,6 @@ def test_the_section_is_strict(values: dict, message: str, tiny_config: dict) ->
 
 
 def test_the_option_needs_no_torch() -> None:
-    modules = "simpletune.engine.profiling.option, simpletune.engine.profiling.traces"
+    modules = "simpletune.engine.profiling.profile_option, simpletune.engine.profiling.traces"
     code = f"import {modules}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

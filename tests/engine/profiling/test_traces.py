@@ -21,7 +21,7 @@ from torch import nn
 
 from simpletune.engine.profiling import summary
 from simpletune.engine.profiling import traces as traces_module
-from simpletune.engine.profiling.option import Profile
+from simpletune.engine.profiling.profile_option import Profile
 from simpletune.engine.profiling.traces import EpochTraces, Facts
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.step.train_step import TrainStep

@@ -36,7 +36,7 @@ from simpletune.engine.quant import int8_linear, int8_products, int8_tuning
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.int8_tuning import RowsOf, Tuning, tunings
 from simpletune.engine.quant.precision import Int8
-from simpletune.models.sd3.shapes import OF_TEXT
+from simpletune.models.sd3.sd3_shapes import OF_TEXT
 from simpletune.models.shared.buckets import Framing
 from simpletune.system.options import ConfigError, UserError
 from simpletune.system.shell import install

@@ -15,7 +15,7 @@ from simpletune.config.load import validate
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import GROUP, Nf4Linear, quantise_scales
 from simpletune.engine.quant.precision import FP32, Nf4
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.system.options import ConfigError
 
 

@@ -22,7 +22,7 @@ from simpletune.engine.quant.int8_conv import Int8Conv2d
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import FP32, Int8, Int8Quanto, Nf4, WeightPrecision
-from simpletune.models.sd3.architecture import SD3Architecture
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
 from simpletune.models.shared.parts import Part
 from simpletune.models.shared.quantised_cache import QuantisedBase
 from simpletune.models.shared.weights import fill_model

@@ -21,7 +21,7 @@ from simpletune.estimate.simulate.simulate_stages import (
     simulate_parts,
     text_snapshots,
 )
-from simpletune.models.sd3.architecture import SD3Architecture
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
 from simpletune.models.text.layered_t5 import LayeredT5
 from simpletune.models.text.prompts import Prompts
 from simpletune.stages.step.synthetic import CPU

@@ -39,8 +39,8 @@ from simpletune.engine.memory.copy_stream import CopyEvent, CudaCopies, host_byt
 from simpletune.engine.optim.rounding import RoundedOptimizer
 from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, WeightPrecision
 from simpletune.engine.tensors import own_tensors
-from simpletune.models.sd3.architecture import SD3Architecture
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics
 from simpletune.stages.modulation_plan import detach_modulation, replay

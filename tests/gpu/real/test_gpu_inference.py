@@ -13,7 +13,7 @@ from simpletune.config.schema import TrainConfig
 from simpletune.data.sources.folder import Folder
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs.weights import BASE, Weights
 from simpletune.stages.sample import ImageRequest
 from simpletune.system.stage_timer import StageTimer

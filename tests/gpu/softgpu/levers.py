@@ -27,8 +27,8 @@ from simpletune.engine.optim.options import PAGED_FROM, PagedAdamW8bit
 from simpletune.engine.optim.state import state_to_tensors
 from simpletune.engine.tensors import trained_parameters
 from simpletune.models.objectives.flow import Flow
-from simpletune.models.sd3.architecture import SD3Architecture
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.stages.latent_cache import CachedImage
 from simpletune.stages.step.batch_loader import BatchLoader, Prefetcher

@@ -27,12 +27,12 @@ from simpletune.engine.quant.precision import FP32
 from simpletune.models.objectives.conventions import USUAL, FlowConventions, empirical_mu
 from simpletune.models.objectives.flow import SCHEDULE, Flow
 from simpletune.models.objectives.objective import Solver, TrainingObjective
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Autoencoder
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.text.family_text import FamilyText
-from simpletune.models.unet.family import UNetFamily
+from simpletune.models.unet.unet_family import UNetFamily
 from simpletune.stages.sample import ImageRequest, Sampler
 from simpletune.stages.step.variant import PlainStep
 from simpletune.system.options import ConfigError, UserError

@@ -18,14 +18,14 @@ from original_layout import state_of
 from safetensors.torch import load_file, save_file
 
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.sd15.files import LAYOUT, origins
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_config import bundled_configs
+from simpletune.models.sd15.sd15_files import LAYOUT, origins
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.models.text.clip import load_text_model
 from simpletune.models.text.prompts import Prompts
-from simpletune.models.unet.shapes import parameter_shapes
+from simpletune.models.unet.unet_shapes import parameter_shapes
 from simpletune.system.options import UserError
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.engine.denoiser import Denoiser, model_units
 from simpletune.engine.quant.precision import BF16, FP32
-from simpletune.models.sd15.config import HUB_NAMES
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd15.sd15_config import HUB_NAMES
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.flops import trained_of
 from simpletune.models.text.clip import load_text_model

@@ -12,8 +12,8 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import UNet2DConditionModel
 
-from simpletune.models.sd15.config import bundled_configs, require_supported
-from simpletune.models.unet.shapes import Unit, parameter_shapes, unet_units, whole_layers
+from simpletune.models.sd15.sd15_config import bundled_configs, require_supported
+from simpletune.models.unet.unet_shapes import Unit, parameter_shapes, unet_units, whole_layers
 from simpletune.system import strict_json
 from simpletune.system.options import UserError
 

@@ -19,8 +19,8 @@ from simpletune.apps.cli.main import main, parse
 from simpletune.apps.serve import server
 from simpletune.config.load import validate
 from simpletune.models.families import family_of
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.report.settings import settings_of
 from simpletune.runs.weights_names import run_config

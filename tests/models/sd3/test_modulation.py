@@ -33,9 +33,9 @@ from simpletune.config.resolve import require_model_rules
 from simpletune.data.demo import demo_scenes
 from simpletune.engine.quant.precision import BF16, FP32, Int8, Int8Quanto, WeightPrecision
 from simpletune.models.objectives.flow import Flow
-from simpletune.models.sd3.architecture import SD3Architecture
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.runs import checkpoint
 from simpletune.runs.attempts import AttemptRecorder

@@ -16,8 +16,8 @@ from slow_cases import slow_but
 
 from simpletune.config.load import validate
 from simpletune.engine.quant.precision import BF16, FP32
-from simpletune.models.sd3.option import SD3
 from simpletune.models.sd3.positions import TABLE, crop_positions, side_for
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.runs.folder import read_metrics
 from simpletune.training.train import train
 

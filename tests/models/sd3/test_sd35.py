@@ -31,7 +31,7 @@ from simpletune.engine.memory.profiles import with_profile
 from simpletune.engine.quant.int8_linear import Int8Linear
 from simpletune.engine.quant.nf4_linear import Nf4Linear
 from simpletune.engine.quant.precision import FP32, Int8, Nf4
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared import family_files
 from simpletune.runs import checkpoint
 from simpletune.runs.folder import read_metrics

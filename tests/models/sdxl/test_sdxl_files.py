@@ -31,16 +31,16 @@ from simpletune.config.load import validate
 from simpletune.engine.quant.precision import FP32
 from simpletune.models.families import family_of
 from simpletune.models.objectives.ddpm import Ddpm
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.config import bundled_configs
-from simpletune.models.sdxl.files import LAYOUT
-from simpletune.models.sdxl.lora_names import LAYOUTS
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_config import bundled_configs
+from simpletune.models.sdxl.sdxl_files import LAYOUT
+from simpletune.models.sdxl.sdxl_lora import LAYOUTS
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.text.clip import load_text_model
 from simpletune.models.text.prompts import Prompts
-from simpletune.models.unet.files import origins
-from simpletune.models.unet.shapes import parameter_shapes
+from simpletune.models.unet.unet_files import origins
+from simpletune.models.unet.unet_shapes import parameter_shapes
 from simpletune.system.options import UserError
 from simpletune.system.safetensors_file import read_header
 

@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.buckets import Framing
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.flops import trained_of
-from simpletune.models.unet.shapes import unet_units
+from simpletune.models.unet.unet_shapes import unet_units
 
 CPU = torch.device("cpu")
 SIZE = (128, 64)

@@ -20,14 +20,14 @@ from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from benchmarks.tiny_models import networks, tiny_sd3
+from simpletune.adapters.text.embedding_files import EmbeddingFile
 from simpletune.adapters.text.encoding import TextEncoding
-from simpletune.adapters.text.files import EmbeddingFile
 from simpletune.adapters.text.side import TextSide
 from simpletune.apps.cli.main import main
 from simpletune.config.load import validate
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sdxl.config import SDXL_NAME
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sdxl.sdxl_config import SDXL_NAME
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared import family_files
 from simpletune.models.text.encoder import TextEncoder
 from simpletune.models.text.prompts import Prompts

@@ -23,10 +23,10 @@ from simpletune.commands.generate.generate import image_size
 from simpletune.config.explain import explain
 from simpletune.config.load import validate
 from simpletune.models.families import family_by_name, family_of
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.config import SDXL_NAME
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_config import SDXL_NAME
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.runs.model_card import example_of, snippet
 from simpletune.runs.weights_names import run_config
 from simpletune.system.options import ConfigError, UserError

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from simpletune.config.load import validate
 from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import BF16, FP32, Int8, WeightPrecision
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.stages.latent_cache import LatentCache
 from simpletune.stages.load import empty_autoencoder
 from simpletune.stages.prepared import Caches

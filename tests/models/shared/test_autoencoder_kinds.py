@@ -28,8 +28,8 @@ from simpletune.engine.memory.fake import fake_tensors
 from simpletune.estimate.disk_needs import DataCounts, disk_needs
 from simpletune.estimate.simulate.simulate_stages import simulate_encoding, simulate_parts
 from simpletune.models.families import FAMILIES
-from simpletune.models.sd3.architecture import SD3Architecture
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.autoencoder import KINDS, Autoencoder, Latents, autoencoder_config
 from simpletune.models.shared.parts import Part

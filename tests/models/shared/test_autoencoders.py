@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from simpletune.data.sources.image_files import crop_to_bucket
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, load_autoencoder
 from simpletune.models.shared.parts import Part
 from simpletune.system.options import UserError

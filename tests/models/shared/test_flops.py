@@ -25,8 +25,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.memory import Memory
 from simpletune.engine.quant.precision import BF16, Int8
 from simpletune.engine.tensors import trained_parameters
-from simpletune.models.sd3.files import SD3Files
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_files import SD3Files
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.flops import Flops, trained_of
 from simpletune.stages.step.synthetic import CPU, SingleProcess, SyntheticBatches

@@ -15,10 +15,10 @@ import tiny_sdxl
 import torch
 
 from benchmarks.tiny_models import tiny_sd3
-from simpletune.models.sd3.files import SD3_MEDIUM, SD35_LARGE
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd15.config import bundled_configs
-from simpletune.models.sdxl.config import bundled_configs as xl_configs
+from simpletune.models.sd3.sd3_files import SD3_MEDIUM, SD35_LARGE
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd15.sd15_config import bundled_configs
+from simpletune.models.sdxl.sdxl_config import bundled_configs as xl_configs
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ import pytest
 from blocks import CONFIG, UNETS
 
 from benchmarks.stored_shapes import stored
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared import parameter_shapes as shapes
 from simpletune.system.options import UserError
 

@@ -21,7 +21,7 @@ from torch import nn
 from simpletune.config.load import validate
 from simpletune.config.schema import cache_of_bases
 from simpletune.engine.quant.precision import BF16, Int8, Int8Quanto, Nf4, WeightPrecision
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared import quantised_cache, weights
 from simpletune.runs.weights import BASE, load_weights
 from simpletune.system.atomic import STALE

@@ -26,9 +26,9 @@ from simpletune.adapters.files.header import open_lora
 from simpletune.config.explain import explain
 from simpletune.config.load import read_config, validate
 from simpletune.engine.quant.precision import FP32
-from simpletune.models.sd3.files import LAYOUT, bundled_configs, origin_of
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.shapes import parameter_shapes
+from simpletune.models.sd3.sd3_files import LAYOUT, bundled_configs, origin_of
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_shapes import parameter_shapes
 from simpletune.models.shared.single_file import OriginalReader, open_file
 from simpletune.models.text.clip import load_text_model
 from simpletune.runs.folder import read_metrics

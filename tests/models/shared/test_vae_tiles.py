@@ -15,7 +15,7 @@ from torch import Tensor
 
 from simpletune.config.load import validate
 from simpletune.config.resolve import resolve_folders
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.shared.autoencoder import KINDS, Autoencoder
 from simpletune.stages.encode import prepare
 from simpletune.stages.prepared import PreparedData

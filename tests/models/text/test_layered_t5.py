@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import T5Config, T5EncoderModel
 from transformers.models.t5.modeling_t5 import T5Block
 
-from simpletune.models.sd3.files import LAYOUT
-from simpletune.models.sd3.option import SD3
-from simpletune.models.sd3.text import SD3Text
+from simpletune.models.sd3.sd3_files import LAYOUT
+from simpletune.models.sd3.sd3_option import SD3
+from simpletune.models.sd3.sd3_text import SD3Text
 from simpletune.models.shared.parts import Part
 from simpletune.models.text import layered
 from simpletune.models.text.encoder import Tokens

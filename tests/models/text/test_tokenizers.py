@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from simpletune.models.families import Model
-from simpletune.models.sd3.option import SD3
+from simpletune.models.sd3.sd3_option import SD3
 from simpletune.models.text import prompts
 from simpletune.models.text.prompts import Prompts
 from simpletune.system.options import UserError

@@ -33,8 +33,8 @@ from simpletune.config.schema import TrainConfig
 from simpletune.engine.quant.precision import FP32, Int8
 from simpletune.estimate.generate_memory import generation_bytes
 from simpletune.models.families import family_of
-from simpletune.models.sd15.option import SD15
-from simpletune.models.sdxl.option import SDXL
+from simpletune.models.sd15.sd15_option import SD15
+from simpletune.models.sdxl.sdxl_option import SDXL
 from simpletune.models.shared.conditioning import Conditioning
 from simpletune.models.shared.family import Family
 from simpletune.models.text.clip import load_text_model

@@ -28,8 +28,8 @@ from simpletune.models.shared.lora_verdicts import (
     Verdict,
 )
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.unet.config import INPUT
-from simpletune.models.unet.files import original_modules, origins
+from simpletune.models.unet.unet_config import INPUT
+from simpletune.models.unet.unet_files import original_modules, origins
 
 ATTENTION = tuple(f"attn{n}.{name}" for n in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0"))
 IN_TRANSFORMER = {name.replace(".", "_"): name for name in (*ATTENTION, "ff.net.0.proj", "ff.net.2")}

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 
-from simpletune.models.sdxl.config import bundled_configs
+from simpletune.models.sdxl.sdxl_config import bundled_configs
 from simpletune.models.shared.lora_encoders import LoraEncoder, clip_layer
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.unet.lora_names import CLIP_READERS, UNetNames
+from simpletune.models.unet.unet_lora import CLIP_READERS, UNetNames
 
 TITLE = "Stable Diffusion XL"
 

@@ -16,8 +16,8 @@ from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.family import Family
 from simpletune.models.shared.family_files import FamilyFiles, LoraNames
 from simpletune.models.shared.model_config import ModelConfig, Shape
-from simpletune.models.unet.config import CLASS, DEFAULTS, INPUT, inpainting_config
-from simpletune.models.unet.shapes import ATTENTION, pixels, unet_units
+from simpletune.models.unet.unet_config import CLASS, DEFAULTS, INPUT, inpainting_config
+from simpletune.models.unet.unet_shapes import ATTENTION, pixels, unet_units
 
 if TYPE_CHECKING:
     from torch import Tensor

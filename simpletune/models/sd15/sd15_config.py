@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.unet.config import difference, inpainting_config
+from simpletune.models.unet.unet_config import difference, inpainting_config
 from simpletune.system.options import UserError
 
 SD15_NAME = "stable-diffusion-v1-5/stable-diffusion-v1-5"

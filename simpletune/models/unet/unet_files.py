@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from simpletune.models.shared.fused import THIRDS
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import Origin
-from simpletune.models.unet.shapes import ATTENTION, DOWNSAMPLER, RESNET, parameter_shapes, unet_units
+from simpletune.models.unet.unet_shapes import ATTENTION, DOWNSAMPLER, RESNET, parameter_shapes, unet_units
 from simpletune.system.options import UserError
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd3.architecture import SD3Architecture
-from simpletune.models.sd3.files import SD3_MEDIUM, SD3Files
-from simpletune.models.sd3.lora_names import LAYOUTS
-from simpletune.models.sd3.text import SD3Text
+from simpletune.models.sd3.sd3_architecture import SD3Architecture
+from simpletune.models.sd3.sd3_files import SD3_MEDIUM, SD3Files
+from simpletune.models.sd3.sd3_lora import LAYOUTS
+from simpletune.models.sd3.sd3_text import SD3Text
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.autoencoder import STABLE_DIFFUSION, Latents
 from simpletune.models.shared.family import Family

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sd15.config import HUB_NAMES, SD15_NAME
-from simpletune.models.sd15.files import LAYOUT, SD15Files
-from simpletune.models.sd15.lora_names import LAYOUTS
-from simpletune.models.sd15.text import SD15Text
+from simpletune.models.sd15.sd15_config import HUB_NAMES, SD15_NAME
+from simpletune.models.sd15.sd15_files import LAYOUT, SD15Files
+from simpletune.models.sd15.sd15_lora import LAYOUTS
+from simpletune.models.sd15.sd15_text import SD15Text
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.words import DiffusersPipeline, Licence, Words
 from simpletune.models.text.family_text import FamilyText
-from simpletune.models.unet.family import UNetArchitecture, UNetFamily
-from simpletune.models.unet.shapes import whole_layers
+from simpletune.models.unet.unet_family import UNetArchitecture, UNetFamily
+from simpletune.models.unet.unet_shapes import whole_layers
 
 if TYPE_CHECKING:
     import torch

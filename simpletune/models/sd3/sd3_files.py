@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
-from simpletune.models.sd3.shapes import TABLE, parameter_shapes
+from simpletune.models.sd3.sd3_shapes import TABLE, parameter_shapes
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.fused import Fused
 from simpletune.models.shared.model_config import ModelConfig

@@ -16,7 +16,7 @@ from simpletune.models.shared.autoencoder import STABLE_DIFFUSION
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.model_config import ModelConfig, Shape
 from simpletune.models.shared.parameter_shapes import shapes_of_class
-from simpletune.models.unet.config import CLASS, Level, levels_of
+from simpletune.models.unet.unet_config import CLASS, Level, levels_of
 
 Kind = Literal["resnet", "attention", "downsampler", "upsampler"]
 RESNET: Kind = "resnet"

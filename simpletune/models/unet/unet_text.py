@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from simpletune.models.text.family_text import FamilyText, HasFiles
-from simpletune.models.unet.config import levels_of
+from simpletune.models.unet.unet_config import levels_of
 
 
 class UNetText(FamilyText[HasFiles]):

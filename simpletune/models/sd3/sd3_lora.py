@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from simpletune.models.sd3.files import FUSED, IN_BLOCK, OUTER
+from simpletune.models.sd3.sd3_files import FUSED, IN_BLOCK, OUTER
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.lora_encoders import LoraEncoder, clip_layer, t5_layer
 from simpletune.models.shared.lora_layout import DOWN, UP, Layout, LoraNames

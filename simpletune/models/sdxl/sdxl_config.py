@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from simpletune.models.shared.model_config import ModelConfig
-from simpletune.models.unet.config import NEEDED, difference, inpainting_config, levels_of
+from simpletune.models.unet.unet_config import NEEDED, difference, inpainting_config, levels_of
 from simpletune.system.options import UserError
 
 SDXL_NAME = "stabilityai/stable-diffusion-xl-base-1.0"

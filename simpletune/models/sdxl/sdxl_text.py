@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from simpletune.models.shared.buckets import Framing
 from simpletune.models.text.clip import ClipEncoder
 from simpletune.models.text.family_text import TextRegion
-from simpletune.models.unet.text import UNetText
+from simpletune.models.unet.unet_text import UNetText
 
 if TYPE_CHECKING:
     from torch import Tensor

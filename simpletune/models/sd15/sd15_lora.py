@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 
-from simpletune.models.sd15.config import bundled_configs
+from simpletune.models.sd15.sd15_config import bundled_configs
 from simpletune.models.shared.fused import Rows
 from simpletune.models.shared.lora_encoders import LoraEncoder, clip_layer
 from simpletune.models.shared.lora_layout import Layout
-from simpletune.models.unet.lora_names import CLIP_READERS, UNetNames
+from simpletune.models.unet.unet_lora import CLIP_READERS, UNetNames
 from simpletune.system.options import UserError
 
 SD15, SD2 = "Stable Diffusion 1.5", "Stable Diffusion 2"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from simpletune.models.sdxl.config import (
+from simpletune.models.sdxl.sdxl_config import (
     HUB_NAMES,
     REMEDY,
     V_PREDICTION,
@@ -20,8 +20,8 @@ from simpletune.models.sdxl.config import (
 )
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin
-from simpletune.models.unet.family import UNetFiles
-from simpletune.models.unet.files import (
+from simpletune.models.unet.unet_family import UNetFiles
+from simpletune.models.unet.unet_files import (
     OPEN_CLIP,
     inferred,
     open_clip_origin,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from simpletune.models.sd15.config import (
+from simpletune.models.sd15.sd15_config import (
     BASE,
     HUB_NAMES,
     INPAINTING,
@@ -22,8 +22,15 @@ from simpletune.models.sd15.config import (
 )
 from simpletune.models.shared.model_config import ModelConfig
 from simpletune.models.shared.single_file import FileLayout, Origin, SingleFile, is_single_file, open_file
-from simpletune.models.unet.family import UNetFiles
-from simpletune.models.unet.files import OPEN_CLIP, inferred, open_clip_origin, open_clip_tensors, origins, vae_origins
+from simpletune.models.unet.unet_family import UNetFiles
+from simpletune.models.unet.unet_files import (
+    OPEN_CLIP,
+    inferred,
+    open_clip_origin,
+    open_clip_tensors,
+    origins,
+    vae_origins,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from simpletune.models.text.clip import ClipEncoder
 from simpletune.models.text.family_text import TextRegion
-from simpletune.models.unet.text import UNetText
+from simpletune.models.unet.unet_text import UNetText
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from simpletune.models.sdxl.config import HUB_NAMES, SDXL_NAME
-from simpletune.models.sdxl.files import LAYOUT, SDXLFiles
-from simpletune.models.sdxl.lora_names import LAYOUTS
-from simpletune.models.sdxl.text import SDXLText
+from simpletune.models.sdxl.sdxl_config import HUB_NAMES, SDXL_NAME
+from simpletune.models.sdxl.sdxl_files import LAYOUT, SDXLFiles
+from simpletune.models.sdxl.sdxl_lora import LAYOUTS
+from simpletune.models.sdxl.sdxl_text import SDXLText
 from simpletune.models.shared.architecture import Architecture
 from simpletune.models.shared.family_files import FamilyFiles
 from simpletune.models.shared.lora_layout import Layout
 from simpletune.models.shared.words import DiffusersPipeline, Words
 from simpletune.models.text.family_text import FamilyText
-from simpletune.models.unet.family import UNetArchitecture, UNetFamily
-from simpletune.models.unet.shapes import single_blocks
+from simpletune.models.unet.unet_family import UNetArchitecture, UNetFamily
+from simpletune.models.unet.unet_shapes import single_blocks
 
 if TYPE_CHECKING:
     import torch

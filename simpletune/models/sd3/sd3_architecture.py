@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from simpletune.models.sd3.shapes import CLASS, OF_TEXT, TABLE, parameter_shapes, unit_names
+from simpletune.models.sd3.sd3_shapes import CLASS, OF_TEXT, TABLE, parameter_shapes, unit_names
 from simpletune.models.shared.architecture import Architecture, AttentionShape
 from simpletune.models.shared.buckets import Size
 from simpletune.models.shared.model_config import ModelConfig, Shape
